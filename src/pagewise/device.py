@@ -1,0 +1,42 @@
+"""What the hardware is: the only file that asks it anything."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DeviceInfo"]
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What a plan needs to know of a device; tests make their own."""
+
+    kind: str
+    """``"cpu"`` or ``"cuda"``."""
+    num_workers: int
+    """Threads that torch may use on a CPU, multiprocessors of a GPU."""
+    name: str = ""
+
+    @staticmethod
+    def of(device: torch.device) -> DeviceInfo:
+        """The device that a tensor lies on."""
+        if device.type == "cpu":
+            return _cpu(torch.get_num_threads())
+        if device.type == "cuda":
+            return _cuda(torch.cuda.current_device() if device.index is None else device.index)
+        return DeviceInfo(device.type, 1)
+
+
+@functools.cache
+def _cpu(num_threads: int) -> DeviceInfo:
+    return DeviceInfo("cpu", num_threads, platform.processor() or platform.machine())
+
+
+@functools.cache
+def _cuda(index: int) -> DeviceInfo:
+    properties = torch.cuda.get_device_properties(index)
+    return DeviceInfo("cuda", properties.multi_processor_count, properties.name)

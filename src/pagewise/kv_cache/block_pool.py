@@ -1,0 +1,215 @@
+"""Which cache blocks are free, in which order they are reused, and how many hold each other one.
+
+A block is a number here; its keys and values lie in the cache tensors. A free block keeps its
+content until it is handed out again, so what a finished sequence computed can still be found
+by its prefix and brought back with ``retain``::
+
+             allocate                    release, at zero holders
+    free ───────────────► held ──────────────────────────────────► free
+    (old end of the list)  ▲                             (young end of the list)
+                           └──── retain, from anywhere in the list
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+
+from ..errors import OutOfBlocksError, ShapeError
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Blocks ``0 .. num_blocks - 1``: handed out, shared, and taken back.
+
+    The free list is in reuse order: the block whose last holder left longest ago comes first.
+    It is doubly linked and threaded through two lists of integers, so every operation costs
+    O(1) per block, also taking a block out of the middle.
+
+    Args:
+        num_blocks: Size of the pool, at least 1.
+        on_reuse: Called with every block whose content is about to be replaced, so that an
+            index can forget it: each block that ``allocate`` hands out, and each that is
+            given to ``overwrite``.
+
+    Raises:
+        ShapeError: ``num_blocks`` is below 1.
+
+    Example:
+        >>> pool = BlockPool(4)
+        >>> blocks = pool.allocate(3)
+        >>> blocks
+        [0, 1, 2]
+        >>> pool.release(blocks[::-1])
+        >>> list(pool.free_blocks())
+        [3, 2, 1, 0]
+        >>> pool.retain([1])
+        >>> pool.ref_count(1), pool.num_free
+        (1, 3)
+    """
+
+    def __init__(self, num_blocks: int, *, on_reuse: Callable[[int], None] | None = None) -> None:
+        if num_blocks < 1:
+            raise ShapeError(f"num_blocks={num_blocks}, expected at least 1")
+        self._num_blocks = self._num_free = num_blocks
+        self._on_reuse = on_reuse
+        self._ref_counts = [0] * num_blocks
+        # A ring: the extra place `num_blocks` is both ends of the list and never handed out.
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._previous = [num_blocks, *range(num_blocks)]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, those with content worth finding included."""
+        return self._num_free
+
+    def ref_count(self, block: int) -> int:
+        """How many hold ``block``; 0 is free.
+
+        Raises:
+            ValueError: The pool has no such block.
+        """
+        if not 0 <= block < self._num_blocks:
+            self._reject([block])
+        return self._ref_counts[block]
+
+    def can_allocate(self, n: int) -> bool:
+        """Whether ``allocate(n)`` would succeed now."""
+        return 0 <= n <= self._num_free
+
+    def allocate(self, n: int = 1) -> list[int]:
+        """Take ``n`` free blocks, least recently released first, each with one holder.
+
+        Raises:
+            OutOfBlocksError: Fewer than ``n`` are free. Nothing was taken.
+            ValueError: ``n`` is negative.
+        """
+        if n < 0:
+            raise ValueError(f"n={n}, expected 0 or more blocks")
+        if n > self._num_free:
+            raise OutOfBlocksError(
+                f"{n} blocks are needed but {self._num_free} of {self._num_blocks} are free: "
+                "release some or make the pool larger"
+            )
+        ends, following = self._num_blocks, self._next
+        taken = []
+        block = following[ends]
+        for _ in range(n):
+            taken.append(block)
+            self._ref_counts[block] = 1
+            block = following[block]
+        following[ends], self._previous[block] = block, ends
+        self._num_free -= n
+        if self._on_reuse is not None:
+            for block in taken:
+                self._on_reuse(block)
+        return taken
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """Add one holder to each block; a free one leaves the free list with its content.
+
+        Blocks that a ``PrefixIndex`` found are to be retained before anything is allocated:
+        ``allocate`` may hand out every free block.
+
+        Raises:
+            ValueError: The pool has no such block. Nothing was retained.
+        """
+        self._check_ids(blocks)
+        for block in blocks:
+            if not self._ref_counts[block]:
+                before, after = self._previous[block], self._next[block]
+                self._next[before], self._previous[after] = after, before
+                self._num_free -= 1
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take one holder from each block, in order; the last one freed is reused last.
+
+        Pass the blocks of a sequence last first: the head of a prefix is of use without its
+        tail, but not the tail without its head.
+
+        Raises:
+            ValueError: A block has fewer holders than are released, or the pool has no such
+                block. Nothing was released.
+        """
+        self._check_ids(blocks)
+        for block, times in Counter(blocks).items():
+            if self._ref_counts[block] < times:
+                raise ValueError(
+                    f"block {block} is released {times} times but has "
+                    f"{self._ref_counts[block]} holders: each holder releases it once"
+                )
+        ends = self._num_blocks
+        for block in blocks:
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                youngest = self._previous[ends]
+                self._next[youngest], self._previous[block] = block, youngest
+                self._next[block], self._previous[ends] = ends, block
+                self._num_free += 1
+
+    def overwrite(self, block: int) -> None:
+        """Say that content of a held block is about to be replaced: calls ``on_reuse``."""
+        if self._on_reuse is not None:
+            self._on_reuse(block)
+
+    def free_blocks(self) -> Iterator[int]:
+        """The free blocks in reuse order. The pool must not change while this runs."""
+        return self._walk(self._next)
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Prove that no block is lost, free and held at once, or miscounted.
+
+        Args:
+            tables: The blocks of every holder, each holder once.
+
+        Raises:
+            AssertionError: With the numbers that disagree.
+        """
+        forward = list(islice(self._walk(self._next), self._num_blocks + 1))
+        backward = list(islice(self._walk(self._previous), self._num_blocks + 1))
+        if forward != backward[::-1]:
+            raise AssertionError(f"free list is {forward} forwards, {backward} backwards")
+        held = sum(count > 0 for count in self._ref_counts)
+        if not len(set(forward)) == len(forward) == self._num_free == self._num_blocks - held:
+            raise AssertionError(
+                f"free list has {len(forward)} entries, {len(set(forward))} distinct; "
+                f"num_free={self._num_free}; {held} of {self._num_blocks} blocks are held"
+            )
+        tables = [list(table) for table in tables]
+        for table in tables:
+            self._check_table(table)
+        holders = Counter(chain.from_iterable(tables))
+        for block, count in enumerate(self._ref_counts):
+            if count != holders[block]:
+                raise AssertionError(
+                    f"block {block} has ref count {count} but is in {holders[block]} tables"
+                )
+
+    def _check_table(self, table: list[int]) -> None:
+        for block, times in Counter(table).items():
+            if times > 1:
+                raise AssertionError(f"block {block} is {times} times in table {table}")
+            if not 0 <= block < self._num_blocks or not self._ref_counts[block]:
+                raise AssertionError(f"table {table} has block {block}, which nobody holds")
+
+    def _walk(self, links: list[int]) -> Iterator[int]:
+        block = links[self._num_blocks]
+        while block != self._num_blocks:
+            yield block
+            block = links[block]
+
+    def _check_ids(self, blocks: Sequence[int]) -> None:
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
+            self._reject(blocks)
+
+    def _reject(self, blocks: Sequence[int]) -> None:
+        wrong = next(block for block in blocks if not 0 <= block < self._num_blocks)
+        raise ValueError(f"block {wrong} is not one of 0 .. {self._num_blocks - 1}")

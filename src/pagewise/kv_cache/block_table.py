@@ -1,0 +1,170 @@
+"""The cache blocks of one sequence, and the slots of its tokens in them.
+
+Token ``t`` lies in slot ``blocks[t // block_size] * block_size + t % block_size``. A fork holds
+the same blocks; only the last one can be partly filled, and whoever writes to it first while
+it is shared takes a copy (block_size 4, six tokens)::
+
+    parent            [2][5]         holders: block 2 two, block 5 two
+    fork              [2][5]
+    fork.append(1)    [2][7]         copy 5 → 7, then write; parent keeps 5 to itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from ..errors import ShapeError
+from .block_pool import BlockPool
+
+__all__ = ["BlockTable"]
+
+
+class BlockTable:
+    """The blocks of one sequence, in order. Starts empty.
+
+    Args:
+        pool: Where blocks are taken from and given back to.
+        block_size: Tokens per block, at least 1.
+
+    Raises:
+        ShapeError: ``block_size`` is below 1.
+
+    Example:
+        >>> table = BlockTable(BlockPool(8), block_size=4)
+        >>> table.append(6)
+        []
+        >>> table.blocks, table.num_tokens, table.slots(3, 6)
+        ([0, 1], 6, [3, 4, 5])
+        >>> fork = table.fork()
+        >>> fork.append(1)
+        [(1, 2)]
+        >>> table.blocks, fork.blocks
+        ([0, 1], [0, 2])
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        if block_size < 1:
+            raise ShapeError(f"block_size={block_size}, expected at least 1")
+        self._pool = pool
+        self._block_size = block_size
+        self._blocks: list[int] = []
+        self._num_tokens = 0
+        self._was_cut = False
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks in order of their tokens: the live list, to be read only."""
+        return self._blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose slots are reserved."""
+        return self._num_tokens
+
+    def blocks_needed(self, num_new_tokens: int) -> int:
+        """How many blocks ``append(num_new_tokens)`` would take from the pool now.
+
+        The copy of a shared, partly filled last block is counted.
+
+        Raises:
+            ValueError: ``num_new_tokens`` is negative.
+        """
+        if num_new_tokens < 0:
+            raise ValueError(f"num_new_tokens={num_new_tokens}, expected 0 or more")
+        if num_new_tokens == 0:
+            return 0
+        num_blocks = self._blocks_for(self._num_tokens + num_new_tokens)
+        return num_blocks - len(self._blocks) + self._must_copy_last()
+
+    def append(self, num_new_tokens: int) -> list[tuple[int, int]]:
+        """Reserve slots for the next tokens.
+
+        Returns:
+            Block copies ``(src, dst)`` to be made before the tokens are written: none, or one
+            when the partly filled last block is shared. ``src`` is no longer held through this
+            table, so the copy must also come before anything else that is written to ``src``.
+
+        Raises:
+            OutOfBlocksError: The pool has too few free blocks. Nothing has changed.
+            ValueError: ``num_new_tokens`` is negative. Nothing has changed.
+        """
+        taken = self._pool.allocate(self.blocks_needed(num_new_tokens))
+        copies = []
+        if num_new_tokens:
+            if self._must_copy_last():
+                copies.append((self._blocks[-1], taken[0]))
+                self._pool.release([self._blocks.pop()])
+            elif self._was_cut:
+                # What is cut off can be indexed as the content of a full block.
+                self._pool.overwrite(self._blocks[-1])
+            self._was_cut = False
+        self._blocks.extend(taken)
+        self._num_tokens += num_new_tokens
+        return copies
+
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """Start from full blocks that a ``PrefixIndex`` found, and hold them.
+
+        Raises:
+            ValueError: The table is not empty, or the pool has no such block. Nothing has
+                changed.
+        """
+        if self._blocks:
+            raise ValueError(f"adopt() on a table of {len(self._blocks)} blocks: free() it first")
+        self._pool.retain(blocks)
+        self._blocks = list(blocks)
+        self._num_tokens = len(blocks) * self._block_size
+
+    def slots(self, start: int, end: int) -> list[int]:
+        """The slots of the tokens at positions ``start .. end - 1``: ``[end - start]``.
+
+        Raises:
+            ShapeError: The range is not within ``0 .. num_tokens``.
+        """
+        if not 0 <= start <= end <= self._num_tokens:
+            raise ShapeError(f"slots({start}, {end}) of a table with num_tokens={self._num_tokens}")
+        size = self._block_size
+        first, offset = divmod(start, size)
+        if offset + end - start <= size:
+            if start == end:
+                return []
+            slot = self._blocks[first] * size + offset
+            return list(range(slot, slot + end - start))
+        blocks = self._blocks[first : self._blocks_for(end)]
+        slots = list(chain.from_iterable(range(b * size, (b + 1) * size) for b in blocks))
+        return slots[offset : offset + end - start]
+
+    def fork(self) -> BlockTable:
+        """A table of the same tokens that holds every block once more."""
+        twin = BlockTable(self._pool, self._block_size)
+        self._pool.retain(self._blocks)
+        twin._blocks = self._blocks.copy()
+        twin._num_tokens, twin._was_cut = self._num_tokens, self._was_cut
+        return twin
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` tokens and give back the blocks past them.
+
+        Raises:
+            ShapeError: ``num_tokens`` is not within ``0 .. self.num_tokens``.
+        """
+        if not 0 <= num_tokens <= self._num_tokens:
+            raise ShapeError(f"truncate({num_tokens}) of a table with {self._num_tokens} tokens")
+        num_blocks = self._blocks_for(num_tokens)
+        self._pool.release(self._blocks[num_blocks:][::-1])
+        del self._blocks[num_blocks:]
+        if num_tokens < self._num_tokens:
+            self._was_cut = num_tokens % self._block_size > 0
+        self._num_tokens = num_tokens
+
+    def free(self) -> None:
+        """Give back every block, last first. The table is empty afterwards."""
+        self.truncate(0)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _must_copy_last(self) -> bool:
+        partly_filled = self._num_tokens % self._block_size > 0
+        return partly_filled and self._pool.ref_count(self._blocks[-1]) > 1

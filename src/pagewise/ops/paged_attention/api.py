@@ -1,0 +1,143 @@
+"""The public operation: contract, defaults, and the choice of an implementation."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import UnsupportedError
+from ...tiles.state import AttentionOutput
+from .checks import check
+from .plan import Plan
+from .problem import Options, PagedBatch, Problem
+
+IMPLEMENTATIONS = ("cpu", "reference")
+"""In the order in which ``impl="auto"`` tries them."""
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Attention of new tokens over a paged KV cache.
+
+    Row ``t`` of sequence ``i`` stands at position ``seq_len - query_len + t`` and sees every key
+    at or before it. One call serves prefill, chunked prefill, decode and any mix: a length is
+    data. For 2 new tokens of a sequence of 5 the mask is (1 = visible)::
+
+        1 1 1 1 0
+        1 1 1 1 1
+
+    A score is ``q · k * softmax_scale``, then capped, then biased, then masked. What lies in
+    unused slots, unused blocks and table tails never reaches the output, and the same inputs
+    give the same bits on every call.
+
+    Args:
+        q: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16. Queries of all
+            sequences, in the order of ``batch.cu_seqlens_q``. Last dimension contiguous, here and
+            below; other strides are free.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, same types. The keys of the
+            new tokens are already in it (see ``write_kv``). ``block_size`` 1 to 256, ``head_size``
+            a multiple of 8 up to 512, ``num_kv_heads`` any divisor of ``num_heads``.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, v_head_size]``, the type of ``k_cache``.
+        batch: Lengths and block tables.
+        softmax_scale: Multiplies ``q · k``. ``None`` is ``head_size ** -0.5``; 0.0 means 0.0.
+        causal: Whether a token sees only keys at or before its own position.
+        sliding_window: Number of visible keys up to the query's own, itself included. ``None``: all.
+        logits_soft_cap: Scores become ``cap * tanh(score / cap)``. ``None``: no cap.
+        alibi_slopes: float32 ``[num_heads]``; adds ``slope * (key position - query position)``.
+        sinks: float32 ``[num_heads]``; one more logit in each head's softmax, with no value. It
+            counts in ``lse``.
+        out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
+        plan: How to cut the work (``make_plan``); ``None`` chooses.
+        impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``: a named one runs or raises.
+
+    Returns:
+        ``AttentionOutput(out, lse)``; ``lse`` float32 ``[num_tokens, num_heads]``, natural
+        logarithm. A row that sees no key (and no sink) has ``out`` 0 and ``lse`` -inf.
+
+    Raises:
+        ShapeError: Sizes disagree or are out of range; the message names the arguments.
+        DTypeError: An argument has an element type that it does not take.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 2, 64).unbind(0)
+        >>> tables = torch.tensor([[3, 8], [5, 0]], dtype=torch.int32)
+        >>> lengths = torch.tensor([30, 7], dtype=torch.int32)
+        >>> batch = PagedBatch.decode(tables, lengths, max_seq_len=30)
+        >>> paged_attention(torch.randn(2, 8, 64), k_cache, v_cache, batch).out.shape
+        torch.Size([2, 8, 64])
+    """
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
+    problem = check(q, k_cache, v_cache, batch, options, out)
+    run = _choose(problem, DeviceInfo.of(q.device), impl)
+    if out is None:
+        out = torch.empty(*q.shape[:2], problem.v_head_size, dtype=q.dtype, device=q.device)
+    return run(problem, q, k_cache, v_cache, batch, options, out, plan)
+
+
+def explain_paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, **options: Any
+) -> str:
+    """Which implementations can run a call, one a line with the reason, in the order of "auto".
+
+    Args:
+        q: As for ``paged_attention``, like everything else here.
+        k_cache: As there.
+        v_cache: As there.
+        batch: As there.
+        **options: The keyword arguments of ``paged_attention``.
+
+    Example:
+        >>> cache = torch.zeros(4, 16, 2, 64, dtype=torch.float64)
+        >>> lengths = torch.tensor([5], dtype=torch.int32)
+        >>> batch = PagedBatch.decode(lengths[:, None] * 0, lengths, max_seq_len=5)
+        >>> print(explain_paged_attention(torch.zeros(1, 4, 64).double(), cache, cache, batch))
+        cpu: no, q is float64; float32, float16 and bfloat16 run
+        reference: yes
+    """
+    out, _ = options.pop("out", None), options.pop("plan", None)
+    options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
+    problem = check(q, k_cache, v_cache, batch, Options(**options), out)
+    device = DeviceInfo.of(q.device)
+    lines = []
+    for name in IMPLEMENTATIONS:
+        reason = _load(name).supports(problem, device)
+        lines.append(f"{name}: {'yes' if reason is None else 'no, ' + reason}")
+    return "\n".join(lines)
+
+
+def _choose(problem: Problem, device: DeviceInfo, impl: str) -> Callable[..., AttentionOutput]:
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {IMPLEMENTATIONS}")
+    for name in IMPLEMENTATIONS if impl == "auto" else (impl,):
+        module = _load(name)
+        reason = module.supports(problem, device)
+        if reason is None:
+            return module.run  # type: ignore[no-any-return]
+    raise UnsupportedError(f"impl={impl!r} cannot run this: {reason}. Use impl='auto'")
+
+
+def _load(name: str) -> Any:
+    """Import an implementation when it is first asked about: Numba costs seconds."""
+    return importlib.import_module(f"{__package__}.{name}")

@@ -1,0 +1,476 @@
+"""Paged attention on a CPU: an online softmax over key tiles, on Numba vectors and threads.
+
+::
+
+    out[r] = Σ_n p[r, n] v[n] / l[r],   p[r, n] = 2 ** (s[r, n] - m[r]),   s = q · k · scale · log2 e
+
+One *item* of work is some new tokens of one sequence, some of its KV heads and some of its
+keys. The rows of a KV head, tokens × group, share every key that is loaded::
+
+    keys   0        64       128  ...  512      576
+           ┌────────┬────────┬─  ... ──╥────────┬─ ...
+    rows   │ tile   │ tile   │         ║ tile   │
+           └────────┴────────┴─  ... ──╨────────┴─ ...
+           └──── one split: m, l, acc ─┘└─ next split ──
+
+A sequence's keys are always cut at multiples of ``split_size``, partial states are always
+merged from left to right, and tiles start at multiples of ``TILE_N``. So a row gets the same
+bits whether one thread walks the splits or many share them, and whoever else is in the batch.
+
+Few rows (decode) read keys and values straight from the pages, converting in registers. Many
+rows (prefill) first gather a tile into contiguous float32, once for all of them. Only slots of
+visible keys are read.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+import torch
+from numba import njit
+
+from ...tiles.cpu.arrays import flat
+from ...tiles.cpu.microkernels import add_scaled, mix_tile, score_tile
+from ...tiles.cpu.simd import (
+    LN_2,
+    LOG2_E,
+    add,
+    exp2,
+    first_lane,
+    fma,
+    lane_numbers,
+    load,
+    load_half,
+    max_lanes,
+    maximum,
+    mul,
+    splat,
+    store,
+    store_half,
+    sub,
+    sum_lanes,
+    take_number,
+    tanh,
+    where_less,
+    zeros,
+)
+from ...tiles.cpu.threads import run_together
+from ...device import DeviceInfo
+from ...tiles.state import AttentionOutput
+from .plan import make_plan
+from .problem import Problem
+
+TILE_N = 64
+FEW_ROWS = 16  # up to here keys are converted for every four rows; beyond, gathered once
+_ALL = 1 << 62
+
+# Numba reads named tuples by field, which keeps signatures short.
+Call = namedtuple(
+    "Call",
+    "out lse q k_cache v_cache block_tables seq_lens cu_seqlens_q alibi_slopes sinks"
+    " group head_size v_head_size width v_width block_size split_size"
+    " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
+    " softmax_scale soft_cap causal window",
+)
+State = namedtuple("State", "acc m l")
+Scratch = namedtuple(
+    "Scratch",
+    "state total q first_key end_key p decay k_rows v_rows tile_rows k_tile v_tile",
+)
+Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first_key end_key part")
+
+
+@njit(nogil=True, cache=True)
+def _make_items(cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, item_keys):
+    """Cut a batch into rows of ``Item`` fields, and count the rows of partial states they need.
+
+    An item that covers part of its keys stores its state at row ``part``; for others it is -1.
+    """
+    count = num_parts = 0
+    for filling in (False, True):  # count first, then fill
+        items = np.empty((count, 8), np.int64)
+        count = num_parts = 0
+        for seq in range(len(seq_lens)):
+            query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]
+            few = query_len * group <= FEW_ROWS
+            heads = decode_heads if few else 1
+            tokens = max(1, tile_m // group)
+            for first in range(0, query_len, tokens):
+                num_tokens = min(tokens, query_len - first)
+                end = seq_lens[seq]
+                if causal:
+                    end = max(0, end - query_len + first + num_tokens)
+                step = item_keys if few and end > item_keys else _ALL
+                for head in range(0, num_kv_heads, heads):
+                    num_heads = min(heads, num_kv_heads - head)
+                    for key in range(0, max(1, end), step):
+                        part = num_parts if step != _ALL else -1
+                        if step != _ALL:
+                            num_parts += num_heads * _pad_rows(num_tokens * group)
+                        if filling:
+                            key_end = min(end, key + step)
+                            items[count, :4] = seq, first, num_tokens, head
+                            items[count, 4:] = num_heads, key, key_end, part
+                        count += 1
+    return items, num_parts
+
+
+@njit
+def _pad_rows(rows):
+    """One row has its own micro-kernels; the others take four at a time."""
+    return 1 if rows == 1 else (rows + 3) // 4 * 4
+
+
+@njit
+def _make_state(rows, width):
+    return State(
+        np.empty(rows * width, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    )
+
+
+@njit
+def _make_scratch(items, call):
+    most = tile = 1
+    for i in range(len(items)):
+        rows = _pad_rows(items[i, 2] * call.group)
+        tile = max(tile, rows)
+        most = max(most, rows * items[i, 4])
+    return Scratch(
+        _make_state(most, call.v_width),
+        _make_state(most, call.v_width),
+        np.zeros(most * call.width, np.float32),
+        np.zeros(tile, np.int64),
+        np.zeros(tile, np.int64),
+        np.empty(tile * TILE_N, np.float32),
+        np.empty(tile, np.float32),
+        np.zeros(TILE_N, np.int64),
+        np.zeros(TILE_N, np.int64),
+        np.zeros(TILE_N, np.int64),
+        np.zeros(TILE_N * call.width, np.float32),
+        np.zeros(TILE_N * call.v_width, np.float32),
+    )
+
+
+@njit(nogil=True, cache=True)
+def _attend(call, items, counter, parts):
+    """Take items until none is left. Every thread runs this once, with its own scratch."""
+    scratch = _make_scratch(items, call)
+    while True:
+        taken = take_number(counter)
+        if taken >= len(items):
+            return
+        row = items[taken]
+        item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
+        state = _attend_item(call, scratch, item)
+        rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
+        if item.part < 0:
+            _finish(call, state, 0, item)
+        else:
+            _start(parts, item.part, rows, call.v_width)
+            _merge(parts, item.part, state, 0, rows, call.v_width)
+
+
+@njit
+def _attend_item(call, scratch, item):
+    """The state of all of an item's rows over its keys, in ``scratch.state`` or ``.total``."""
+    rows = _pad_rows(item.num_tokens * call.group)
+    all_rows = item.num_heads * rows
+    low, high = _visible_keys(call, scratch, item)
+    _load_queries(call, scratch, item, rows)
+    _start(scratch.total, 0, all_rows, call.v_width)
+    first_split = low // call.split_size * call.split_size
+    for split in range(first_split, high, call.split_size):
+        split_low, split_high = max(low, split), min(high, split + call.split_size)
+        _start(scratch.state, 0, all_rows, call.v_width)
+        for tile in range(split_low // TILE_N * TILE_N, split_high, TILE_N):
+            _find_rows(call, scratch, item, tile, split_low, split_high)
+            for head in range(item.num_heads):
+                _attend_tile(call, scratch, item, head, rows, tile, min(TILE_N, split_high - tile))
+        if first_split + call.split_size >= high:
+            return scratch.state
+        _merge(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
+    return scratch.total
+
+
+@njit
+def _visible_keys(call, scratch, item):
+    """Each row's range of visible keys, and the range that the item has to walk."""
+    query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
+    seq_len = call.seq_lens[item.seq]
+    low, high = seq_len, 0
+    scratch.first_key[:] = 0
+    scratch.end_key[:] = 0
+    for token in range(item.num_tokens):
+        position = seq_len - query_len + item.first_token + token
+        first, end = 0, seq_len
+        if call.causal:
+            end = max(0, position + 1)
+        if call.window > 0:
+            first = max(0, position - call.window + 1)
+        first, end = max(first, item.first_key), min(end, item.end_key)
+        if first < end:
+            low, high = min(low, first), max(high, end)
+            for g in range(call.group):
+                scratch.first_key[token * call.group + g] = first
+                scratch.end_key[token * call.group + g] = end
+    return min(low, high), high
+
+
+@njit
+def _load_queries(call, scratch, item, rows):
+    """Queries in float32, scaled so that exp2 of a score is its weight, padded with zeros."""
+    scale = np.float32(call.softmax_scale * LOG2_E)
+    if call.soft_cap > 0:
+        scale = np.float32(call.softmax_scale / call.soft_cap)
+    factor = splat(scale)
+    token0 = call.cu_seqlens_q[item.seq] + item.first_token
+    scratch.q[: item.num_heads * rows * call.width] = 0
+    for head in range(item.num_heads):
+        for token in range(item.num_tokens):
+            for g in range(call.group):
+                q_head = (item.first_head + head) * call.group + g
+                source = (token0 + token) * call.q_token + q_head * call.q_head
+                to = (head * rows + token * call.group + g) * call.width
+                whole = call.head_size // 16 * 16
+                for d in range(0, whole, 16):
+                    store(scratch.q, to + d, mul(factor, load(call.q, source + d)))
+                if whole < call.head_size:
+                    store(scratch.q, to + whole, mul(factor, load_half(call.q, source + whole)))
+
+
+@njit
+def _find_rows(call, scratch, item, tile, low, high):
+    """Offsets of a tile's keys and values at the item's first head.
+
+    Keys before ``low`` or from ``high`` on may lie in blocks that hold anything: their places
+    repeat the nearest visible key, and the mask takes them out.
+    """
+    table = item.seq * call.table_stride
+    for n in range(TILE_N):
+        key = min(max(tile + n, low), high - 1)
+        block = np.int64(call.block_tables[table + key // call.block_size])
+        slot = key % call.block_size
+        head = item.first_head
+        scratch.k_rows[n] = block * call.k_block + slot * call.k_slot + head * call.k_head
+        scratch.v_rows[n] = block * call.v_block + slot * call.v_slot + head * call.v_head
+
+
+@njit
+def _attend_tile(call, scratch, item, head, rows, tile, num_keys):
+    """One KV head's rows over one tile of keys: scores, softmax, values."""
+    at = head * rows
+    k_base, v_base = head * call.k_head, head * call.v_head
+    if rows > FEW_ROWS or call.head_size != call.width:
+        _gather(scratch.k_tile, scratch.tile_rows, call.k_cache, k_base, scratch.k_rows, num_keys, call.head_size, call.width)
+        score_tile(scratch.p, scratch.q, at * call.width, call.width, rows, scratch.k_tile, 0, scratch.tile_rows, TILE_N, call.width)
+    else:
+        score_tile(scratch.p, scratch.q, at * call.width, call.width, rows, call.k_cache, k_base, scratch.k_rows, TILE_N, call.width)
+    _softmax_tile(call, scratch, item, head, rows, tile)
+    if rows > FEW_ROWS or call.v_head_size != call.v_width:
+        _gather(scratch.v_tile, scratch.tile_rows, call.v_cache, v_base, scratch.v_rows, num_keys, call.v_head_size, call.v_width)
+        mix_tile(scratch.state.acc, at * call.v_width, call.v_width, scratch.decay, rows, scratch.p, TILE_N, scratch.v_tile, 0, scratch.tile_rows, num_keys, call.v_width)
+    else:
+        mix_tile(scratch.state.acc, at * call.v_width, call.v_width, scratch.decay, rows, scratch.p, TILE_N, call.v_cache, v_base, scratch.v_rows, num_keys, call.v_width)
+
+
+@njit
+def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
+    """Copy a tile's rows into contiguous float32, padded with zeros to ``width``."""
+    whole = size // 16 * 16
+    for n in range(TILE_N):
+        tile_rows[n] = n * width
+    for n in range(num_keys):
+        source = base + rows[n]
+        for d in range(0, whole, 16):
+            store(tile, n * width + d, load(cache, source + d))
+        if whole < size:
+            store(tile, n * width + whole, load_half(cache, source + whole))
+
+
+@njit
+def _softmax_tile(call, scratch, item, head, rows, tile):
+    """Turn a tile's scores into weights; update each row's maximum, sum and decay."""
+    m, l, p = scratch.state.m, scratch.state.l, scratch.p
+    first_head = (item.first_head + head) * call.group
+    position0 = call.seq_lens[item.seq] - (call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq])
+    for r in range(rows):
+        at = r * TILE_N
+        if call.soft_cap > 0:
+            _cap_row(p, at, np.float32(call.soft_cap * LOG2_E))
+        if len(call.alibi_slopes) > 0 and r < item.num_tokens * call.group:
+            slope = call.alibi_slopes[first_head + r % call.group] * LOG2_E
+            distance = tile - (position0 + item.first_token + r // call.group)
+            _add_ramp(p, at, slope, np.float32(distance))
+        first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
+        if first > 0 or end < TILE_N:
+            _mask_row(p, at, np.float32(first), np.float32(end))
+        row = head * rows + r
+        highest = maximum(
+            maximum(load(p, at), load(p, at + 16)), maximum(load(p, at + 32), load(p, at + 48))
+        )
+        new_m = max(m[row], max_lanes(highest))
+        pivot = new_m if new_m > -np.inf else np.float32(0)
+        decay = _exp2(m[row] - pivot)
+        shift = splat(pivot)
+        sums = zeros()
+        for n in range(at, at + TILE_N, 16):
+            weights = exp2(sub(load(p, n), shift))
+            store(p, n, weights)
+            sums = add(sums, weights)
+        m[row] = new_m
+        l[row] = l[row] * decay + sum_lanes(sums)
+        scratch.decay[r] = decay
+
+
+@njit
+def _exp2(x):
+    return first_lane(exp2(splat(np.float32(x))))
+
+
+@njit
+def _cap_row(p, at, cap):
+    for n in range(at, at + TILE_N, 16):
+        store(p, n, mul(splat(cap), tanh(load(p, n))))
+
+
+@njit
+def _add_ramp(p, at, slope, distance):
+    """Add slope × (key position - query position), which is ``distance`` at the first key."""
+    factor = splat(np.float32(slope))
+    for n in range(0, TILE_N, 16):
+        steps = add(lane_numbers(), splat(np.float32(distance + n)))
+        store(p, at + n, fma(factor, steps, load(p, at + n)))
+
+
+@njit
+def _mask_row(p, at, first, end):
+    nothing = splat(np.float32(-np.inf))
+    for n in range(0, TILE_N, 16):
+        lane = add(lane_numbers(), splat(np.float32(n)))
+        kept = where_less(lane, splat(end), load(p, at + n), nothing)
+        store(p, at + n, where_less(lane, splat(first), nothing, kept))
+
+
+@njit
+def _start(state, at, rows, width):
+    """The state of no keys at all."""
+    state.m[at : at + rows] = -np.inf
+    state.l[at : at + rows] = 0
+    state.acc[at * width : (at + rows) * width] = 0
+
+
+@njit
+def _merge(into, at, other, other_at, rows, width):
+    """Fold one set of keys' state into another's."""
+    for r in range(rows):
+        a, b = at + r, other_at + r
+        m = max(into.m[a], other.m[b])
+        if m == -np.inf:
+            continue
+        scale, other_scale = _exp2(into.m[a] - m), _exp2(other.m[b] - m)
+        add_scaled(into.acc, a * width, scale, other.acc, b * width, other_scale, width)
+        into.l[a] = into.l[a] * scale + other.l[b] * other_scale
+        into.m[a] = m
+
+
+@njit
+def _finish(call, state, at, item):
+    """Add the sinks, divide, and write an item's rows of ``out`` and ``lse``."""
+    rows = _pad_rows(item.num_tokens * call.group)
+    token0 = call.cu_seqlens_q[item.seq] + item.first_token
+    num_heads = call.lse.shape[1]
+    for head in range(item.num_heads):
+        for r in range(item.num_tokens * call.group):
+            row = at + head * rows + r
+            token, q_head = token0 + r // call.group, (item.first_head + head) * call.group + r % call.group
+            m, l, scale = state.m[row], state.l[row], np.float32(1)
+            if len(call.sinks) > 0:
+                sink = call.sinks[q_head] * LOG2_E
+                top = max(m, sink)
+                scale = _exp2(m - top)
+                m, l = top, l * scale + _exp2(sink - top)
+            call.lse[token, q_head] = (m + np.log2(l)) * LN_2 if l > 0 else -np.inf
+            factor = splat(scale / l if l > 0 else np.float32(0))
+            to = token * call.out_token + q_head * call.out_head
+            _write_row(call.out, to, state.acc, row * call.v_width, factor, call.v_head_size)
+
+
+@njit
+def _write_row(out, to, acc, at, factor, size):
+    whole = size // 16 * 16
+    for d in range(0, whole, 16):
+        store(out, to + d, mul(factor, load(acc, at + d)))
+    if whole < size:
+        store_half(out, to + whole, mul(factor, load(acc, at + whole)))
+
+
+@njit(nogil=True, cache=True)
+def _merge_parts(call, items, parts):
+    """Merge, in the order of their keys, the states of the items that shared rows."""
+    first = 0
+    for i in range(len(items)):
+        row, before = items[i], items[first]
+        if row[7] < 0 or row[5] == 0:
+            first = i
+            before = row
+        if row[7] < 0:
+            continue
+        item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
+        if i > first:
+            rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
+            _merge(parts, before[7], parts, item.part, rows, call.v_width)
+        last_of_rows = i + 1 == len(items) or items[i + 1, 5] == 0
+        if last_of_rows:
+            _finish(call, parts, before[7], item)
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run ``problem``, or None if it can."""
+    if device.kind != "cpu":
+        return f"the tensors are on {device.kind}"
+    for name, dtype in (("q", problem.q_dtype), ("k_cache", problem.kv_dtype)):
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            given = str(dtype).removeprefix("torch.")
+            return f"{name} is {given}; float32, float16 and bfloat16 run"
+    return None
+
+
+def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
+    """Check the values of the batch's integers, cut it into items, and attend."""
+    plan = plan or make_plan(problem, DeviceInfo.of(q.device))
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    call = _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan)
+    item_keys = plan.split_size if plan.parallel_splits else _ALL
+    items, num_parts = _make_items(
+        call.cu_seqlens_q, call.seq_lens, problem.num_kv_heads, problem.group, options.causal,
+        plan.tile_m, plan.decode_heads, item_keys,
+    )  # fmt: skip
+    parts = State(
+        np.empty(num_parts * call.v_width, np.float32),
+        np.empty(num_parts, np.float32),
+        np.empty(num_parts, np.float32),
+    )
+    counter = np.zeros(1, np.int64)
+    run_together(lambda: _attend(call, items, counter, parts), min(plan.num_threads, len(items)))
+    if num_parts:
+        _merge_parts(call, items, parts)
+    return AttentionOutput(out, lse)
+
+
+def _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan):
+    none = np.empty(0, np.float32)
+    slopes, sinks = options.alibi_slopes, options.sinks
+    return Call(
+        flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
+        flat(batch.block_tables), batch.seq_lens.numpy(), batch.cu_seqlens_q.numpy(),
+        none if slopes is None else slopes.detach().float().numpy(),
+        none if sinks is None else sinks.detach().float().numpy(),
+        problem.group, problem.head_size, problem.v_head_size,
+        -(-problem.head_size // 16) * 16, -(-problem.v_head_size // 16) * 16,
+        problem.block_size, plan.split_size,
+        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
+        batch.block_tables.stride(0),
+        float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
+        bool(options.causal), int(options.sliding_window or 0),
+    )  # fmt: skip

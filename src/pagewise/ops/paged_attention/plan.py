@@ -1,0 +1,60 @@
+"""From a problem and a device to a plan: a pure function of host integers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ...device import DeviceInfo
+from .problem import Problem
+
+__all__ = ["Plan", "make_plan"]
+
+SPLIT_SIZE = 512
+"""Keys of one partial state. Every sequence is cut at its multiples, whatever the batch, so the
+number is part of the result's bits; merging costs about 1 / SPLIT_SIZE of the work."""
+
+_SMALL = 1 << 19  # multiply-adds that take a thread about as long as waking another one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is cut up. None of these numbers but ``split_size`` changes a result's bits."""
+
+    tile_m: int
+    """Query rows (tokens × group) of one item of prefill work."""
+    decode_heads: int
+    """KV heads of one item of decode work."""
+    split_size: int
+    """Keys of one partial state."""
+    parallel_splits: bool
+    """Whether the splits of a decoding sequence go to different threads."""
+    num_threads: int
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
+    """Choose how to cut a problem for the CPU path.
+
+    A decode item walks all KV heads of its keys, because a page's heads lie side by side in
+    memory. When that leaves threads without work, its splits become items, and if there are too
+    few of those (short sequences) its heads as well.
+
+    Example:
+        >>> import torch
+        >>> problem = Problem(1, 1, 1, 32768, 32, 8, 128, 128, 16, torch.float32, torch.float32)
+        >>> make_plan(problem, DeviceInfo("cpu", 2)).parallel_splits
+        True
+    """
+    work = problem.num_tokens * problem.num_heads * problem.max_seq_len
+    work *= problem.head_size + problem.v_head_size
+    num_threads = device.num_workers if work > _SMALL else 1
+    # Four items a thread keep the last one from working alone for long.
+    wanted = 4 * num_threads if num_threads > 1 else 1
+    num_splits = -(-max(problem.max_seq_len, 1) // SPLIT_SIZE)
+    parallel_splits = problem.num_seqs < wanted and num_splits > 1
+    items = problem.num_seqs * (num_splits if parallel_splits else 1)
+    decode_heads = problem.num_kv_heads
+    while items * -(-problem.num_kv_heads // decode_heads) < wanted and decode_heads > 1:
+        decode_heads = -(-decode_heads // 2)
+    return Plan(64, decode_heads, SPLIT_SIZE, parallel_splits, num_threads)

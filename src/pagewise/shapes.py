@@ -1,0 +1,73 @@
+"""Named dimensions: an argument's shape is checked against a pattern of words.
+
+``bind`` walks the arguments in order. The first time a word is met it takes the size found
+there; every later meeting must agree. Zero is a size like any other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import DTypeError, ShapeError
+
+__all__ = ["bind", "check_device", "check_dtype"]
+
+
+def bind(known: dict[str, int] | None = None, /, **arguments: object) -> dict[str, int]:
+    """Check tensors against patterns of dimension names and return the sizes.
+
+    Args:
+        known: Sizes fixed beforehand, by dimension name.
+        **arguments: ``name=(tensor, pattern)``. A pattern is words and literal integers
+            separated by blanks; ``None`` in place of a tensor skips the argument.
+
+    Returns:
+        The size of every dimension name.
+
+    Raises:
+        ShapeError: A tensor has another number of dimensions than its pattern, or a size that
+            differs from an earlier argument's; the message names both.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.empty(7, 8, 64), torch.empty(9, 2, 64)
+        >>> sizes = bind(q=(q, "num_tokens num_heads head_size"), k=(k, "n num_kv_heads head_size"))
+        >>> sizes["num_tokens"], sizes["num_kv_heads"], sizes["head_size"]
+        (7, 2, 64)
+    """
+    sizes = dict(known or {})
+    owners = dict.fromkeys(sizes, "the call")
+    for name, (tensor, pattern) in arguments.items():  # type: ignore[misc]
+        if tensor is None:
+            continue
+        words = pattern.split()
+        shape = tuple(tensor.shape)
+        if len(words) != len(shape):
+            raise ShapeError(
+                f"{name} has {len(shape)} dimensions {list(shape)}, expected {len(words)}: [{pattern}]"
+            )
+        for word, size in zip(words, shape, strict=True):
+            expected = int(word) if word.isdigit() else sizes.setdefault(word, size)
+            if size != expected:
+                owner = owners.get(word)
+                against = f"but {owner} has {expected}" if owner else f"expected {expected}"
+                raise ShapeError(
+                    f"{name} has {word}={size} {against} (its shape is {list(shape)}: [{pattern}])"
+                )
+            owners.setdefault(word, name)
+    return sizes
+
+
+def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    """Raise DTypeError unless ``tensor`` has one of the allowed element types."""
+    if tensor.dtype not in allowed:
+        listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        given = str(tensor.dtype).removeprefix("torch.")
+        raise DTypeError(f"{name} is {given}, expected {listed}: convert it with {name}.to(...)")
+
+
+def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raise ShapeError unless every tensor lies on ``device``."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ShapeError(f"{name} is on {tensor.device} but q is on {device}: move one of them")

@@ -1,0 +1,1 @@
+"""What two or more kernels share: the attention state, and tile arithmetic per machine."""

@@ -1,0 +1,1 @@
+"""Numba tiles: explicit vectors, micro-kernels on them, and threads."""

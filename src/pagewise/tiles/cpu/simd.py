@@ -1,0 +1,375 @@
+"""Sixteen float32 lanes as a Numba value.
+
+LLVM does not keep a register tile in registers when it has to find it in loops over arrays, so
+the micro-kernels name their vectors. ``<16 x float>`` is one AVX-512 register; on narrower
+machines LLVM splits it into two AVX2 or four NEON registers, with the same results but for
+fused multiply-adds.
+
+Arrays are one-dimensional and contiguous. Their element type says how lanes travel through memory:
+
+==========  ========================  =====================================
+NumPy       holds                     load and store
+==========  ========================  =====================================
+float32     float32                   as it is
+uint16      the bits of a bfloat16    shift by 16; round to nearest even
+int16       the bits of a float16     convert
+==========  ========================  =====================================
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_VEC = ir.VectorType(_F32, LANES)
+_INTS = ir.VectorType(_I32, LANES)
+
+
+class F32x16(types.Type):
+    """The Numba type of sixteen float32 lanes."""
+
+    def __init__(self):
+        super().__init__(name="F32x16")
+
+
+f32x16 = F32x16()
+
+
+@register_model(F32x16)
+class _F32x16Model(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _VEC)
+
+
+def _constant(value, vector=_VEC):
+    return ir.Constant(vector, [value] * LANES)
+
+
+def _splat(builder, scalar):
+    one = builder.insert_element(
+        ir.Constant(_VEC, ir.Undefined), scalar, ir.Constant(_I32, 0)
+    )
+    return builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+
+
+def _pointer(context, builder, array_type, array, index, element):
+    """The address of ``array[index]``, as a pointer to ``element``."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), element.as_pointer())
+
+
+# --- making vectors ------------------------------------------------------------------------
+
+
+@intrinsic
+def zeros(typingctx):
+    """Sixteen zeros."""
+    return f32x16(), lambda context, builder, sig, args: _constant(0.0)
+
+
+@intrinsic
+def splat(typingctx, x):
+    """``x`` in every lane."""
+
+    def codegen(context, builder, sig, args):
+        return _splat(builder, args[0])
+
+    return f32x16(types.float32), codegen
+
+
+@intrinsic
+def lane_numbers(typingctx):
+    """0, 1, … 15."""
+    lanes = ir.Constant(_VEC, [float(i) for i in range(LANES)])
+    return f32x16(), lambda context, builder, sig, args: lanes
+
+
+@intrinsic
+def load(typingctx, array, index):
+    """Lanes ``array[index : index + 16]``, converted to float32."""
+
+    def codegen(context, builder, sig, args):
+        return _load_lanes(context, builder, sig.args[0], args[0], args[1], LANES)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def load_half(typingctx, array, index):
+    """Lanes 0 to 7 from ``array[index : index + 8]``; the others are 0."""
+
+    def codegen(context, builder, sig, args):
+        low = _load_lanes(context, builder, sig.args[0], args[0], args[1], 8)
+        rest = ir.Constant(low.type, [0.0] * 8)
+        return builder.shuffle_vector(low, rest, ir.Constant(_INTS, list(range(LANES))))
+
+    return f32x16(array, types.intp), codegen
+
+
+def _load_lanes(context, builder, array_type, array, index, lanes):
+    floats, ints = ir.VectorType(_F32, lanes), ir.VectorType(_I32, lanes)
+    if array_type.dtype == types.float32:
+        return builder.load(_pointer(context, builder, array_type, array, index, floats), align=4)
+    if array_type.dtype == types.uint16:
+        shorts = ir.VectorType(ir.IntType(16), lanes)
+        raw = builder.load(_pointer(context, builder, array_type, array, index, shorts), align=2)
+        high = builder.shl(builder.zext(raw, ints), ir.Constant(ints, [16] * lanes))
+        return builder.bitcast(high, floats)
+    if array_type.dtype == types.int16:
+        halves = ir.VectorType(ir.HalfType(), lanes)
+        raw = builder.load(_pointer(context, builder, array_type, array, index, halves), align=2)
+        return builder.fpext(raw, floats)
+    raise TypeError(f"no lanes of {array_type.dtype}")
+
+
+@intrinsic
+def store(typingctx, array, index, value):
+    """``array[index : index + 16] = value``, rounded to the array's element type."""
+
+    def codegen(context, builder, sig, args):
+        _store_lanes(context, builder, sig.args[0], args[0], args[1], args[2], LANES)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic
+def store_half(typingctx, array, index, value):
+    """``array[index : index + 8]`` = lanes 0 to 7."""
+
+    def codegen(context, builder, sig, args):
+        first = ir.Constant(ir.VectorType(_I32, 8), list(range(8)))
+        low = builder.shuffle_vector(args[2], args[2], first)
+        _store_lanes(context, builder, sig.args[0], args[0], args[1], low, 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_quarter(typingctx, array, index, value, quarter):
+    """``array[index : index + 4]`` (float32) = lanes ``4 * quarter`` to ``4 * quarter + 3``."""
+    first = 4 * quarter.literal_value
+
+    def codegen(context, builder, sig, args):
+        four = ir.VectorType(_F32, 4)
+        chosen = ir.Constant(ir.VectorType(_I32, 4), list(range(first, first + 4)))
+        part = builder.shuffle_vector(args[2], args[2], chosen)
+        builder.store(part, _pointer(context, builder, sig.args[0], args[0], args[1], four), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16, quarter), codegen
+
+
+def _store_lanes(context, builder, array_type, array, index, value, lanes):
+    ints = ir.VectorType(_I32, lanes)
+    if array_type.dtype == types.float32:
+        stored, align = value, 4
+    elif array_type.dtype == types.uint16:
+        bits = builder.bitcast(value, ints)
+        sixteen = ir.Constant(ints, [16] * lanes)
+        odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(ints, [1] * lanes))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(ints, [0x7FFF] * lanes)))
+        # Rounding would carry a NaN's payload into the exponent and turn it into an infinity.
+        quiet = builder.or_(bits, ir.Constant(ints, [0x400000] * lanes))
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        high = builder.lshr(builder.select(is_nan, quiet, rounded), sixteen)
+        stored, align = builder.trunc(high, ir.VectorType(ir.IntType(16), lanes)), 2
+    elif array_type.dtype == types.int16:
+        stored, align = builder.fptrunc(value, ir.VectorType(ir.HalfType(), lanes)), 2
+    else:
+        raise TypeError(f"no lanes of {array_type.dtype}")
+    pointer = _pointer(context, builder, array_type, array, index, stored.type)
+    builder.store(stored, pointer, align=align)
+
+
+# --- arithmetic ----------------------------------------------------------------------------
+
+
+def _binary(name, method, doc):
+    def op(typingctx, a, b):
+        def codegen(context, builder, sig, args):
+            return getattr(builder, method)(*args)
+
+        return f32x16(f32x16, f32x16), codegen
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    return intrinsic(op)
+
+
+add = _binary("add", "fadd", "``a + b``.")
+sub = _binary("sub", "fsub", "``a - b``.")
+mul = _binary("mul", "fmul", "``a * b``.")
+div = _binary("div", "fdiv", "``a / b``.")
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """``a * b + c``, in one instruction where the machine has one."""
+
+    def codegen(context, builder, sig, args):
+        fn = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VEC, [_VEC] * 3), "llvm.fmuladd.v16f32"
+        )
+        return builder.call(fn, args)
+
+    return f32x16(f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """The greater of each pair of lanes; ``b`` where ``a`` is NaN."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def where_less(typingctx, a, b, yes, no):
+    """``yes`` in the lanes where ``a < b``, else ``no``."""
+
+    def codegen(context, builder, sig, args):
+        a, b, yes, no = args
+        return builder.select(builder.fcmp_ordered("<", a, b), yes, no)
+
+    return f32x16(f32x16, f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic
+def exp2(typingctx, x):
+    """``2 ** x`` to about 1 unit in the last place; 0 below -126, -inf included.
+
+    ``x = n + f`` with n an integer and f in [-1/2, 1/2]: a polynomial of degree 6 (Taylor's, in
+    f·ln 2; remainder 1.2e-8 on that interval) gives ``2 ** f``, adding n to the exponent bits the rest.
+    """
+
+    def codegen(context, builder, sig, args):
+        (x,) = args
+        low = _constant(-126.0)
+        tiny = builder.fcmp_ordered("<", x, low)
+        x = builder.select(tiny, low, x)
+        # 1.5 * 2^23 pushes the fraction out of the mantissa: adding and subtracting rounds.
+        magic = _constant(12582912.0)
+        shifted = builder.fadd(x, magic)
+        fraction = builder.fsub(x, builder.fsub(shifted, magic))
+        muladd = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VEC, [_VEC] * 3), "llvm.fmuladd.v16f32"
+        )
+        power = _constant(float(_EXP2_TERMS[-1]))
+        for term in reversed(_EXP2_TERMS[:-1]):
+            power = builder.call(muladd, [power, fraction, _constant(float(term))])
+        exponent = builder.shl(builder.bitcast(shifted, _INTS), _constant(23, _INTS))
+        result = builder.bitcast(builder.add(builder.bitcast(power, _INTS), exponent), _VEC)
+        return builder.select(tiny, _constant(0.0), result)
+
+    return f32x16(f32x16), codegen
+
+
+_EXP2_TERMS = np.cumprod([1.0] + [np.log(2.0) / i for i in range(1, 8)]).astype(np.float32)
+
+
+@njit(inline="always")
+def tanh(x):
+    """Hyperbolic tangent to about 2e-7, relative near 0 too, where a difference of exponentials is not."""
+    squared = mul(x, x)
+    small = fma(squared, splat(np.float32(62 / 2835)), splat(np.float32(-17 / 315)))
+    small = fma(squared, small, splat(np.float32(2 / 15)))
+    small = fma(squared, small, splat(np.float32(-1 / 3)))
+    small = fma(mul(squared, x), small, x)
+    one = splat(np.float32(1))
+    clipped = where_less(splat(np.float32(20)), x, splat(np.float32(20)), x)
+    power = exp2(mul(clipped, splat(np.float32(2) * LOG2_E)))
+    large = div(sub(power, one), add(power, one))
+    return where_less(squared, splat(np.float32(0.04)), small, large)
+
+
+# --- across lanes --------------------------------------------------------------------------
+
+
+def _reduction(name, function, start, doc):
+    def op(typingctx, a):
+        def codegen(context, builder, sig, args):
+            operands = ([ir.Constant(_F32, start)] if start is not None else []) + list(args)
+            fn = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_F32, [v.type for v in operands]), function
+            )
+            return builder.call(fn, operands, fastmath=("reassoc", "nnan"))
+
+        return types.float32(f32x16), codegen
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    return intrinsic(op)
+
+
+sum_lanes = _reduction(
+    "sum_lanes", "llvm.vector.reduce.fadd.v16f32", -0.0, "The sum of the lanes, by halves."
+)
+max_lanes = _reduction(
+    "max_lanes", "llvm.vector.reduce.fmax.v16f32", None, "The greatest lane; no lane may be NaN."
+)
+
+
+@intrinsic
+def first_lane(typingctx, a):
+    """Lane 0."""
+
+    def codegen(context, builder, sig, args):
+        return builder.extract_element(args[0], ir.Constant(_I32, 0))
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def sum_each(typingctx, vectors):
+    """Lane i is the sum of the lanes of ``vectors[i]``, for a tuple of sixteen.
+
+    Four rounds, each adding the halves of two vectors into one: 15 additions where sixteen
+    separate sums take 64. A vector's sum does not depend on the other fifteen.
+    """
+
+    def codegen(context, builder, sig, args):
+        level = [builder.extract_value(args[0], i) for i in range(LANES)]
+        width = LANES
+        while len(level) > 1:
+            half = width // 2
+            starts = range(0, 2 * LANES, width)
+            low = [s + i for s in starts for i in range(half)]
+            high = [s + half + i for s in starts for i in range(half)]
+            level = [
+                builder.fadd(
+                    builder.shuffle_vector(a, b, ir.Constant(_INTS, low)),
+                    builder.shuffle_vector(a, b, ir.Constant(_INTS, high)),
+                )
+                for a, b in zip(level[::2], level[1::2], strict=True)
+            ]
+            width = half
+        return level[0]
+
+    return f32x16(vectors), codegen
+
+
+# --- between threads -----------------------------------------------------------------------
+
+
+@intrinsic
+def take_number(typingctx, counter):
+    """Add one to ``counter[0]`` (int64) atomically and return what it was."""
+
+    def codegen(context, builder, sig, args):
+        zero = ir.Constant(ir.IntType(64), 0)
+        pointer = _pointer(context, builder, sig.args[0], args[0], zero, ir.IntType(64))
+        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return types.int64(counter), codegen
