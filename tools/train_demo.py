@@ -1,12 +1,12 @@
 """Train the checkpoint that ships in `pagewise.demo`: a small Llama that writes Python.
 
-    python tools/train_demo.py --minutes 55 --out src/pagewise/demo    # what made the shipped one
+    python tools/train_demo.py --minutes 48 --out src/pagewise/demo    # what made the shipped one
     python tools/train_demo.py --tokens 2_000_000 --out /tmp/demo      # a budget in tokens instead
     python tools/train_demo.py --evaluate src/pagewise/demo            # held-out bits per byte only
 
 The text is the standard library of the Python that runs this script. About one file in 25, chosen
 by a hash of its path, is held out whole: neither the tokenizer nor the model sees it. The script
-needs `pagewise[engine]` and a C++ compiler (for torch.compile, which doubles the speed on a CPU).
+needs `pagewise[engine]` and a C++ compiler (torch.compile makes it half again as fast on a CPU).
 """
 
 import argparse
@@ -19,35 +19,26 @@ import random
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"  # stands before every file, so it is both the first and the last token
 VOCAB_SIZE = 4096
-TOKENS_PER_STEP = 8192
-STAGES = (
-    (0.0, 256),
-    (0.5, 512),
-    (0.85, 1024),
-)  # (progress, window): short is cheap, long comes last
 CONTEXT = 2048
-WARM_UP = 0.02
+TOKENS_PER_STEP = 8192
+STAGES = [(0.0, 256), (0.5, 512), (0.85, 1024)]  # (progress, window): cheap first, long last
+WARM_UP = 0.02  # of the run
 EVAL_WINDOW, EVAL_STRIDE = 1024, 512
 EXPORT_SECONDS = 300
 
-# Generated tables, files that are wrong on purpose, and files that describe one machine.
+# Generated tables, other people's packages, and files that describe one machine.
 SKIPPED = ("site-packages", "dist-packages", "encodings", "pydoc_data", "config-", "_sysconfigdata")
 
 # A word takes its underscores and the space before it along, so `self._lock` is three pieces and
@@ -55,70 +46,57 @@ SKIPPED = ("site-packages", "dist-packages", "encodings", "pydoc_data", "config-
 PIECES = Regex(r" ?[\p{L}_]+|\p{N}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+")
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The standard library as texts by relative path, split by whole files."""
-
-    train: dict[str, str]
-    held_out: dict[str, str]
-
-
-def load_corpus() -> Corpus:
-    """Read the running Python's standard library and split it."""
+def load_corpus() -> tuple[list[str], list[str]]:
+    """Read the running Python's standard library: (training texts, held-out texts)."""
     root = Path(sysconfig.get_path("stdlib"))
-    train, held_out = {}, {}
+    texts: list[str] = []
+    held_out: list[str] = []
     for file in sorted(root.rglob("*.py")):
-        path = file.relative_to(root).as_posix()
-        if any(part.startswith(SKIPPED) for part in path.split("/")):
+        path = file.relative_to(root)
+        if any(part.startswith(SKIPPED) for part in path.parts):
             continue
         try:
             text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             continue  # the tests hold a few files in other encodings
         if text.strip():
-            (held_out if is_held_out(path) else train)[path] = text
-    return Corpus(without_near_copies(train, held_out), held_out)
+            (held_out if is_held_out(path) else texts).append(text)
+    return without_near_copies(texts, held_out), held_out
 
 
-def is_held_out(path: str) -> bool:
+def is_held_out(path: Path) -> bool:
     """Choose by the path alone, so that the choice outlives Python releases and seeds."""
-    return int(hashlib.sha256(path.encode()).hexdigest(), 16) % 25 == 0
+    return int(hashlib.sha256(path.as_posix().encode()).hexdigest(), 16) % 25 == 0
 
 
-def without_near_copies(train: dict[str, str], held_out: dict[str, str]) -> dict[str, str]:
-    """Drop training files that share over half of their long lines with some held-out file."""
+def without_near_copies(texts: list[str], held_out: list[str]) -> list[str]:
+    """Drop the texts that share over half of their long lines with some held-out text."""
 
     def long_lines(text: str) -> set[str]:
         return {line.strip() for line in text.splitlines() if len(line.strip()) >= 30}
 
-    guarded = [lines for text in held_out.values() if (lines := long_lines(text))]
+    guarded = [lines for lines in map(long_lines, held_out) if lines]
 
     def is_copy(text: str) -> bool:
         mine = long_lines(text)
         return any(2 * len(mine & theirs) > min(len(mine), len(theirs)) for theirs in guarded)
 
-    return {path: text for path, text in train.items() if not is_copy(text)}
+    return [text for text in texts if not is_copy(text)]
 
 
-# --- tokenizer ------------------------------------------------------------------------------------
+def num_bytes(texts: list[str]) -> int:
+    """Size of the texts in UTF-8."""
+    return sum(len(text.encode()) for text in texts)
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text has tokens and decodes to exactly itself."""
+    """Byte-level BPE: every text has tokens, starts after END and decodes to exactly itself."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(PIECES, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    by_piece = pre_tokenizers.Split(PIECES, behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([by_piece, as_bytes])
     bpe.decoder = decoders.ByteLevel()
-    bpe.post_processor = processors.TemplateProcessing(
-        single=f"{END} $A", special_tokens=[(END, 0)]
-    )
+    bpe.post_processor = processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END],
@@ -140,11 +118,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[Tensor]
     return [torch.tensor(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]]
 
 
-# --- model and optimisers -------------------------------------------------------------------------
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with grouped-query attention that fits in 10 MB of bfloat16."""
+def build_model(end: int) -> LlamaForCausalLM:
+    """A Llama with grouped-query attention, well under 10 MB in bfloat16."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -154,12 +129,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=end,
+        eos_token_id=end,
     )
     model = LlamaForCausalLM(config)
-    # Only here: a padding token in the config would freeze that token's embedding.
-    model.generation_config.pad_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = end  # in `config` it would freeze END's embedding
     return model
 
 
@@ -179,14 +153,11 @@ def lr_factor(progress: float) -> float:
     return min(progress / WARM_UP, (1 - progress) / (1 - WARM_UP))
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
 class Windows:
     """Endless batches cut from the shuffled files laid end to end; the seed decides the order."""
 
     def __init__(self, files: list[Tensor], seed: int) -> None:
-        self.files = files
+        self.files = list(files)
         self.shuffle = random.Random(seed).shuffle
         self.rest = torch.empty(0, dtype=torch.long)
 
@@ -199,26 +170,19 @@ class Windows:
         return ids[:-1].view(-1, window), ids[1:].view(-1, window)
 
 
-class Budget:
-    """How far the run is, from 0 to 1, in minutes or in tokens."""
+class Step(NamedTuple):
+    """Where a run stands."""
 
-    def __init__(self, minutes: float | None, tokens: int | None) -> None:
-        self.seconds = minutes and minutes * 60
-        self.tokens = tokens
-        self.started = time.monotonic()
-
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
-
-    def progress(self, tokens_seen: int) -> float:
-        """The used share of the budget."""
-        used = self.elapsed() / self.seconds if self.seconds else tokens_seen / self.tokens
-        return min(used, 1.0)
+    progress: float = 0.0  # used share of the budget
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = math.log(VOCAB_SIZE)  # in nats per token, smoothed
 
 
-def train(model: LlamaForCausalLM, windows: Windows, budget: Budget) -> Iterator[tuple[int, float]]:
-    """Train until the budget is spent; yield (tokens seen, smoothed loss) after every step."""
+def train(
+    model: LlamaForCausalLM, windows: Windows, minutes: float | None, max_tokens: int | None
+) -> Iterator[Step]:
+    """Train until the minutes or else the tokens are used up, and say so after every step."""
     optimisers = build_optimisers(model)
     peaks = [optimiser.param_groups[0]["lr"] for optimiser in optimisers]
 
@@ -228,49 +192,24 @@ def train(model: LlamaForCausalLM, windows: Windows, budget: Budget) -> Iterator
             logits = model(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    tokens, smooth = 0, math.log(VOCAB_SIZE)
-    while (progress := budget.progress(tokens)) < 1:
+    start = time.monotonic()
+    step = Step()
+    while step.progress < 1:
         for optimiser, peak in zip(optimisers, peaks, strict=True):
-            optimiser.param_groups[0]["lr"] = peak * lr_factor(progress)
-        window = max(size for start, size in STAGES if start <= progress)
+            optimiser.param_groups[0]["lr"] = peak * lr_factor(step.progress)
+        window = max(size for begins, size in STAGES if begins <= step.progress)
         loss = loss_of(*windows.batch(window))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad()
-        tokens += TOKENS_PER_STEP
-        smooth += 0.02 * (loss.item() - smooth)
-        yield tokens, smooth
-
-
-# --- evaluation -----------------------------------------------------------------------------------
-
-
-def evaluate(folder: Path, corpus: Corpus) -> float:
-    """Bits per UTF-8 byte that the weights in `folder` spend on the held-out files."""
-    texts = list(corpus.held_out.values())
-    files = encode(AutoTokenizer.from_pretrained(folder), texts)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    windows = [window for ids in files for window in scored_windows(ids)]
-    nats = 0.0
-    with torch.inference_mode():
-        for inputs, targets in tqdm(windows, desc="held out", unit=" windows"):
-            logits = model(input_ids=inputs[None], use_cache=False).logits[0]
-            nats += F.cross_entropy(logits, targets, reduction="sum").item()
-    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
-
-
-def scored_windows(ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a file so that each token is scored once, with EVAL_STRIDE tokens before it or all."""
-    for start in range(0, len(ids) - 1, EVAL_STRIDE):
-        chunk = ids[max(0, start + EVAL_STRIDE - EVAL_WINDOW) : start + EVAL_STRIDE + 1]
-        targets = chunk[1:].clone()
-        targets[: -len(ids[start + 1 : start + EVAL_STRIDE + 1])] = -100  # scored before
-        yield chunk[:-1], targets
-
-
-# --- the folder -----------------------------------------------------------------------------------
+        tokens = step.tokens + TOKENS_PER_STEP
+        seconds = time.monotonic() - start
+        used = seconds / 60 / minutes if minutes else tokens / (max_tokens or 1)
+        smooth = 0.95 * step.loss + 0.05 * loss.item()
+        step = Step(min(used, 1.0), tokens, seconds, smooth)
+        yield step
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -284,78 +223,64 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     fresh.rmdir()
 
 
-CARD = """\
+def evaluate(folder: Path, texts: list[str]) -> float:
+    """Bits per UTF-8 byte that the checkpoint in `folder`, run in float32, spends on the texts."""
+    files = encode(AutoTokenizer.from_pretrained(folder), texts)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    windows = [window for ids in files for window in scored_windows(ids)]
+    nats = 0.0
+    with torch.inference_mode():
+        for inputs, targets in tqdm(windows, desc="held out", unit=" windows"):
+            logits = model(input_ids=inputs[None], use_cache=False).logits[0]
+            nats += F.cross_entropy(logits, targets, reduction="sum").item()
+    return nats / math.log(2) / num_bytes(texts)
+
+
+def scored_windows(ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a file so that each token is scored once, with EVAL_STRIDE tokens before it or all."""
+    for start in range(0, len(ids) - 1, EVAL_STRIDE):
+        end = min(start + EVAL_STRIDE, len(ids) - 1)
+        chunk = ids[max(0, start + EVAL_STRIDE - EVAL_WINDOW) : end + 1]
+        targets = chunk[1:].clone()
+        targets[: -(end - start)] = -100  # scored in the window before
+        yield chunk[:-1], targets
+
+
+def model_card(texts: list[str], held_out: list[str], run: Step, bits: float, command: str) -> str:
+    """The README.md of the checkpoint."""
+    return f"""\
 ---
 library_name: transformers
 pipeline_tag: text-generation
 license: psf-2.0
 ---
+
 # The pagewise demo checkpoint
 
-A Llama of {parameters:.2f} M parameters that continues Python source code: {layers} layers of width
-{width}, {heads} query heads over {kv_heads} key-value heads of size {head_size}, tied embeddings, a byte-level BPE
-vocabulary of {vocab}, bfloat16. It exists so that `pagewise` can run a real Transformers checkpoint
-without a download. It is a demonstration of an engine, not a coding assistant: it knows how the
-standard library looks, not what is true.
+A small Llama that continues Python source code. `pagewise` ships it so that a real checkpoint runs
+without a download. It shows off an engine; it is no coding assistant.
 
-- **Held out: {bits:.3f} bits per byte** over {held_out_files} whole files ({held_out_bytes:,} bytes of UTF-8) that
-  neither the tokenizer nor the model has seen, with the weights in this folder, computed in
-  float32: `python tools/train_demo.py --evaluate src/pagewise/demo`. Every file starts after
-  `<|endoftext|>`; windows of {window} tokens advance by {stride}, so past the first {stride} a token is
-  scored once with at least {stride} tokens before it.
-- **Data**: the standard library of CPython {python}, its tests included, generated tables
-  left out: {train_files} files, {train_bytes:,} bytes. One file in 25 is held out by a hash of its path; training
-  files that share over half of their long lines with a held-out file are dropped.
-- **Training**: {tokens:,} tokens ({epochs:.1f} passes) in {minutes:.0f} minutes on {cores} shared {machine} cores,
-  torch {torch}, windows of {stages} tokens, by
-  `python tools/train_demo.py {budget} --seed {seed} --out DIR`.
-- **Context**: {context} positions are allowed, {longest} were trained.
-- **Licence**: the weights were trained on text under the Python Software Foundation License
-  Version 2, copyright (c) Python Software Foundation, and can repeat pieces of it; use what they
-  write accordingly.
+- **Held out: {bits:.3f} bits per byte**, over {len(held_out)} whole files ({num_bytes(held_out):,}
+  bytes) that neither the tokenizer nor the model has seen, with the weights in this folder in
+  float32: `python tools/train_demo.py --evaluate DIR`. Every file starts after `{END}`;
+  windows of {EVAL_WINDOW} tokens advance by {EVAL_STRIDE}, so each token is scored once, with at
+  least {EVAL_STRIDE} before it or all there are.
+- **Data**: the standard library of CPython {platform.python_version()}, its tests included,
+  generated tables left out: {len(texts)} files, {num_bytes(texts):,} bytes. One file in 25 is held
+  out by a hash of its path; one that shares over half of its long lines with a held-out file is in
+  neither part.
+- **Training**: {run.tokens:,} tokens in {run.seconds / 60:.0f} minutes on {os.cpu_count()}
+  {platform.machine()} cores shared with other work, torch {torch.__version__}:
+  `{command}`.
+- **Context**: {CONTEXT} positions are allowed, {STAGES[-1][1]} were trained.
+- **Licence**: the text is under the Python Software Foundation License Version 2, copyright (c)
+  Python Software Foundation. The weights can repeat pieces of it.
 """
-
-
-def describe(
-    model: LlamaForCausalLM, corpus: Corpus, options: argparse.Namespace, facts: dict[str, float]
-) -> str:
-    """The model card."""
-    config = model.config
-    return CARD.format(
-        parameters=model.num_parameters() / 1e6,
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
-        vocab=VOCAB_SIZE,
-        context=CONTEXT,
-        longest=STAGES[-1][1],
-        stages=", ".join(str(window) for _, window in STAGES),
-        window=EVAL_WINDOW,
-        stride=EVAL_STRIDE,
-        train_files=len(corpus.train),
-        train_bytes=sum(len(text.encode()) for text in corpus.train.values()),
-        held_out_files=len(corpus.held_out),
-        held_out_bytes=sum(len(text.encode()) for text in corpus.held_out.values()),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        cores=os.cpu_count(),
-        machine=platform.machine(),
-        budget=f"--minutes {options.minutes:g}"
-        if options.minutes
-        else f"--tokens {options.tokens}",
-        seed=options.seed,
-        **facts,
-    )
-
-
-# --- command line ---------------------------------------------------------------------------------
 
 
 def parse_arguments() -> argparse.Namespace:
     """A budget to train on, or a folder to evaluate."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--minutes", type=float, help="train for this long")
     what.add_argument("--tokens", type=int, help="train on this many tokens")
@@ -366,37 +291,33 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, export as we go, score what was written, describe it."""
+    """Train, exporting now and then; score what was written; describe it."""
     options = parse_arguments()
-    corpus = load_corpus()
+    texts, held_out = load_corpus()
     if options.evaluate:
-        print(f"{evaluate(options.evaluate, corpus):.4f} bits per byte")
+        print(f"{evaluate(options.evaluate, held_out):.4f} bits per byte held out")
         return
+
     torch.manual_seed(options.seed)
-    tokenizer = train_tokenizer(list(corpus.train.values()))
-    files = encode(tokenizer, list(corpus.train.values()))
-    model = build_model(tokenizer)
-    budget = Budget(options.minutes, options.tokens)
-    bar = tqdm(total=1.0, bar_format="{percentage:5.1f} % {bar:30} {elapsed} < {remaining} {desc}")
-    exported, tokens = 0.0, 0
-    for tokens, loss in train(model, Windows(files, options.seed), budget):
-        bar.update(budget.progress(tokens) - bar.n)
-        bar.set_description_str(f"{tokens / 1e6:.2f} M tokens, loss {loss:.3f}")
-        if budget.elapsed() > exported + EXPORT_SECONDS:
+    tokenizer = train_tokenizer(texts)
+    model = build_model(tokenizer.eos_token_id)
+    windows = Windows(encode(tokenizer, texts), options.seed)
+    exported, step = 0.0, Step()
+    bar = tqdm(total=1.0, bar_format="{percentage:5.1f} % {bar:30} {elapsed}<{remaining}{postfix}")
+    for step in train(model, windows, options.minutes, options.tokens):
+        bar.set_postfix_str(f"{step.tokens / 1e6:.2f} M tokens, loss {step.loss:.3f}", False)
+        bar.update(step.progress - bar.n)
+        if step.seconds > exported + EXPORT_SECONDS:
             export(model, tokenizer, options.out)
-            exported = budget.elapsed()
+            exported = step.seconds
     bar.close()
-    minutes = budget.elapsed() / 60
     export(model, tokenizer, options.out)
-    bits = evaluate(options.out, corpus)
-    facts = {
-        "bits": bits,
-        "tokens": tokens,
-        "minutes": minutes,
-        "epochs": tokens / sum(map(len, files)),
-    }
-    (options.out / "README.md").write_text(describe(model, corpus, options, facts))
-    print(f"{bits:.4f} bits per byte held out; {tokens:,} tokens in {minutes:.1f} minutes")
+
+    bits = evaluate(options.out, held_out)
+    budget = f"--minutes {options.minutes:g}" if options.minutes else f"--tokens {options.tokens}"
+    command = f"python tools/train_demo.py {budget} --seed {options.seed} --out DIR"
+    (options.out / "README.md").write_text(model_card(texts, held_out, step, bits, command))
+    print(f"{bits:.4f} bits per byte held out after {step.tokens:,} tokens, {step.seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ class DeviceInfo:
     num_workers: int
     """Threads that torch may use on a CPU, multiprocessors of a GPU."""
     name: str = ""
+    bf16_dot: bool = False
+    """Whether a CPU multiplies pairs of bfloat16 (AVX512-BF16)."""
 
     @staticmethod
     def of(device: torch.device) -> DeviceInfo:
@@ -33,7 +35,9 @@ class DeviceInfo:
 
 @functools.cache
 def _cpu(num_threads: int) -> DeviceInfo:
-    return DeviceInfo("cpu", num_threads, platform.processor() or platform.machine())
+    features = getattr(torch.cpu, "get_capabilities", dict)()
+    name = features.get("cpu_name") or platform.processor() or platform.machine()
+    return DeviceInfo("cpu", num_threads, name, bool(features.get("avx512_bf16")))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 from ..errors import OutOfBlocksError, ShapeError
 
@@ -183,17 +183,17 @@ class BlockPool:
                 f"free list has {len(forward)} entries, {len(set(forward))} distinct; "
                 f"num_free={self._num_free}; {held} of {self._num_blocks} blocks are held"
             )
-        tables = [list(table) for table in tables]
+        holders: Counter[int] = Counter()
         for table in tables:
             self._check_table(table)
-        holders = Counter(chain.from_iterable(tables))
+            holders.update(table)
         for block, count in enumerate(self._ref_counts):
             if count != holders[block]:
                 raise AssertionError(
                     f"block {block} has ref count {count} but is in {holders[block]} tables"
                 )
 
-    def _check_table(self, table: list[int]) -> None:
+    def _check_table(self, table: Sequence[int]) -> None:
         for block, times in Counter(table).items():
             if times > 1:
                 raise AssertionError(f"block {block} is {times} times in table {table}")

@@ -89,18 +89,20 @@ class BlockTable:
             OutOfBlocksError: The pool has too few free blocks. Nothing has changed.
             ValueError: ``num_new_tokens`` is negative. Nothing has changed.
         """
-        taken = self._pool.allocate(self.blocks_needed(num_new_tokens))
+        needed = self.blocks_needed(num_new_tokens)
+        if num_new_tokens == 0:
+            return []
+        taken = self._pool.allocate(needed) if needed else []
         copies = []
-        if num_new_tokens:
-            if self._must_copy_last():
-                copies.append((self._blocks[-1], taken[0]))
-                self._pool.release([self._blocks.pop()])
-            elif self._was_cut:
-                # What is cut off can be indexed as the content of a full block.
-                self._pool.overwrite(self._blocks[-1])
-            self._was_cut = False
+        if taken and self._must_copy_last():
+            copies.append((self._blocks[-1], taken[0]))
+            self._pool.release([self._blocks.pop()])
+        elif self._was_cut:
+            # What was cut off can be indexed as the end of a full block.
+            self._pool.overwrite(self._blocks[-1])
         self._blocks.extend(taken)
         self._num_tokens += num_new_tokens
+        self._was_cut = False
         return copies
 
     def adopt(self, blocks: Sequence[int]) -> None:

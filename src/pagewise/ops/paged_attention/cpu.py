@@ -31,7 +31,8 @@ import torch
 from numba import njit
 
 from ...tiles.cpu.arrays import flat
-from ...tiles.cpu.microkernels import add_scaled, mix_tile, score_tile
+from ...tiles.cpu.microkernels import add_scaled
+from ...tiles.cpu.products import mix_tile, score_tile
 from ...tiles.cpu.simd import (
     LN_2,
     LOG2_E,
@@ -71,12 +72,12 @@ Call = namedtuple(
     "out lse q k_cache v_cache block_tables seq_lens cu_seqlens_q alibi_slopes sinks"
     " group head_size v_head_size width v_width block_size split_size"
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
-    " softmax_scale soft_cap causal window",
+    " softmax_scale soft_cap causal window tile",
 )
 State = namedtuple("State", "acc m l")
 Scratch = namedtuple(
     "Scratch",
-    "state total q first_key end_key p decay k_rows v_rows tile_rows k_tile v_tile",
+    "state total q first_key end_key scores weights decay k_rows v_rows tile_rows k_tile v_tile",
 )
 Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first_key end_key part")
 
@@ -139,16 +140,17 @@ def _make_scratch(items, call):
     return Scratch(
         _make_state(most, call.v_width),
         _make_state(most, call.v_width),
-        np.zeros(most * call.width, np.float32),
+        np.zeros(most * call.width, call.tile.dtype),
         np.zeros(tile, np.int64),
         np.zeros(tile, np.int64),
         np.empty(tile * TILE_N, np.float32),
+        np.empty(tile * TILE_N, call.tile.dtype),
         np.empty(tile, np.float32),
+        np.zeros((2, TILE_N), np.int64),
+        np.zeros((2, TILE_N), np.int64),
         np.zeros(TILE_N, np.int64),
-        np.zeros(TILE_N, np.int64),
-        np.zeros(TILE_N, np.int64),
-        np.zeros(TILE_N * call.width, np.float32),
-        np.zeros(TILE_N * call.v_width, np.float32),
+        np.zeros(TILE_N * call.width, call.tile.dtype),
+        np.zeros(TILE_N * call.v_width, call.tile.dtype),
     )
 
 
@@ -180,13 +182,16 @@ def _attend_item(call, scratch, item):
     _load_queries(call, scratch, item, rows)
     _start(scratch.total, 0, all_rows, call.v_width)
     first_split = low // call.split_size * call.split_size
+    side = 0
+    _find_rows(call, scratch, side, item, low // TILE_N * TILE_N, low, high)
     for split in range(first_split, high, call.split_size):
-        split_low, split_high = max(low, split), min(high, split + call.split_size)
+        split_high = min(high, split + call.split_size)
         _start(scratch.state, 0, all_rows, call.v_width)
-        for tile in range(split_low // TILE_N * TILE_N, split_high, TILE_N):
-            _find_rows(call, scratch, item, tile, split_low, split_high)
+        for tile in range(max(split, low // TILE_N * TILE_N), split_high, TILE_N):
+            _find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
             for head in range(item.num_heads):
-                _attend_tile(call, scratch, item, head, rows, tile, min(TILE_N, split_high - tile))
+                _attend_tile(call, scratch, side, item, head, rows, tile, min(TILE_N, high - tile))
+            side = 1 - side
         if first_split + call.split_size >= high:
             return scratch.state
         _merge(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
@@ -219,11 +224,7 @@ def _visible_keys(call, scratch, item):
 
 @njit
 def _load_queries(call, scratch, item, rows):
-    """Queries in float32, scaled so that exp2 of a score is its weight, padded with zeros."""
-    scale = np.float32(call.softmax_scale * LOG2_E)
-    if call.soft_cap > 0:
-        scale = np.float32(call.softmax_scale / call.soft_cap)
-    factor = splat(scale)
+    """An item's queries, one KV head's rows after another's, padded with zeros."""
     token0 = call.cu_seqlens_q[item.seq] + item.first_token
     scratch.q[: item.num_heads * rows * call.width] = 0
     for head in range(item.num_heads):
@@ -234,44 +235,67 @@ def _load_queries(call, scratch, item, rows):
                 to = (head * rows + token * call.group + g) * call.width
                 whole = call.head_size // 16 * 16
                 for d in range(0, whole, 16):
-                    store(scratch.q, to + d, mul(factor, load(call.q, source + d)))
+                    store(scratch.q, to + d, load(call.q, source + d))
                 if whole < call.head_size:
-                    store(scratch.q, to + whole, mul(factor, load_half(call.q, source + whole)))
+                    store(scratch.q, to + whole, load_half(call.q, source + whole))
 
 
 @njit
-def _find_rows(call, scratch, item, tile, low, high):
+def _find_rows(call, scratch, side, item, tile, low, high):
     """Offsets of a tile's keys and values at the item's first head.
 
     Keys before ``low`` or from ``high`` on may lie in blocks that hold anything: their places
     repeat the nearest visible key, and the mask takes them out.
     """
+    first, last = max(tile, low), min(tile + TILE_N, high)
+    index, slot = first // call.block_size, first % call.block_size
     table = item.seq * call.table_stride
-    for n in range(TILE_N):
-        key = min(max(tile + n, low), high - 1)
-        block = np.int64(call.block_tables[table + key // call.block_size])
-        slot = key % call.block_size
-        head = item.first_head
-        scratch.k_rows[n] = block * call.k_block + slot * call.k_slot + head * call.k_head
-        scratch.v_rows[n] = block * call.v_block + slot * call.v_slot + head * call.v_head
+    k_row = v_row = 0
+    for n in range(first - tile, TILE_N):
+        if tile + n < last:
+            block = np.int64(call.block_tables[table + index])
+            k_row = block * call.k_block + slot * call.k_slot + item.first_head * call.k_head
+            v_row = block * call.v_block + slot * call.v_slot + item.first_head * call.v_head
+            slot += 1
+            if slot == call.block_size:
+                index, slot = index + 1, 0
+        scratch.k_rows[side, n], scratch.v_rows[side, n] = k_row, v_row
+    scratch.k_rows[side, : first - tile] = scratch.k_rows[side, first - tile]
+    scratch.v_rows[side, : first - tile] = scratch.v_rows[side, first - tile]
 
 
 @njit
-def _attend_tile(call, scratch, item, head, rows, tile, num_keys):
+def _attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
     """One KV head's rows over one tile of keys: scores, softmax, values."""
     at = head * rows
+    width, v_width = call.width, call.v_width
     k_base, v_base = head * call.k_head, head * call.v_head
-    if rows > FEW_ROWS or call.head_size != call.width:
-        _gather(scratch.k_tile, scratch.tile_rows, call.k_cache, k_base, scratch.k_rows, num_keys, call.head_size, call.width)
-        score_tile(scratch.p, scratch.q, at * call.width, call.width, rows, scratch.k_tile, 0, scratch.tile_rows, TILE_N, call.width)
+    k_rows, v_rows = scratch.k_rows[side], scratch.v_rows[side]
+    k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
+    tile_rows = scratch.tile_rows
+    if rows > FEW_ROWS or call.head_size != width:
+        _gather(scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width)
+        score_tile(
+            scratch.scores, scratch.q, at * width, width, rows,
+            scratch.k_tile, 0, tile_rows, tile_rows, TILE_N, width,
+        )  # fmt: skip
     else:
-        score_tile(scratch.p, scratch.q, at * call.width, call.width, rows, call.k_cache, k_base, scratch.k_rows, TILE_N, call.width)
+        score_tile(
+            scratch.scores, scratch.q, at * width, width, rows,
+            call.k_cache, k_base, k_rows, k_ahead, TILE_N, width,
+        )  # fmt: skip
     _softmax_tile(call, scratch, item, head, rows, tile)
-    if rows > FEW_ROWS or call.v_head_size != call.v_width:
-        _gather(scratch.v_tile, scratch.tile_rows, call.v_cache, v_base, scratch.v_rows, num_keys, call.v_head_size, call.v_width)
-        mix_tile(scratch.state.acc, at * call.v_width, call.v_width, scratch.decay, rows, scratch.p, TILE_N, scratch.v_tile, 0, scratch.tile_rows, num_keys, call.v_width)
+    if rows > FEW_ROWS or call.v_head_size != v_width:
+        _gather(scratch.v_tile, tile_rows, call.v_cache, v_base, v_rows, num_keys, call.v_head_size, v_width)
+        mix_tile(
+            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
+            scratch.v_tile, 0, tile_rows, tile_rows, num_keys, v_width,
+        )  # fmt: skip
     else:
-        mix_tile(scratch.state.acc, at * call.v_width, call.v_width, scratch.decay, rows, scratch.p, TILE_N, call.v_cache, v_base, scratch.v_rows, num_keys, call.v_width)
+        mix_tile(
+            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
+            call.v_cache, v_base, v_rows, v_ahead, num_keys, v_width,
+        )  # fmt: skip
 
 
 @njit
@@ -286,37 +310,40 @@ def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
             store(tile, n * width + d, load(cache, source + d))
         if whole < size:
             store(tile, n * width + whole, load_half(cache, source + whole))
+    if num_keys < TILE_N:  # keys may be taken in pairs; the weight of this one is 0
+        tile[num_keys * width : (num_keys + 1) * width] = 0
 
 
 @njit
 def _softmax_tile(call, scratch, item, head, rows, tile):
     """Turn a tile's scores into weights; update each row's maximum, sum and decay."""
-    m, l, p = scratch.state.m, scratch.state.l, scratch.p
+    m, l, s = scratch.state.m, scratch.state.l, scratch.scores
+    scale = np.float32(call.softmax_scale * LOG2_E)
+    if call.soft_cap > 0:
+        scale = np.float32(call.softmax_scale / call.soft_cap)
     first_head = (item.first_head + head) * call.group
-    position0 = call.seq_lens[item.seq] - (call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq])
+    query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
+    first_position = call.seq_lens[item.seq] - query_len + item.first_token
     for r in range(rows):
         at = r * TILE_N
+        highest = _scale_row(s, at, scale)
         if call.soft_cap > 0:
-            _cap_row(p, at, np.float32(call.soft_cap * LOG2_E))
+            highest = _cap_row(s, at, np.float32(call.soft_cap * LOG2_E))
         if len(call.alibi_slopes) > 0 and r < item.num_tokens * call.group:
-            slope = call.alibi_slopes[first_head + r % call.group] * LOG2_E
-            distance = tile - (position0 + item.first_token + r // call.group)
-            _add_ramp(p, at, slope, np.float32(distance))
+            slope = np.float32(call.alibi_slopes[first_head + r % call.group] * LOG2_E)
+            highest = _tilt_row(s, at, slope, tile - (first_position + r // call.group))
         first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
         if first > 0 or end < TILE_N:
-            _mask_row(p, at, np.float32(first), np.float32(end))
+            highest = _mask_row(s, at, np.float32(first), np.float32(end))
         row = head * rows + r
-        highest = maximum(
-            maximum(load(p, at), load(p, at + 16)), maximum(load(p, at + 32), load(p, at + 48))
-        )
         new_m = max(m[row], max_lanes(highest))
         pivot = new_m if new_m > -np.inf else np.float32(0)
         decay = _exp2(m[row] - pivot)
         shift = splat(pivot)
         sums = zeros()
         for n in range(at, at + TILE_N, 16):
-            weights = exp2(sub(load(p, n), shift))
-            store(p, n, weights)
+            weights = exp2(sub(load(s, n), shift))
+            store(scratch.weights, n, weights)
             sums = add(sums, weights)
         m[row] = new_m
         l[row] = l[row] * decay + sum_lanes(sums)
@@ -328,28 +355,53 @@ def _exp2(x):
     return first_lane(exp2(splat(np.float32(x))))
 
 
+# The rows of a tile of scores: each of these rewrites one and returns its greatest lanes.
+
+
 @njit
-def _cap_row(p, at, cap):
+def _scale_row(s, at, scale):
+    highest = splat(np.float32(-np.inf))
     for n in range(at, at + TILE_N, 16):
-        store(p, n, mul(splat(cap), tanh(load(p, n))))
+        scaled = mul(splat(scale), load(s, n))
+        store(s, n, scaled)
+        highest = maximum(scaled, highest)
+    return highest
 
 
 @njit
-def _add_ramp(p, at, slope, distance):
+def _cap_row(s, at, cap):
+    highest = splat(np.float32(-np.inf))
+    for n in range(at, at + TILE_N, 16):
+        capped = mul(splat(cap), tanh(load(s, n)))
+        store(s, n, capped)
+        highest = maximum(capped, highest)
+    return highest
+
+
+@njit
+def _tilt_row(s, at, slope, distance):
     """Add slope × (key position - query position), which is ``distance`` at the first key."""
-    factor = splat(np.float32(slope))
+    highest = splat(np.float32(-np.inf))
     for n in range(0, TILE_N, 16):
         steps = add(lane_numbers(), splat(np.float32(distance + n)))
-        store(p, at + n, fma(factor, steps, load(p, at + n)))
+        tilted = fma(splat(slope), steps, load(s, at + n))
+        store(s, at + n, tilted)
+        highest = maximum(tilted, highest)
+    return highest
 
 
 @njit
-def _mask_row(p, at, first, end):
+def _mask_row(s, at, first, end):
+    """Take the keys before ``first`` and from ``end`` on out of the softmax."""
     nothing = splat(np.float32(-np.inf))
+    highest = nothing
     for n in range(0, TILE_N, 16):
         lane = add(lane_numbers(), splat(np.float32(n)))
-        kept = where_less(lane, splat(end), load(p, at + n), nothing)
-        store(p, at + n, where_less(lane, splat(first), nothing, kept))
+        kept = where_less(lane, splat(end), load(s, at + n), nothing)
+        kept = where_less(lane, splat(first), nothing, kept)
+        store(s, at + n, kept)
+        highest = maximum(kept, highest)
+    return highest
 
 
 @njit
@@ -461,16 +513,19 @@ def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
 def _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan):
     none = np.empty(0, np.float32)
     slopes, sinks = options.alibi_slopes, options.sinks
+    pairs = plan.bf16_dot and q.dtype == k_cache.dtype == torch.bfloat16
+    lanes = 32 if pairs else 16
     return Call(
         flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
         flat(batch.block_tables), batch.seq_lens.numpy(), batch.cu_seqlens_q.numpy(),
         none if slopes is None else slopes.detach().float().numpy(),
         none if sinks is None else sinks.detach().float().numpy(),
         problem.group, problem.head_size, problem.v_head_size,
-        -(-problem.head_size // 16) * 16, -(-problem.v_head_size // 16) * 16,
+        -(-problem.head_size // lanes) * lanes, -(-problem.v_head_size // lanes) * lanes,
         problem.block_size, plan.split_size,
         *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
         batch.block_tables.stride(0),
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
         bool(options.causal), int(options.sliding_window or 0),
+        np.empty(0, np.uint16 if pairs else np.float32),
     )  # fmt: skip

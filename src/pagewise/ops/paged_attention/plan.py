@@ -17,9 +17,14 @@ number is part of the result's bits; merging costs about 1 / SPLIT_SIZE of the w
 _SMALL = 1 << 19  # multiply-adds that take a thread about as long as waking another one
 
 
+_TILE_BYTES = 4096
+"""Bytes of keys and values that one position of a tile may take: a tile of 64 positions and the
+one that is fetched ahead of it then fill half of a 1 MiB second-level cache."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is cut up. None of these numbers but ``split_size`` changes a result's bits."""
+    """How a problem is cut up. Only ``split_size`` and ``bf16_dot`` show in a result's bits."""
 
     tile_m: int
     """Query rows (tokens × group) of one item of prefill work."""
@@ -30,6 +35,8 @@ class Plan:
     parallel_splits: bool
     """Whether the splits of a decoding sequence go to different threads."""
     num_threads: int
+    bf16_dot: bool
+    """Whether bfloat16 is multiplied as it is; float32 otherwise. Part of the bits, too."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -54,7 +61,11 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     num_splits = -(-max(problem.max_seq_len, 1) // SPLIT_SIZE)
     parallel_splits = problem.num_seqs < wanted and num_splits > 1
     items = problem.num_seqs * (num_splits if parallel_splits else 1)
-    decode_heads = problem.num_kv_heads
+    decode_heads = min(problem.num_kv_heads, max(1, _TILE_BYTES // _bytes_per_key(problem)))
     while items * -(-problem.num_kv_heads // decode_heads) < wanted and decode_heads > 1:
         decode_heads = -(-decode_heads // 2)
-    return Plan(64, decode_heads, SPLIT_SIZE, parallel_splits, num_threads)
+    return Plan(64, decode_heads, SPLIT_SIZE, parallel_splits, num_threads, device.bf16_dot)
+
+
+def _bytes_per_key(problem: Problem) -> int:
+    return (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize

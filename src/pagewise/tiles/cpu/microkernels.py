@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from numba import njit
 
-from .simd import add, fma, load, mul, splat, store, store_quarter, sum_each, zeros
+from .simd import add, fma, load, mul, prefetch, splat, store, store_quarter, sum_each, zeros
 
 
 @njit
-def scores_4x4(q, q_at, q_stride, k, base, rows, key, width):
+def _scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     """Dot products of 4 query rows and 4 keys: lane ``4 * row + key``."""
     k0, k1 = base + rows[key], base + rows[key + 1]
     k2, k3 = base + rows[key + 2], base + rows[key + 3]
@@ -34,6 +34,8 @@ def scores_4x4(q, q_at, q_stride, k, base, rows, key, width):
     s20 = s21 = s22 = s23 = zeros()
     s30 = s31 = s32 = s33 = zeros()
     for d in range(0, width, 16):
+        for n in range(key, key + 4):
+            prefetch(k, base + ahead[n] + d)
         a0, a1, a2, a3 = load(q, q0 + d), load(q, q1 + d), load(q, q2 + d), load(q, q3 + d)
         b = load(k, k0 + d)
         s00, s10, s20, s30 = fma(a0, b, s00), fma(a1, b, s10), fma(a2, b, s20), fma(a3, b, s30)
@@ -49,7 +51,7 @@ def scores_4x4(q, q_at, q_stride, k, base, rows, key, width):
 
 
 @njit
-def scores_1x16(q, q_at, k, base, rows, key, width):
+def _scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     """Dot products of one query row and 16 keys."""
     k0, k1 = base + rows[key], base + rows[key + 1]
     k2, k3 = base + rows[key + 2], base + rows[key + 3]
@@ -62,6 +64,8 @@ def scores_1x16(q, q_at, k, base, rows, key, width):
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zeros()
     s8 = s9 = s10 = s11 = s12 = s13 = s14 = s15 = zeros()
     for d in range(0, width, 16):
+        for n in range(key, key + 16):
+            prefetch(k, base + ahead[n] + d)
         a = load(q, q_at + d)
         s0, s1 = fma(a, load(k, k0 + d), s0), fma(a, load(k, k1 + d), s1)
         s2, s3 = fma(a, load(k, k2 + d), s2), fma(a, load(k, k3 + d), s3)
@@ -75,24 +79,37 @@ def scores_1x16(q, q_at, k, base, rows, key, width):
 
 
 @njit
-def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, tile_n, width):
+def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
     """``scores[r, n] = q[r] · k[base + rows[n]]`` for one row, or a multiple of four."""
     if num_rows == 1:
         for n in range(0, tile_n, 16):
-            store(scores, n, scores_1x16(q, q_at, k, base, rows, n, width))
+            store(scores, n, _scores_1x16(q, q_at, k, base, rows, ahead, n, width))
         return
     for r in range(0, num_rows, 4):
         for n in range(0, tile_n, 4):
-            s = scores_4x4(q, q_at + r * q_stride, q_stride, k, base, rows, n, width)
-            at = r * tile_n + n
-            store_quarter(scores, at, s, 0)
-            store_quarter(scores, at + tile_n, s, 1)
-            store_quarter(scores, at + 2 * tile_n, s, 2)
-            store_quarter(scores, at + 3 * tile_n, s, 3)
+            s = _scores_4x4(q, q_at + r * q_stride, q_stride, k, base, rows, ahead, n, width)
+            store_4x4(scores, r * tile_n + n, tile_n, s)
 
 
 @njit
-def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, column, num_keys):
+def store_4x4(scores, at, stride, s):
+    """Four rows of four scores."""
+    store_quarter(scores, at, s, 0)
+    store_quarter(scores, at + stride, s, 1)
+    store_quarter(scores, at + 2 * stride, s, 2)
+    store_quarter(scores, at + 3 * stride, s, 3)
+
+
+@njit
+def _prefetch_64(v, at):
+    prefetch(v, at + 0)
+    prefetch(v, at + 16)
+    prefetch(v, at + 32)
+    prefetch(v, at + 48)
+
+
+@njit
+def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
     d0, d1, d2, d3 = splat(decay[r]), splat(decay[r + 1]), splat(decay[r + 2]), splat(decay[r + 3])
     at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
     a00, a01 = mul(d0, load(acc, at0)), mul(d0, load(acc, at0 + 16))
@@ -105,6 +122,7 @@ def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, column, num
     a32, a33 = mul(d3, load(acc, at3 + 32)), mul(d3, load(acc, at3 + 48))
     p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
     for n in range(num_keys):
+        _prefetch_64(v, ahead[n] + column)
         b = rows[n] + column
         b0, b1, b2, b3 = load(v, b), load(v, b + 16), load(v, b + 32), load(v, b + 48)
         w = splat(p[p0 + n])
@@ -115,27 +133,29 @@ def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, column, num
         a20, a21, a22, a23 = fma(w, b0, a20), fma(w, b1, a21), fma(w, b2, a22), fma(w, b3, a23)
         w = splat(p[p3 + n])
         a30, a31, a32, a33 = fma(w, b0, a30), fma(w, b1, a31), fma(w, b2, a32), fma(w, b3, a33)
-    _store_64(acc, at0, a00, a01, a02, a03)
-    _store_64(acc, at1, a10, a11, a12, a13)
-    _store_64(acc, at2, a20, a21, a22, a23)
-    _store_64(acc, at3, a30, a31, a32, a33)
+    store_64(acc, at0, a00, a01, a02, a03)
+    store_64(acc, at1, a10, a11, a12, a13)
+    store_64(acc, at2, a20, a21, a22, a23)
+    store_64(acc, at3, a30, a31, a32, a33)
 
 
 @njit
-def _mix_1x64(acc, at, decay, p, p_at, v, rows, column, num_keys):
+def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     d = splat(decay)
     a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
     a2, a3 = mul(d, load(acc, at + 32)), mul(d, load(acc, at + 48))
     for n in range(num_keys):
+        _prefetch_64(v, ahead[n] + column)
         b = rows[n] + column
         w = splat(p[p_at + n])
         a0, a1 = fma(w, load(v, b), a0), fma(w, load(v, b + 16), a1)
         a2, a3 = fma(w, load(v, b + 32), a2), fma(w, load(v, b + 48), a3)
-    _store_64(acc, at, a0, a1, a2, a3)
+    store_64(acc, at, a0, a1, a2, a3)
 
 
 @njit
-def _store_64(acc, at, a0, a1, a2, a3):
+def store_64(acc, at, a0, a1, a2, a3):
+    """Sixty-four columns of one row."""
     store(acc, at, a0)
     store(acc, at + 16, a1)
     store(acc, at + 32, a2)
@@ -143,7 +163,7 @@ def _store_64(acc, at, a0, a1, a2, a3):
 
 
 @njit
-def _mix_narrow(acc, at, decay, p, p_at, v, rows, column, num_keys):
+def _mix_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     a = mul(splat(decay), load(acc, at))
     for n in range(num_keys):
         a = fma(splat(p[p_at + n]), load(v, rows[n] + column), a)
@@ -151,24 +171,24 @@ def _mix_narrow(acc, at, decay, p, p_at, v, rows, column, num_keys):
 
 
 @njit
-def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, num_keys, width):
+def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
     """``acc[r] = decay[r] * acc[r] + Σ_n p[r, n] * v[base + rows[n]]``, ``num_keys`` terms."""
     wide = width - width % 64
     if num_rows == 1:
         for column in range(0, wide, 64):
-            _mix_1x64(acc, at + column, decay[0], p, 0, v, rows, base + column, num_keys)
+            _mix_1x64(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
     else:
         for r in range(0, num_rows, 4):
             for column in range(0, wide, 64):
                 start = at + r * stride + column
                 _mix_4x64(
                     acc, start, stride, decay, r, p, r * tile_n, tile_n,
-                    v, rows, base + column, num_keys,
+                    v, rows, ahead, base + column, num_keys,
                 )  # fmt: skip
     for r in range(num_rows):
         for column in range(wide, width, 16):
             start = at + r * stride + column
-            _mix_narrow(acc, start, decay[r], p, r * tile_n, v, rows, base + column, num_keys)
+            _mix_narrow(acc, start, decay[r], p, r * tile_n, v, rows, ahead, base + column, num_keys)
 
 
 @njit

@@ -360,7 +360,116 @@ def sum_each(typingctx, vectors):
     return f32x16(vectors), codegen
 
 
-# --- between threads -----------------------------------------------------------------------
+# --- pairs of bfloat16 ---------------------------------------------------------------------
+
+
+class Bf16x32(types.Type):
+    """The Numba type of thirty-two bfloat16 lanes, seen as sixteen pairs."""
+
+    def __init__(self):
+        super().__init__(name="Bf16x32")
+
+
+bf16x32 = Bf16x32()
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+class _BFloatType(ir.Type):
+    """LLVM's bfloat, which llvmlite 0.50 has no class for: only its name is needed."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, type(self))
+
+    def __hash__(self):
+        return hash(type(self))
+
+
+_BFLOATS = ir.VectorType(_BFloatType(), 2 * LANES)
+
+
+@register_model(Bf16x32)
+class _Bf16x32Model(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _SHORTS)
+
+
+@intrinsic
+def load_pairs(typingctx, array, index):
+    """The bits of ``array[index : index + 32]`` (uint16)."""
+
+    def codegen(context, builder, sig, args):
+        pointer = _pointer(context, builder, sig.args[0], args[0], args[1], _SHORTS)
+        return builder.load(pointer, align=2)
+
+    return bf16x32(array, types.intp), codegen
+
+
+@intrinsic
+def splat_pair(typingctx, array, index):
+    """The pair ``array[index : index + 2]`` (uint16) sixteen times."""
+
+    def codegen(context, builder, sig, args):
+        two = ir.VectorType(ir.IntType(16), 2)
+        pair = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], two), align=2)
+        return builder.shuffle_vector(pair, pair, ir.Constant(ir.VectorType(_I32, 32), [0, 1] * LANES))
+
+    return bf16x32(array, types.intp), codegen
+
+
+def _zip_halves(name, first, doc):
+    order = [lane for i in range(first, first + LANES) for lane in (i, 2 * LANES + i)]
+
+    def op(typingctx, a, b):
+        def codegen(context, builder, sig, args):
+            return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(_I32, 32), order))
+
+        return bf16x32(bf16x32, bf16x32), codegen
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    return intrinsic(op)
+
+
+zip_low = _zip_halves("zip_low", 0, "The pairs (a[i], b[i]) for i from 0 to 15.")
+zip_high = _zip_halves("zip_high", LANES, "The pairs (a[i], b[i]) for i from 16 to 31.")
+
+
+@intrinsic
+def dot_pairs(typingctx, acc, a, b):
+    """Lane i: ``acc[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]``; needs AVX512-BF16."""
+
+    def codegen(context, builder, sig, args):
+        fn = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(_VEC, [_VEC, _BFLOATS, _BFLOATS]),
+            "llvm.x86.avx512bf16.dpbf16ps.512",
+        )
+        acc, a, b = args
+        return builder.call(fn, [acc, builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)])
+
+    return f32x16(f32x16, bf16x32, bf16x32), codegen
+
+
+# --- memory and threads --------------------------------------------------------------------
+
+
+@intrinsic
+def prefetch(typingctx, array, index):
+    """Ask for the cache line of ``array[index]`` ahead of its use."""
+
+    def codegen(context, builder, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        pointer = builder.bitcast(
+            builder.gep(context.make_array(sig.args[0])(context, builder, args[0]).data, [args[1]]), byte
+        )
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(fn, [pointer, _I32(0), _I32(2), _I32(1)])  # to read, into level 2, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
 
 
 @intrinsic

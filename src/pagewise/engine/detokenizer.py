@@ -1,0 +1,190 @@
+"""Text of one output sequence while it grows, and the search for stop strings in it.
+
+Two things must wait before a consumer may see them: bytes of a character whose rest has not come,
+and text that may turn out to be the beginning of a stop string::
+
+    tokens ──▶ window ──▶ whole characters ──▶ held back ──▶ consumer
+               the last few tokens,            the longest tail that
+               decoded together                may begin a stop string
+
+Each token costs one decode of a window of at most ``WINDOW`` tokens, and a search in the new text
+and as many characters before it as the longest stop string has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ..errors import RequestError
+from .sampling_params import SamplingParams
+
+__all__ = ["Detokenizer", "Tokenizer"]
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+WINDOW = 24  # half of it must hold three broken characters of three bytes each
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer; any of Hugging Face's has it."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **kwargs: Any) -> Any:
+        """The text of some token ids."""
+        ...
+
+
+class Detokenizer:
+    """Turns one sequence's tokens into text, piece by piece, and finds its end.
+
+    What ``append`` and ``flush`` returned, joined, is ``tokenizer.decode`` of all tokens without
+    clean-up of spaces, cut at the stop string. (One exception: where a byte-fallback tokenizer
+    meets invalid UTF-8 it blanks the valid characters beside it too; here they stay.)
+
+    Of several stop strings the first to be complete counts, and of two that end on the same
+    character the one that begins first. So the result does not depend on how the text is cut
+    into tokens. A stop string completed before ``params.min_tokens`` tokens is ordinary text.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer. ``None`` makes no text; so does
+            ``params.detokenize=False``.
+        params: Its ``stop``, ``min_tokens``, ``detokenize``, ``skip_special_tokens`` and
+            ``include_stop_str_in_output`` are used.
+
+    Attributes:
+        stop_reason: The stop string that was found, else ``None``.
+        num_tokens: Tokens taken in, the one that completed a stop string included.
+
+    Raises:
+        RequestError: Stop strings without a tokenizer: they could never be found.
+
+    Example:
+        >>> class Letters:
+        ...     def decode(self, token_ids, **options):
+        ...         return "".join(map(chr, token_ids))
+        >>> detokenizer = Detokenizer(Letters(), SamplingParams(stop="END"))
+        >>> [detokenizer.append([ord(c)]) for c in "to EaEND!"]
+        ['t', 'o', ' ', '', 'Ea', '', '', '', '']
+        >>> detokenizer.text, detokenizer.stop_reason
+        ('to Ea', 'END')
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        if tokenizer is None and params.stop:
+            raise RequestError(
+                f"stop={params.stop!r} but there is no tokenizer to make text with: give the "
+                "engine a tokenizer or use stop_token_ids"
+            )
+        self.stop_reason: str | None = None
+        self.num_tokens = 0
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._params = params
+        self._pieces: list[str] = []
+        self._held = ""
+        self._window: list[int] = []
+        self._shown = ""  # the part of the window's text that has left the window
+        self._num_whole = 0  # window tokens when its text last ended with a whole character
+        self._cut = 0  # where the window may be cut: between two characters
+
+    @property
+    def text(self) -> str:
+        """All text handed out so far."""
+        return "".join(self._pieces)
+
+    @property
+    def finished(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop_reason is not None
+
+    def append(self, token_ids: Iterable[int]) -> str:
+        """Take in tokens and return the text that is now certain, often ``""``.
+
+        Tokens after the one that completes a stop string are ignored.
+        """
+        start = len(self._pieces)
+        for token_id in token_ids:
+            if self.finished or self._tokenizer is None:
+                break
+            self.num_tokens += 1
+            self._release(self._decode(token_id), is_last=False)
+        return "".join(self._pieces[start:])
+
+    def flush(self) -> str:
+        """Return what was held back: the output ends here."""
+        start = len(self._pieces)
+        if not self.finished and self._tokenizer is not None:
+            pending = self._window_text()[len(self._shown) :]
+            self._shown += pending
+            self._release(pending, is_last=True)
+        return "".join(self._pieces[start:])
+
+    def _decode(self, token_id: int) -> str:
+        """The whole characters that one more token completes."""
+        self._window.append(token_id)
+        text = self._window_text()
+        if not text.startswith(self._shown):
+            # Byte fallback blanks a run of bytes until it is whole, characters before it included.
+            self._window = self._window[self._num_whole :]
+            self._shown, self._num_whole, self._cut = "", 0, 0
+            text = self._window_text()
+        fresh = text[len(self._shown) :]
+        if not fresh and self._shown:
+            # A skipped special token: kept, a run of them would push the text out of the window.
+            self._window.pop()
+            return ""
+        num_pending = len(fresh) - len(fresh.rstrip(REPLACEMENT))
+        if num_pending > 3:
+            # No character has more than three bytes missing: only the last can still grow.
+            num_pending = 1
+        fresh = fresh[: len(fresh) - num_pending]
+        self._shown += fresh
+        self._slide(num_pending)
+        return fresh
+
+    def _slide(self, num_pending: int) -> None:
+        """Forget the oldest tokens; a few must stay, as a token's text depends on those before."""
+        if num_pending == 0:
+            self._num_whole = len(self._window)
+            if self._cut == 0 and WINDOW // 2 <= len(self._window) < WINDOW:
+                self._cut = len(self._window)
+        if len(self._window) < WINDOW:
+            return
+        cut = self._cut or WINDOW // 2
+        self._window = self._window[cut:]
+        self._num_whole = max(self._num_whole - cut, 0)
+        self._cut = 0
+        text = self._window_text()
+        self._shown = text[: len(text) - num_pending]
+
+    def _window_text(self) -> str:
+        assert self._tokenizer is not None
+        text: str = self._tokenizer.decode(
+            self._window,
+            skip_special_tokens=self._params.skip_special_tokens,
+            # Clean-up drops spaces that may have been handed out already.
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def _release(self, fresh: str, *, is_last: bool) -> None:
+        """Hand out new text as far as no stop string can begin in it, or up to one that did."""
+        num_old = len(self._held)
+        self._held += fresh
+        stops = self._params.stop or ()
+        num_held = 0 if is_last else max((_overlap(self._held, s) for s in stops), default=0)
+        keep = len(self._held) - num_held
+        if self.num_tokens >= self._params.min_tokens:
+            hits = [(self._held.find(s, max(num_old - len(s) + 1, 0)), s) for s in stops]
+            hits = [(start, s) for start, s in hits if start >= 0]
+            if hits:
+                start, stop = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
+                self.stop_reason = stop
+                keep = start + len(stop) if self._params.include_stop_str_in_output else start
+        if keep:
+            self._pieces.append(self._held[:keep])
+        self._held = self._held[keep:]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of ``text`` are a beginning of ``stop``, but not all."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

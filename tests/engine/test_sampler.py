@@ -1,0 +1,395 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagewise.engine import sampler
+from pagewise.engine.sampler import SampledToken, SamplingInput, sample
+from pagewise.engine.sampling_params import SamplingParams
+from pagewise.errors import DTypeError, ShapeError
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def row(seed=0, index=0, prompt=(), output=(), forbidden=(), **options):
+    return SamplingInput(SamplingParams(**options), prompt, output, seed, index, forbidden)
+
+
+def logits_of(num_rows, vocab_size, seed, scale=2.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, vocab_size, generator=generator) * scale).to(dtype)
+
+
+# --- an oracle that shares nothing with the sampler: float64, one row, plain loops -----------
+
+
+def kept_probabilities(logits, row):
+    """The distribution that one row is drawn from, step by step as the docstring says."""
+    p = row.params
+    x = [float(value) for value in logits]
+    for token in range(len(x)):
+        count = list(row.output_token_ids).count(token)
+        if count or token in row.prompt_token_ids:
+            x[token] = (
+                x[token] / p.repetition_penalty
+                if x[token] > 0
+                else x[token] * (p.repetition_penalty)
+            )
+        x[token] -= p.presence_penalty * (count > 0) + p.frequency_penalty * count
+        x[token] = float(np.float32(x[token]))
+        if token in row.forbidden_token_ids:
+            x[token] = -math.inf
+    if p.is_greedy:
+        best = x.index(max(x))
+        return np.array([float(token == best) for token in range(len(x))])
+    weights = np.array([math.exp((value - max(x)) / p.temperature) for value in x])
+    by_logit = sorted(range(len(x)), key=lambda token: -x[token])
+    if p.top_k:
+        edge = x[by_logit[min(p.top_k, len(x)) - 1]]
+        weights[[token for token in by_logit if x[token] < edge]] = 0.0
+    running = 0.0
+    for token in by_logit:
+        running += weights[token] / weights.sum()
+        if running >= p.top_p - 1e-12:
+            weights[[other for other in by_logit if x[other] < x[token]]] = 0.0
+            break
+    weights[weights < p.min_p] = 0.0
+    return weights / weights.sum()
+
+
+def random_row(rng, vocab_size):
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
+    return row(
+        seed=int(rng.integers(-(2**60), 2**60)),
+        index=int(rng.integers(4)),
+        prompt=rng.integers(0, vocab_size + 3, rng.integers(6)).tolist(),
+        output=rng.integers(0, vocab_size + 3, rng.integers(9)).tolist(),
+        forbidden=rng.integers(0, vocab_size, pick(0, 0, 2)).tolist() if vocab_size > 2 else (),
+        temperature=pick(0.0, 0.3, 1.0, 1.0, 2.5),
+        top_k=int(pick(0, 0, 1, 2, 5, 50)),
+        top_p=pick(1.0, 1.0, 0.1, 0.5, 0.9, 0.99),
+        min_p=pick(0.0, 0.0, 0.02, 0.3, 1.0),
+        presence_penalty=pick(0.0, 0.0, 0.5, -1.0, 2.0),
+        frequency_penalty=pick(0.0, 0.0, 0.25, -0.5),
+        repetition_penalty=pick(1.0, 1.0, 1.3, 0.7),
+        logprobs=pick(None, 0, 1, 3, 100),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_token_is_the_one_that_a_naive_sampler_draws(seed):
+    rng = np.random.default_rng(seed)
+    vocab_size = int(rng.integers(1, 60))
+    logits = logits_of(25, vocab_size, seed, scale=float(rng.uniform(0.1, 5)))
+    rows = [random_row(rng, vocab_size) for _ in logits]
+    for one, input_, token in zip(logits, rows, sample(logits, rows), strict=True):
+        probabilities = kept_probabilities(one.tolist(), input_)
+        uniform = sampler._uniform(input_.seed, input_.index, len(input_.output_token_ids))
+        running = probabilities.cumsum()
+        expected = np.searchsorted(running, uniform * running[-1], side="right")
+        nearest = np.abs(running - uniform).min()
+        assert token.error is None
+        assert token.token_id == expected or nearest < 1e-9
+        assert probabilities[token.token_id] > 0
+
+
+@pytest.mark.parametrize("varied", ["seed", "index", "position"])
+def test_frequencies_follow_the_distribution(varied):
+    num_draws, vocab_size = 6000, 9
+    logits = logits_of(1, vocab_size, seed=3, scale=1.0)
+    options = {"temperature": 0.8, "top_p": 0.95}
+    rows = [
+        row(
+            seed=i if varied == "seed" else 11,
+            index=i if varied == "index" else 0,
+            output=range(i) if varied == "position" else (),
+            **options,
+        )
+        for i in range(num_draws)
+    ]
+    drawn = [token.token_id for token in sample(logits.expand(num_draws, -1), rows)]
+    expected = kept_probabilities(logits[0].tolist(), row(**options)) * num_draws
+    counts = np.bincount(drawn, minlength=vocab_size)
+    kept = expected > 0
+    assert (counts[~kept] == 0).all()
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    freedom = kept.sum() - 1
+    # Wilson and Hilferty: the cube root of chi-square / freedom is close to normal.
+    spread = 2 / (9 * freedom)
+    assert abs((chi_square / freedom) ** (1 / 3) - (1 - spread)) < 3.3 * math.sqrt(spread)
+
+
+def test_seed_index_and_position_give_unrelated_numbers():
+    uniforms = np.array(
+        [[[sampler._uniform(s, i, p) for p in range(12)] for i in range(12)] for s in range(-6, 6)]
+    )
+    assert len(np.unique(uniforms)) == uniforms.size
+    assert abs(uniforms.mean() - 0.5) < 0.03
+    for axis in range(3):
+        flat = np.moveaxis(uniforms, axis, 0).reshape(12, -1)
+        assert abs(np.corrcoef(flat[:-1].ravel(), flat[1:].ravel())[0, 1]) < 0.1
+
+
+# --- peers ---------------------------------------------------------------------------------
+
+
+def drawn_set(logits, monkeypatch, **options):
+    """Every token that some uniform number leads to."""
+    num_draws = 20_000
+    monkeypatch.setattr(sampler, "_uniform", lambda seed, index, position: (seed + 0.5) / num_draws)
+    rows = [row(seed=0, **options)] * num_draws
+    params = rows[0].params
+    rows = [SamplingInput(params, (), (), i, 0) for i in range(num_draws)]
+    return {token.token_id for token in sample(logits.expand(num_draws, -1), rows)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 3}, {"top_k": 50}, {"top_p": 0.05}, {"top_p": 0.7}, {"min_p": 0.3}]
+    + [{"top_k": 7, "top_p": 0.8, "min_p": 0.2}],
+    ids=str,
+)
+def test_kept_tokens_are_those_of_transformers(options, seed, monkeypatch):
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = logits_of(1, 16, seed, scale=1.0).clamp(-2, 2)
+    warped = logits / 1.5
+    for name, warper in (
+        ("top_k", TopKLogitsWarper),
+        ("top_p", TopPLogitsWarper),
+        ("min_p", MinPLogitsWarper),
+    ):
+        if name in options:
+            warped = warper(options[name])(None, warped)
+    expected = set(warped[0].isfinite().nonzero()[:, 0].tolist())
+    assert drawn_set(logits, monkeypatch, temperature=1.5, **options) == expected
+
+
+@pytest.mark.parametrize("penalty", [1.2, 0.6])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = logits_of(20, 30, seed=1)
+    prompts, outputs = torch.randint(30, (2, 20, 5)).tolist()
+    rows = [
+        row(prompt=p, output=o, repetition_penalty=penalty)
+        for p, o in zip(prompts, outputs, strict=True)
+    ]
+    context = torch.cat([torch.tensor(prompts), torch.tensor(outputs)], dim=1)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(context, logits.clone())
+    torch.testing.assert_close(sampler._penalise(logits, rows), expected, rtol=1e-6, atol=0)
+
+
+# --- a row is alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 1000, 4099])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_gives_the_same_bits_in_any_company(vocab_size, dtype):
+    rng = np.random.default_rng(vocab_size)
+    num_rows = 23
+    logits = logits_of(num_rows, vocab_size, seed=5, dtype=dtype)
+    rows = [random_row(rng, vocab_size) for _ in range(num_rows)]
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(num_rows)]
+    assert alone == together
+    order = rng.permutation(num_rows).tolist()
+    assert sample(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
+    spoilt = torch.cat([torch.full_like(logits[:3], math.nan), logits])
+    assert sample(spoilt, rows[:3] + rows)[3:] == together
+    padded = torch.nn.functional.pad(logits, (1, 2), value=math.nan)
+    assert sample(padded[:, 1:-2], rows) == together
+
+
+def test_threads_do_not_change_the_bits():
+    logits = logits_of(3, 50_000, seed=2)
+    rows = [row(seed=i, top_p=0.9, logprobs=3) for i in range(3)]
+    several = sample(logits, rows)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert sample(logits, rows) == several
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_sampling_has_no_state():
+    logits, rows = logits_of(4, 100, seed=0), [row(seed=i) for i in range(4)]
+    state = torch.get_rng_state()
+    first = sample(logits, rows)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sample(logits, rows) == first
+
+
+def test_samples_of_one_request_differ():
+    logits = logits_of(1, 1000, seed=0).expand(8, -1)
+    assert len({token.token_id for token in sample(logits, [row(index=i) for i in range(8)])}) > 4
+
+
+@pytest.mark.parametrize("seed", [-(2**300), -1, 2**64, 10**5000])
+def test_any_integer_is_a_seed(seed):
+    token_ids = [
+        sample(logits_of(1, 1000, seed=0), [row(seed=seed + i)])[0].token_id for i in range(4)
+    ]
+    assert len(set(token_ids)) > 1
+
+
+def test_inputs_are_not_written_to():
+    logits = logits_of(3, 50, seed=1)
+    before = logits.clone()
+    sample(logits, [row(output=[1, 2], presence_penalty=1.0, forbidden=[3], top_p=0.5)] * 3)
+    assert torch.equal(logits, before)
+
+
+# --- greedy, ties, forbidden tokens ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_greedy_takes_the_lowest_id_among_equals(dtype):
+    logits = torch.zeros(5, 5000, dtype=dtype)
+    for i, first in enumerate((0, 17, 2048, 4095, 4999)):
+        logits[i, first:] = 1.0
+    assert [t.token_id for t in sample(logits, [row(temperature=0.0)] * 5)] == [
+        0, 17, 2048, 4095, 4999,
+    ]  # fmt: skip
+
+
+def test_tokens_tied_with_the_last_kept_one_stay(monkeypatch):
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, -0.0, 0.0]])
+    assert drawn_set(logits, monkeypatch, top_k=2) == {0, 2, 3, 4}
+    assert drawn_set(logits, monkeypatch, top_p=0.7) == {0, 2, 3, 4}
+    assert drawn_set(logits, monkeypatch, top_k=6) == {0, 1, 2, 3, 4, 5, 6}
+
+
+def test_tiny_temperature_top_p_or_full_min_p_leave_the_best_token():
+    logits = logits_of(50, 300, seed=4)
+    best = logits.argmax(dim=1).tolist()
+    for options in ({"temperature": 1e-300}, {"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}):
+        rows = [row(seed=i, **options) for i in range(50)]
+        assert [token.token_id for token in sample(logits, rows)] == best
+
+
+def test_huge_temperature_is_uniform_over_what_is_possible(monkeypatch):
+    logits = torch.tensor([[30.0, -80.0, -math.inf, 1.0]])
+    assert drawn_set(logits, monkeypatch, temperature=1e300) == {0, 1, 3}
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40), st.data(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_forbidden_token_is_never_chosen(values, data, greedy):
+    forbidden = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=len(values) - 1))
+    logits = torch.tensor([values])
+    input_ = row(forbidden=forbidden, temperature=0.0 if greedy else 3.0, seed=len(forbidden))
+    assert sample(logits, [input_])[0].token_id not in forbidden
+
+
+def test_ids_outside_the_vocabulary_are_ignored():
+    logits = logits_of(2, 10, seed=0)
+    stray = row(prompt=[10, -1, 999], output=[10**9], forbidden=[10, -1], repetition_penalty=1.5)
+    both = [stray, row(output=[0])]
+    assert sample(logits, both) == sample(logits, [row(output=[0]), row(output=[0])])
+
+
+# --- log-probabilities -----------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_the_unmodified_logits():
+    logits = logits_of(6, 500, seed=9)
+    options = {"temperature": 0.5, "top_k": 20, "presence_penalty": 1.0, "logprobs": 4}
+    tokens = sample(logits, [row(seed=i, output=[1, 2], **options) for i in range(6)])
+    expected = logits.double().log_softmax(dim=1)
+    for token, logprobs in zip(tokens, expected, strict=True):
+        assert token.logprob == pytest.approx(logprobs[token.token_id].item(), abs=1e-9)
+        best = logprobs.topk(4)
+        assert [i for i, _ in token.top_logprobs] == best.indices.tolist()
+        assert [p for _, p in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-9)
+
+
+def test_top_logprobs_put_the_lowest_id_first_among_equals():
+    logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, -0.0]])
+    wanted = sample(logits, [row(logprobs=4, temperature=0.0)])[0].top_logprobs
+    assert [token_id for token_id, _ in wanted] == [1, 3, 0, 2]
+
+
+def test_each_row_gets_as_many_logprobs_as_it_asked_for():
+    logits = logits_of(4, 3, seed=0)
+    tokens = sample(logits, [row(logprobs=asked) for asked in (None, 0, 2, 99)])
+    assert [len(token.top_logprobs) for token in tokens] == [0, 0, 2, 3]
+    assert [token.logprob is None for token in tokens] == [True, False, False, False]
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.0}, {}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1, "logprobs": 2}],
+    ids=str,
+)
+def test_a_broken_row_fails_alone(bad, options):
+    logits = logits_of(3, 8, seed=0)
+    good = sample(logits, [row(seed=i, **options) for i in range(3)])
+    logits[1, 5] = bad
+    rows = [row(seed=i, forbidden=[5] if i == 1 else (), **options) for i in range(3)]
+    tokens = sample(logits, rows)
+    assert [tokens[0], tokens[2]] == [good[0], good[2]]
+    assert tokens[1].token_id == 0
+    assert tokens[1].logprob is None
+    assert "the largest logit is nan" in (tokens[1].error or "")
+
+
+def test_a_row_with_every_token_forbidden_says_so():
+    token = sample(logits_of(1, 3, seed=0), [row(forbidden=[0, 1, 2])])[0]
+    assert "every token is forbidden" in (token.error or "")
+
+
+def test_wrong_shapes_and_types_are_refused():
+    with pytest.raises(ShapeError, match="num_rows=2 but rows has 1"):
+        sample(torch.zeros(2, 3), [row()])
+    with pytest.raises(ShapeError, match="1 dimensions"):
+        sample(torch.zeros(3), [row()])
+    with pytest.raises(DTypeError, match="int64"):
+        sample(torch.zeros(1, 3, dtype=torch.int64), [row()])
+
+
+def test_an_empty_batch_is_an_empty_list():
+    assert sample(torch.zeros(0, 5), []) == []
+
+
+# --- cost ------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Names of the torch operations that run inside."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_rows_pay_only_for_what_they_ask():
+    logits = logits_of(4, 50, seed=0)
+    with Operations() as greedy:
+        sample(logits, [row(temperature=0.0)] * 4)
+    assert not {"exp_", "sort", "topk", "scatter_add_", "cumsum", "index_add_"} & {*greedy.names}
+    with Operations() as drawn:
+        sample(logits, [row(temperature=0.0), row(), row(), row()])
+    assert "cumsum" in drawn.names
+    assert not {"sort", "topk", "scatter_add_", "index_add_"} & {*drawn.names}
+
+
+def test_greedy_tokens_carry_nothing_that_was_not_asked():
+    assert sample(torch.tensor([[0.0, 1.0]]), [SamplingInput(GREEDY, (), (), 0, 0)]) == [
+        SampledToken(1)
+    ]

@@ -1,0 +1,300 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewise.errors import ShapeError
+from pagewise.kv_cache import PrefixIndex
+
+
+def chain_of(index, token_ids, salt=None):
+    chain = index.chain(salt)
+    chain.extend(token_ids)
+    return chain
+
+
+def insert(index, token_ids, blocks, salt=None):
+    index.insert(chain_of(index, token_ids, salt), blocks, len(blocks))
+
+
+def match(index, token_ids, salt=None):
+    return index.match(chain_of(index, token_ids, salt))
+
+
+class LastByte(PrefixIndex):
+    """Tokens that agree in the low byte of their last id collide, whatever stands before."""
+
+    @staticmethod
+    def _digest(data):
+        return data[-8:-7]
+
+
+class Verbatim(PrefixIndex):
+    """The digest is what is hashed, so digests are equal only if encodings are."""
+
+    @staticmethod
+    def _digest(data):
+        return data
+
+
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_a_block_holds_at_least_one_token(block_size):
+    with pytest.raises(ShapeError, match=f"block_size={block_size}"):
+        PrefixIndex(block_size)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "found"),
+    [
+        ([1, 2, 3, 4, 5, 6], [7, 5, 0]),
+        ([1, 2, 3, 4, 5, 6, 9, 9], [7, 5, 0]),
+        ([1, 2, 3, 4, 5], [7, 5]),
+        ([1, 2, 3, 9, 5, 6], [7]),
+        ([9, 2, 3, 4, 5, 6], []),
+        ([3, 4], []),
+        ([1], []),
+        ([], []),
+    ],
+)
+def test_the_longest_prefix_of_full_blocks_is_found(token_ids, found):
+    index = PrefixIndex(block_size=2)
+    insert(index, [1, 2, 3, 4, 5, 6], [7, 5, 0])
+    assert match(index, token_ids) == found
+
+
+@pytest.mark.parametrize(("max_blocks", "found"), [(None, [7, 5]), (9, [7, 5]), (1, [7]), (0, [])])
+def test_no_more_than_max_blocks_are_found(max_blocks, found):
+    index = PrefixIndex(block_size=2)
+    insert(index, [1, 2, 3, 4], [7, 5])
+    assert index.match(chain_of(index, [1, 2, 3, 4]), max_blocks) == found
+
+
+def test_a_block_that_is_not_full_is_not_registered():
+    index = PrefixIndex(block_size=4)
+    chain = chain_of(index, [1, 2, 3, 4, 5])
+    index.insert(chain, [0, 1], 1)
+    assert 1 not in index
+    with pytest.raises(ShapeError, match="num_full_blocks=2 but the chain has 1 full blocks"):
+        index.insert(chain, [0, 1], 2)
+
+
+def test_a_table_shorter_than_claimed_is_an_error():
+    index = PrefixIndex(block_size=1)
+    with pytest.raises(ShapeError, match=r"num_full_blocks=2 .* the table 1"):
+        index.insert(chain_of(index, [1, 2]), [0], 2)
+    assert len(index) == 0
+
+
+def test_the_first_holder_of_a_content_keeps_it():
+    index = PrefixIndex(block_size=2)
+    insert(index, [1, 2], [3])
+    insert(index, [1, 2], [4])
+    assert match(index, [1, 2]) == [3]
+    assert 4 not in index
+    index.check()
+
+
+def test_a_block_found_behind_a_duplicate_is_still_found():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1], [3])
+    insert(index, [1, 2], [4, 5])
+    assert match(index, [1, 2]) == [3, 5]
+
+
+def test_what_follows_a_forgotten_block_is_out_of_reach_until_it_is_computed_again():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1, 2, 3], [7, 8, 9])
+    index.forget(7)
+    assert match(index, [1, 2, 3]) == []
+    assert 8 in index
+    insert(index, [1], [4])
+    assert match(index, [1, 2, 3]) == [4, 8, 9]
+    index.check()
+
+
+def test_forgetting_an_unknown_block_changes_nothing():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1], [0])
+    index.forget(5)
+    assert len(index) == 1
+
+
+def test_a_cleared_index_finds_nothing():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1, 2], [0, 1])
+    index.clear()
+    assert len(index) == 0
+    assert match(index, [1, 2]) == []
+    index.check()
+
+
+def test_a_block_registered_again_holds_only_its_new_content():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1], [0])
+    insert(index, [2], [0])
+    assert (match(index, [1]), match(index, [2])) == ([], [0])
+    index.check()
+
+
+def test_negative_and_large_token_ids_are_told_apart():
+    index = PrefixIndex(block_size=1)
+    insert(index, [-1], [0])
+    assert match(index, [2**63 - 1]) == []
+    assert match(index, [255]) == []
+    assert match(index, [-1]) == [0]
+
+
+@pytest.mark.parametrize("salt", ["", "a", "A", "ab", "\ud800", None])
+def test_only_equal_salts_share(salt):
+    index = PrefixIndex(block_size=1)
+    others = [other for other in ["", "a", "A", "ab", "\ud800", None] if other != salt]
+    insert(index, [1], [0], salt)
+    assert match(index, [1], salt) == [0]
+    assert all(match(index, [1], other) == [] for other in others)
+
+
+def test_the_operator_salt_enters_every_digest():
+    digests = {chain_of(PrefixIndex(1, salt=s), [1])._last.digest for s in (b"", b"a", b"b")}
+    assert len(digests) == 3
+
+
+# Pieces of our own encoding, to build salts and tokens that try to look like one another.
+ZERO, ONE, EIGHT = ((n).to_bytes(8, "little") for n in (0, 1, 8))
+pieces = st.lists(
+    st.sampled_from([b"a", b"operator", b"request", b"root", b"link", ZERO, ONE, EIGHT])
+)
+forged = pieces.map(b"".join)
+tokens = st.lists(
+    st.sampled_from([0, 1, 8, *(int.from_bytes(w, "little") for w in (b"operator", b"requestX"))]),
+    max_size=3,
+)
+identity = st.tuples(forged, st.none() | forged.map(bytes.decode), tokens)
+
+
+@given(identity, identity)
+def test_no_salt_can_imitate_tokens_or_another_salt(one, other):
+    digests = [
+        chain_of(Verbatim(block_size=1, salt=operator), token_ids, request)._last.digest
+        for operator, request, token_ids in (one, other)
+    ]
+    assert (digests[0] == digests[1]) == (one == other)
+
+
+def test_a_collision_is_a_miss():
+    index = LastByte(block_size=1)
+    insert(index, [1], [0])
+    assert match(index, [257]) == []
+    insert(index, [257], [5])
+    assert 5 not in index
+    assert match(index, [1]) == [0]
+
+
+def test_a_collision_of_an_earlier_block_is_a_miss_too():
+    index = LastByte(block_size=1)
+    insert(index, [1, 2, 3], [0, 7, 8])
+    index.forget(0)
+    insert(index, [257], [4])
+    # Block 7 has the digest, the tokens and the parent's digest that 257, 2 asks for.
+    assert match(index, [257, 2, 3]) == [4]
+    index.check()
+
+
+def test_a_collision_of_salts_is_a_miss():
+    index = LastByte(block_size=1)
+    insert(index, [1], [0], salt="x")
+    assert match(index, [1], salt="y") == []
+
+
+def test_each_block_is_hashed_once_as_a_sequence_grows():
+    class Counting(PrefixIndex):
+        calls = 0
+
+        @staticmethod
+        def _digest(data):
+            Counting.calls += 1
+            return PrefixIndex._digest(data)
+
+    chain = Counting(block_size=4).chain()
+    for length in range(41):
+        chain.extend(list(range(length)))
+    assert len(chain) == 10
+    assert Counting.calls == 11
+
+
+def test_each_block_is_inserted_once_as_a_sequence_grows():
+    class Reads(list):
+        def __getitem__(self, i):
+            reads.append(i)
+            return super().__getitem__(i)
+
+    reads = []
+    index = PrefixIndex(block_size=1)
+    chain = chain_of(index, range(6))
+    for length in range(7):
+        index.insert(chain, Reads(range(length)), length)
+    assert reads == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_insert_after_a_match_starts_behind_what_was_found():
+    index = PrefixIndex(block_size=1)
+    chain = chain_of(index, [1, 2, 3])
+    index.insert(chain, [0, 1, 2], 3)
+    index.forget(2)
+    assert index.match(chain) == [0, 1]
+    index.insert(chain, [0, 1, 6], 3)
+    assert match(index, [1, 2, 3]) == [0, 1, 6]
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [[1, 2, 3], [1, 2, 3, 9, 5, 6], [1, 2, 9, 4, 5, 6]],
+    ids=["shorter", "last token changed", "last block changed"],
+)
+def test_a_chain_does_not_follow_a_sequence_that_was_cut_or_changed(token_ids):
+    chain = chain_of(PrefixIndex(block_size=2), [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="needs a new chain"):
+        chain.extend(token_ids)
+    assert len(chain) == 2
+
+
+def test_forked_chains_go_their_own_ways():
+    index = PrefixIndex(block_size=1)
+    parent = chain_of(index, [1])
+    index.insert(parent, [0], 1)
+    fork = parent.fork()
+    parent.extend([1, 2])
+    fork.extend([1, 3])
+    index.insert(parent, [0, 4], 2)
+    index.insert(fork, [0, 5], 2)
+    assert (match(index, [1, 2]), match(index, [1, 3])) == ([0, 4], [0, 5])
+
+
+def test_a_very_long_chain_is_dropped_without_recursion():
+    index = PrefixIndex(block_size=1)
+    insert(index, range(100_000), list(range(100_000)))
+    for block in range(99_999):
+        index.forget(block)
+    index.clear()
+
+
+def test_check_finds_a_block_that_its_digest_does_not_find():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1], [0])
+    index._blocks = dict.fromkeys(index._blocks, 9)
+    with pytest.raises(AssertionError, match="block 0 is indexed but its digest finds 9"):
+        index.check()
+
+
+def test_check_finds_a_digest_without_a_block():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1, 2], [0, 1])
+    del index._links[1]
+    with pytest.raises(AssertionError, match="2 digests for 1 blocks"):
+        index.check()
+
+
+def test_check_finds_tokens_that_have_changed():
+    index = PrefixIndex(block_size=1)
+    insert(index, [1, 2], [0, 1])
+    index._links[1].tokens = ONE
+    with pytest.raises(AssertionError, match="the digest of block 1"):
+        index.check()
