@@ -66,8 +66,10 @@ def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
         raise DTypeError(f"{name} is {given}, expected {listed}: convert it with {name}.to(...)")
 
 
-def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Raise ShapeError unless every tensor lies on ``device``."""
-    for name, tensor in tensors.items():
+def check_device(name: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raise ShapeError unless every tensor lies on ``device``, where the tensor ``name`` is."""
+    for other, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            raise ShapeError(f"{name} is on {tensor.device} but q is on {device}: move one of them")
+            raise ShapeError(
+                f"{other} is on {tensor.device} but {name} is on {device}: move one of them"
+            )

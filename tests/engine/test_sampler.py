@@ -5,11 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from pagewise.engine import sampler
 from pagewise.engine.sampler import SampledToken, SamplingInput, sample
 from pagewise.engine.sampling_params import SamplingParams
 from pagewise.errors import DTypeError, ShapeError
-from torch.utils._python_dispatch import TorchDispatchMode
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -112,7 +113,11 @@ def test_frequencies_follow_the_distribution(varied):
         )
         for i in range(num_draws)
     ]
-    drawn = [token.token_id for token in sample(logits.expand(num_draws, -1), rows)]
+    drawn = [
+        token.token_id
+        for start in range(0, num_draws, 500)
+        for token in sample(logits.expand(500, -1), rows[start : start + 500])
+    ]
     expected = kept_probabilities(logits[0].tolist(), row(**options)) * num_draws
     counts = np.bincount(drawn, minlength=vocab_size)
     kept = expected > 0
@@ -140,7 +145,7 @@ def test_seed_index_and_position_give_unrelated_numbers():
 
 def drawn_set(logits, monkeypatch, **options):
     """Every token that some uniform number leads to."""
-    num_draws = 20_000
+    num_draws = 800
     monkeypatch.setattr(sampler, "_uniform", lambda seed, index, position: (seed + 0.5) / num_draws)
     rows = [row(seed=0, **options)] * num_draws
     params = rows[0].params
@@ -151,14 +156,20 @@ def drawn_set(logits, monkeypatch, **options):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": 3}, {"top_k": 50}, {"top_p": 0.05}, {"top_p": 0.7}, {"min_p": 0.3}]
-    + [{"top_k": 7, "top_p": 0.8, "min_p": 0.2}],
+    [
+        {"top_k": 3},
+        {"top_k": 50},
+        {"top_p": 0.05},
+        {"top_p": 0.7},
+        {"min_p": 0.3},
+        {"top_k": 7, "top_p": 0.8, "min_p": 0.2},
+    ],
     ids=str,
 )
 def test_kept_tokens_are_those_of_transformers(options, seed, monkeypatch):
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    logits = logits_of(1, 16, seed, scale=1.0).clamp(-2, 2)
+    logits = torch.rand(1, 16, generator=torch.Generator().manual_seed(seed)) * 4
     warped = logits / 1.5
     for name, warper in (
         ("top_k", TopKLogitsWarper),
@@ -193,7 +204,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_gives_the_same_bits_in_any_company(vocab_size, dtype):
     rng = np.random.default_rng(vocab_size)
-    num_rows = 23
+    num_rows = 17
     logits = logits_of(num_rows, vocab_size, seed=5, dtype=dtype)
     rows = [random_row(rng, vocab_size) for _ in range(num_rows)]
     together = sample(logits, rows)
@@ -232,7 +243,7 @@ def test_samples_of_one_request_differ():
     assert len({token.token_id for token in sample(logits, [row(index=i) for i in range(8)])}) > 4
 
 
-@pytest.mark.parametrize("seed", [-(2**300), -1, 2**64, 10**5000])
+@pytest.mark.parametrize("seed", [-(2**300), -1, 2**64, 10**5000], ids=["a", "b", "c", "d"])
 def test_any_integer_is_a_seed(seed):
     token_ids = [
         sample(logits_of(1, 1000, seed=0), [row(seed=seed + i)])[0].token_id for i in range(4)

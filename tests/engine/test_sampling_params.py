@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from pagewise.engine import sampling_params
 from pagewise.engine.sampling_params import SamplingParams
 from pagewise.errors import RequestError

@@ -1,0 +1,1 @@
+"""One folder an operation: contract, reference and every implementation, side by side."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import UnsupportedError
 from ...tiles.state import AttentionOutput
+from ..dispatch import choose, explain
 from .checks import check
 from .plan import Plan
-from .problem import Options, PagedBatch, Problem
+from .problem import Options, PagedBatch
 
 IMPLEMENTATIONS = ("cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
@@ -90,10 +88,11 @@ def paged_attention(
         softmax_scale = q.shape[-1] ** -0.5
     options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
     problem = check(q, k_cache, v_cache, batch, options, out)
-    run = _choose(problem, DeviceInfo.of(q.device), impl)
+    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     if out is None:
         out = torch.empty(*q.shape[:2], problem.v_head_size, dtype=q.dtype, device=q.device)
-    return run(problem, q, k_cache, v_cache, batch, options, out, plan)
+    result: AttentionOutput = module.run(problem, q, k_cache, v_cache, batch, options, out, plan)
+    return result
 
 
 def explain_paged_attention(
@@ -119,25 +118,4 @@ def explain_paged_attention(
     out, _ = options.pop("out", None), options.pop("plan", None)
     options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
     problem = check(q, k_cache, v_cache, batch, Options(**options), out)
-    device = DeviceInfo.of(q.device)
-    lines = []
-    for name in IMPLEMENTATIONS:
-        reason = _load(name).supports(problem, device)
-        lines.append(f"{name}: {'yes' if reason is None else 'no, ' + reason}")
-    return "\n".join(lines)
-
-
-def _choose(problem: Problem, device: DeviceInfo, impl: str) -> Callable[..., AttentionOutput]:
-    if impl not in ("auto", *IMPLEMENTATIONS):
-        raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {IMPLEMENTATIONS}")
-    for name in IMPLEMENTATIONS if impl == "auto" else (impl,):
-        module = _load(name)
-        reason = module.supports(problem, device)
-        if reason is None:
-            return module.run  # type: ignore[no-any-return]
-    raise UnsupportedError(f"impl={impl!r} cannot run this: {reason}. Use impl='auto'")
-
-
-def _load(name: str) -> Any:
-    """Import an implementation when it is first asked about: Numba costs seconds."""
-    return importlib.import_module(f"{__package__}.{name}")
+    return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))

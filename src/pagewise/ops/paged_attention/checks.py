@@ -62,6 +62,7 @@ def _check_types(
     check_dtype("seq_lens", batch.seq_lens, torch.int32)
     check_dtype("cu_seqlens_q", batch.cu_seqlens_q, torch.int32)
     check_device(
+        "q",
         q.device,
         k_cache=k_cache,
         v_cache=v_cache,

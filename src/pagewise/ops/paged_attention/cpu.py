@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from ...tiles.cpu.arrays import flat
+from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.microkernels import add_scaled
 from ...tiles.cpu.products import mix_tile, score_tile
 from ...tiles.cpu.simd import (
@@ -479,13 +479,7 @@ def _merge_parts(call, items, parts):
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run ``problem``, or None if it can."""
-    if device.kind != "cpu":
-        return f"the tensors are on {device.kind}"
-    for name, dtype in (("q", problem.q_dtype), ("k_cache", problem.kv_dtype)):
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            given = str(dtype).removeprefix("torch.")
-            return f"{name} is {given}; float32, float16 and bfloat16 run"
-    return None
+    return refuse(device, q=problem.q_dtype, k_cache=problem.kv_dtype)
 
 
 def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):

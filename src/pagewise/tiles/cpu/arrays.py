@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["flat"]
+from ...device import DeviceInfo
+
+__all__ = ["flat", "refuse"]
 
 # NumPy has no bfloat16 and Numba no float16: kernels tell the two apart by these stand-ins.
 _STAND_INS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -17,8 +19,18 @@ def flat(tensor: torch.Tensor) -> np.ndarray:
     Numba does not vectorise over a stride that it cannot know, so it is handed contiguous
     memory; offsets come from the tensor's own strides.
     """
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if 0 in tensor.shape:
-        span = 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = last + 1 if tensor.numel() else 0
     whole = tensor.detach().as_strided((span,), (1,))
     return whole.view(_STAND_INS.get(tensor.dtype, tensor.dtype)).numpy()
+
+
+def refuse(device: DeviceInfo, **dtypes: torch.dtype) -> str | None:
+    """Why the CPU kernels cannot take these element types on this device; None if they can."""
+    if device.kind != "cpu":
+        return f"the tensors are on {device.kind}"
+    for name, dtype in dtypes.items():
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            given = str(dtype).removeprefix("torch.")
+            return f"{name} is {given}; float32, float16 and bfloat16 run"
+    return None

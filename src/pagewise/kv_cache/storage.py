@@ -1,0 +1,96 @@
+"""The memory of a paged KV cache: one key and one value tensor a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import OutOfBlocksError, ShapeError
+from ..ops.copy_blocks import copy_blocks
+
+__all__ = ["KVCache", "LayerSpec"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one attention layer keeps of a token."""
+
+    num_kv_heads: int
+    head_size: int
+    v_head_size: int
+    sliding_window: int | None = None
+    """Number of visible keys, the query's own included; ``None`` sees all."""
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's key and value in this layer."""
+        return self.num_kv_heads * (self.head_size + self.v_head_size) * dtype.itemsize
+
+
+class KVCache:
+    """Key and value blocks of all layers; block ``b`` of every layer belongs to the same tokens.
+
+    Example:
+        >>> layer = LayerSpec(num_kv_heads=2, head_size=64, v_head_size=64)
+        >>> cache = KVCache([layer] * 4, num_blocks=32, block_size=16, dtype=torch.bfloat16)
+        >>> cache.num_tokens, cache.k[0].shape
+        (512, torch.Size([32, 16, 2, 64]))
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 1 <= block_size <= 256:
+            raise ShapeError(f"block_size is {block_size}, expected 1 to 256")
+        if num_blocks < 1:
+            raise ShapeError(f"num_blocks is {num_blocks}, expected at least 1")
+        self.layers = tuple(layers)
+        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        self.k = [self._blocks(layer.num_kv_heads, layer.head_size, device) for layer in layers]
+        self.v = [self._blocks(layer.num_kv_heads, layer.v_head_size, device) for layer in layers]
+
+    def _blocks(self, num_kv_heads: int, size: int, device: torch.device | str) -> Tensor:
+        shape = (self.num_blocks, self.block_size, num_kv_heads, size)
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    @staticmethod
+    def blocks_that_fit(
+        layers: Sequence[LayerSpec], memory_bytes: int, *, block_size: int, dtype: torch.dtype
+    ) -> int:
+        """How many blocks of all layers fit into ``memory_bytes``.
+
+        Raises:
+            OutOfBlocksError: Not one does; the message says how many bytes are missing.
+        """
+        block_bytes = block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
+        if memory_bytes < block_bytes:
+            raise OutOfBlocksError(
+                f"{memory_bytes:,} bytes are free for the KV cache, but one block of {block_size} "
+                f"tokens takes {block_bytes:,}: {block_bytes - memory_bytes:,} bytes are missing. "
+                "Free memory, or use a smaller block_size or a 16-bit kv_cache_dtype"
+            )
+        return memory_bytes // block_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Slots in all: the most tokens that the cache can hold."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return self.num_tokens * sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+
+    def copy(self, src_to_dst: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of every layer, as copy-on-write asks for."""
+        if src_to_dst:
+            pairs = torch.tensor(src_to_dst, dtype=torch.int64)
+            copy_blocks([*self.k, *self.v], pairs)

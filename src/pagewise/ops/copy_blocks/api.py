@@ -1,0 +1,75 @@
+"""The public operation: contract and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError
+from ...shapes import bind, check_dtype
+from ..dispatch import choose
+
+IMPLEMENTATIONS = ("cpu", "reference")
+
+
+def copy_blocks(
+    caches: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]],
+    src_to_dst: Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Copy whole blocks inside each cache, or from one cache to another, in place.
+
+    All sources are as they were before the call: a block may be read by one pair and
+    overwritten by another.
+
+    Args:
+        caches: The caches to copy in, one a layer for keys and one for values:
+            ``[num_blocks, …]`` each, any type. A pair ``(source, destination)`` copies between
+            two tensors, host and device included.
+        src_to_dst: int64 ``[n, 2]`` on the CPU: source block, destination block; no destination
+            twice.
+        impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``.
+
+    Raises:
+        ShapeError: A block lies outside a cache, a destination stands twice, or a pair's blocks
+            differ in shape. Nothing is written then.
+        DTypeError: ``src_to_dst`` is not int64, or a pair differs in type.
+
+    Example:
+        >>> cache = torch.arange(4.0)[:, None].repeat(1, 3)
+        >>> copy_blocks([cache], torch.tensor([[3, 0], [0, 1]]))
+        >>> cache[:, 0].tolist()
+        [3.0, 0.0, 2.0, 3.0]
+    """
+    bind(src_to_dst=(src_to_dst, "n 2"))
+    check_dtype("src_to_dst", src_to_dst, torch.int64)
+    pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
+    for source, destination in pairs:
+        _check(source, destination, src_to_dst)
+    for source, destination in pairs:
+        device = DeviceInfo.of(source.device if source.is_cuda else destination.device)
+        choose(__package__, IMPLEMENTATIONS, (source, destination), device, impl).run(
+            source, destination, src_to_dst
+        )
+
+
+def _check(source: Tensor, destination: Tensor, src_to_dst: Tensor) -> None:
+    check_dtype("a destination cache", destination, source.dtype)
+    if source.shape[1:] != destination.shape[1:]:
+        raise ShapeError(
+            f"blocks are {list(source.shape[1:])} in the source cache but "
+            f"{list(destination.shape[1:])} in the destination"
+        )
+    for column, name, cache in ((0, "source", source), (1, "destination", destination)):
+        blocks = src_to_dst[:, column]
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < cache.shape[0]:
+            raise ShapeError(
+                f"src_to_dst names {name} blocks {int(blocks.min())} to {int(blocks.max())}, "
+                f"expected 0 to {cache.shape[0] - 1}"
+            )
+    if len(src_to_dst[:, 1].unique()) != len(src_to_dst):
+        raise ShapeError("src_to_dst names a destination block twice: which copy should win?")

@@ -1,0 +1,18 @@
+"""The definition, in eager torch; also the way between devices."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...device import DeviceInfo
+
+
+def supports(caches: tuple[Tensor, Tensor], device: DeviceInfo) -> str | None:
+    """Everything, everywhere."""
+    return None
+
+
+def run(source: Tensor, destination: Tensor, src_to_dst: Tensor) -> None:
+    """Indexing gathers all sources before anything is written."""
+    blocks = source[src_to_dst[:, 0].to(source.device)]
+    destination[src_to_dst[:, 1].to(destination.device)] = blocks.to(destination.device)

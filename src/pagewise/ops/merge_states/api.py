@@ -1,0 +1,54 @@
+"""The public operation: contract and checks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...shapes import bind, check_device, check_dtype
+from ...tiles.state import AttentionOutput
+from ..dispatch import choose
+
+IMPLEMENTATIONS = ("cpu", "reference")
+
+
+def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> AttentionOutput:
+    """Attention over the union of disjoint sets of keys, from attention over each.
+
+    ::
+
+        lse = log Σᵢ exp(lseᵢ)        out = Σᵢ exp(lseᵢ - lse) outᵢ
+
+    The same rows of queries attended over each set: a shared prefix and a suffix, the splits of a
+    long sequence, the shards of a cache. Associative and commutative up to rounding. A state that
+    saw no key (``lse`` -inf) vanishes, whatever its ``out`` holds.
+
+    Args:
+        outs: ``[num_states, num_tokens, num_heads, v_head_size]`` float32, float16 or bfloat16.
+        lses: ``[num_states, num_tokens, num_heads]`` float32, natural logarithms.
+        impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``.
+
+    Returns:
+        ``AttentionOutput(out, lse)`` without the first dimension, ``out`` in the type of ``outs``.
+
+    Raises:
+        ShapeError: Sizes disagree; the message names both arguments.
+        DTypeError: ``lses`` is not float32, or ``outs`` is not floating.
+
+    Example:
+        >>> outs, lses = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 8)
+        >>> merged = merge_states(outs, lses)
+        >>> torch.allclose(merged.lse, lses.logsumexp(0))
+        True
+    """
+    bind(
+        outs=(outs, "num_states num_tokens num_heads v_head_size"),
+        lses=(lses, "num_states num_tokens num_heads"),
+    )
+    check_dtype("outs", outs, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    check_dtype("lses", lses, torch.float32)
+    check_device("outs", outs.device, lses=lses)
+    module = choose(__package__, IMPLEMENTATIONS, outs.dtype, DeviceInfo.of(outs.device), impl)
+    result: AttentionOutput = module.run(outs, lses)
+    return result

@@ -1,0 +1,62 @@
+"""Merging states on a CPU: one pass over the states of each row.
+
+::
+
+    for each (token, head):   m = max lse,   out = Σ exp(lse - m) out / Σ exp(lse - m)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+
+from ...device import DeviceInfo
+from ...tiles.cpu.arrays import flat, refuse
+from ...tiles.cpu.simd import fma, load, splat, store, zeros
+from ...tiles.state import AttentionOutput
+
+
+def supports(dtype, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    return refuse(device, outs=dtype)
+
+
+@njit(nogil=True, cache=True)
+def _merge(out, lse, outs, lses, state_stride, width):
+    num_states, num_rows = lses.shape
+    whole = width // 16 * 16
+    weights = np.empty(num_states, np.float32)
+    for row in range(num_rows):
+        m = lses[:, row].max() if num_states else -np.inf
+        total = np.float32(0)
+        for state in range(num_states):
+            weights[state] = np.exp(lses[state, row] - m) if m > -np.inf else 0
+            total += weights[state]
+        lse[row] = m + np.log(total) if total > 0 else -np.inf
+        if total > 0:
+            weights /= total
+        at = row * width
+        for d in range(0, whole, 16):
+            acc = zeros()
+            for state in range(num_states):
+                # A state that saw nothing may hold anything, NaN included.
+                if weights[state] > 0:
+                    part = load(outs, state * state_stride + at + d)
+                    acc = fma(splat(weights[state]), part, acc)
+            store(out, at + d, acc)
+
+
+def run(outs, lses):
+    """Pad rows to whole vectors, merge, and cut them again."""
+    num_states, *shape = outs.shape
+    width = -(-shape[-1] // 16) * 16
+    padded = torch.nn.functional.pad(outs, (0, width - shape[-1])).contiguous()
+    out = torch.empty(*shape[:-1], width, dtype=outs.dtype)
+    lse = torch.empty(shape[:-1], dtype=torch.float32)
+    rows = lse.numel()
+    _merge(
+        flat(out), lse.view(-1).numpy(), flat(padded),
+        lses.detach().reshape(num_states, rows).numpy(), rows * width, width,
+    )  # fmt: skip
+    return AttentionOutput(out[..., : shape[-1]], lse)

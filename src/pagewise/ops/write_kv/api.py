@@ -1,0 +1,71 @@
+"""The public operation: contract and checks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError
+from ...shapes import bind, check_device, check_dtype
+from ..dispatch import choose
+
+IMPLEMENTATIONS = ("cpu", "reference")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Write each new token's key and value to its slot of the cache, in place.
+
+    Args:
+        k: ``[num_tokens, num_kv_heads, head_size]``; rounded to the cache's type if that differs.
+        v: ``[num_tokens, num_kv_heads, v_head_size]``.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides, last dimension
+            contiguous.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, v_head_size]``.
+        slot_mapping: int64 ``[num_tokens]``: ``block * block_size + offset``, each slot at most
+            once; -1 writes nothing.
+        impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``.
+
+    Raises:
+        ShapeError: Sizes disagree, or (on a CPU) a slot lies outside the cache; nothing is
+            written then.
+        DTypeError: An argument has an element type that it does not take.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64).unbind(0)
+        >>> k = v = torch.ones(3, 2, 64)
+        >>> write_kv(k, v, k_cache, v_cache, torch.tensor([5, -1, 40]))
+        >>> k_cache[..., 0, 0].nonzero().tolist()  # slots 5 and 40 of blocks of 16
+        [[0, 5], [2, 8]]
+    """
+    sizes = bind(
+        k=(k, "num_tokens num_kv_heads head_size"),
+        v=(v, "num_tokens num_kv_heads v_head_size"),
+        k_cache=(k_cache, "num_blocks block_size num_kv_heads head_size"),
+        v_cache=(v_cache, "num_blocks block_size num_kv_heads v_head_size"),
+        slot_mapping=(slot_mapping, "num_tokens"),
+    )
+    for name in ("head_size", "v_head_size"):
+        if sizes[name] % 8:
+            raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1:
+            raise ShapeError(f"{name} has stride {cache.stride(-1)} in its last dimension, expected 1")
+    check_dtype("k", k, *_FLOATS)
+    check_dtype("v", v, k.dtype)
+    check_dtype("k_cache", k_cache, *_FLOATS)
+    check_dtype("v_cache", v_cache, k_cache.dtype)
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    types = (k.dtype, k_cache.dtype)
+    module = choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
+    module.run(k, v, k_cache, v_cache, slot_mapping)
