@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DeviceInfo"]
+__all__ = ["DeviceInfo", "available_memory"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,15 @@ def _cpu(num_threads: int) -> DeviceInfo:
 def _cuda(index: int) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(index)
     return DeviceInfo("cuda", properties.multi_processor_count, properties.name)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be taken on a device without anyone having to give up theirs."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)

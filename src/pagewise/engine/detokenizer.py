@@ -37,8 +37,9 @@ class Detokenizer:
     """Turns one sequence's tokens into text, piece by piece, and finds its end.
 
     What ``append`` and ``flush`` returned, joined, is ``tokenizer.decode`` of all tokens without
-    clean-up of spaces, cut at the stop string. (One exception: where a byte-fallback tokenizer
-    meets invalid UTF-8 it blanks the valid characters beside it too; here they stay.)
+    clean-up of spaces, cut at the stop string. (One exception: a byte-fallback tokenizer spells a
+    run of bytes that are not all whole characters as one U+FFFD per byte; around a broken
+    character, or a literal U+FFFD, their number may differ here and whole neighbours stay.)
 
     Of several stop strings the first to be complete counts, and of two that end on the same
     character the one that begins first. So the result does not depend on how the text is cut
@@ -81,9 +82,10 @@ class Detokenizer:
         self._pieces: list[str] = []
         self._held = ""
         self._window: list[int] = []
-        self._shown = ""  # the part of the window's text that has left the window
-        self._num_whole = 0  # window tokens when its text last ended with a whole character
-        self._cut = 0  # where the window may be cut: between two characters
+        self._text = ""  # of the window
+        self._num_pending = 0  # characters at its end that more bytes may still change
+        self._num_whole = 0  # window tokens when nothing was last pending
+        self._cut = 0  # where the window may be cut: between two whole characters
 
     @property
     def text(self) -> str:
@@ -112,53 +114,49 @@ class Detokenizer:
         """Return what was held back: the output ends here."""
         start = len(self._pieces)
         if not self.finished and self._tokenizer is not None:
-            pending = self._window_text()[len(self._shown) :]
-            self._shown += pending
+            pending = self._text[len(self._text) - self._num_pending :]
+            self._num_pending = 0
             self._release(pending, is_last=True)
         return "".join(self._pieces[start:])
 
     def _decode(self, token_id: int) -> str:
         """The whole characters that one more token completes."""
+        text = self._text_of([*self._window, token_id])
+        if text and text == self._text and not self._text_of([token_id]):
+            # A skipped special token: kept, a run of them would push the text out of the window.
+            return ""
         self._window.append(token_id)
-        text = self._window_text()
-        if not text.startswith(self._shown):
+        shown = self._text[: len(self._text) - self._num_pending]
+        if not text.startswith(shown):
             # Byte fallback blanks a run of bytes until it is whole, characters before it included.
             self._window = self._window[self._num_whole :]
-            self._shown, self._num_whole, self._cut = "", 0, 0
-            text = self._window_text()
-        fresh = text[len(self._shown) :]
-        if not fresh and self._shown:
-            # A skipped special token: kept, a run of them would push the text out of the window.
-            self._window.pop()
-            return ""
+            self._num_whole = self._cut = 0
+            shown, text = "", self._text_of(self._window)
+        fresh = text[len(shown) :]
         num_pending = len(fresh) - len(fresh.rstrip(REPLACEMENT))
-        if num_pending > 3:
-            # No character has more than three bytes missing: only the last can still grow.
-            num_pending = 1
-        fresh = fresh[: len(fresh) - num_pending]
-        self._shown += fresh
-        self._slide(num_pending)
-        return fresh
+        # No character lacks more than three bytes: after that only the last can still grow.
+        self._num_pending = num_pending if num_pending <= 3 else 1
+        self._text = text
+        self._slide()
+        return fresh[: len(fresh) - self._num_pending]
 
-    def _slide(self, num_pending: int) -> None:
+    def _slide(self) -> None:
         """Forget the oldest tokens; a few must stay, as a token's text depends on those before."""
-        if num_pending == 0:
+        if self._num_pending == 0:
             self._num_whole = len(self._window)
             if self._cut == 0 and WINDOW // 2 <= len(self._window) < WINDOW:
                 self._cut = len(self._window)
-        if len(self._window) < WINDOW:
-            return
-        cut = self._cut or WINDOW // 2
-        self._window = self._window[cut:]
-        self._num_whole = max(self._num_whole - cut, 0)
-        self._cut = 0
-        text = self._window_text()
-        self._shown = text[: len(text) - num_pending]
+        if len(self._window) == WINDOW:
+            cut = self._cut or WINDOW // 2
+            self._window = self._window[cut:]
+            self._text = self._text_of(self._window)
+            self._num_whole = max(self._num_whole - cut, 0)
+            self._cut = 0
 
-    def _window_text(self) -> str:
+    def _text_of(self, token_ids: list[int]) -> str:
         assert self._tokenizer is not None
         text: str = self._tokenizer.decode(
-            self._window,
+            token_ids,
             skip_special_tokens=self._params.skip_special_tokens,
             # Clean-up drops spaces that may have been handed out already.
             clean_up_tokenization_spaces=False,

@@ -139,8 +139,7 @@ class PrefixIndex:
 
     def forget(self, block: int) -> None:
         """The block's content is about to be replaced. An unknown block changes nothing."""
-        link = self._links.pop(block, None)
-        if link is not None:
+        if link := self._links.pop(block, None):
             del self._blocks[link.digest]
 
     def clear(self) -> None:
@@ -149,18 +148,13 @@ class PrefixIndex:
         self._links.clear()
 
     def check(self) -> None:
-        """Prove that blocks and links name each other and that every digest is right.
-
-        Raises:
-            AssertionError: With the block at fault.
-        """
+        """Raise AssertionError unless blocks and digests name each other and are right."""
         if len(self._blocks) != len(self._links):
             raise AssertionError(f"{len(self._blocks)} digests for {len(self._links)} blocks")
         for block, link in self._links.items():
             if self._blocks.get(link.digest) != block:
-                raise AssertionError(
-                    f"block {block} is indexed but its digest finds {self._blocks.get(link.digest)}"
-                )
+                found = self._blocks.get(link.digest)
+                raise AssertionError(f"block {block} is indexed but its digest finds {found}")
             if link.parent is None or link.digest != self._link(link.parent, link.tokens).digest:
                 raise AssertionError(f"the digest of block {block} is not that of its tokens")
 

@@ -1,0 +1,326 @@
+"""The engine: requests come and go while steps are computed."""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+from ..errors import RequestError
+from ..kv_cache import BlockPool, BlockTable, PrefixIndex
+from ..kv_cache.storage import KVCache
+from ..models.paged_model import PagedModel
+from .detokenizer import Detokenizer
+from .request import Request, RequestOutput, Sequence
+from .runner import Runner
+from .sampler import SampledToken, SamplingInput, sample
+from .sampling_params import SamplingParams
+from .scheduler import CacheCounts, Scheduler
+
+__all__ = ["Delta", "Engine"]
+
+
+class Delta(NamedTuple):
+    """What a step added to one sequence."""
+
+    request_id: int
+    index: int
+    text: str
+    """New text; ``""`` while it is uncertain, and for requests that do not stream."""
+    token_id: int | None
+    finish_reason: str | None
+
+
+class Engine:
+    """Continuous batching of requests over one model and one paged cache.
+
+    Requests may be added and aborted between any two steps. One that cannot be served is refused
+    when it is added; one that fails later fails alone.
+
+    Args:
+        model: The model; its attention layers are bound to ``cache`` here.
+        cache: Memory of the keys and values.
+        tokenizer: Turns text into tokens and back; without one, prompts are token ids and
+            outputs have no text.
+        max_num_seqs: The most sequences that run at the same time.
+        max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
+        max_model_len: The most tokens of a sequence, prompt and output.
+        enable_prefix_caching: Whether requests share the blocks of common beginnings.
+        seed: Where the seeds of requests without one come from.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: KVCache,
+        tokenizer: Any = None,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
+            raise RequestError(
+                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
+                "expected at least one sequence, and a token a step for each"
+            )
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.max_model_len = max_model_len
+        self._index = PrefixIndex(cache.block_size)
+        self.pool = BlockPool(cache.num_blocks, on_reuse=self._index.forget)
+        self.scheduler = Scheduler(
+            self.pool,
+            self._index if enable_prefix_caching else None,
+            block_size=cache.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self._runner = Runner(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._requests: dict[int, Request] = {}
+        self._streaming: set[int] = set()
+        self._next_id = 0
+        self._seeds = random.Random(seed)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for their first step."""
+        return sum(len(sequence.token_ids) for sequence in self.scheduler.waiting)
+
+    @property
+    def counts(self) -> CacheCounts:
+        """What happened in the cache since the start."""
+        return self.scheduler.counts
+
+    def encode(self, prompt: str | SequenceOf[int]) -> list[int]:
+        """The token ids of a prompt, each of them proven to be in the vocabulary.
+
+        Raises:
+            RequestError: The prompt is empty, has an id that the model does not know, or is text
+                and there is no tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "the prompt is text but the model directory has no tokenizer: "
+                    "give a list of token ids"
+                )
+            token_ids = list(self.tokenizer.encode(prompt))
+        else:
+            token_ids = _integers(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.model.vocab_size:
+                raise RequestError(
+                    f"the prompt has token id {token_id}, expected 0 to "
+                    f"{self.model.vocab_size - 1}: the model has no such token"
+                )
+        return token_ids
+
+    def validate(self, prompt: str | SequenceOf[int], params: SamplingParams) -> list[int]:
+        """Prove that a request can be served; returns the prompt's token ids.
+
+        Raises:
+            RequestError: It never can: see ``encode``; or the prompt leaves no room for a token,
+                or ``n`` sequences cannot run together, or a stop token is not in the vocabulary.
+        """
+        token_ids = self.encode(prompt)
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, expected fewer than max_model_len="
+                f"{self.max_model_len} (what the model and {self.cache.num_blocks} blocks of "
+                f"{self.cache.block_size} can hold): shorten it, or use more blocks"
+            )
+        if params.n > self.scheduler.max_num_seqs:
+            raise RequestError(
+                f"n={params.n} is more than max_num_seqs={self.scheduler.max_num_seqs}: "
+                "ask for fewer samples, or raise max_num_seqs"
+            )
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self.model.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids has {token_id}, expected 0 to {self.model.vocab_size - 1}"
+                )
+        Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
+        return token_ids
+
+    def add_request(
+        self,
+        prompt: str | SequenceOf[int],
+        params: SamplingParams | None = None,
+        *,
+        salt: str | None = None,
+        stream: bool = False,
+    ) -> int:
+        """Queue a request and return its id.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How to continue it.
+            salt: Cached prefixes are shared only between requests of the same salt.
+            stream: Whether deltas carry text as soon as it is certain.
+
+        Raises:
+            RequestError: It can never be served. Nothing has changed.
+        """
+        params = params or SamplingParams()
+        token_ids = self.validate(prompt, params)
+        request = Request(
+            request_id=self._next_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            salt=salt,
+        )
+        self._next_id += 1
+        self._requests[request.request_id] = request
+        if stream or params.stop:
+            self._streaming.add(request.request_id)
+        self.scheduler.add(self._new_sequence(request, token_ids))
+        return request.request_id
+
+    def abort(self, request_id: int) -> None:
+        """Stop a request and give its blocks back; one that is unknown or done changes nothing."""
+        request = self._requests.get(request_id)
+        for sequence in request.sequences if request else ():
+            if not sequence.is_finished:
+                self._finish(sequence, "abort")
+
+    def step(self) -> list[Delta]:
+        """Compute one forward pass and sample; returns what was added to each sequence."""
+        step = self.scheduler.schedule()
+        if not step.sequences:
+            return []
+        ready = [
+            sequence.num_pending == chunk
+            for sequence, chunk in zip(step.sequences, step.num_tokens, strict=True)
+        ]
+        logits = self._runner.run(step, ready)
+        sampling = self.scheduler.complete(step)
+        rows, drawers = [], []
+        for row, sequence in enumerate(sampling):
+            family = [sequence, *self._fork(sequence)]
+            drawers += family
+            rows += [row] * len(family)
+        if not drawers:
+            return []
+        if len(rows) != logits.shape[0]:
+            logits = logits[rows]
+        tokens = sample(logits, [self._sampling_input(sequence) for sequence in drawers])
+        return [self._advance(sequence, token) for sequence, token in zip(drawers, tokens, strict=True)]
+
+    def is_finished(self, request_id: int) -> bool:
+        """Whether nothing more will be generated for a request."""
+        return self._requests[request_id].is_finished
+
+    def take_output(self, request_id: int) -> RequestOutput:
+        """What a request has so far; a finished one is forgotten by this."""
+        request = self._requests[request_id]
+        if request.is_finished:
+            del self._requests[request_id]
+            self._streaming.discard(request_id)
+        return request.output()
+
+    # --- one sequence ----------------------------------------------------------------------
+
+    def _new_sequence(self, request: Request, token_ids: list[int]) -> Sequence:
+        sequence = Sequence(
+            request,
+            index=len(request.sequences),
+            token_ids=list(token_ids),
+            table=BlockTable(self.pool, self.cache.block_size),
+            chain=self._index.chain(request.salt),
+            detokenizer=Detokenizer(self.tokenizer, request.params),
+        )
+        request.sequences.append(sequence)
+        return sequence
+
+    def _fork(self, parent: Sequence) -> list[Sequence]:
+        """The other samples of a prompt that has just been computed."""
+        request, children = parent.request, []
+        while not request.is_forked:
+            child = self._new_sequence(request, parent.token_ids)
+            self.scheduler.fork(parent, child)
+            children.append(child)
+        return children
+
+    def _sampling_input(self, sequence: Sequence) -> SamplingInput:
+        request = sequence.request
+        params, forbidden = request.params, ()
+        if sequence.num_output_tokens < params.min_tokens:
+            forbidden = (*self.model.eos_token_ids, *(params.stop_token_ids or ()))
+        return SamplingInput(
+            params=params,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            seed=request.seed,
+            index=sequence.index,
+            forbidden_token_ids=forbidden,
+        )
+
+    def _advance(self, sequence: Sequence, token: SampledToken) -> Delta:
+        """Take a sampled token in, and see whether it was the last one."""
+        request_id, index = sequence.request.request_id, sequence.index
+        if token.error is not None:
+            sequence.error = token.error
+            self._finish(sequence, "error")
+            return Delta(request_id, index, "", None, "error")
+        sequence.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            sequence.logprobs.append(((token.token_id, token.logprob), *token.top_logprobs))
+        reason = self._stop_reason(sequence, token.token_id)
+        text = ""
+        if request_id in self._streaming and not self._is_stop_token(sequence, token.token_id):
+            text = sequence.detokenizer.append([token.token_id])
+            if sequence.detokenizer.finished:
+                reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
+        if reason is not None:
+            text += self._finish(sequence, reason)
+        return Delta(request_id, index, text, token.token_id, reason)
+
+    def _stop_reason(self, sequence: Sequence, token_id: int) -> str | None:
+        params = sequence.request.params
+        if self._is_stop_token(sequence, token_id):
+            if token_id in (params.stop_token_ids or ()):
+                sequence.stop_reason = token_id
+            return "stop"
+        longest = math.inf if params.max_tokens is None else params.max_tokens
+        if sequence.num_output_tokens >= longest or len(sequence.token_ids) >= self.max_model_len:
+            return "length"
+        return None
+
+    def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
+        params = sequence.request.params
+        if token_id in (params.stop_token_ids or ()):
+            return True
+        return not params.ignore_eos and token_id in self.model.eos_token_ids
+
+    def _finish(self, sequence: Sequence, reason: str) -> str:
+        """End a sequence; returns the text that was held back."""
+        sequence.finish_reason = reason
+        self.scheduler.finish(sequence)
+        detokenizer, token_ids = sequence.detokenizer, sequence.output_token_ids
+        if sequence.request.request_id not in self._streaming:
+            if token_ids and self._is_stop_token(sequence, token_ids[-1]):
+                token_ids = token_ids[:-1]
+            detokenizer.append(token_ids)
+        return detokenizer.flush()
+
+
+def _integers(prompt: SequenceOf[int]) -> list[int]:
+    try:
+        return [operator.index(token_id) for token_id in prompt]
+    except TypeError:
+        raise RequestError(
+            f"the prompt is {type(prompt).__name__}, expected text or a list of token ids (int)"
+        ) from None

@@ -1,0 +1,232 @@
+"""``LLM``: a checkpoint, a cache and an engine in one object."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+
+from ..device import available_memory
+from ..errors import OutOfBlocksError, RequestError
+from ..kv_cache.storage import KVCache
+from ..models.paged_model import PagedModel
+from .core import Delta, Engine
+from .request import RequestOutput
+from .sampling_params import SamplingParams
+
+__all__ = ["LLM"]
+
+Prompt = str | SequenceOf[int]
+
+
+class LLM:
+    """Runs a Hugging Face checkpoint over a paged KV cache.
+
+    Args:
+        model: A checkpoint directory, or a loaded Transformers causal LM. ``None`` is the small
+            model that comes with the package, which continues Python code.
+        device: ``"cpu"``, or any torch device.
+        dtype: Of the weights. ``"auto"`` is the checkpoint's own; float16 becomes float32 on a
+            CPU, which multiplies it hundreds of times slower.
+        block_size: Tokens per cache block, 1 to 256.
+        num_blocks: Size of the cache. ``None`` takes what ``memory_fraction`` of the free memory
+            holds, at most what ``max_num_seqs`` full sequences can use.
+        memory_fraction: See ``num_blocks``.
+        max_num_seqs: The most sequences that run at the same time.
+        max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
+        max_model_len: The most tokens of a sequence. ``None``: what the model and the cache allow.
+        kv_cache_dtype: Element type of the cache; ``"auto"`` is that of the weights.
+        enable_prefix_caching: Whether requests share the blocks of common beginnings.
+        seed: Where the seeds of requests without one come from.
+
+    Raises:
+        RequestError: The directory is no checkpoint, or an argument is out of range.
+        UnsupportedError: The model cannot be proven to run exactly; the message says why.
+        OutOfBlocksError: The cache cannot hold one sequence of ``max_model_len`` tokens.
+
+    Example:
+        >>> llm = LLM(num_blocks=64)
+        >>> [result] = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=8),
+        ...                         use_tqdm=False)
+        >>> len(result.outputs[0].token_ids)
+        8
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float = 0.9,
+        max_num_seqs: int = 128,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        kv_cache_dtype: torch.dtype | str = "auto",
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        from ..models import load_model, load_tokenizer
+
+        if model is None:
+            from ..demo import path
+
+            model = path()
+        if not 0 < memory_fraction <= 1:
+            raise RequestError(f"memory_fraction={memory_fraction}: expected a number in (0, 1]")
+        paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
+        is_path = isinstance(model, (str, os.PathLike))
+        tokenizer = load_tokenizer(model) if is_path else None
+        cache_dtype = paged.dtype if kv_cache_dtype == "auto" else _dtype(kv_cache_dtype)
+        longest = max_model_len or paged.max_model_len
+        if num_blocks is None:
+            num_blocks = _fit(paged, cache_dtype, block_size, memory_fraction, max_num_seqs, longest)
+        cache = KVCache(
+            paged.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=cache_dtype,
+            device=paged.device,
+        )
+        if max_model_len is not None and cache.num_tokens < max_model_len:
+            raise OutOfBlocksError(
+                f"the cache holds {cache.num_tokens} tokens ({num_blocks} blocks of {block_size}), "
+                f"fewer than max_model_len={max_model_len}: use at least "
+                f"{-(-max_model_len // block_size)} blocks, or a smaller max_model_len"
+            )
+        self.engine = Engine(
+            paged,
+            cache,
+            tokenizer,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=min(longest or cache.num_tokens, cache.num_tokens),
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results come in the order of the prompts.
+
+        Args:
+            prompts: One prompt or a list; each text or a list of token ids.
+            sampling_params: For all prompts, or one for each.
+            use_tqdm: Whether to show progress, with input and output tokens per second.
+
+        Raises:
+            RequestError: A prompt can never be served; the message says which. Nothing has been
+                started then.
+        """
+        pairs = self._pair(prompts, sampling_params)
+        request_ids = [self.engine.add_request(prompt, params) for prompt, params in pairs]
+        try:
+            self._run(len(request_ids), self.engine.num_waiting_tokens, use_tqdm)
+        finally:
+            # Interrupted, say: leave no request behind for the next call to run.
+            for request_id in request_ids:
+                self.engine.abort(request_id)
+            outputs = [self.engine.take_output(request_id) for request_id in request_ids]
+        return outputs
+
+    def stream(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """Continue every prompt, yielding text as soon as it is certain.
+
+        The ``request_id`` of a delta is the position of its prompt.
+
+        Raises:
+            RequestError: As ``generate``, when the first delta is asked for.
+        """
+        pairs = self._pair(prompts, sampling_params)
+        positions = {
+            self.engine.add_request(prompt, params, stream=True): position
+            for position, (prompt, params) in enumerate(pairs)
+        }
+        try:
+            while self.engine.has_unfinished:
+                for delta in self.engine.step():
+                    yield delta._replace(request_id=positions[delta.request_id])
+        finally:
+            for request_id in positions:
+                self.engine.abort(request_id)
+                self.engine.take_output(request_id)
+
+    def _run(self, num_requests: int, num_input: int, use_tqdm: bool) -> None:
+        from tqdm import tqdm
+
+        start, num_output = time.perf_counter(), 0
+        with tqdm(
+            total=num_requests, desc="Generating", unit="req", disable=not use_tqdm
+        ) as bar:
+            while self.engine.has_unfinished:
+                deltas = self.engine.step()
+                num_output += len(deltas)
+                if not use_tqdm:
+                    continue
+                seconds = time.perf_counter() - start
+                bar.set_postfix_str(
+                    f"input {num_input / seconds:.0f} tok/s, output {num_output / seconds:.0f} tok/s",
+                    refresh=False,
+                )
+                done = {delta.request_id for delta in deltas if delta.finish_reason is not None}
+                bar.update(sum(self.engine.is_finished(request_id) for request_id in done))
+
+    def _pair(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        """Prompts with their parameters, each proven to be servable before any is started."""
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise RequestError(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
+                "expected one for all, or one for each"
+            )
+        pairs = list(zip(prompts, sampling_params, strict=True))
+        for position, (prompt, params) in enumerate(pairs):
+            try:
+                self.engine.validate(prompt, params)  # type: ignore[arg-type]
+            except RequestError as error:
+                raise RequestError(f"prompt {position}: {error}") from None
+        return pairs  # type: ignore[return-value]
+
+
+def _dtype(name: torch.dtype | str) -> torch.dtype:
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise RequestError(f"dtype {name!r}: expected float32, float16 or bfloat16")
+    return dtype
+
+
+def _fit(
+    model: PagedModel,
+    dtype: torch.dtype,
+    block_size: int,
+    fraction: float,
+    max_num_seqs: int,
+    longest: int | None,
+) -> int:
+    memory = int(available_memory(model.device) * fraction)
+    fitting = KVCache.blocks_that_fit(model.layers, memory, block_size=block_size, dtype=dtype)
+    if longest is None:
+        return fitting
+    return min(fitting, max_num_seqs * -(-longest // block_size))
