@@ -65,7 +65,7 @@ def word_pieces():
     model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
@@ -149,15 +149,37 @@ PARTS += [
 ]
 
 
+class Parts:
+    """Token ``i`` is ``parts[i]``, some bytes."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def decode(self, token_ids, **options):
+        return b"".join(self.parts[i] for i in token_ids).decode(errors="replace")
+
+
 @given(st.lists(st.sampled_from(PARTS), max_size=120))
 @settings(max_examples=150, deadline=None)
 def test_any_bytes_cut_anywhere_join_to_what_they_spell(parts):
-    class Bytes:
-        def decode(self, token_ids, **options):
-            return b"".join(parts[i] for i in token_ids).decode(errors="replace")
-
-    pieces = stream(Detokenizer(Bytes(), SamplingParams()), range(len(parts)))
+    pieces = stream(Detokenizer(Parts(parts), SamplingParams()), range(len(parts)))
     assert "".join(pieces) == b"".join(parts).decode(errors="replace")
+
+
+@pytest.mark.parametrize("spelt", ["块块".encode(), b"\xf0\x9f\x98" * 3, b"\xff" * 9])
+def test_where_the_window_is_cut_does_not_matter(spelt):
+    for num_before in range(2 * module.WINDOW):
+        letters = [b"a"] * num_before
+        parts = [*letters, *(bytes([byte]) for byte in spelt), *letters]
+        pieces = stream(Detokenizer(Parts(parts), SamplingParams()), range(len(parts)))
+        assert "".join(pieces) == b"".join(parts).decode(errors="replace")
+
+
+def test_where_the_window_is_cut_does_not_matter_to_byte_fallback():
+    for num_before in range(2 * module.WINDOW):
+        token_ids = encode(byte_fallback(), "a" * num_before + "块块😀😀a块 a")
+        detokenizer = Detokenizer(byte_fallback(), SamplingParams())
+        assert "".join(stream(detokenizer, token_ids)) == decode(byte_fallback(), token_ids)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
@@ -196,11 +218,9 @@ def test_tokens_at_once_or_one_by_one_give_the_same(text, stops, data):
 
 
 def test_spaces_before_punctuation_are_not_cleaned_up():
-    tokenizer = byte_level()
-    token_ids = encode(tokenizer, "so , it 's done .")
-    assert "".join(stream(Detokenizer(tokenizer, SamplingParams()), token_ids)) == (
-        "so , it 's done ."
-    )
+    tokenizer = word_pieces()
+    token_ids = [tokenizer.convert_tokens_to_ids(word) for word in ("the", "'", "s", ",", ".")]
+    assert "".join(stream(Detokenizer(tokenizer, SamplingParams()), token_ids)) == "the ' s , ."
 
 
 # --- stop strings ----------------------------------------------------------------------------
@@ -209,14 +229,13 @@ short = st.text(alphabet="abcé😀", max_size=40)
 stop_lists = st.lists(st.text(alphabet="abcé😀", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@given(text=short, stops=stop_lists, include=st.booleans())
+@given(words=st.lists(short.map(lambda text: text[:6])), stops=stop_lists, include=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_text_ends_at_the_first_complete_stop_string(text, stops, include):
-    detokenizer = Detokenizer(
-        byte_level(), SamplingParams(stop=stops, include_stop_str_in_output=include)
-    )
-    pieces = stream(detokenizer, encode(byte_level(), text))
-    expected, reason = cut_at_stop(text, stops, include)
+def test_text_ends_at_the_first_complete_stop_string(words, stops, include):
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    detokenizer = Detokenizer(Parts([word.encode() for word in words]), params)
+    pieces = stream(detokenizer, range(len(words)))
+    expected, reason = cut_at_stop("".join(words), stops, include)
     assert "".join(pieces) == detokenizer.text == expected
     assert detokenizer.stop_reason == reason
     assert detokenizer.finished is (reason is not None)
@@ -265,6 +284,7 @@ def test_flush_gives_an_unfinished_character():
     detokenizer = Detokenizer(byte_level(), SamplingParams())
     assert detokenizer.append(token_ids[:-1]) == "a"
     assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
 
 
 @pytest.mark.parametrize(("min_tokens", "expected"), [(0, ""), (2, ""), (3, "ab"), (5, "abab")])
@@ -273,6 +293,12 @@ def test_a_stop_string_complete_before_min_tokens_is_text(min_tokens, expected):
     detokenizer = Detokenizer(byte_level(), params)
     stream(detokenizer, [encode(byte_level(), letter)[0] for letter in "abababx"])
     assert detokenizer.text == expected
+
+
+def test_an_early_stop_string_is_not_held_back():
+    detokenizer = Detokenizer(byte_level(), SamplingParams(stop="ab", min_tokens=9))
+    pieces = stream(detokenizer, [encode(byte_level(), letter)[0] for letter in "abx"])
+    assert pieces == ["", "ab", "x", ""]
 
 
 def test_an_early_stop_string_is_not_found_later_in_what_was_held_back():

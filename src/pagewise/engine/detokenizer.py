@@ -22,7 +22,8 @@ from .sampling_params import SamplingParams
 __all__ = ["Detokenizer", "Tokenizer"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-WINDOW = 24  # half of it must hold three broken characters of three bytes each
+WINDOW = 24
+KEPT = 10  # three broken characters of three bytes, and one token more
 
 
 class Tokenizer(Protocol):
@@ -85,7 +86,6 @@ class Detokenizer:
         self._text = ""  # of the window
         self._num_pending = 0  # characters at its end that more bytes may still change
         self._num_whole = 0  # window tokens when nothing was last pending
-        self._cut = 0  # where the window may be cut: between two whole characters
 
     @property
     def text(self) -> str:
@@ -130,28 +130,21 @@ class Detokenizer:
         if not text.startswith(shown):
             # Byte fallback blanks a run of bytes until it is whole, characters before it included.
             self._window = self._window[self._num_whole :]
-            self._num_whole = self._cut = 0
+            self._num_whole = 0
             shown, text = "", self._text_of(self._window)
         fresh = text[len(shown) :]
         num_pending = len(fresh) - len(fresh.rstrip(REPLACEMENT))
         # No character lacks more than three bytes: after that only the last can still grow.
         self._num_pending = num_pending if num_pending <= 3 else 1
         self._text = text
-        self._slide()
-        return fresh[: len(fresh) - self._num_pending]
-
-    def _slide(self) -> None:
-        """Forget the oldest tokens; a few must stay, as a token's text depends on those before."""
         if self._num_pending == 0:
             self._num_whole = len(self._window)
-            if self._cut == 0 and WINDOW // 2 <= len(self._window) < WINDOW:
-                self._cut = len(self._window)
         if len(self._window) == WINDOW:
-            cut = self._cut or WINDOW // 2
-            self._window = self._window[cut:]
+            # Some must stay: the text of a token can depend on those before it.
+            del self._window[:-KEPT]
+            self._num_whole = max(self._num_whole - (WINDOW - KEPT), 0)
             self._text = self._text_of(self._window)
-            self._num_whole = max(self._num_whole - cut, 0)
-            self._cut = 0
+        return fresh[: len(fresh) - self._num_pending]
 
     def _text_of(self, token_ids: list[int]) -> str:
         assert self._tokenizer is not None

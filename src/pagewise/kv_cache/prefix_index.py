@@ -13,7 +13,7 @@ salts have no link in common, so one tenant cannot time whether another has sent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
 from struct import Struct
@@ -163,6 +163,10 @@ class PrefixIndex:
 
     def __contains__(self, block: int) -> bool:
         return block in self._links
+
+    def __iter__(self) -> Iterator[int]:
+        """The indexed blocks."""
+        return iter(self._links)
 
     def _link(self, parent: _Link, tokens: bytes) -> _Link:
         return _Link(self._digest(b"link" + parent.digest + tokens), parent, tokens)

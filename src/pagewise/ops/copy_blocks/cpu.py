@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from ...device import DeviceInfo
+from ...tiles.cpu.compile import entry
 
 
 def supports(caches, device: DeviceInfo) -> str | None:
@@ -25,7 +25,7 @@ def supports(caches, device: DeviceInfo) -> str | None:
     return None
 
 
-@njit(nogil=True, cache=True)
+@entry()
 def _copy(source, destination, src_to_dst, source_stride, destination_stride, size):
     for i in range(len(src_to_dst)):
         source_at = src_to_dst[i, 0] * source_stride

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
+from ...tiles.cpu.compile import entry
 from ...tiles.cpu.simd import fma, load, splat, store, zeros
 from ...tiles.state import AttentionOutput
 
@@ -22,7 +22,7 @@ def supports(dtype, device: DeviceInfo) -> str | None:
     return refuse(device, outs=dtype)
 
 
-@njit(nogil=True, cache=True)
+@entry()
 def _merge(out, lse, outs, lses, state_stride, width):
     num_states, num_rows = lses.shape
     whole = width // 16 * 16

@@ -31,6 +31,7 @@ import torch
 from numba import njit
 
 from ...tiles.cpu.arrays import flat, refuse
+from ...tiles.cpu.compile import entry, inner
 from ...tiles.cpu.microkernels import add_scaled
 from ...tiles.cpu.products import mix_tile, score_tile
 from ...tiles.cpu.simd import (
@@ -82,7 +83,7 @@ Scratch = namedtuple(
 Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first_key end_key part")
 
 
-@njit(nogil=True, cache=True)
+@entry()
 def _make_items(cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, item_keys):
     """Cut a batch into rows of ``Item`` fields, and count the rows of partial states they need.
 
@@ -117,7 +118,7 @@ def _make_items(cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, dec
     return items, num_parts
 
 
-@njit
+@inner()
 def _pad_rows(rows):
     """One row has its own micro-kernels; the others take four at a time."""
     return 1 if rows == 1 else (rows + 3) // 4 * 4
@@ -154,10 +155,14 @@ def _make_scratch(items, call):
     )
 
 
-@njit(nogil=True, cache=True)
+@entry()
 def _attend(call, items, counter, parts):
     """Take items until none is left. Every thread runs this once, with its own scratch."""
-    scratch = _make_scratch(items, call)
+    _take_items(call, items, counter, parts, _make_scratch(items, call))
+
+
+@inner()
+def _take_items(call, items, counter, parts, scratch):
     while True:
         taken = take_number(counter)
         if taken >= len(items):
@@ -173,7 +178,7 @@ def _attend(call, items, counter, parts):
             _merge(parts, item.part, state, 0, rows, call.v_width)
 
 
-@njit
+@inner()
 def _attend_item(call, scratch, item):
     """The state of all of an item's rows over its keys, in ``scratch.state`` or ``.total``."""
     rows = _pad_rows(item.num_tokens * call.group)
@@ -198,7 +203,7 @@ def _attend_item(call, scratch, item):
     return scratch.total
 
 
-@njit
+@inner()
 def _visible_keys(call, scratch, item):
     """Each row's range of visible keys, and the range that the item has to walk."""
     query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
@@ -222,7 +227,7 @@ def _visible_keys(call, scratch, item):
     return min(low, high), high
 
 
-@njit
+@inner()
 def _load_queries(call, scratch, item, rows):
     """An item's queries, one KV head's rows after another's, padded with zeros."""
     token0 = call.cu_seqlens_q[item.seq] + item.first_token
@@ -240,7 +245,7 @@ def _load_queries(call, scratch, item, rows):
                     store(scratch.q, to + whole, load_half(call.q, source + whole))
 
 
-@njit
+@inner()
 def _find_rows(call, scratch, side, item, tile, low, high):
     """Offsets of a tile's keys and values at the item's first head.
 
@@ -264,7 +269,7 @@ def _find_rows(call, scratch, side, item, tile, low, high):
     scratch.v_rows[side, : first - tile] = scratch.v_rows[side, first - tile]
 
 
-@njit
+@inner()
 def _attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
     """One KV head's rows over one tile of keys: scores, softmax, values."""
     at = head * rows
@@ -298,7 +303,7 @@ def _attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
         )  # fmt: skip
 
 
-@njit
+@inner()
 def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
     """Copy a tile's rows into contiguous float32, padded with zeros to ``width``."""
     whole = size // 16 * 16
@@ -314,7 +319,7 @@ def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
         tile[num_keys * width : (num_keys + 1) * width] = 0
 
 
-@njit
+@inner()
 def _softmax_tile(call, scratch, item, head, rows, tile):
     """Turn a tile's scores into weights; update each row's maximum, sum and decay."""
     m, l, s = scratch.state.m, scratch.state.l, scratch.scores
@@ -350,7 +355,7 @@ def _softmax_tile(call, scratch, item, head, rows, tile):
         scratch.decay[r] = decay
 
 
-@njit
+@inner()
 def _exp2(x):
     return first_lane(exp2(splat(np.float32(x))))
 
@@ -358,7 +363,7 @@ def _exp2(x):
 # The rows of a tile of scores: each of these rewrites one and returns its greatest lanes.
 
 
-@njit
+@inner()
 def _scale_row(s, at, scale):
     highest = splat(np.float32(-np.inf))
     for n in range(at, at + TILE_N, 16):
@@ -368,7 +373,7 @@ def _scale_row(s, at, scale):
     return highest
 
 
-@njit
+@inner()
 def _cap_row(s, at, cap):
     highest = splat(np.float32(-np.inf))
     for n in range(at, at + TILE_N, 16):
@@ -378,7 +383,7 @@ def _cap_row(s, at, cap):
     return highest
 
 
-@njit
+@inner()
 def _tilt_row(s, at, slope, distance):
     """Add slope × (key position - query position), which is ``distance`` at the first key."""
     highest = splat(np.float32(-np.inf))
@@ -390,7 +395,7 @@ def _tilt_row(s, at, slope, distance):
     return highest
 
 
-@njit
+@inner()
 def _mask_row(s, at, first, end):
     """Take the keys before ``first`` and from ``end`` on out of the softmax."""
     nothing = splat(np.float32(-np.inf))
@@ -404,7 +409,7 @@ def _mask_row(s, at, first, end):
     return highest
 
 
-@njit
+@inner()
 def _start(state, at, rows, width):
     """The state of no keys at all."""
     state.m[at : at + rows] = -np.inf
@@ -412,7 +417,7 @@ def _start(state, at, rows, width):
     state.acc[at * width : (at + rows) * width] = 0
 
 
-@njit
+@inner()
 def _merge(into, at, other, other_at, rows, width):
     """Fold one set of keys' state into another's."""
     for r in range(rows):
@@ -426,7 +431,7 @@ def _merge(into, at, other, other_at, rows, width):
         into.m[a] = m
 
 
-@njit
+@inner()
 def _finish(call, state, at, item):
     """Add the sinks, divide, and write an item's rows of ``out`` and ``lse``."""
     rows = _pad_rows(item.num_tokens * call.group)
@@ -448,7 +453,7 @@ def _finish(call, state, at, item):
             _write_row(call.out, to, state.acc, row * call.v_width, factor, call.v_head_size)
 
 
-@njit
+@inner()
 def _write_row(out, to, acc, at, factor, size):
     whole = size // 16 * 16
     for d in range(0, whole, 16):
@@ -457,7 +462,7 @@ def _write_row(out, to, acc, at, factor, size):
         store_half(out, to + whole, mul(factor, load(acc, at + whole)))
 
 
-@njit(nogil=True, cache=True)
+@entry()
 def _merge_parts(call, items, parts):
     """Merge, in the order of their keys, the states of the items that shared rows."""
     first = 0

@@ -17,9 +17,9 @@ number is part of the result's bits; merging costs about 1 / SPLIT_SIZE of the w
 _SMALL = 1 << 19  # multiply-adds that take a thread about as long as waking another one
 
 
-_TILE_BYTES = 4096
+_TILE_BYTES = 8192
 """Bytes of keys and values that one position of a tile may take: a tile of 64 positions and the
-one that is fetched ahead of it then fill half of a 1 MiB second-level cache."""
+one that is fetched ahead of it then just fill a 1 MiB second-level cache."""
 
 
 @dataclass(frozen=True)

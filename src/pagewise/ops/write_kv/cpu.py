@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...tiles.cpu.arrays import flat, refuse
+from ...tiles.cpu.compile import entry
 from ...tiles.cpu.simd import load, load_half, store, store_half
 
 
@@ -22,7 +22,7 @@ def supports(dtypes, device: DeviceInfo) -> str | None:
     return refuse(device, k=dtypes[0], k_cache=dtypes[1])
 
 
-@njit(nogil=True, cache=True)
+@entry()
 def _scatter(cache, new, slot_mapping, block_size, num_heads, size, cache_strides, new_strides):
     whole = size // 16 * 16
     for token in range(len(slot_mapping)):

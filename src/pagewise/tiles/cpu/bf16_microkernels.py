@@ -7,8 +7,8 @@ they are wherever matrix units mix values; the softmax's sum is not.
 
 from __future__ import annotations
 
-from numba import njit
 
+from .compile import inner
 from .microkernels import store_4x4, store_64
 from .simd import (
     dot_pairs,
@@ -26,7 +26,7 @@ from .simd import (
 )
 
 
-@njit
+@inner()
 def _scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     k0, k1 = base + rows[key], base + rows[key + 1]
     k2, k3 = base + rows[key + 2], base + rows[key + 3]
@@ -57,7 +57,7 @@ def _scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     )
 
 
-@njit
+@inner()
 def _scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     k0, k1 = base + rows[key], base + rows[key + 1]
     k2, k3 = base + rows[key + 2], base + rows[key + 3]
@@ -92,7 +92,7 @@ def _scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     return sum_each((s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15))
 
 
-@njit
+@inner()
 def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
     """``scores[r, n] = q[r] · k[base + rows[n]]`` for one row, or a multiple of four."""
     if num_rows == 1:
@@ -105,13 +105,13 @@ def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n
             store_4x4(scores, r * tile_n + n, tile_n, s)
 
 
-@njit
+@inner()
 def _prefetch_64(v, at):
     prefetch(v, at + 0)
     prefetch(v, at + 32)
 
 
-@njit
+@inner()
 def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
     d0, d1, d2, d3 = splat(decay[r]), splat(decay[r + 1]), splat(decay[r + 2]), splat(decay[r + 3])
     at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
@@ -150,7 +150,7 @@ def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, colu
     store_64(acc, at3, a30, a31, a32, a33)
 
 
-@njit
+@inner()
 def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     d = splat(decay)
     a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
@@ -169,7 +169,7 @@ def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     store_64(acc, at, a0, a1, a2, a3)
 
 
-@njit
+@inner()
 def _mix_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     d = splat(decay)
     a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
@@ -182,7 +182,7 @@ def _mix_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     store(acc, at + 16, a1)
 
 
-@njit
+@inner()
 def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
     """``acc[r] = decay[r] * acc[r] + Σ_n p[r, n] * v[base + rows[n]]``.
 

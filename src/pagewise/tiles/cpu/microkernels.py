@@ -18,12 +18,12 @@ A key or value is found at ``base + rows[n]``: a page's slots and a contiguous t
 
 from __future__ import annotations
 
-from numba import njit
 
+from .compile import inner
 from .simd import add, fma, load, mul, prefetch, splat, store, store_quarter, sum_each, zeros
 
 
-@njit
+@inner()
 def _scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     """Dot products of 4 query rows and 4 keys: lane ``4 * row + key``."""
     k0, k1 = base + rows[key], base + rows[key + 1]
@@ -50,7 +50,7 @@ def _scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     )
 
 
-@njit
+@inner()
 def _scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     """Dot products of one query row and 16 keys."""
     k0, k1 = base + rows[key], base + rows[key + 1]
@@ -78,7 +78,7 @@ def _scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     return sum_each((s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15))
 
 
-@njit
+@inner()
 def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
     """``scores[r, n] = q[r] · k[base + rows[n]]`` for one row, or a multiple of four."""
     if num_rows == 1:
@@ -91,7 +91,7 @@ def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n
             store_4x4(scores, r * tile_n + n, tile_n, s)
 
 
-@njit
+@inner()
 def store_4x4(scores, at, stride, s):
     """Four rows of four scores."""
     store_quarter(scores, at, s, 0)
@@ -100,7 +100,7 @@ def store_4x4(scores, at, stride, s):
     store_quarter(scores, at + 3 * stride, s, 3)
 
 
-@njit
+@inner()
 def _prefetch_64(v, at):
     prefetch(v, at + 0)
     prefetch(v, at + 16)
@@ -108,7 +108,7 @@ def _prefetch_64(v, at):
     prefetch(v, at + 48)
 
 
-@njit
+@inner()
 def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
     d0, d1, d2, d3 = splat(decay[r]), splat(decay[r + 1]), splat(decay[r + 2]), splat(decay[r + 3])
     at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
@@ -139,7 +139,7 @@ def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, colu
     store_64(acc, at3, a30, a31, a32, a33)
 
 
-@njit
+@inner()
 def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     d = splat(decay)
     a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
@@ -153,7 +153,7 @@ def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     store_64(acc, at, a0, a1, a2, a3)
 
 
-@njit
+@inner()
 def store_64(acc, at, a0, a1, a2, a3):
     """Sixty-four columns of one row."""
     store(acc, at, a0)
@@ -162,7 +162,7 @@ def store_64(acc, at, a0, a1, a2, a3):
     store(acc, at + 48, a3)
 
 
-@njit
+@inner()
 def _mix_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     a = mul(splat(decay), load(acc, at))
     for n in range(num_keys):
@@ -170,7 +170,7 @@ def _mix_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     store(acc, at, a)
 
 
-@njit
+@inner()
 def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
     """``acc[r] = decay[r] * acc[r] + Σ_n p[r, n] * v[base + rows[n]]``, ``num_keys`` terms."""
     wide = width - width % 64
@@ -191,7 +191,7 @@ def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, 
             _mix_narrow(acc, start, decay[r], p, r * tile_n, v, rows, ahead, base + column, num_keys)
 
 
-@njit
+@inner()
 def add_scaled(acc, at, scale, other, other_at, other_scale, width):
     """``acc = scale * acc + other_scale * other`` over ``width`` floats, a multiple of 16."""
     a, b = splat(scale), splat(other_scale)

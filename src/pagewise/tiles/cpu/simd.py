@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
+
+from .compile import inner
 
 LANES = 16
 LOG2_E = np.float32(1.4426950408889634)
@@ -280,7 +282,7 @@ def exp2(typingctx, x):
 _EXP2_TERMS = np.cumprod([1.0] + [np.log(2.0) / i for i in range(1, 8)]).astype(np.float32)
 
 
-@njit(inline="always")
+@inner(inline="always")
 def tanh(x):
     """Hyperbolic tangent to about 2e-7, relative near 0 too, where a difference of exponentials is not."""
     squared = mul(x, x)

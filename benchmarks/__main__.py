@@ -1,0 +1,87 @@
+"""The command line: ``python -m benchmarks list | run | verify | compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from . import report
+from .case import Case, Check
+from .cases import find_cases
+
+app = typer.Typer(
+    help="Benchmarks: correctness first, every figure beside its peers.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+console = Console(highlight=False, soft_wrap=True)
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CASE]...", help="Names, or beginnings of names; all if none is given."),
+]
+
+
+@app.command("list")
+def list_cases(names: Names = None) -> None:
+    """Show the cases and their targets."""
+    report.print_cases(console, _find(names))
+
+
+@app.command()
+def verify(names: Names = None) -> None:
+    """Check that what the cases time is right."""
+    results = [_verify(case) for case in _find(names)]
+    if not all(check.passed for checks in results for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    names: Names = None,
+    out: Annotated[str | None, typer.Option(help="Write results/NAME.json.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Timed calls of each contestant.")] = None,
+) -> None:
+    """Verify, then time. A case that is wrong gets no speed."""
+    records, is_right = [], True
+    for case in _find(names):
+        checks = _verify(case)
+        if all(check.passed for check in checks):
+            measurement = case.measure(repeats)
+            report.print_measurement(console, case, measurement)
+            records.append(report.record(case, checks, measurement))
+        else:
+            is_right = False
+    if out is not None:
+        report.write(out, records)
+    if not is_right:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    after: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+) -> None:
+    """Show two results side by side."""
+    report.compare(console, before, after)
+
+
+def _find(names: list[str] | None) -> list[Case]:
+    try:
+        return find_cases(names or [])
+    except KeyError as error:
+        raise typer.BadParameter(f"no case is called {error}; see `list`") from None
+
+
+def _verify(case: Case) -> list[Check]:
+    checks = case.verify()
+    report.print_checks(console, case, checks)
+    return checks
+
+
+if __name__ == "__main__":
+    app()

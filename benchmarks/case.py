@@ -1,0 +1,73 @@
+"""What a benchmark is: a named case with targets, a correctness gate, and a measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from .timing import Times
+
+__all__ = ["Case", "Check", "Measurement", "Target", "at_least", "at_most"]
+
+
+class Target(NamedTuple):
+    """A bound that one metric of a case should keep."""
+
+    metric: str
+    bound: float
+    sign: str
+    """``">="`` or ``"<="``."""
+
+    def is_reached(self, metrics: dict[str, float]) -> bool:
+        """Whether a measurement keeps the bound."""
+        value = metrics[self.metric]
+        return value >= self.bound if self.sign == ">=" else value <= self.bound
+
+
+def at_least(metric: str, bound: float) -> Target:
+    """The metric must reach the bound."""
+    return Target(metric, bound, ">=")
+
+
+def at_most(metric: str, bound: float) -> Target:
+    """The metric must not pass the bound."""
+    return Target(metric, bound, "<=")
+
+
+class Check(NamedTuple):
+    """One statement about correctness."""
+
+    what: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a run of a case found."""
+
+    times: dict[str, Times]
+    """Of every contestant; ``"pagewise"`` is ours."""
+    metrics: dict[str, float]
+
+
+class Case(Protocol):
+    """A benchmark. Cases for other devices bring their own timer and are otherwise alike."""
+
+    @property
+    def name(self) -> str:
+        """How the command line calls it."""
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What should be reached."""
+
+    def verify(self) -> list[Check]:
+        """Prove that what is timed is right."""
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Time it beside its peers; ``None`` repeats it as often as suits the case."""

@@ -1,0 +1,74 @@
+"""The named cases, and what each should reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from .attention import AttentionCase
+from .case import Case, at_least, at_most
+from .workload import Workload
+
+__all__ = ["find_cases"]
+
+DECODE = Workload(
+    seq_lens=(4096,) * 8,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    block_size=16,
+    dtype=torch.bfloat16,
+)
+SKEWED = (20000, 8000, 2500, 1500, 500, 200, 60, 8)  # as many keys as DECODE has
+PREFILL = replace(DECODE, seq_lens=(2048,), prefill=True)
+
+CASES: tuple[Case, ...] = (
+    AttentionCase(
+        "decode-8x4096-gqa",
+        DECODE,
+        (at_least("x sdpa", 12), at_least("share of read bandwidth", 0.40)),
+    ),
+    AttentionCase(
+        "decode-8x4096-mha",
+        replace(DECODE, num_kv_heads=32),
+        (at_least("share of read bandwidth", 0.60),),
+    ),
+    AttentionCase(
+        "decode-1x32768-gqa",
+        replace(DECODE, seq_lens=(32768,)),
+        (at_most("time / 8x4096", 1.10),),
+        beside=("8x4096", DECODE),
+    ),
+    AttentionCase(
+        "decode-block-1",
+        replace(DECODE, block_size=1),
+        (at_most("time / block 128", 1.15),),
+        beside=("block 128", replace(DECODE, block_size=128)),
+    ),
+    AttentionCase(
+        "decode-skewed-gqa", replace(DECODE, seq_lens=SKEWED), beside=("8x4096", DECODE)
+    ),
+    AttentionCase("decode-8x4096-gqa-f16", replace(DECODE, dtype=torch.float16)),
+    AttentionCase("decode-8x4096-gqa-f32", replace(DECODE, dtype=torch.float32)),
+    AttentionCase(
+        "prefill-2048-gqa-f32",
+        replace(PREFILL, dtype=torch.float32),
+        (at_least("x sdpa", 0.9),),
+    ),
+    AttentionCase("prefill-2048-gqa-bf16", PREFILL, (at_least("x sdpa", 0.9),)),
+)
+
+
+def find_cases(names: Iterable[str]) -> list[Case]:
+    """Cases by name, or by the beginning of their names; all of them if there are no names.
+
+    Raises:
+        KeyError: A name fits no case.
+    """
+    names = list(names)
+    for name in names:
+        if not any(case.name.startswith(name) for case in CASES):
+            raise KeyError(name)
+    return [case for case in CASES if not names or case.name.startswith(tuple(names))]

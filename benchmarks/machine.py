@@ -1,0 +1,80 @@
+"""The machine under the numbers: its name, its versions, and how fast it reads memory."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["READ_BYTES", "describe", "read_all"]
+
+READ_BYTES = 1 << 30
+_PACKAGES = ("pagewise", "torch", "numba", "transformers", "numpy")
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions, commit and date, as they go into a result."""
+    return {
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def read_all() -> torch.Tensor:
+    """Read ``READ_BYTES`` of memory on all threads: the ceiling of what streams its input."""
+    return _big_tensor().sum()
+
+
+@functools.cache
+def _big_tensor() -> torch.Tensor:
+    # Ones, not zeros: pages that nobody wrote to would all be the same page of zeros.
+    return torch.ones(READ_BYTES // 4, dtype=torch.float32)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    commit = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")
+    return f"{commit} and changes" if commit and changed else commit
+
+
+def _git(*arguments: str) -> str | None:
+    here = Path(__file__).parent.parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,115 @@
+"""Results as tables for people and as JSON for the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .case import Case, Check, Measurement
+from .machine import describe
+
+__all__ = ["compare", "print_cases", "print_checks", "print_measurement", "record", "write"]
+
+RESULTS = Path(__file__).parent / "results"
+
+Record = dict[str, Any]
+
+
+def print_cases(console: Console, cases: Sequence[Case]) -> None:
+    """Names, problems and targets."""
+    table = Table("case", "problem", "targets", box=None)
+    for case in cases:
+        targets = (f"{t.metric} {t.sign} {t.bound:.3g}" for t in case.targets)
+        table.add_row(case.name, case.about, "\n".join(targets))
+    console.print(table)
+
+
+def print_checks(console: Console, case: Case, checks: Sequence[Check]) -> None:
+    """The correctness of a case; what is right takes one line."""
+    failed = [check for check in checks if not check.passed]
+    verdict = "[red]wrong[/]" if failed else "[green]right[/]"
+    console.print(f"[bold]{case.name}[/] {verdict}: {len(checks)} checks, {len(failed)} failed")
+    for check in failed:
+        console.print(f"  [red]{check.what}[/]: {check.detail}")
+
+
+def print_measurement(console: Console, case: Case, measurement: Measurement) -> None:
+    """Every contestant's time, every metric, and the targets' verdicts."""
+    console.print(f"[bold]{case.name}[/]  {case.about}")
+    times = Table("contestant", "median", "p10 to p90", "best", "repeats", box=None)
+    for column in times.columns[1:]:
+        column.justify = "right"
+    for name, t in measurement.times.items():
+        spread = f"{_seconds(t.p10)} to {_seconds(t.p90)}"
+        times.add_row(name, _seconds(t.median), spread, _seconds(t.best), str(t.repeats))
+    console.print(times)
+    metrics = Table("metric", "value", "target", box=None)
+    metrics.columns[1].justify = "right"
+    verdicts = {target.metric: _verdict(target, measurement) for target in case.targets}
+    for name, value in measurement.metrics.items():
+        metrics.add_row(name, f"{value:.4g}", verdicts.get(name, ""))
+    console.print(metrics)
+    console.print()
+
+
+def record(case: Case, checks: Sequence[Check], measurement: Measurement) -> Record:
+    """One case as it goes into the JSON."""
+    return {
+        "name": case.name,
+        "about": case.about,
+        "checks": [check._asdict() for check in checks],
+        "seconds": {name: asdict(times) for name, times in measurement.times.items()},
+        "metrics": measurement.metrics,
+        "targets": [
+            {**target._asdict(), "reached": target.is_reached(measurement.metrics)}
+            for target in case.targets
+        ],
+    }
+
+
+def write(name: str, records: Sequence[Record], folder: Path = RESULTS) -> Path:
+    """Write a result under ``benchmarks/results``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name.removesuffix('.json')}.json"
+    result = {**describe(), "cases": list(records)}
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def compare(console: Console, before: Path, after: Path) -> None:
+    """Print two results side by side: our times and the metrics of the cases they share."""
+    results = [json.loads(path.read_text()) for path in (before, after)]
+    for path, result in zip((before, after), results, strict=True):
+        console.print(f"{path.stem}: {result['commit']}, {result['machine']['cpu']}, {result['date']}")
+    table = Table("case", "what", before.stem, after.stem, "ratio", box=None)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    olds, news = ({case["name"]: _values(case) for case in r["cases"]} for r in results)
+    for name in (name for name in olds if name in news):
+        for what in (what for what in olds[name] if what in news[name]):
+            old, new = olds[name][what], news[name][what]
+            ratio = f"{new / old:.3f}" if old else ""
+            table.add_row(name, what, f"{old:.4g}", f"{new:.4g}", ratio)
+            name = ""
+    console.print(table)
+
+
+def _values(case: Record) -> dict[str, float]:
+    medians = {f"{name}, ms": times["median"] * 1e3 for name, times in case["seconds"].items()}
+    return {**medians, **case["metrics"]}
+
+
+def _verdict(target: Any, measurement: Measurement) -> str:
+    reached = target.is_reached(measurement.metrics)
+    verdict = "[green]reached[/]" if reached else "[red]missed[/]"
+    return f"{target.sign} {target.bound:.3g} {verdict}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,149 @@
+"""Tiny Transformers models with random weights, one a family, to hold an engine against.
+
+The weights are wilder than a fresh model's, whose next token hardly depends on its input: here
+logits have clear winners, norms are not flat, sinks and biases count, and greedy text moves on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["FAMILIES", "REFUSED", "tiny_config", "tiny_model"]
+
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "opt",
+    "phi3",
+    "gpt_neox",
+    "gpt_oss",
+    "olmo2",
+    "mixtral",
+)
+"""Families that run on a paged cache."""
+
+REFUSED = ("bloom", "mamba", "qwen3_next", "bert")
+"""Families that do not: other attention, no attention, some attention, attention both ways."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_NARROW: dict[str, Any] = {"hidden_size": 48, "head_dim": 16}
+_WINDOW: dict[str, Any] = {"sliding_window": 7}
+_ALTERNATING: dict[str, Any] = {
+    **_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+# What a family's config says beyond _COMMON.
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _NARROW,
+    "qwen2": {},
+    "qwen3": _NARROW,
+    "mistral": {**_NARROW, **_WINDOW},
+    "gemma2": {
+        **_NARROW,
+        **_ALTERNATING,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3": {**_NARROW, **_ALTERNATING, "query_pre_attn_scalar": 24},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    "opt": {"word_embed_proj_dim": 64, "ffn_dim": 80},
+    "phi3": {"sliding_window": 9},
+    "gpt_neox": {},
+    "gpt_oss": {
+        **_NARROW,
+        **_ALTERNATING,
+        **_EXPERTS,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "olmo2": {},
+    "mixtral": {**_NARROW, **_EXPERTS, "sliding_window": None},
+    "bloom": {},
+    "mamba": {},
+    "qwen3_next": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16},
+    "bert": {"is_decoder": False},
+}
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a family's tiny model, with changes."""
+    from transformers import AutoConfig
+
+    options = {**_COMMON, **_CONFIGS[family], **changes}
+    return AutoConfig.for_model(_MODEL_TYPES.get(family, family), **options)
+
+
+def tiny_model(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
+    """A family's tiny model, ready to run on the CPU.
+
+    Args:
+        family: One of ``FAMILIES`` or ``REFUSED``.
+        seed: The same seed gives the same weights; torch's own generator is not touched.
+        dtype: Type of the weights, which are rounded from the same float32 values.
+        **changes: What its config should say instead.
+
+    Example:
+        >>> model = tiny_model("mistral")
+        >>> model.config.sliding_window, model.num_parameters() < 200_000
+        (7, True)
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family, **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        with torch.no_grad():
+            parameter.copy_(_shape_noise(name, parameter, noise))
+    # Not .to(dtype): the rotary frequencies must stay float32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model.eval()
+
+
+def _shape_noise(name: str, parameter: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    if name.endswith("sinks"):
+        return 1.5 * noise
+    if name.endswith("bias"):
+        return 0.1 * noise
+    if parameter.ndim == 1:  # a norm, around 1 or (Gemma's) around 0
+        return parameter + 0.3 * noise
+    if "embed" in name or "wte" in name or "wpe" in name:
+        return 1.0 * noise
+    return noise * (0.5 if "lm_head" in name else 0.2)

@@ -1,0 +1,19 @@
+"""How kernels are compiled."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from numba import njit
+
+__all__ = ["entry", "inner"]
+
+entry = partial(njit, nogil=True, cache=True)
+"""For functions called from Python: they run beside each other and are compiled once a machine."""
+
+inner = partial(njit, _nrt=False)
+"""For functions called from kernels: they borrow their arrays and allocate none.
+
+Numba would otherwise count references to every array of every call, with atomic instructions:
+on a tile of 64 keys that took longer than the arithmetic (see docs/lab-log.md).
+"""
