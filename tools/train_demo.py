@@ -1,12 +1,12 @@
 """Train the checkpoint that ships in `pagewise.demo`: a small Llama that writes Python.
 
-    python tools/train_demo.py --minutes 33 --out src/pagewise/demo    # what made the shipped one
-    python tools/train_demo.py --tokens 2_000_000 --out /tmp/demo      # a budget in tokens instead
-    python tools/train_demo.py --evaluate src/pagewise/demo            # held-out bits per byte only
+    python tools/train_demo.py --tokens 40_000_000 --out src/pagewise/demo    # the shipped one
+    python tools/train_demo.py --minutes 30 --out demo     # a budget in minutes instead
+    python tools/train_demo.py --evaluate src/pagewise/demo    # held-out bits per byte only
 
-The text is the standard library of the Python that runs this script. About one file in 25, chosen
-by a hash of its path, is held out whole: neither the tokenizer nor the model sees it. The script
-needs `pagewise[engine]` and a C++ compiler (torch.compile makes it half again as fast on a CPU).
+The text is the standard library of the Python that runs this script, or what `--source` names.
+About one file in 25, chosen by a hash of its path, is held out whole: neither the tokenizer nor
+the model sees it. Needs `pagewise[engine]` and a C++ compiler; takes a GPU if there is one.
 """
 
 import argparse
@@ -32,8 +32,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 END = "<|endoftext|>"  # stands before every file, so it is both the first and the last token
 VOCAB_SIZE = 4096
 CONTEXT = 2048
-TOKENS_PER_STEP = 4096
-STAGES = [(0.0, 256), (0.5, 512), (0.85, 1024)]  # (progress, window): cheap first, long last
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS_PER_STEP = 32768 if DEVICE == "cuda" else 4096  # two cores cannot feed a larger step
+STAGES = [(0.0, 512), (0.75, 1024)]  # (progress, window): cheap first, long last
+GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
 WARM_UP = 0.02  # of the run
 EVAL_WINDOW, EVAL_STRIDE = 1024, 512
 EXPORT_SECONDS = 300
@@ -46,9 +48,8 @@ SKIPPED = ("site-packages", "dist-packages", "encodings", "pydoc_data", "config-
 PIECES = Regex(r" ?[\p{L}_]+|\p{N}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+")
 
 
-def load_corpus() -> tuple[list[str], list[str]]:
-    """Read the running Python's standard library: (training texts, held-out texts)."""
-    root = Path(sysconfig.get_path("stdlib"))
+def load_corpus(root: Path) -> tuple[list[str], list[str]]:
+    """Read a tree of Python sources: (training texts, held-out texts)."""
     texts: list[str] = []
     held_out: list[str] = []
     for file in sorted(root.rglob("*.py")):
@@ -119,13 +120,13 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[Tensor]
 
 
 def build_model(end: int) -> LlamaForCausalLM:
-    """A Llama with grouped-query attention, as large as half an hour on two cores can feed."""
+    """A Llama with grouped-query attention whose weights stay below 10 MB in bfloat16."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=5,
+        num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=CONTEXT,
@@ -135,7 +136,7 @@ def build_model(end: int) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config)
     model.generation_config.pad_token_id = end  # in `config` it would freeze END's embedding
-    return model
+    return model.to(DEVICE)
 
 
 def build_optimisers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
@@ -155,20 +156,23 @@ def lr_factor(progress: float) -> float:
 
 
 class Windows:
-    """Endless batches cut from the shuffled files laid end to end; the seed decides the order."""
+    """Endless batches from the shuffled files laid end to end; the seed decides the order.
+
+    Each window starts a golden section of the text after the last one, so that a batch mixes many
+    files and any number of windows covers the text evenly.
+    """
 
     def __init__(self, files: list[Tensor], seed: int) -> None:
-        self.files = list(files)
-        self.shuffle = random.Random(seed).shuffle
-        self.rest = torch.empty(0, dtype=torch.long)
+        self.ids = torch.cat(random.Random(seed).sample(files, len(files)))
+        self.taken = 0
 
     def batch(self, window: int) -> tuple[Tensor, Tensor]:
         """The next TOKENS_PER_STEP tokens as (inputs, targets), each `[rows, window]`."""
-        while len(self.rest) <= TOKENS_PER_STEP:
-            self.shuffle(self.files)
-            self.rest = torch.cat([self.rest, *self.files])
-        ids, self.rest = self.rest[: TOKENS_PER_STEP + 1], self.rest[TOKENS_PER_STEP:]
-        return ids[:-1].view(-1, window), ids[1:].view(-1, window)
+        rows = torch.arange(TOKENS_PER_STEP // window, dtype=torch.float64) + self.taken
+        self.taken += len(rows)
+        starts = (rows * GOLDEN_SECTION % 1 * (len(self.ids) - window)).long()
+        places = starts[:, None] + torch.arange(window)
+        return self.ids[places], self.ids[places + 1]
 
 
 class Step(NamedTuple):
@@ -189,7 +193,7 @@ def train(
 
     @torch.compile(dynamic=False)
     def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             logits = model(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -199,7 +203,8 @@ def train(
         for optimiser, peak in zip(optimisers, peaks, strict=True):
             optimiser.param_groups[0]["lr"] = peak * lr_factor(step.progress)
         window = max(size for begins, size in STAGES if begins <= step.progress)
-        loss = loss_of(*windows.batch(window))
+        inputs, targets = windows.batch(window)
+        loss = loss_of(inputs.to(DEVICE), targets.to(DEVICE))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
@@ -220,6 +225,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     tokenizer.save_pretrained(fresh)
     out.mkdir(parents=True, exist_ok=True)
     for file in fresh.iterdir():
+        file.chmod(0o644)  # safetensors writes for its owner only
         file.replace(out / file.name)
     fresh.rmdir()
 
@@ -247,7 +253,9 @@ def scored_windows(ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield chunk[:-1], targets
 
 
-def model_card(texts: list[str], held_out: list[str], run: Step, bits: float, command: str) -> str:
+def model_card(
+    source: Path, texts: list[str], held_out: list[str], run: Step, bits: float, command: str
+) -> str:
     """The README.md of the checkpoint."""
     return f"""\
 ---
@@ -266,17 +274,23 @@ without a download. It shows off an engine; it is no coding assistant.
   float32: `python tools/train_demo.py --evaluate DIR`. Every file starts after `{END}`;
   windows of {EVAL_WINDOW} tokens advance by {EVAL_STRIDE}, so each token is scored once, with at
   least {EVAL_STRIDE} before it or all there are.
-- **Data**: the standard library of CPython {platform.python_version()}, its tests included,
+- **Data**: the standard library of {source.name}, its tests included,
   generated tables left out: {len(texts)} files, {num_bytes(texts):,} bytes. One file in 25 is held
   out by a hash of its path; one that shares over half of its long lines with a held-out file is in
   neither part.
-- **Training**: {run.tokens:,} tokens in {run.seconds / 60:.0f} minutes on {os.cpu_count()}
-  {platform.machine()} cores shared with other work, torch {torch.__version__}:
-  `{command}`.
+- **Training**: {run.tokens:,} tokens in {run.seconds / 60:.1f} minutes on {machine()},
+  torch {torch.__version__}: `{command}`.
 - **Context**: {CONTEXT} positions are allowed, {STAGES[-1][1]} were trained.
 - **Licence**: the text is under the Python Software Foundation License Version 2, copyright (c)
   Python Software Foundation. The weights can repeat pieces of it.
 """
+
+
+def machine() -> str:
+    """What trained it."""
+    if DEVICE == "cuda":
+        return f"one {torch.cuda.get_device_name()}"
+    return f"{os.cpu_count()} {platform.machine()} cores"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -287,6 +301,8 @@ def parse_arguments() -> argparse.Namespace:
     what.add_argument("--tokens", type=int, help="train on this many tokens")
     what.add_argument("--evaluate", type=Path, metavar="DIR", help="only score this checkpoint")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="where to write it")
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    parser.add_argument("--source", type=Path, default=stdlib, help="tree of Python sources")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the data order")
     return parser.parse_args()
 
@@ -294,7 +310,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, exporting now and then; score what was written; describe it."""
     options = parse_arguments()
-    texts, held_out = load_corpus()
+    texts, held_out = load_corpus(options.source)
     if options.evaluate:
         print(f"{evaluate(options.evaluate, held_out):.4f} bits per byte held out")
         return
@@ -317,7 +333,8 @@ def main() -> None:
     bits = evaluate(options.out, held_out)
     budget = f"--minutes {options.minutes:g}" if options.minutes else f"--tokens {options.tokens}"
     command = f"python tools/train_demo.py {budget} --seed {options.seed} --out DIR"
-    (options.out / "README.md").write_text(model_card(texts, held_out, step, bits, command))
+    card = model_card(options.source, texts, held_out, step, bits, command)
+    (options.out / "README.md").write_text(card)
     print(f"{bits:.4f} bits per byte held out after {step.tokens:,} tokens, {step.seconds:.0f} s")
 
 
