@@ -60,6 +60,7 @@ from ...tiles.cpu.simd import (
 from ...tiles.cpu.threads import run_together
 from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
+from .cpu_checks import check_values
 from .plan import make_plan
 from .problem import Problem
 
@@ -492,6 +493,10 @@ def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
     plan = plan or make_plan(problem, DeviceInfo.of(q.device))
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     call = _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan)
+    check_values(
+        problem, batch, k_cache.shape[0], cu_seqlens_q=call.cu_seqlens_q, seq_lens=call.seq_lens,
+        block_tables=call.block_tables,
+    )  # fmt: skip
     item_keys = plan.split_size if plan.parallel_splits else _ALL
     items, num_parts = _make_items(
         call.cu_seqlens_q, call.seq_lens, problem.num_kv_heads, problem.group, options.causal,
@@ -503,7 +508,7 @@ def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
         np.empty(num_parts, np.float32),
     )
     counter = np.zeros(1, np.int64)
-    run_together(lambda: _attend(call, items, counter, parts), min(plan.num_threads, len(items)))
+    run_together(lambda: _attend(call, items, counter, parts), plan.num_threads)
     if num_parts:
         _merge_parts(call, items, parts)
     return AttentionOutput(out, lse)
@@ -516,9 +521,10 @@ def _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan):
     lanes = 32 if pairs else 16
     return Call(
         flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
-        flat(batch.block_tables), batch.seq_lens.numpy(), batch.cu_seqlens_q.numpy(),
-        none if slopes is None else slopes.detach().float().numpy(),
-        none if sinks is None else sinks.detach().float().numpy(),
+        flat(batch.block_tables),
+        batch.seq_lens.contiguous().numpy(), batch.cu_seqlens_q.contiguous().numpy(),
+        none if slopes is None else slopes.detach().float().contiguous().numpy(),
+        none if sinks is None else sinks.detach().float().contiguous().numpy(),
         problem.group, problem.head_size, problem.v_head_size,
         -(-problem.head_size // lanes) * lanes, -(-problem.v_head_size // lanes) * lanes,
         problem.block_size, plan.split_size,
