@@ -12,6 +12,8 @@ from . import report
 from .case import Case, Check
 from .cases import find_cases
 
+RESULTS = Path(__file__).parent / "results"
+
 app = typer.Typer(
     help="Benchmarks: correctness first, every figure beside its peers.",
     no_args_is_help=True,
@@ -21,7 +23,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CASE]...", help="Names, or beginnings of names; all if none is given."),
+    typer.Argument(metavar="[CASE]...", help="Names, or how they begin."),
 ]
 
 
@@ -43,7 +45,7 @@ def verify(names: Names = None) -> None:
 def run(
     names: Names = None,
     out: Annotated[str | None, typer.Option(help="Write results/NAME.json.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Timed calls of each contestant.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Timed calls of each.")] = None,
 ) -> None:
     """Verify, then time. A case that is wrong gets no speed."""
     records, is_right = [], True
@@ -56,7 +58,7 @@ def run(
         else:
             is_right = False
     if out is not None:
-        report.write(out, records)
+        report.write(RESULTS / f"{out}.json", records)
     if not is_right:
         raise typer.Exit(1)
 

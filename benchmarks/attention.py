@@ -2,85 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from pagewise import paged_attention
-from torch import Tensor
+
+from pagewise.testing import PagedCase, PagedInputs, compare, oracle, tolerance
+from pagewise.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
 from .machine import READ_BYTES, read_all
-from .oracle import verify
-from .peers import SDPA, peers
-from .timing import Contestant, Times, take_turns
-from .workload import Inputs, Workload
+from .peers import SDPA, make_peers, to_tokens
+from .timing import Contestant, Times, ratio, take_turns
+from .workload import describe, make_workload, shorten
 
 __all__ = ["AttentionCase"]
 
 READ = "read 1 GiB"
 BUSY = "pagewise, right after a torch op"
 
+# The oracle expands K/V to all heads in float64. More keys add time and memory but no new code:
+# these are three splits, the last one cut, in whole blocks and a part.
+LONGEST_VERIFIED = 1100
+
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """``paged_attention`` on one workload, beside its peers, and perhaps beside itself on another.
+    """``paged_attention`` on one problem, beside its peers, and perhaps beside itself on another.
 
     Metrics: ``x PEER``, how many times as fast as a peer; ``x sdpa``, as the faster way to call
     SDPA; ``share of read bandwidth``, of the keys and values; ``time / OTHER``, on another
-    workload.
+    problem.
     """
 
     name: str
-    workload: Workload
+    problem: PagedCase
     targets: tuple[Target, ...] = ()
-    beside: tuple[str, Workload] | None = None
-    """Another workload that ours is compared with, and what to call it."""
+    beside: tuple[str, PagedCase] | None = None
+    """Another problem that ours is compared with, and what to call it."""
 
     @property
     def about(self) -> str:
         """The problem in one line."""
-        kind = "prefill" if self.workload.prefill else "decode"
-        return f"{kind}: {self.workload}"
+        return describe(self.problem)
 
     def verify(self) -> list[Check]:
-        """Ours and the peers against float64."""
+        """Ours and every peer against float64, with the tolerance of the tests."""
         others = [self.beside[1]] if self.beside else []
-        return [check for workload in (self.workload, *others) for check in verify(workload)]
+        return [check for problem in (self.problem, *others) for check in _verify(problem)]
 
+    @torch.inference_mode()
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours, the peers, and reading memory, in turns."""
-        inputs = Inputs.of(self.workload)
-        ours = _ours(inputs)
-        contestants = {"pagewise": Contestant(ours), BUSY: Contestant(ours, before=_torch_op)}
-        for name, call in peers(self.workload, inputs).items():
-            contestants[name] = Contestant(call)
+        inputs = make_workload(self.problem)
+        contestants = {
+            "pagewise": Contestant(inputs.attend),
+            BUSY: Contestant(inputs.attend, before=_torch_op),
+        }
+        for name, peer in make_peers(inputs).items():
+            contestants[name] = Contestant(peer)
         if self.beside:
-            contestants[f"pagewise, {self.beside[0]}"] = Contestant(_ours(Inputs.of(self.beside[1])))
-        if not self.workload.prefill:
+            other = make_workload(self.beside[1])
+            contestants[f"pagewise, {self.beside[0]}"] = Contestant(other.attend)
+        if _is_decode(self.problem):
             contestants[READ] = Contestant(read_all)
         times = take_turns(contestants, repeats=repeats or 15)
-        return Measurement(times, self._metrics(times))
+        return Measurement(times, self._metrics(times, inputs))
 
-    def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
-        ours = times["pagewise"].median
-        metrics = {"x sdpa": min(times[name].median for name in SDPA if name in times) / ours}
+    def _metrics(self, times: dict[str, Times], inputs: PagedInputs) -> dict[str, float]:
+        ours = times["pagewise"]
+        fastest = min((times[name] for name in SDPA if name in times), key=lambda t: t.median)
+        metrics = {"x sdpa": ratio(fastest, ours)}
         for name in ("sdpa, group packed", "gather + sdpa"):
             if name in times:
-                metrics[f"x {name}"] = times[name].median / ours
+                metrics[f"x {name}"] = ratio(times[name], ours)
         if self.beside:
-            metrics[f"time / {self.beside[0]}"] = ours / times[f"pagewise, {self.beside[0]}"].median
-        if self.workload.prefill:
-            metrics["GFLOP/s"] = self.workload.flops / ours / 1e9
-        else:
-            metrics["GB/s"] = self.workload.kv_bytes / ours / 1e9
+            metrics[f"time / {self.beside[0]}"] = ratio(ours, times[f"pagewise, {self.beside[0]}"])
+        if READ in times:
+            metrics["GB/s"] = _kv_bytes(self.problem) / ours.median / 1e9
             metrics["GB/s of reading"] = READ_BYTES / times[READ].best / 1e9
             metrics["share of read bandwidth"] = metrics["GB/s"] / metrics["GB/s of reading"]
+        else:
+            metrics["GFLOP/s"] = _causal_flops(self.problem) / ours.median / 1e9
         return metrics
 
 
-def _ours(inputs: Inputs) -> Callable[[], Tensor]:
-    return lambda: paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch).out
+@torch.inference_mode()
+def _verify(problem: PagedCase) -> list[Check]:
+    inputs = make_workload(shorten(problem, LONGEST_VERIFIED))
+    expected = oracle(inputs)
+    allowed = tolerance(inputs, expected)
+    results = {"pagewise": inputs.attend(out=inputs.out)}  # of NaN: nothing may stay unwritten
+    for name, peer in make_peers(inputs).items():
+        results[name] = AttentionOutput(to_tokens(peer()), expected.lse)
+    checks = []
+    for name, result in results.items():
+        comparison = compare(result, inputs, expected, allowed)
+        what = f"{name}, {describe(inputs.case)}"
+        checks.append(Check(what, comparison.ratio <= 1, str(comparison)))
+    return checks
+
+
+def _is_decode(problem: PagedCase) -> bool:
+    return max(problem.query_lens) == 1
+
+
+def _kv_bytes(problem: PagedCase) -> int:
+    slot = problem.num_kv_heads * (problem.head_size + problem.value_size)
+    return sum(problem.seq_lens) * slot * problem.cache_dtype.itemsize
+
+
+def _causal_flops(problem: PagedCase) -> int:
+    """Of both products over whole prompts; a causal square counts half."""
+    pairs = sum(n * n // 2 for n in problem.seq_lens)
+    return 2 * pairs * problem.num_heads * (problem.head_size + problem.value_size)
 
 
 def _torch_op() -> None:

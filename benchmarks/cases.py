@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import torch
 
+from pagewise.testing import PagedCase
+
 from .attention import AttentionCase
 from .case import Case, at_least, at_most
-from .workload import Workload
+from .engine import EngineCase
 
 __all__ = ["find_cases"]
 
-DECODE = Workload(
+DECODE = PagedCase(
+    query_lens=(1,) * 8,
     seq_lens=(4096,) * 8,
     num_heads=32,
     num_kv_heads=8,
@@ -22,7 +25,7 @@ DECODE = Workload(
     dtype=torch.bfloat16,
 )
 SKEWED = (20000, 8000, 2500, 1500, 500, 200, 60, 8)  # as many keys as DECODE has
-PREFILL = replace(DECODE, seq_lens=(2048,), prefill=True)
+PREFILL = replace(DECODE, query_lens=(2048,), seq_lens=(2048,))
 
 CASES: tuple[Case, ...] = (
     AttentionCase(
@@ -37,7 +40,7 @@ CASES: tuple[Case, ...] = (
     ),
     AttentionCase(
         "decode-1x32768-gqa",
-        replace(DECODE, seq_lens=(32768,)),
+        replace(DECODE, query_lens=(1,), seq_lens=(32768,)),
         (at_most("time / 8x4096", 1.10),),
         beside=("8x4096", DECODE),
     ),
@@ -47,9 +50,7 @@ CASES: tuple[Case, ...] = (
         (at_most("time / block 128", 1.15),),
         beside=("block 128", replace(DECODE, block_size=128)),
     ),
-    AttentionCase(
-        "decode-skewed-gqa", replace(DECODE, seq_lens=SKEWED), beside=("8x4096", DECODE)
-    ),
+    AttentionCase("decode-skewed-gqa", replace(DECODE, seq_lens=SKEWED), beside=("8x4096", DECODE)),
     AttentionCase("decode-8x4096-gqa-f16", replace(DECODE, dtype=torch.float16)),
     AttentionCase("decode-8x4096-gqa-f32", replace(DECODE, dtype=torch.float32)),
     AttentionCase(
@@ -58,6 +59,15 @@ CASES: tuple[Case, ...] = (
         (at_least("x sdpa", 0.9),),
     ),
     AttentionCase("prefill-2048-gqa-bf16", PREFILL, (at_least("x sdpa", 0.9),)),
+    EngineCase(
+        "engine-64",
+        (
+            at_least("x padded generate", 1.5),
+            at_least("x continuous batching", 1.5),
+            at_most("KV waste", 0.04),
+            at_least("equal to padded generate", 1.0),
+        ),
+    ),
 )
 
 

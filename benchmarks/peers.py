@@ -8,45 +8,54 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from .workload import Dense, Inputs, Workload
+from pagewise.testing import PagedInputs
 
-__all__ = ["SDPA", "peers"]
+from .workload import Dense, lay_out
+
+__all__ = ["SDPA", "make_peers", "to_tokens"]
 
 SDPA = ("sdpa, enable_gqa", "sdpa, K/V expanded")
 """The ways to call SDPA over contiguous K/V; a comparison takes the faster one."""
 
+Peer = Callable[[], list[Tensor]]
 
-def peers(workload: Workload, inputs: Inputs) -> dict[str, Callable[[], list[Tensor]]]:
-    """Calls by name; each returns ``[num_seqs, num_heads, new tokens, head_size]`` per length."""
-    dense, causal, group = inputs.dense, workload.prefill, workload.group
-    result: dict[str, Callable[[], list[Tensor]]] = {
+
+def make_peers(inputs: PagedInputs) -> dict[str, Peer]:
+    """Calls by name; each returns ``[num_seqs, num_heads, query_len, v_head_size]`` tensors."""
+    case, dense = inputs.case, lay_out(inputs)
+    causal, group = max(case.query_lens) > 1, case.num_heads // case.num_kv_heads
+    result: dict[str, Peer] = {
         SDPA[0]: lambda: [
             sdpa(d.q, d.k, d.v, is_causal=causal, enable_gqa=group > 1) for d in dense
         ]
     }
     if group > 1:
-        wide = [Dense(d.q, _expand(d.k, group), _expand(d.v, group), d.block_tables) for d in dense]
-        result[SDPA[1]] = lambda: [sdpa(d.q, d.k, d.v, is_causal=causal) for d in wide]
-    if group > 1 and not workload.prefill:
-        result["sdpa, group packed"] = lambda: [_packed(d.q, d.k, d.v, group) for d in dense]
-    result["gather + sdpa"] = lambda: [_gather_and_attend(d, inputs, workload) for d in dense]
+        wide = [
+            (d.q, d.k.repeat_interleave(group, dim=1), d.v.repeat_interleave(group, dim=1))
+            for d in dense
+        ]
+        result[SDPA[1]] = lambda: [sdpa(*qkv, is_causal=causal) for qkv in wide]
+    if group > 1 and not causal:
+        result["sdpa, group packed"] = lambda: [_packed(d.q, d.k, d.v) for d in dense]
+    result["gather + sdpa"] = lambda: [_gather_and_attend(d, inputs, causal) for d in dense]
     return result
 
 
-def _expand(kv: Tensor, group: int) -> Tensor:
-    return kv.repeat_interleave(group, dim=1)
+def to_tokens(results: list[Tensor]) -> Tensor:
+    """A peer's results in our form, ``[num_tokens, num_heads, v_head_size]``."""
+    return torch.cat([result.transpose(1, 2).flatten(0, 1) for result in results])
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, group: int) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One new token sees every key, so the heads of a group can stand as rows of one head."""
-    return sdpa(q.unflatten(1, (-1, group))[..., 0, :], k, v).flatten(1, 2)[:, :, None]
+    return sdpa(q.view(*k.shape[:2], -1, q.shape[-1]), k, v).view(*q.shape[:3], -1)
 
 
-def _gather_and_attend(dense: Dense, inputs: Inputs, workload: Workload) -> Tensor:
+def _gather_and_attend(dense: Dense, inputs: PagedInputs, causal: bool) -> Tensor:
     k, v = (_gather(c, dense, dense.k.shape[2]) for c in (inputs.k_cache, inputs.v_cache))
-    if workload.prefill:
-        return sdpa(dense.q, k, v, is_causal=True, enable_gqa=workload.group > 1)
-    return _packed(dense.q, k, v, workload.group)
+    if causal:
+        return sdpa(dense.q, k, v, is_causal=True, enable_gqa=k.shape[1] < dense.q.shape[1])
+    return _packed(dense.q, k, v)
 
 
 def _gather(cache: Tensor, dense: Dense, seq_len: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,19 @@ from rich.table import Table
 
 from .case import Case, Check, Measurement
 from .machine import describe
+from .timing import Times
 
 __all__ = ["compare", "print_cases", "print_checks", "print_measurement", "record", "write"]
-
-RESULTS = Path(__file__).parent / "results"
 
 Record = dict[str, Any]
 
 
 def print_cases(console: Console, cases: Sequence[Case]) -> None:
     """Names, problems and targets."""
-    table = Table("case", "problem", "targets", box=None)
     for case in cases:
-        targets = (f"{t.metric} {t.sign} {t.bound:.3g}" for t in case.targets)
-        table.add_row(case.name, case.about, "\n".join(targets))
-    console.print(table)
+        console.print(f"[bold]{case.name}[/]  {case.about}")
+        for target in case.targets:
+            console.print(f"    {target.metric} {target.sign} {target.bound:.3g}")
 
 
 def print_checks(console: Console, case: Case, checks: Sequence[Check]) -> None:
@@ -46,8 +43,8 @@ def print_measurement(console: Console, case: Case, measurement: Measurement) ->
     for column in times.columns[1:]:
         column.justify = "right"
     for name, t in measurement.times.items():
-        spread = f"{_seconds(t.p10)} to {_seconds(t.p90)}"
-        times.add_row(name, _seconds(t.median), spread, _seconds(t.best), str(t.repeats))
+        spread = f"{_seconds(t.quantile(0.1))} to {_seconds(t.quantile(0.9))}"
+        times.add_row(name, _seconds(t.median), spread, _seconds(t.best), str(len(t.seconds)))
     console.print(times)
     metrics = Table("metric", "value", "target", box=None)
     metrics.columns[1].justify = "right"
@@ -64,7 +61,7 @@ def record(case: Case, checks: Sequence[Check], measurement: Measurement) -> Rec
         "name": case.name,
         "about": case.about,
         "checks": [check._asdict() for check in checks],
-        "seconds": {name: asdict(times) for name, times in measurement.times.items()},
+        "times": {name: _summary(times) for name, times in measurement.times.items()},
         "metrics": measurement.metrics,
         "targets": [
             {**target._asdict(), "reached": target.is_reached(measurement.metrics)}
@@ -73,36 +70,47 @@ def record(case: Case, checks: Sequence[Check], measurement: Measurement) -> Rec
     }
 
 
-def write(name: str, records: Sequence[Record], folder: Path = RESULTS) -> Path:
-    """Write a result under ``benchmarks/results``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name.removesuffix('.json')}.json"
+def write(path: Path, records: Sequence[Record]) -> None:
+    """Write a result, with the machine that it is from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     result = {**describe(), "cases": list(records)}
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    return path
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def compare(console: Console, before: Path, after: Path) -> None:
     """Print two results side by side: our times and the metrics of the cases they share."""
-    results = [json.loads(path.read_text()) for path in (before, after)]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in (before, after)]
     for path, result in zip((before, after), results, strict=True):
-        console.print(f"{path.stem}: {result['commit']}, {result['machine']['cpu']}, {result['date']}")
+        console.print(
+            f"{path.stem}: {result['commit']}, {result['machine']['cpu']}, {result['date']}"
+        )
     table = Table("case", "what", before.stem, after.stem, "ratio", box=None)
     for column in table.columns[2:]:
         column.justify = "right"
     olds, news = ({case["name"]: _values(case) for case in r["cases"]} for r in results)
     for name in (name for name in olds if name in news):
-        for what in (what for what in olds[name] if what in news[name]):
+        shared = [what for what in olds[name] if what in news[name]]
+        for what in shared:
             old, new = olds[name][what], news[name][what]
-            ratio = f"{new / old:.3f}" if old else ""
-            table.add_row(name, what, f"{old:.4g}", f"{new:.4g}", ratio)
-            name = ""
+            change = f"{new / old:.3f}" if old else ""
+            first = name if what == shared[0] else ""
+            table.add_row(first, what, f"{old:.4g}", f"{new:.4g}", change)
     console.print(table)
 
 
 def _values(case: Record) -> dict[str, float]:
-    medians = {f"{name}, ms": times["median"] * 1e3 for name, times in case["seconds"].items()}
+    medians = {f"{name}, ms": times["median"] * 1e3 for name, times in case["times"].items()}
     return {**medians, **case["metrics"]}
+
+
+def _summary(times: Times) -> Record:
+    return {
+        "median": times.median,
+        "p10": times.quantile(0.1),
+        "p90": times.quantile(0.9),
+        "best": times.best,
+        "seconds": times.seconds,
+    }
 
 
 def _verdict(target: Any, measurement: Measurement) -> str:

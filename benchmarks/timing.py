@@ -1,15 +1,14 @@
-"""Timing on a machine that others use: peers take turns, and the median speaks."""
+"""Timing on a machine that others use: contestants take turns, and the median speaks."""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
-__all__ = ["Contestant", "Times", "take_turns"]
+__all__ = ["Contestant", "Times", "ratio", "take_turns"]
 
 # libgomp's threads spin for some 5 ms after a parallel region and would share their core with
 # whoever is timed next. After a rest every contestant finds the machine idle.
@@ -27,47 +26,60 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one contestant's calls."""
+    """Seconds of one contestant's calls, a call a round.
 
-    median: float
-    p10: float
-    p90: float
-    best: float
-    repeats: int
+    Example:
+        >>> times = Times((3.0, 1.0, 2.0))
+        >>> times.median, times.quantile(0.9), times.best
+        (2.0, 2.8, 1.0)
+    """
 
-    @staticmethod
-    def of(seconds: list[float]) -> Times:
-        """Summarise the calls of one contestant.
+    seconds: tuple[float, ...]
 
-        Example:
-            >>> Times.of([3.0, 1.0, 2.0])
-            Times(median=2.0, p10=1.2, p90=2.8, best=1.0, repeats=3)
-        """
-        p10, p90 = seconds[0], seconds[0]
-        if len(seconds) > 1:
-            tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-            p10, p90 = tenths[0], tenths[-1]
-        return Times(statistics.median(seconds), p10, p90, min(seconds), len(seconds))
+    @property
+    def median(self) -> float:
+        """As many calls took less as took more."""
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        """The fastest call."""
+        return min(self.seconds)
+
+    def quantile(self, share: float) -> float:
+        """What this share of the calls did not exceed, interpolated."""
+        ordered = sorted(self.seconds)
+        low, part = divmod(share * (len(ordered) - 1), 1)
+        following = ordered[min(int(low) + 1, len(ordered) - 1)]
+        return ordered[int(low)] + part * (following - ordered[int(low)])
 
 
-@torch.inference_mode()
+def ratio(times: Times, other: Times) -> float:
+    """The median over rounds of one time by the other: what slows a whole round down cancels."""
+    pairs = zip(times.seconds, other.seconds, strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
 def take_turns(
     contestants: Mapping[str, Contestant], *, repeats: int, warmup: int = 2
 ) -> dict[str, Times]:
-    """Time contestants in rounds (A B C, A B C, …), so that drift of the machine hits all alike.
+    """Time contestants in rounds of one call each, so that drift of the machine hits all alike.
+
+    The order changes from round to round: nobody always follows the same one.
 
     Args:
         contestants: By name.
         repeats: Timed rounds.
         warmup: Rounds before them that do not count.
     """
+    shuffle = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(warmup + repeats):
-        for name, contestant in contestants.items():
-            elapsed = _time(contestant)
+        for name in shuffle.sample(list(contestants), len(contestants)):
+            elapsed = _time(contestants[name])
             if turn >= warmup:
                 seconds[name].append(elapsed)
-    return {name: Times.of(values) for name, values in seconds.items()}
+    return {name: Times(tuple(values)) for name, values in seconds.items()}
 
 
 def _time(contestant: Contestant) -> float:

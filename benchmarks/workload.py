@@ -2,60 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
-from pagewise import PagedBatch
 from torch import Tensor
 
-__all__ = ["Dense", "Inputs", "Workload"]
+from pagewise import PagedBatch
+from pagewise.testing import PagedCase, PagedInputs, make_inputs
 
-SPARE_BLOCKS = 4
-NO_BLOCK = 2147480000  # a table entry that nobody may follow
+__all__ = ["Dense", "describe", "lay_out", "make_workload", "shorten"]
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One call of paged attention: lengths, heads, types."""
+def describe(case: PagedCase) -> str:
+    """A problem in words.
 
-    seq_lens: tuple[int, ...]
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_size: int = 128
-    block_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    prefill: bool = False
-    """Whether all tokens are new; otherwise each sequence has one new token."""
+    Example:
+        >>> describe(PagedCase(query_lens=(1, 1), seq_lens=(30, 30)))
+        'decode: 2 x 30, 4/2 heads of 64, blocks of 16, float32'
+    """
+    kind = "decode" if set(case.query_lens) == {1} else "prefill"
+    lengths = "/".join(map(str, case.seq_lens))
+    if len(set(case.seq_lens)) == 1:
+        lengths = f"{len(case.seq_lens)} x {case.seq_lens[0]}"
+    heads = f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_size}"
+    dtype = str(case.dtype).removeprefix("torch.")
+    return f"{kind}: {lengths}, {heads}, blocks of {case.block_size}, {dtype}"
 
-    def __str__(self) -> str:
-        lengths = "/".join(map(str, self.seq_lens))
-        if len(set(self.seq_lens)) == 1:
-            lengths = f"{len(self.seq_lens)} × {self.seq_lens[0]}"
-        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{lengths}, {heads}, blocks of {self.block_size}, {dtype}"
 
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_heads // self.num_kv_heads
+def shorten(case: PagedCase, longest: int) -> PagedCase:
+    """The same problem with no sequence over ``longest``."""
+    query_lens, seq_lens = (
+        tuple(min(length, longest) for length in lengths)
+        for lengths in (case.query_lens, case.seq_lens)
+    )
+    return dataclasses.replace(case, query_lens=query_lens, seq_lens=seq_lens)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        slot = 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
-        return sum(self.seq_lens) * slot
 
-    @property
-    def flops(self) -> int:
-        """Of both products; a causal square counts half."""
-        pairs = sum(n * n // 2 if self.prefill else n for n in self.seq_lens)
-        return 4 * pairs * self.num_heads * self.head_size
+def make_workload(case: PagedCase) -> PagedInputs:
+    """Poisoned inputs of exactly this problem: no sequence without keys, no slack in the bounds."""
+    inputs = make_inputs(case)
+    batch = inputs.batch
+    kept = batch.seq_lens > 0
+    rows = torch.repeat_interleave(kept, batch.cu_seqlens_q.diff())
+    starts = torch.tensor([0, *case.query_lens]).cumsum(0, dtype=torch.int32)
+    exact = PagedBatch(
+        batch.block_tables[kept],
+        batch.seq_lens[kept],
+        starts,
+        max_query_len=max(case.query_lens),
+        max_seq_len=max(case.seq_lens),
+    )
+    return inputs.replace(q=inputs.q[rows], out=inputs.out[rows], batch=exact)
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Sequences of one length as the peers want them: ``[num_seqs, heads, length, head_size]``."""
+    """Sequences of one length as torch wants them: ``[num_seqs, heads, length, head_size]``."""
 
     q: Tensor
     k: Tensor
@@ -64,69 +67,21 @@ class Dense:
     """int64 ``[num_seqs, blocks]``: the same sequences in the pages."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """A workload with random numbers in it."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    batch: PagedBatch
-    dense: tuple[Dense, ...]
-    """All sequences at once if they are equally long, otherwise one by one."""
-
-    @staticmethod
-    def of(workload: Workload) -> Inputs:
-        """Random inputs, blocks in random order, NaN in every slot that holds no token."""
-        random = torch.Generator().manual_seed(0)
-        tables = _block_tables(workload, random)
-        num_blocks = sum(len(table) for table in tables) + SPARE_BLOCKS
-        shape = (num_blocks, workload.block_size, workload.num_kv_heads, workload.head_size)
-        k_cache = torch.full(shape, torch.nan, dtype=workload.dtype)
-        v_cache = torch.full(shape, torch.nan, dtype=workload.dtype)
-        dense = []
-        for seq_len, table in zip(workload.seq_lens, tables, strict=True):
-            kv_shape = (seq_len, workload.num_kv_heads, workload.head_size)
-            q_shape = (seq_len if workload.prefill else 1, workload.num_heads, workload.head_size)
-            q, k, v = (
-                torch.randn(shape, generator=random).to(workload.dtype)
-                for shape in (q_shape, kv_shape, kv_shape)
-            )
-            _fill(k_cache, table, k)
-            _fill(v_cache, table, v)
-            one = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
-            dense.append(Dense(*one, table[None]))
-        q = torch.cat([each.q[0].transpose(0, 1) for each in dense])
-        return Inputs(q, k_cache, v_cache, _batch(workload, tables), _stack(dense))
-
-
-def _block_tables(workload: Workload, random: torch.Generator) -> list[Tensor]:
-    counts = [-(-n // workload.block_size) for n in workload.seq_lens]
-    order = torch.randperm(sum(counts) + SPARE_BLOCKS, generator=random)
-    return list(order[: sum(counts)].split(counts))
-
-
-def _fill(cache: Tensor, table: Tensor, values: Tensor) -> None:
-    size = cache.shape[1]
-    slots = (table[:, None] * size + torch.arange(size)).flatten()
-    cache.flatten(0, 1)[slots[: len(values)]] = values
-
-
-def _batch(workload: Workload, tables: list[Tensor]) -> PagedBatch:
-    lengths = torch.tensor(workload.seq_lens, dtype=torch.int32)
-    width = max(len(table) for table in tables) + 1
-    block_tables = torch.full((len(tables), width), NO_BLOCK, dtype=torch.int32)
-    for row, table in zip(block_tables, tables, strict=True):
-        row[: len(table)] = table
-    longest = max(workload.seq_lens)
-    if not workload.prefill:
-        return PagedBatch.decode(block_tables, lengths, longest)
-    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
-    return PagedBatch(block_tables, lengths, starts, longest, longest)
-
-
-def _stack(dense: list[Dense]) -> tuple[Dense, ...]:
-    if len({each.k.shape for each in dense}) > 1:
-        return tuple(dense)
-    columns = zip(*((each.q, each.k, each.v, each.block_tables) for each in dense), strict=True)
-    return (Dense(*(torch.cat(column) for column in columns)),)
+def lay_out(inputs: PagedInputs) -> list[Dense]:
+    """All sequences as one batch if they are equally long, otherwise one by one."""
+    case = inputs.case
+    together = len(set(case.seq_lens)) == 1
+    starts = range(0, len(case.seq_lens), len(case.seq_lens) if together else 1)
+    queries = inputs.q.split(list(case.query_lens))  # type: ignore[no-untyped-call]
+    result = []
+    for start in starts:
+        seqs = slice(start, None if together else start + 1)
+        num_blocks = -(-case.seq_lens[start] // case.block_size)
+        tables = inputs.batch.block_tables[seqs, :num_blocks].long()
+        k, v = (
+            cache[tables].flatten(1, 2)[:, : case.seq_lens[start]].transpose(1, 2).contiguous()
+            for cache in (inputs.k_cache, inputs.v_cache)
+        )
+        q = torch.stack(queries[seqs]).transpose(1, 2).contiguous()
+        result.append(Dense(q, k, v, tables))
+    return result

@@ -1,7 +1,7 @@
 import functools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -230,6 +230,7 @@ stop_lists = st.lists(st.text(alphabet="abcé😀", min_size=1, max_size=5), min
 
 
 @given(words=st.lists(short.map(lambda text: text[:6])), stops=stop_lists, include=st.booleans())
+@example(words=["xab", "cab"], stops=["bc", "abc"], include=False)
 @settings(max_examples=200, deadline=None)
 def test_text_ends_at_the_first_complete_stop_string(words, stops, include):
     params = SamplingParams(stop=stops, include_stop_str_in_output=include)
@@ -375,7 +376,8 @@ def test_a_token_costs_the_same_however_long_the_text(case):
     assert "".join(stream(detokenizer, token_ids)) == decode(tokenizer, token_ids)
     assert len(token_ids) >= 250
     assert counted.longest <= module.WINDOW
-    assert counted.num_calls <= 2 * len(token_ids) + 1
+    # One decode a token; a second for a special token or one that begins a character.
+    assert counted.num_calls <= (1.1 if case == "text" else 2) * len(token_ids)
 
 
 def test_words_keep_their_space_after_many_special_tokens():

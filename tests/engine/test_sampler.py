@@ -218,6 +218,24 @@ def test_a_row_gives_the_same_bits_in_any_company(vocab_size, dtype):
     assert sample(padded[:, 1:-2], rows) == together
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_chooses_the_same_tokens_and_is_as_steady(dtype):
+    rng = np.random.default_rng(0)
+    logits = logits_of(40, 5001, seed=8, dtype=dtype)
+    logits[7] = math.nan
+    rows = [random_row(rng, 5001) for _ in range(40)]
+    tokens = sample(logits.cuda(), rows)
+    assert [sample(logits[i : i + 1].cuda(), rows[i : i + 1])[0] for i in range(40)] == tokens
+    for token, expected in zip(tokens, sample(logits, rows), strict=True):
+        assert (token.token_id, token.error) == (expected.token_id, expected.error)
+        assert token.logprob == pytest.approx(expected.logprob, abs=1e-9)
+        top, expected_top = token.top_logprobs, expected.top_logprobs
+        assert [i for i, _ in top] == [i for i, _ in expected_top]
+        assert [p for _, p in top] == pytest.approx([p for _, p in expected_top], abs=1e-9)
+
+
 def test_threads_do_not_change_the_bits():
     logits = logits_of(3, 50_000, seed=2)
     rows = [row(seed=i, top_p=0.9, logprobs=3) for i in range(3)]
@@ -271,6 +289,12 @@ def test_greedy_takes_the_lowest_id_among_equals(dtype):
     ]  # fmt: skip
 
 
+def test_top_k_one_is_greedy_among_equals_too():
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0]]).expand(20, -1)
+    rows = [row(seed=i, top_k=1) for i in range(20)]
+    assert {token.token_id for token in sample(logits, rows)} == {1}
+
+
 def test_tokens_tied_with_the_last_kept_one_stay(monkeypatch):
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, -0.0, 0.0]])
     assert drawn_set(logits, monkeypatch, top_k=2) == {0, 2, 3, 4}
@@ -284,6 +308,15 @@ def test_tiny_temperature_top_p_or_full_min_p_leave_the_best_token():
     for options in ({"temperature": 1e-300}, {"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}):
         rows = [row(seed=i, **options) for i in range(50)]
         assert [token.token_id for token in sample(logits, rows)] == best
+
+
+@pytest.mark.parametrize("vocab_size", [3, 5000, 8193, 30_000])
+def test_the_ends_of_the_unit_interval_lead_to_possible_tokens(vocab_size, monkeypatch):
+    logits = torch.zeros(1, vocab_size)
+    logits[0, [0, -1]] = -math.inf
+    for uniform, expected in ((0.0, 1), (1 - 2.0**-53, vocab_size - 2)):
+        monkeypatch.setattr(sampler, "_uniform", lambda *_, value=uniform: value)
+        assert sample(logits, [row()])[0].token_id == expected
 
 
 def test_huge_temperature_is_uniform_over_what_is_possible(monkeypatch):
@@ -338,22 +371,23 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for():
 # --- what goes wrong -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("where", [5, slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 0.0}, {}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1, "logprobs": 2}],
     ids=str,
 )
-def test_a_broken_row_fails_alone(bad, options):
+def test_a_broken_row_fails_alone(bad, where, options):
     logits = logits_of(3, 8, seed=0)
     good = sample(logits, [row(seed=i, **options) for i in range(3)])
-    logits[1, 5] = bad
+    logits[1, where] = bad
     rows = [row(seed=i, forbidden=[5] if i == 1 else (), **options) for i in range(3)]
     tokens = sample(logits, rows)
     assert [tokens[0], tokens[2]] == [good[0], good[2]]
     assert tokens[1].token_id == 0
     assert tokens[1].logprob is None
-    assert "the largest logit is nan" in (tokens[1].error or "")
+    assert "the largest logit is" in (tokens[1].error or "")
 
 
 def test_a_row_with_every_token_forbidden_says_so():
@@ -398,6 +432,19 @@ def test_rows_pay_only_for_what_they_ask():
         sample(logits, [row(temperature=0.0), row(), row(), row()])
     assert "cumsum" in drawn.names
     assert not {"sort", "topk", "scatter_add_", "index_add_"} & {*drawn.names}
+
+
+def test_an_edge_is_searched_only_in_rows_that_have_one(monkeypatch):
+    searched = []
+    search = sampler._is_kept
+
+    def counted(logits, amounts, need):
+        searched.append(len(logits))
+        return search(logits, amounts, need)
+
+    monkeypatch.setattr(sampler, "_is_kept", counted)
+    sample(logits_of(5, 50, seed=0), [row(), row(top_k=3), row(temperature=0.0), row(), row()])
+    assert searched == [1]
 
 
 def test_greedy_tokens_carry_nothing_that_was_not_asked():

@@ -2,9 +2,11 @@
 
 ::
 
-    2 sequences hold 6 of 24 blocks of 16 tokens, 2 of them shared; 3 cached, 15 free
+    2 sequences hold 6 of 24 blocks, 2 shared; 3 cached, 15 free
 
      0  22AABB.. ...:::.. ........
+
+     A one sequence   2 shared by so many   : free, content kept   . free
 
         sequence  tokens  blocks  unused  block table (* shared)
      A  first         57       4       7  0-1* 2-3
@@ -53,15 +55,17 @@ class HeldBlocks:
 class PageMap:
     """A snapshot of who holds which block; ``str()`` of it, or rich's ``print``, draws it.
 
-    In the grid a letter is a block of one sequence, a digit a block that so many share (``#``:
+    In the grid a letter is a block of one sequence, a digit a block that so many share (``#`` is
     more than 9), ``:`` a free block whose content can still be found by its prefix, ``.`` any
     other free block. Long stretches of equal rows are one line.
 
     Example:
         >>> print(PageMap(16, 4, (HeldBlocks("a", 6, (0, 1)), HeldBlocks("b", 7, (0, 3)))))
-        2 sequences hold 3 of 16 blocks of 4 tokens, 1 of them shared; 0 cached, 13 free
+        2 sequences hold 3 of 16 blocks, 1 shared; 0 cached, 13 free
         <BLANKLINE>
          0  2A.B.... ........
+        <BLANKLINE>
+         A one sequence   2 shared by so many   . free
         <BLANKLINE>
             sequence  tokens  blocks  unused  block table (* shared)
          A  a              6       2       2  0* 1
@@ -79,8 +83,9 @@ class PageMap:
         cls,
         pool: BlockPool,
         tables: Mapping[str, BlockTable],
-        block_size: int,
         index: PrefixIndex | None = None,
+        *,
+        block_size: int,
     ) -> PageMap:
         """What ``pool`` looks like now, the tables under the names to show."""
         held = (HeldBlocks(name, t.num_tokens, tuple(t.blocks)) for name, t in tables.items())
@@ -104,10 +109,13 @@ class PageMap:
         return sum(count > 1 for count in self.num_holders.values())
 
     def lines(self, width: int = 80) -> Iterator[Line]:
-        """The picture, line by line, none of them wider than ``width`` (if that is 60 or more)."""
+        """The picture, line by line: a sentence, then none wider than ``width`` (80 or more)."""
         yield [(self._summary(), "")]
         yield []
-        yield from self._grid(width)
+        cells = "".join(self._cells())
+        yield from self._grid(cells, width)
+        yield []
+        yield _legend(set(cells))
         if self.sequences:
             yield []
             yield from self._tables(width)
@@ -119,19 +127,18 @@ class PageMap:
         from rich.text import Text
 
         for line in self.lines(options.max_width):
-            yield Text.assemble(*line, no_wrap=True, overflow="crop")
+            yield Text.assemble(*line)
 
     def _summary(self) -> str:
         count = len(self.sequences)
         num_free = self.num_blocks - self.num_held - len(self.cached)
         return (
             f"{count} sequence{'s hold' if count != 1 else ' holds'} {self.num_held} of "
-            f"{self.num_blocks} blocks of {self.block_size} tokens, {self.num_shared} of them "
-            f"shared; {len(self.cached)} cached, {num_free} free"
+            f"{self.num_blocks} blocks, {self.num_shared} shared; "
+            f"{len(self.cached)} cached, {num_free} free"
         )
 
-    def _grid(self, width: int) -> Iterator[Line]:
-        cells = "".join(self._cells())
+    def _grid(self, cells: str, width: int) -> Iterator[Line]:
         gutter = max(2, len(str(self.num_blocks - 1)))
         size = _cells_per_row(width - gutter - 2)
         rows = ((start, cells[start : start + size]) for start in range(0, len(cells), size))
@@ -215,6 +222,22 @@ def _row(cells: str) -> Line:
         ]
         line.append((" ", ""))
     return line[:-1]
+
+
+def _legend(signs: set[str]) -> Line:
+    """What each kind of sign in the grid means."""
+    line: Line = []
+    for example, kind, meaning in (
+        ("A", LETTERS, "one sequence"),
+        (OTHER, OTHER, "one of the other sequences"),
+        ("2", string.digits + MANY, "shared by so many"),
+        (CACHED, CACHED, "free, content kept"),
+        (FREE, FREE, "free"),
+    ):
+        if signs & set(kind):
+            space = "   " if line else " "
+            line += [(space, ""), (example, _style(example)), (f" {meaning}", "")]
+    return line
 
 
 def _style(sign: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ class Delta(NamedTuple):
     """New text; ``""`` while it is uncertain, and for requests that do not stream."""
     token_id: int | None
     finish_reason: str | None
+    error: str | None = None
+    """Why it failed, where ``finish_reason`` is ``"error"``."""
 
 
 class Engine:
@@ -49,6 +52,10 @@ class Engine:
         max_model_len: The most tokens of a sequence, prompt and output.
         enable_prefix_caching: Whether requests share the blocks of common beginnings.
         seed: Where the seeds of requests without one come from.
+
+    Attributes:
+        on_step: Called in every step when its blocks are taken and nothing is computed yet: for
+            those who want to watch the pool.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Engine:
         self._streaming: set[int] = set()
         self._next_id = 0
         self._seeds = random.Random(seed)
+        self.on_step: Callable[[], None] | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -201,6 +209,8 @@ class Engine:
         step = self.scheduler.schedule()
         if not step.sequences:
             return []
+        if self.on_step is not None:
+            self.on_step()
         ready = [
             sequence.num_pending == chunk
             for sequence, chunk in zip(step.sequences, step.num_tokens, strict=True)
@@ -274,7 +284,7 @@ class Engine:
         if token.error is not None:
             sequence.error = token.error
             self._finish(sequence, "error")
-            return Delta(request_id, index, "", None, "error")
+            return Delta(request_id, index, "", None, "error", token.error)
         sequence.token_ids.append(token.token_id)
         if token.logprob is not None:
             sequence.logprobs.append(((token.token_id, token.logprob), *token.top_logprobs))

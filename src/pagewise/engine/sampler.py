@@ -116,10 +116,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     raw = logits.detach().float()
     shaped = _penalise(raw, rows)
     best, token_ids = shaped.max(dim=1)
-    drawn = [(i, row.params) for i, row in enumerate(rows) if not row.params.is_greedy]
-    cut = [i for i, p in drawn if p.top_k or p.top_p < 1.0 or p.min_p]
-    uncut = [i for i, p in drawn if not (p.top_k or p.top_p < 1.0 or p.min_p)]
-    for group in filter(None, (cut, uncut)):
+    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    cut = [i for i in drawn if (p := rows[i].params).top_k or p.top_p < 1.0 or p.min_p]
+    for group in filter(None, (cut, sorted({*drawn} - {*cut}))):
         at = torch.tensor(group, device=raw.device)
         token_ids[at] = _draw(shaped.index_select(0, at), best[at], [rows[i] for i in group])
 
@@ -141,9 +140,8 @@ def _sampled_token(row: SamplingInput, entry: list[float]) -> SampledToken:
         return SampledToken(0, error=error)
     if row.params.logprobs is None:
         return SampledToken(int(token_id))
-    num_top = (len(reported) - 1) // 2
-    ids, logprobs = reported[1 : 1 + num_top], reported[1 + num_top :]
-    top = [(int(i), logprob) for i, logprob in zip(ids, logprobs, strict=True)]
+    pairs = zip(reported[1::2], reported[2::2], strict=True)
+    top = [(int(top_id), logprob) for top_id, logprob in pairs]
     return SampledToken(int(token_id), reported[0], tuple(top[: row.params.logprobs]))
 
 
@@ -201,10 +199,9 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingInput]) -> Tensor
         units *= units >= _column([p.min_p for p in params], logits) * ONE
 
     running = units.cumsum(dim=1)
-    total = running[:, -1:]
     uniform = [_uniform(row.seed, row.index, len(row.output_token_ids)) for row in rows]
-    target = (_column(uniform, logits) * total).long().minimum(total - 1)
-    # A row of NaN may point anywhere; it is reported, not followed.
+    target = (_column(uniform, logits) * running[:, -1:]).long()
+    # A row of NaN may point past the end; it is reported, not followed.
     return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=vocab_size - 1)
 
 
@@ -250,7 +247,7 @@ def _uniform(seed: int, index: int, position: int) -> float:
 
 
 def _logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
-    """Columns for the host: the token's logprob, the best ids, their logprobs; float64."""
+    """Columns for the host, float64: the token's logprob; id and logprob of the best, in turn."""
     at = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     num_top = min(max(rows[i].params.logprobs or 0 for i in at), raw.shape[1])
     logits = raw[at]
@@ -263,5 +260,6 @@ def _logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingInput]) -> 
     ids = torch.cat([token_ids[at][:, None], top_ids], dim=1)
     logprobs = logits.gather(1, ids) - log_total
     columns = torch.zeros(len(rows), 1 + 2 * num_top, dtype=torch.float64, device=raw.device)
-    columns[at] = torch.cat([logprobs[:, :1], top_ids.double(), logprobs[:, 1:]], dim=1)
+    pairs = torch.stack([top_ids.double(), logprobs[:, 1:]], dim=2)
+    columns[at] = torch.cat([logprobs[:, :1], pairs.flatten(1)], dim=1)
     return columns

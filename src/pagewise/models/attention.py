@@ -112,18 +112,24 @@ def attend(
             f"{type(module).__name__} called the attention implementation {NAME!r} outside of "
             "PagedModel.forward: load the model with pagewise.models.load_model"
         )
-    if attention_mask is not None or dropout or is_causal is False or others.keys() - _WITHOUT_EFFECT:
+    if (
+        attention_mask is not None
+        or dropout
+        or is_causal is False
+        or others.keys() - _WITHOUT_EFFECT
+    ):
         refuse_options(attention_mask, dropout, is_causal, others)
     step, k_cache, v_cache = layer.step, layer.k_cache, layer.v_cache
-    assert k_cache is not None and v_cache is not None
-    q = query[0].transpose(0, 1)
+    assert k_cache is not None
+    assert v_cache is not None
+    q = query.squeeze(0).transpose(0, 1)
     if q.shape[0] != step.slot_mapping.shape[0]:
         raise UnsupportedError(
             f"{type(module).__name__} passed {q.shape[0]} of {step.slot_mapping.shape[0]} tokens "
             "to its attention: only models that keep every token can be packed"
         )
     if layer.writes:
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
         write_kv(k, v, k_cache, v_cache, step.slot_mapping)
     result = paged_attention(
         q,
@@ -135,7 +141,7 @@ def attend(
         logits_soft_cap=softcap,
         sinks=s_aux,
     )
-    return result.out[None], None
+    return result.out.unsqueeze(0), None
 
 
 def refuse_options(
@@ -151,7 +157,9 @@ def refuse_options(
     unknown = [name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None]
     if unknown:
         listed = ", ".join(sorted(unknown))
-        raise UnsupportedError(f"the model passes {listed} to its attention, which nothing here computes")
+        raise UnsupportedError(
+            f"the model passes {listed} to its attention, which nothing here computes"
+        )
 
 
 def collect_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -181,7 +189,9 @@ def driven(
     saved = []
     for config in configs:
         values = vars(config)
-        saved.append((values, values.get("_attn_implementation_internal"), values.get("pad_token_id")))
+        saved.append(
+            (values, values.get("_attn_implementation_internal"), values.get("pad_token_id"))
+        )
         values["_attn_implementation_internal"] = name
         if saved[-1][2] is not None:
             values["pad_token_id"] = None

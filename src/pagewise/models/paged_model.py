@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, UnsupportedError
+from ..errors import RequestError, ShapeError, UnsupportedError
 from ..kv_cache.storage import KVCache, LayerSpec
-from .attention import NAME, AttentionLayer, collect_configs, driven
+from .attention import NAME, AttentionLayer, collect_configs, driven, register
 from .forward_batch import ForwardBatch
+from .loading import load_tokenizer, read_model
+from .probe import describe_layers, record_calls, register_probe
+from .proof import make_sequences, prove
+from .support import check_class, check_config, find_limit, refusing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ForwardBatch", "PagedModel"]
+__all__ = ["ForwardBatch", "PagedModel", "load_model", "load_tokenizer"]
 
 
 class PagedModel:
     """A Transformers model, driven step by step over a cache that is bound to it.
 
     ``load_model`` makes one and proves it. The Transformers model inside is not changed: its
-    attention is ours for the length of a ``forward``, so its own ``generate`` still works between
-    two of them, though not during one, from another thread.
+    attention is ours for the length of a ``forward``, so its own ``generate`` works between two
+    of them, though not during one, from another thread.
 
     Attributes:
         name: The model's class, for messages.
@@ -59,6 +63,7 @@ class PagedModel:
         self._modules = modules
         self._slots = [(layer.module, layer) for layer in modules]
         self._options, self._takes_rows = _read_signature(model)
+        self._is_bound = False
 
     def bind(self, cache: KVCache | None) -> None:
         """Use this cache from now on; ``None`` lets go of the one in use.
@@ -66,33 +71,37 @@ class PagedModel:
         Raises:
             ShapeError: The cache was made for other layers.
         """
-        if cache is not None and [_size(spec) for spec in cache.layers] != [
-            _size(spec) for spec in self.layers
-        ]:
+        if cache is not None and list(map(_sizes, cache.layers)) != list(map(_sizes, self.layers)):
             raise ShapeError(
-                f"the cache has {len(cache.layers)} layers that differ from the {len(self.layers)} "
-                f"of {self.name}: make it with KVCache(model.layers, ...)"
+                f"the cache has {len(cache.layers)} layers, and not those that {self.name} needs: "
+                "make it with KVCache(model.layers, ...)"
             )
         for layer in self._modules:
             layer.bind(cache)
+        self._is_bound = cache is not None
 
     def forward(self, step: ForwardBatch) -> Tensor:
-        """Run the new tokens through the model; their keys and values go to the cache.
+        """Run new tokens through the model; their keys and values go to the bound cache.
 
         Args:
-            step: The tokens and where they belong. Positions below ``max_model_len`` and slots
-                inside the cache are the caller's to see to.
+            step: The tokens and where they belong. That positions stay below ``max_model_len``
+                is the caller's to see to.
 
         Returns:
             ``[n, vocab_size]``, the logits of ``step.logits_rows``, in the type the model gives.
 
         Raises:
-            UnsupportedError: No cache is bound, or the model asks its attention for something
-                that it did not ask for when it was loaded.
+            UnsupportedError: No cache is bound, or the model asks of its attention what it did
+                not ask for when it was loaded.
         """
-        options = dict(self._options)
+        if not self._is_bound:
+            raise UnsupportedError(
+                f"{self.name} has no cache: call bind(KVCache(model.layers, ...))"
+            )
         if self._takes_rows:
-            options["logits_to_keep"] = step.logits_rows
+            options = {**self._options, "logits_to_keep": step.logits_rows}
+        else:
+            options = self._options
         for layer in self._modules:
             layer.step = step
         try:
@@ -107,14 +116,88 @@ class PagedModel:
         return logits if self._takes_rows else logits[step.logits_rows]
 
 
-def _size(spec: LayerSpec) -> tuple[int, int, int]:
+def load_model(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+    max_model_len: int | None = None,
+) -> PagedModel:
+    """Make a Transformers model run on a paged cache, and prove that its logits stay its own.
+
+    The proof runs a few tokens through the model, eagerly and from pages: seconds for a large
+    model, milliseconds for a small one.
+
+    Args:
+        model: A directory with ``config.json`` and safetensors weights (nothing is downloaded, no
+            code from it is run), or a model, which is moved to ``device`` and put into evaluation
+            mode, not copied.
+        dtype: Type of the weights: ``"auto"`` as the checkpoint says, a name, or a torch type.
+        device: Where to run. ``None`` is the CPU for a directory, and where it is for a model.
+        max_model_len: The most positions that will be used; ``None`` for all that it can take.
+
+    Raises:
+        RequestError: The directory holds no model that can be read, a model is given that does
+            not have ``dtype``, or it has fewer than ``max_model_len`` positions.
+        UnsupportedError: The model would not be exact; the message says which check failed.
+
+    Example:
+        >>> from pagewise.testing.models import tiny_model
+        >>> model = load_model(tiny_model("mistral"))
+        >>> model.layers[0]
+        LayerSpec(num_kv_heads=2, head_size=16, v_head_size=16, sliding_window=7)
+    """
+    if isinstance(model, (str, os.PathLike)):
+        source = read_model(
+            model, dtype, lambda config: check_config(config, max_model_len=max_model_len)
+        )
+    else:
+        check_class(model)
+        check_config(model.config, type(model), max_model_len)
+        source = model
+        _check_dtype(source, dtype)
+    limit = find_limit(source.config, max_model_len)
+    if device is not None:
+        source.to(device)
+    source.eval()
+    return _make_proven(source, limit)
+
+
+def _check_dtype(model: PreTrainedModel, dtype: torch.dtype | str) -> None:
+    if dtype != "auto" and str(dtype).removeprefix("torch.") != str(model.dtype).removeprefix(
+        "torch."
+    ):
+        # model.to(dtype) would round rotary frequencies, which must stay float32.
+        raise RequestError(
+            f"the model is {model.dtype} but dtype={dtype} is asked for: load it with that dtype"
+        )
+
+
+def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
+    register()
+    register_probe()
+    with refusing(type(model).__name__):
+        sequences = make_sequences(model, limit)
+        calls, vocab_size = record_calls(model, sequences[0])
+        modules, layers = describe_layers(model, calls, limit)
+        paged = PagedModel(model, modules, layers, vocab_size=vocab_size, max_model_len=limit)
+        prove(paged, model, [layer.module for layer in modules], sequences)
+    return paged
+
+
+def _sizes(spec: LayerSpec) -> tuple[int, int, int]:
     return spec.num_kv_heads, spec.head_size, spec.v_head_size
 
 
 def _read_signature(model: PreTrainedModel) -> tuple[dict[str, Any], bool]:
     """The options of every forward, and whether it can leave out logits that nobody wants."""
     parameters = inspect.signature(model.forward).parameters
-    options = {"attention_mask": None, "past_key_values": None, "use_cache": False, "return_dict": True}
+    options = {
+        "attention_mask": None,
+        "past_key_values": None,
+        "use_cache": False,
+        "return_dict": True,
+    }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = {name: value for name, value in options.items() if takes_any or name in parameters}
     return known, "logits_to_keep" in parameters

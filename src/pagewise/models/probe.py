@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..kv_cache.storage import LayerSpec
-from .attention import SLOT, AttentionLayer, refuse_options
+from .attention import SLOT, AttentionLayer, collect_configs, driven, refuse_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PROBE", "AttentionCall", "describe_layers", "register_probe"]
+__all__ = ["AttentionCall", "describe_layers", "record_calls", "register_probe"]
 
 PROBE = "pagewise_probe"
 
@@ -56,10 +56,15 @@ def register_probe() -> None:
 
 
 def _note(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     calls: list[AttentionCall] = module.__dict__[SLOT]
-    calls.append(AttentionCall(module, query, key, value, mask, options))
+    calls.append(AttentionCall(module, query, key, value, attention_mask, options))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -67,20 +72,41 @@ def _make_mask(**arguments: Any) -> Tensor:
     """The mask of an eager forward, which remembers the rule that it was made by."""
     from transformers.masking_utils import eager_mask
 
-    mask: Tensor = eager_mask(**arguments)
+    # A mask that hides nothing is left out otherwise, and is the very one to notice.
+    mask: Tensor = eager_mask(**{**arguments, "allow_is_bidirectional_skip": False})
     mask.is_visible = arguments["mask_function"]  # type: ignore[attr-defined]
     return mask
 
 
+@torch.no_grad()
+def record_calls(model: PreTrainedModel, token_ids: Tensor) -> tuple[list[AttentionCall], int]:
+    """Every call of the attention function in one forward, and the width of its logits.
+
+    Args:
+        model: The model.
+        token_ids: int64 ``[num_tokens]``.
+
+    Raises:
+        UnsupportedError: The model gives no logits.
+    """
+    calls: list[AttentionCall] = []
+    slots = [(module, calls) for module in model.modules()]
+    with driven(collect_configs(model), PROBE, slots):
+        output = model(input_ids=token_ids[None], use_cache=False, return_dict=True)
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise UnsupportedError("it gives no logits: load it with its language model head")
+    return calls, logits.shape[-1]
+
+
 def describe_layers(
-    model: PreTrainedModel, calls: list[AttentionCall], num_layers: int, max_model_len: int | None
+    model: PreTrainedModel, calls: list[AttentionCall], max_model_len: int | None
 ) -> tuple[tuple[AttentionLayer, ...], tuple[LayerSpec, ...]]:
     """The attention modules in the order of their calls, and the cache layers that they need.
 
     Args:
         model: The model that made the calls.
         calls: All calls of one forward.
-        num_layers: Decoder layers that the model's config speaks of.
         max_model_len: Positions that need to be right; ``None`` for all.
 
     Raises:
@@ -88,7 +114,7 @@ def describe_layers(
             attention does not compute; the message names the layer.
     """
     names = {module: name for name, module in model.named_modules()}
-    _check_counts(calls, num_layers, names)
+    _check_counts(calls, model.config.get_text_config(decoder=True).num_hidden_layers, names)
     layers: list[AttentionLayer] = []
     specs: list[LayerSpec] = []
     owners: list[AttentionCall] = []
@@ -108,7 +134,9 @@ def describe_layers(
             specs[index] = _specify(owners[index], widest)
         is_owner = index is None
         layers.append(
-            AttentionLayer(call.module, len(owners) - 1 if index is None else index, writes=is_owner)
+            AttentionLayer(
+                call.module, len(owners) - 1 if index is None else index, writes=is_owner
+            )
         )
     return tuple(layers), tuple(specs)
 
@@ -153,14 +181,18 @@ def _check_call(call: AttentionCall, max_model_len: int | None) -> None:
 
 def _check_mask(mask: Tensor, window: int | None, max_model_len: int | None) -> None:
     """Compare what the model lets each position see with what paged attention will show it."""
-    positions = _telling_positions(window, min(max_model_len or _FURTHEST, _FURTHEST)).to(mask.device)
+    positions = _telling_positions(window, min(max_model_len or _FURTHEST, _FURTHEST)).to(
+        mask.device
+    )
     q, k = positions[:, None], positions[None, :]
     expected = (k <= q) if window is None else (k <= q) & (k > q - window)
     batch = head = torch.zeros((), dtype=torch.int64, device=mask.device)
     try:
         visible = mask.is_visible(batch, head, q, k)  # type: ignore[attr-defined]
     except IndexError:
-        raise UnsupportedError("what it may see depends on the tokens, not only on positions") from None
+        raise UnsupportedError(
+            "what it may see depends on the tokens, not only on positions"
+        ) from None
     wrong = (visible.broadcast_to(expected.shape) != expected).nonzero()
     if len(wrong):
         at, seen = positions[wrong[0]].tolist()
@@ -178,7 +210,9 @@ def _telling_positions(window: int | None, limit: int) -> Tensor:
     powers = [1 << n for n in range(21)]
     near = {*range(24), *powers, *(p - 1 for p in powers), limit - 1}
     if window is not None:
-        near |= {p + d for p in (*powers, limit - 1) for d in (-window - 1, -window, 1 - window, window)}
+        near |= {
+            p + d for p in (*powers, limit - 1) for d in (-window - 1, -window, 1 - window, window)
+        }
     return torch.tensor(sorted(p for p in near if 0 <= p < limit))
 
 

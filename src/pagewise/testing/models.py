@@ -126,8 +126,12 @@ def tiny_model(
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    # Gemma multiplies its embeddings by the root of hidden_size.
+    embedding_scale = 0.15 if family.startswith("gemma") else 1.0
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
+        if "embed" in name or "wte" in name:
+            noise *= embedding_scale
         with torch.no_grad():
             parameter.copy_(_shape_noise(name, parameter, noise))
     # Not .to(dtype): the rotary frequencies must stay float32.
@@ -145,5 +149,5 @@ def _shape_noise(name: str, parameter: torch.Tensor, noise: torch.Tensor) -> tor
     if parameter.ndim == 1:  # a norm, around 1 or (Gemma's) around 0
         return parameter + 0.3 * noise
     if "embed" in name or "wte" in name or "wpe" in name:
-        return 1.0 * noise
+        return noise
     return noise * (0.5 if "lm_head" in name else 0.2)

@@ -45,7 +45,7 @@ class PagedCase:
     """
 
     query_lens: tuple[int, ...] = (1,)
-    """New tokens of each sequence; may be 0, or more than its keys: then the first rows see none."""
+    """New tokens of each sequence; may be 0, or more than its keys: the first rows then see none."""
     seq_lens: tuple[int, ...] = (17,)
     """Keys of each sequence, new tokens included; may be 0."""
     num_heads: int = 4
@@ -65,7 +65,7 @@ class PagedCase:
     has_alibi: bool = False
     has_sinks: bool = False
     strided: bool = False
-    """Whether q, out, caches and tables are views of larger tensors, their dimensions in any order."""
+    """Whether q, out, caches and tables are views of larger tensors, dimensions in any order."""
     shares_prefix: bool = False
     """Whether sequences hold the first one's first full blocks in common."""
     seed: int = 0
@@ -226,7 +226,8 @@ def _spread(tensor: Tensor, poison: float, rng: random.Random | None) -> Tensor:
     """The same tensor as a view of a larger, poisoned one, its leading dimensions in any order."""
     if rng is None:
         return tensor
-    order = rng.sample(range(tensor.dim() - 1), tensor.dim() - 1) + [tensor.dim() - 1]
+    last = tensor.dim() - 1
+    order = [*rng.sample(range(last), last), last]
     before = [rng.randint(0, 2) for _ in order]
     after = [rng.randint(0, 2) for _ in order[:-1]] + [rng.choice([0, 1, 3, 8])]
     sizes = [tensor.shape[dim] for dim in order]
@@ -243,6 +244,7 @@ _HEAD_SIZES = (8, 16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 192
 _BLOCK_SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 16, 16, 17, 32, 33, 64, 100, 128, 255, 256)
 _SCALES = (None, None, None, None, None, None, 0.0, 1.0, 0.5, 0.02, -0.1)
 _MOST_WORK = 1 << 24  # multiply-adds of a case: some milliseconds for the oracle
+_EXP = 64  # multiply-adds that take as long as a score's exponential
 
 
 def random_case(rng: random.Random) -> PagedCase:
@@ -258,7 +260,7 @@ def random_case(rng: random.Random) -> PagedCase:
     v_head_size = _random_size(rng) if rng.random() < 0.3 else None
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16, torch.bfloat16])
     other = rng.choice([torch.float32, torch.float16, torch.bfloat16])
-    work = num_heads * (head_size + (v_head_size or head_size))
+    work = num_heads * (head_size + (v_head_size or head_size) + _EXP)
     query_lens, seq_lens = _random_lengths(rng, _MOST_WORK // work)
     longest = max(*query_lens, *seq_lens, 1)
     return PagedCase(

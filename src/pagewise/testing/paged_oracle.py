@@ -4,8 +4,8 @@ The allowance comes from the data, never from a constant that made a test pass: 
 implementation may be twice as wrong as eager torch is on the same inputs in the same element
 type, plus what rounding alone can do when eager torch happens to be lucky::
 
-    out:  2 · max |eager − oracle|  +  2 u · max |out|  +  2 u · spread  +  4 u32 (1 + scores) · spread
-    lse:  2 · max |eager32 − oracle|  +  4 u32 (1 + scores)
+    out:  2 · max |eager − oracle| + 2 u · (max |out| + spread) + 4 u32 · (1 + scores) · spread
+    lse:  2 · max |eager32 − oracle| + 4 u32 · (1 + scores)
 
 ``u`` is half an ulp relative to 1 in the element type, ``u32`` in float32. ``spread`` is the
 largest ``sqrt(Σ w² v²)``: how far a mean moves when its weights or values are rounded
@@ -223,7 +223,7 @@ def _contiguous(cache: Tensor, table: list[int], seq_len: int, q: Tensor) -> Ten
 
 
 def _eager_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """Masked scores ``[num_heads, query_len, seq_len]``, and a column more where there are sinks."""
+    """Masked scores ``[num_heads, query_len, seq_len]``, with a column more if there are sinks."""
     query_len, seq_len = q.shape[1], k.shape[1]
     scores = q @ k.mT * options.softmax_scale
     if options.logits_soft_cap is not None:

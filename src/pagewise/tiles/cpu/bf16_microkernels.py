@@ -170,14 +170,49 @@ def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
 
 
 @inner()
-def _mix_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
+def _mix_4x32(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
+    d0, d1, d2, d3 = splat(decay[r]), splat(decay[r + 1]), splat(decay[r + 2]), splat(decay[r + 3])
+    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
+    a00, a01 = mul(d0, load(acc, at0)), mul(d0, load(acc, at0 + 16))
+    a10, a11 = mul(d1, load(acc, at1)), mul(d1, load(acc, at1 + 16))
+    a20, a21 = mul(d2, load(acc, at2)), mul(d2, load(acc, at2 + 16))
+    a30, a31 = mul(d3, load(acc, at3)), mul(d3, load(acc, at3 + 16))
+    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
+    for n in range(0, num_keys, 2):
+        prefetch(v, ahead[n] + column)
+        prefetch(v, ahead[n + 1] + column)
+        left, right = load_pairs(v, rows[n] + column), load_pairs(v, rows[n + 1] + column)
+        b0, b1 = zip_low(left, right), zip_high(left, right)
+        w = splat_pair(p, p0 + n)
+        a00, a01 = dot_pairs(a00, w, b0), dot_pairs(a01, w, b1)
+        w = splat_pair(p, p1 + n)
+        a10, a11 = dot_pairs(a10, w, b0), dot_pairs(a11, w, b1)
+        w = splat_pair(p, p2 + n)
+        a20, a21 = dot_pairs(a20, w, b0), dot_pairs(a21, w, b1)
+        w = splat_pair(p, p3 + n)
+        a30, a31 = dot_pairs(a30, w, b0), dot_pairs(a31, w, b1)
+    _store_32(acc, at0, a00, a01)
+    _store_32(acc, at1, a10, a11)
+    _store_32(acc, at2, a20, a21)
+    _store_32(acc, at3, a30, a31)
+
+
+@inner()
+def _mix_1x32(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     d = splat(decay)
     a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
     for n in range(0, num_keys, 2):
+        prefetch(v, ahead[n] + column)
+        prefetch(v, ahead[n + 1] + column)
         w = splat_pair(p, p_at + n)
         left, right = load_pairs(v, rows[n] + column), load_pairs(v, rows[n + 1] + column)
         a0 = dot_pairs(a0, w, zip_low(left, right))
         a1 = dot_pairs(a1, w, zip_high(left, right))
+    _store_32(acc, at, a0, a1)
+
+
+@inner()
+def _store_32(acc, at, a0, a1):
     store(acc, at, a0)
     store(acc, at + 16, a1)
 
@@ -192,15 +227,19 @@ def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, 
     if num_rows == 1:
         for column in range(0, wide, 64):
             _mix_1x64(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
-    else:
-        for r in range(0, num_rows, 4):
-            for column in range(0, wide, 64):
-                start = at + r * stride + column
-                _mix_4x64(
-                    acc, start, stride, decay, r, p, r * tile_n, tile_n,
-                    v, rows, ahead, base + column, num_keys,
-                )  # fmt: skip
-    for r in range(num_rows):
+        for column in range(wide, width, 32):
+            _mix_1x32(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
+        return
+    for r in range(0, num_rows, 4):
+        for column in range(0, wide, 64):
+            start = at + r * stride + column
+            _mix_4x64(
+                acc, start, stride, decay, r, p, r * tile_n, tile_n,
+                v, rows, ahead, base + column, num_keys,
+            )  # fmt: skip
         for column in range(wide, width, 32):
             start = at + r * stride + column
-            _mix_narrow(acc, start, decay[r], p, r * tile_n, v, rows, ahead, base + column, num_keys)
+            _mix_4x32(
+                acc, start, stride, decay, r, p, r * tile_n, tile_n,
+                v, rows, ahead, base + column, num_keys,
+            )  # fmt: skip

@@ -10,7 +10,7 @@ name          computes                            in registers
 scores_4x4    4 queries · 4 keys                  16 vectors, one a pair, summed at the end
 scores_1x16   1 query · 16 keys                   the same
 mix           4 (or 1) rows of p · values         64 columns of 4 rows, or of 1
-mix_narrow    the same for 16 columns             what is left of a head size
+…x16          the same for 16 columns             what is left of a head size
 ============  ==================================  ==========================================
 
 A key or value is found at ``base + rows[n]``: a page's slots and a contiguous tile look the same.
@@ -163,9 +163,27 @@ def store_64(acc, at, a0, a1, a2, a3):
 
 
 @inner()
-def _mix_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
+def _mix_4x16(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
+    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
+    a0, a1 = mul(splat(decay[r]), load(acc, at0)), mul(splat(decay[r + 1]), load(acc, at1))
+    a2, a3 = mul(splat(decay[r + 2]), load(acc, at2)), mul(splat(decay[r + 3]), load(acc, at3))
+    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
+    for n in range(num_keys):
+        prefetch(v, ahead[n] + column)
+        b = load(v, rows[n] + column)
+        a0, a1 = fma(splat(p[p0 + n]), b, a0), fma(splat(p[p1 + n]), b, a1)
+        a2, a3 = fma(splat(p[p2 + n]), b, a2), fma(splat(p[p3 + n]), b, a3)
+    store(acc, at0, a0)
+    store(acc, at1, a1)
+    store(acc, at2, a2)
+    store(acc, at3, a3)
+
+
+@inner()
+def _mix_1x16(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     a = mul(splat(decay), load(acc, at))
     for n in range(num_keys):
+        prefetch(v, ahead[n] + column)
         a = fma(splat(p[p_at + n]), load(v, rows[n] + column), a)
     store(acc, at, a)
 
@@ -177,18 +195,22 @@ def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, 
     if num_rows == 1:
         for column in range(0, wide, 64):
             _mix_1x64(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
-    else:
-        for r in range(0, num_rows, 4):
-            for column in range(0, wide, 64):
-                start = at + r * stride + column
-                _mix_4x64(
-                    acc, start, stride, decay, r, p, r * tile_n, tile_n,
-                    v, rows, ahead, base + column, num_keys,
-                )  # fmt: skip
-    for r in range(num_rows):
+        for column in range(wide, width, 16):
+            _mix_1x16(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
+        return
+    for r in range(0, num_rows, 4):
+        for column in range(0, wide, 64):
+            start = at + r * stride + column
+            _mix_4x64(
+                acc, start, stride, decay, r, p, r * tile_n, tile_n,
+                v, rows, ahead, base + column, num_keys,
+            )  # fmt: skip
         for column in range(wide, width, 16):
             start = at + r * stride + column
-            _mix_narrow(acc, start, decay[r], p, r * tile_n, v, rows, ahead, base + column, num_keys)
+            _mix_4x16(
+                acc, start, stride, decay, r, p, r * tile_n, tile_n,
+                v, rows, ahead, base + column, num_keys,
+            )  # fmt: skip
 
 
 @inner()

@@ -1,0 +1,20 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
+	@$(BIN)/python -m pagewise generate --show-pages
+test: check  ## everything that must hold
+	$(BIN)/python -m pytest
+check: .venv/ready  ## style, types, import rules
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest tests/test_import_rules.py
+format: .venv/ready  ## put the code into house style
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+bench: .venv/ready  ## kernels and engine beside their peers
+	$(BIN)/python -m benchmarks run
+fuzz: .venv/ready  ## 50 000 random attention problems against float64
+	$(BIN)/python tools/fuzz.py --cases 50000
+clean:  ## forget the environment and every cache
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch .venv/ready
+.PHONY: demo test check format bench fuzz clean

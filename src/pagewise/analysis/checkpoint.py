@@ -1,0 +1,183 @@
+"""What a checkpoint directory says of itself: ``config.json`` and the heads of its weight files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+from .memory import LayerKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["ELEMENT_BYTES", "Checkpoint", "layer_kinds", "read_checkpoint", "weight_bytes"]
+
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors calls what a model is cast from
+_NAMES = {"sliding_attention": "sliding window", "chunked_attention": "chunked attention"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a memory plan needs to know of a model."""
+
+    model_type: str
+    layers: tuple[LayerKind, ...]
+    dtype: str
+    """Element type of weights and cache."""
+    max_model_len: int | None
+    """The most positions of a sequence; ``None`` if the model knows no limit."""
+    weight_bytes: int | None
+    """``None`` where there are no safetensors files."""
+
+
+def read_checkpoint(
+    directory: Path, *, dtype: str = "auto", max_model_len: int | None = None
+) -> Checkpoint:
+    """Read a directory without loading a weight.
+
+    Args:
+        directory: Has at least a ``config.json``.
+        dtype: ``"auto"`` is the checkpoint's own.
+        max_model_len: The most positions wanted.
+
+    Raises:
+        RequestError: The directory has no readable config or weight files, or the model has
+            fewer positions than ``max_model_len``.
+        UnsupportedError: Its config says that the engine cannot run it.
+    """
+    from ..models.support import check_config, find_limit
+
+    config = _read_config(directory)
+    check_config(config, max_model_len=max_model_len)
+    if dtype == "auto":
+        text = config.get_text_config(decoder=True)
+        known = config.dtype or text.dtype
+        dtype = "float32" if known is None else str(known).removeprefix("torch.")
+    if dtype not in ELEMENT_BYTES:
+        raise RequestError(f"dtype {dtype!r}: expected {', '.join(ELEMENT_BYTES)}")
+    return Checkpoint(
+        config.model_type,
+        layer_kinds(config),
+        dtype,
+        find_limit(config, max_model_len),
+        weight_bytes(directory, ELEMENT_BYTES[dtype]),
+    )
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
+    """A model's attention layers, those that keep the same of a token counted together."""
+    text = config.get_text_config(decoder=True)
+    num_layers = text.num_hidden_layers
+    num_owners = num_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    kinds = Counter(
+        _layer_kind(text, position, is_shared=position >= num_owners)
+        for position in range(num_layers)
+    )
+    return tuple(replace(kind, num_layers=count) for kind, count in kinds.items())
+
+
+def _layer_kind(text: PreTrainedConfig, position: int, *, is_shared: bool) -> LayerKind:
+    layer: Any = text.per_layer_config[position]
+    types = getattr(text, "layer_types", None)
+    window = getattr(layer, "sliding_window", None)
+    if types is None:
+        kind = "full_attention" if window is None else "sliding_attention"
+    else:
+        kind = types[position]
+    num_heads = layer.num_attention_heads
+    head_size = getattr(layer, "head_dim", None) or text.hidden_size // num_heads
+    # Where the config's class does not know the word, the model does not read it.
+    is_grouped = hasattr(type(layer), "num_key_value_heads")
+    num_kv_heads = (layer.num_key_value_heads if is_grouped else None) or num_heads
+    v_head_size = head_size
+    if getattr(layer, "kv_lora_rank", None):
+        # Latent attention, which the engine runs expanded to full keys and values.
+        num_kv_heads = num_heads
+        head_size, v_head_size = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
+    return LayerKind(
+        _NAMES.get(kind, "full attention"),
+        1,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        v_head_size,
+        window if kind == "sliding_attention" else None,
+        is_shared,
+    )
+
+
+def weight_bytes(directory: Path, element_bytes: int) -> int | None:
+    """Bytes of the weights once loaded, from the heads of the safetensors files.
+
+    Args:
+        directory: Of the checkpoint.
+        element_bytes: What floating-point numbers will be loaded as; others stay as they are.
+
+    Returns:
+        ``None`` where there are no such files.
+
+    Raises:
+        RequestError: A file is missing or broken.
+    """
+    total = 0
+    files = _weight_files(directory)
+    for file in files:
+        for name, tensor in _read_head(file).items():
+            if name == "__metadata__":
+                continue
+            if tensor["dtype"] in _FLOATS:
+                total += math.prod(tensor["shape"]) * element_bytes
+            else:
+                start, end = tensor["data_offsets"]
+                total += end - start
+    return total if files else None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that Transformers would load: a directory may hold the same weights twice."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = json.loads(index.read_bytes())["weight_map"].values()
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise RequestError(f"{index} is no index of weight files") from None
+        return [directory / name for name in sorted(set(names))]
+    single = directory / "model.safetensors"
+    return [single] if single.is_file() else []
+
+
+def _read_head(file: Path) -> dict[str, Any]:
+    """The table of tensors at the start of a safetensors file: its length, then JSON."""
+    try:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if size > os.fstat(stream.fileno()).st_size:
+                raise ValueError
+            head: dict[str, Any] = json.loads(stream.read(size))
+        if not isinstance(head, dict):
+            raise TypeError
+        return head
+    except FileNotFoundError:
+        raise RequestError(f"{file} is missing: the directory's index names it") from None
+    except (ValueError, TypeError, struct.error):
+        raise RequestError(f"{file} is no safetensors file, or cut short") from None
+
+
+def _read_config(directory: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        raise RequestError(f"{directory} has no config.json: give a checkpoint directory")
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # of many kinds, some of them bare Exceptions
+        raise RequestError(f"{directory / 'config.json'} cannot be used: {error}") from error

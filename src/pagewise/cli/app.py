@@ -1,0 +1,63 @@
+"""The commands and what ``--help`` says of them. Nothing here waits for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .generate import EXAMPLES as GENERATE_EXAMPLES
+from .generate import generate
+from .plan import EXAMPLES as PLAN_EXAMPLES
+from .plan import plan
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="pagewise",
+    help="Text from a Hugging Face checkpoint, over a KV cache that is kept in pages.",
+    epilog="Each command has its own help: [bold]pagewise generate --help[/bold].",
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(epilog=GENERATE_EXAMPLES)(generate)
+app.command(epilog=PLAN_EXAMPLES)(plan)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"pagewise {version('pagewise')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def pagewise(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and stop."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command; errors are raised, not printed.
+
+    Returns:
+        The exit code that the command asked for, 0 if it did not.
+    """
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("pagewise", list(args)) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0

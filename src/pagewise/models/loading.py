@@ -1,0 +1,212 @@
+"""Reading a checkpoint from a directory: everything that can be wrong with it, in one line.
+
+Transformers warns of a weight that is missing and fills it with random numbers; here that is an
+error. Nothing is ever downloaded, and no code of a checkpoint's is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import PagewiseError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["load_tokenizer", "read_model"]
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def read_model(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | str,
+    check: Callable[[PreTrainedConfig], None],
+) -> PreTrainedModel:
+    """Read a causal language model from a directory, to the CPU.
+
+    Args:
+        path: Directory with ``config.json`` and safetensors weights.
+        dtype: ``"auto"``, a torch type or its name.
+        check: Called with the config before any weight is read; may raise.
+
+    Raises:
+        RequestError: Something is missing or broken; the message says what, where and what to do.
+    """
+    directory = _find_directory(path)
+    dtype = _name_dtype(dtype)
+    if not (directory / "config.json").is_file():
+        raise RequestError(f"{directory} has no config.json: it is not a Transformers checkpoint")
+    with _quiet():
+        config = _read_config(directory)
+        check(config)
+        _check_weights(directory)
+        return _read_weights(directory, config, dtype)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | None:
+    """Read the tokenizer of a checkpoint's directory; ``None`` where it has none.
+
+    Raises:
+        RequestError: There is no such directory, or its tokenizer cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    directory = _find_directory(path)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    with _quiet(), _explained(f"{directory}: its tokenizer cannot be read"):
+        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory, **_LOCAL)
+    return tokenizer
+
+
+def _find_directory(path: str | os.PathLike[str]) -> Path:
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    what = "is a file" if directory.exists() else "does not exist"
+    raise RequestError(
+        f"model {os.fspath(path)!r} {what}, expected a directory with a checkpoint: nothing is "
+        "downloaded, so fetch it first (hf download NAME --local-dir DIRECTORY)"
+    )
+
+
+def _name_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype == "auto":
+        return "auto"
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise RequestError(
+            f"dtype is {dtype!r}, expected 'auto', 'float32', 'float16' or 'bfloat16'"
+        )
+    return found
+
+
+def _read_config(directory: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    with _explained(f"{directory / 'config.json'} cannot be read"):
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        model_type = raw.get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise RequestError(
+                f"{directory / 'config.json'} has model_type {model_type!r}, which this version of "
+                "Transformers does not know: update it (code from a checkpoint is not run)"
+            )
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+    return config
+
+
+def _check_weights(directory: Path) -> None:
+    """Every file of weights is there, and as long as its own header says."""
+    from safetensors import SafetensorError, safe_open
+
+    names = [_WEIGHTS]
+    if (directory / _INDEX).is_file():
+        with _explained(f"{directory / _INDEX} cannot be read"):
+            index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+            names = sorted(set(index["weight_map"].values()))
+    for name in names:
+        if not (directory / name).is_file():
+            raise RequestError(
+                f"{directory} has no {name}: download it, or convert the weights to safetensors "
+                "(other formats can run code and are not read)"
+            )
+        try:
+            with safe_open(directory / name, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise RequestError(
+                f"{directory / name} is truncated or no safetensors file ({_first_line(error)}): "
+                "download it again"
+            ) from error
+
+
+def _read_weights(
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    with _explained(f"{directory} cannot be loaded"):
+        model: PreTrainedModel
+        # A wrong shape would raise a page of text; ignored here, it is told below.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **_LOCAL,
+        )
+    wrong = sorted(report["mismatched_keys"])
+    if wrong:
+        name, found, expected = wrong[0]
+        raise RequestError(
+            f"{directory}: weight {name} has shape {list(found)}, expected {list(expected)}"
+            f"{_count_others(wrong)}: config.json belongs to another model"
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise RequestError(
+            f"{directory}: weight {missing[0]} is missing{_count_others(missing)}: the checkpoint "
+            "is incomplete, or config.json belongs to another model"
+        )
+    if report["error_msgs"]:
+        raise RequestError(f"{directory} cannot be loaded: {_first_line(report['error_msgs'][0])}")
+    return model
+
+
+def _count_others(found: list[Any]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn what Transformers, json and others raise on bad files into one line."""
+    try:
+        yield
+    except (PagewiseError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RequestError(f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:")[:200] if lines else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers' warnings and progress bars off the terminal: what matters is raised."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()

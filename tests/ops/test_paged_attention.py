@@ -1,0 +1,628 @@
+import ctypes
+import itertools
+import math
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pagewise import PagedBatch, paged_attention
+from pagewise.device import DeviceInfo
+from pagewise.ops.merge_states import merge_states
+from pagewise.ops.paged_attention import make_plan
+from pagewise.testing import PagedCase, assert_matches, make_inputs, oracle, random_case
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def plan_for(inputs, num_threads=2, **device):
+    """The plan of a machine that need not be this one."""
+    here = DeviceInfo.of(torch.device("cpu"))
+    there = replace(here, **{"num_workers": num_threads, **device})
+    return make_plan(inputs.problem, there)
+
+
+def on_cpu(inputs, **changes):
+    return inputs.attend(impl="cpu", **changes)
+
+
+def on_two_threads(inputs):
+    return on_cpu(inputs, plan=plan_for(inputs))
+
+
+def without_bf16_dot(inputs):
+    return on_cpu(inputs, plan=plan_for(inputs, bf16_dot=False))
+
+
+def by_reference(inputs):
+    return inputs.attend(impl="reference")
+
+
+IMPLEMENTATIONS = {
+    "cpu": on_two_threads,
+    "cpu-without-bf16-dot": without_bf16_dot,
+    "reference": by_reference,
+}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def attend(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread():
+    """Small eager products are slower on two threads; the kernel's own threads are in its plan."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def _poisoned_memory():
+    """Fresh memory, Numba's and torch's, is full of 0xFF: NaN in every type. (GNU libc only.)"""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    perturb, filled_with_ones = -6, 256
+    mallopt(perturb, filled_with_ones)
+    yield
+    mallopt(perturb, 0)
+
+
+def bits(result):
+    return [
+        tensor.contiguous().view(torch.int32 if tensor.dtype == F32 else torch.int16)
+        for tensor in result
+    ]
+
+
+def assert_same_bits(result, expected):
+    for got, wanted in zip(bits(result), bits(expected), strict=True):
+        assert torch.equal(got, wanted)
+
+
+# --- right, against the oracle -------------------------------------------------------------
+
+CASES = [
+    # sequences of no, one and few keys; nothing at all
+    PagedCase((), ()),
+    PagedCase((1,), (0,)),
+    PagedCase((1,), (1,)),
+    PagedCase((3,), (3,)),
+    PagedCase((0, 0), (5, 20)),
+    # a row more or less than a tile of keys, a split, two splits
+    *(PagedCase((1,), (n,), head_size=16) for n in (63, 64, 65, 511, 512, 513, 1024, 1025)),
+    *(PagedCase((n,), (n,), head_size=16, num_heads=2) for n in (63, 64, 65)),
+    # new tokens that straddle a split, and that start or end at one
+    PagedCase((20, 8, 8), (520, 512, 520)),
+    PagedCase((20, 8, 8), (520, 512, 520), sliding_window=9),
+    # more new tokens than keys: the first rows see none
+    PagedCase((5, 9, 1), (3, 0, 1)),
+    PagedCase((5, 9), (3, 0), causal=False),
+    PagedCase((5, 9), (3, 0), has_sinks=True),
+    PagedCase((5, 9), (3, 0), causal=False, sliding_window=2),
+    # every group, from few rows to many
+    *(PagedCase((1, 2, 5, 40), (9,) * 3 + (40,), group * 2, 2) for group in range(1, 9)),
+    PagedCase((2, 30), (70, 70), 71, 1, head_size=8),  # more rows a token than a tile holds
+    # head sizes: less than a vector, not a whole number of vectors or pairs, different for values
+    *(PagedCase((1, 20), (30, 40), head_size=d) for d in (8, 24, 40, 72, 80, 96, 112, 256, 512)),
+    *(
+        PagedCase((1, 20), (30, 40), head_size=d, v_head_size=d_v, dtype=BF16)
+        for d, d_v in ((64, 8), (8, 64), (40, 72), (192, 128), (128, 512))
+    ),
+    # blocks of one slot, odd ones, and longer than a tile
+    *(PagedCase((1, 20), (100, 40), block_size=n) for n in (1, 3, 63, 64, 65, 100, 256)),
+    # windows of one key, and around a tile's and a split's edge
+    *(PagedCase((1, 70), (600, 130), sliding_window=w) for w in (1, 2, 63, 64, 65, 88, 511, 600)),
+    PagedCase((1, 70), (600, 130), sliding_window=10, causal=False),
+    # scales, caps and biases
+    *(PagedCase((1, 9), (70, 9), softmax_scale=scale) for scale in (0.0, 1.0, -0.5, 8.0)),
+    *(PagedCase((1, 9), (70, 9), logits_soft_cap=cap) for cap in (0.01, 1.0, 30.0)),
+    PagedCase((1, 9), (1070, 99), has_alibi=True),
+    PagedCase((1, 9), (1070, 99), has_alibi=True, causal=False),
+    PagedCase((1, 9), (1070, 9), has_sinks=True),
+    PagedCase((1, 9), (700, 70), 6, 2, logits_soft_cap=5.0, has_alibi=True, sliding_window=65),
+    PagedCase((1, 9), (700, 70), causal=False, has_alibi=True, has_sinks=True, dtype=BF16),
+    # element types of queries and caches
+    *(
+        PagedCase((1, 20), (600, 90), dtype=dtype, kv_dtype=kv_dtype, head_size=40, strided=True)
+        for dtype, kv_dtype in itertools.product((F32, F16, BF16), repeat=2)
+    ),
+    # shared blocks
+    PagedCase((1,) * 8, tuple(range(40, 80, 5)), shares_prefix=True),
+]
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_boundary_cases_match_the_oracle(attend, case):
+    inputs = make_inputs(case)
+    assert_matches(attend(inputs), inputs)
+
+
+BLOCKS = 25  # of cases, so that a report has lines and not thousands of them
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_random_cases_match_the_oracle(block):
+    for i in range(48):
+        inputs = make_inputs(random_case(random.Random(f"any-{block}-{i}")))
+        assert_matches(on_two_threads(inputs), inputs)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_random_cases_match_the_oracle_without_bf16_dot(block):
+    for i in range(16):
+        case = random_case(random.Random(f"bf16-{block}-{i}"))
+        inputs = make_inputs(replace(case, dtype=BF16, kv_dtype=None))
+        assert_matches(without_bf16_dot(inputs), inputs)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_the_reference_in_low_precision_matches_itself_in_float64(block):
+    for i in range(16):
+        inputs = make_inputs(random_case(random.Random(f"reference-{block}-{i}")))
+        assert_matches(by_reference(inputs), inputs)
+
+
+def test_random_cases_meet_every_feature():
+    cases = [random_case(random.Random(f"any-{i // 48}-{i % 48}")) for i in range(48 * BLOCKS)]
+    groups = {case.num_heads // case.num_kv_heads for case in cases}
+    lengths = {seq_len for case in cases for seq_len in case.seq_lens}
+    pairs = [pair for case in cases for pair in zip(case.query_lens, case.seq_lens, strict=True)]
+    assert groups == set(range(1, 9))
+    assert {0, 1, 2} < lengths
+    assert max(lengths) > 1024
+    assert {case.dtype for case in cases} == {F32, F16, BF16}
+    assert len({(case.dtype, case.cache_dtype) for case in cases}) == 9
+    assert {24, 40, 72, 80, 96, 112, 256} < {case.head_size for case in cases}
+    assert {None, 0.0} < {case.softmax_scale for case in cases}
+    for feature in ("v_head_size", "sliding_window", "logits_soft_cap"):
+        assert 100 < sum(getattr(case, feature) is not None for case in cases) < 600, feature
+    for feature in ("causal", "has_alibi", "has_sinks", "strided", "shares_prefix"):
+        assert 100 < sum(getattr(case, feature) for case in cases) < 1100, feature
+    assert sum(query_len > seq_len for query_len, seq_len in pairs) > 20
+    assert sum(query_len == 1 for query_len, _ in pairs) > 500
+    assert sum(1 < query_len < seq_len for query_len, seq_len in pairs) > 500
+    assert sum(1 < query_len == seq_len for query_len, seq_len in pairs) > 400
+    assert any(case.block_size == 1 for case in cases)
+    assert any(case.block_size == 256 for case in cases)
+
+
+# --- the reference, against others ---------------------------------------------------------
+
+
+def dense(num_tokens, seq_len, num_heads, num_kv_heads, dtype=torch.float64, seed=0):
+    """One sequence in a cache of one block each token, and the same as SDPA wants it."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(n, heads, 32, dtype=dtype, generator=generator)
+        for n, heads in ((num_tokens, num_heads), (seq_len, num_kv_heads), (seq_len, num_kv_heads))
+    )
+    batch = PagedBatch(
+        torch.arange(seq_len, dtype=torch.int32)[None],
+        torch.tensor([seq_len], dtype=torch.int32),
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        num_tokens,
+        seq_len,
+    )
+    return q, k, v, batch
+
+
+def sdpa(q, k, v, **options):
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)[0].transpose(0, 1)
+
+
+def positions(num_tokens, seq_len):
+    """How far each key lies behind each query, ``[num_tokens, seq_len]``."""
+    return torch.arange(seq_len - num_tokens, seq_len)[:, None] - torch.arange(seq_len)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("num_tokens", "seq_len"), [(1, 1), (7, 7), (1, 50), (20, 50)])
+@pytest.mark.parametrize(
+    ("options", "visible", "sdpa_options"),
+    [
+        pytest.param({}, lambda behind: behind >= 0, {}, id="causal"),
+        pytest.param({"causal": False}, lambda behind: behind > -9999, {}, id="full"),
+        pytest.param(
+            {"sliding_window": 5}, lambda behind: (behind >= 0) & (behind < 5), {}, id="window"
+        ),
+        pytest.param(
+            {"sliding_window": 5, "causal": False}, lambda behind: behind < 5, {}, id="full-window"
+        ),
+        pytest.param(
+            {"softmax_scale": 0.7}, lambda behind: behind >= 0, {"scale": 0.7}, id="scale"
+        ),
+        pytest.param({"softmax_scale": 0.0}, lambda behind: behind >= 0, {"scale": 0.0}, id="zero"),
+    ],
+)
+def test_the_reference_equals_sdpa_on_dense_cases(
+    num_tokens, seq_len, num_heads, num_kv_heads, options, visible, sdpa_options
+):
+    q, k, v, batch = dense(num_tokens, seq_len, num_heads, num_kv_heads)
+    mask = visible(positions(num_tokens, seq_len))
+    result = paged_attention(q, k[:, None], v[:, None], batch, impl="reference", **options)
+    expected = sdpa(q, k, v, attn_mask=mask, **sdpa_options)
+    torch.testing.assert_close(result.out, expected, rtol=1e-12, atol=1e-12)
+    # One more key of score 0 and no value leaves Z / (Z + 1) of a value that is 1 everywhere.
+    one_more = torch.cat([k, torch.zeros_like(k[:1])])
+    ones = torch.cat([torch.ones_like(v), torch.zeros_like(v[:1])])
+    mask = torch.cat([mask, torch.ones(num_tokens, 1, dtype=torch.bool)], dim=1)
+    share = sdpa(q, one_more, ones, attn_mask=mask, **sdpa_options)[..., 0]
+    torch.testing.assert_close(result.lse, share.logit().float(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_reference_with_alibi_equals_sdpa_with_its_bias():
+    q, k, v, batch = dense(20, 50, 4, 2)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 1.0])
+    behind = positions(20, 50)
+    bias = (-slopes[:, None, None] * behind).double().masked_fill(behind < 0, -math.inf)
+    caches = k[:, None], v[:, None]
+    result = paged_attention(q, *caches, batch, alibi_slopes=slopes, impl="reference")
+    expected = sdpa(q, k, v, attn_mask=bias[None])
+    torch.testing.assert_close(result.out, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_reference_is_the_formula_written_out_in_loops(causal, window):
+    case = PagedCase(
+        (2, 3), (5, 2), 4, 2, 8, block_size=2, has_alibi=True, has_sinks=True,
+        logits_soft_cap=1.5, softmax_scale=0.6, causal=causal, sliding_window=window,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    result, batch = oracle(inputs), inputs.batch
+    for seq, token, head in itertools.product(range(batch.num_seqs), range(3), range(4)):
+        start, end = batch.cu_seqlens_q[seq : seq + 2].tolist()
+        if start + token >= end:
+            continue
+        seq_len = int(batch.seq_lens[seq])
+        position = seq_len - (end - start) + token
+        terms, total = [], math.exp(inputs.options["sinks"][head])
+        for key in range(seq_len):
+            if (causal and key > position) or (window and key <= position - window):
+                continue
+            block, slot = int(batch.block_tables[seq, key // 2]), key % 2
+            q, kv_head = inputs.q[start + token, head], head // 2
+            k, v = inputs.k_cache[block, slot, kv_head], inputs.v_cache[block, slot, kv_head]
+            score = sum(a * b for a, b in zip(q.tolist(), k.tolist(), strict=True))
+            score = 1.5 * math.tanh(0.6 * score / 1.5)
+            score += float(inputs.options["alibi_slopes"][head]) * (key - position)
+            terms.append((math.exp(score), v.double()))
+            total += math.exp(score)
+        out = sum((weight / total * v for weight, v in terms), torch.zeros(8, dtype=torch.float64))
+        torch.testing.assert_close(result.out[start + token, head], out, rtol=1e-10, atol=1e-10)
+        assert float(result.lse[start + token, head]) == pytest.approx(math.log(total), rel=1e-6)
+
+
+# --- the same bits, however the work is cut --------------------------------------------------
+
+
+def random_inputs(name, count, **changes):
+    for i in range(count):
+        yield make_inputs(replace(random_case(random.Random(f"{name}-{i}")), **changes))
+
+
+def select(inputs, order, rng=None):
+    """The batch of some of the sequences, in another order."""
+    starts = inputs.batch.cu_seqlens_q.tolist()
+    rows = [torch.arange(starts[seq], starts[seq + 1]) for seq in order]
+    lengths = torch.tensor([0, *map(len, rows)])
+    batch = replace(
+        inputs.batch,
+        block_tables=inputs.batch.block_tables[list(order)],
+        seq_lens=inputs.batch.seq_lens[list(order)],
+        cu_seqlens_q=lengths.cumsum(0, dtype=torch.int32),
+    )
+    rows = torch.cat(rows) if rows else torch.arange(0)
+    return inputs.replace(q=inputs.q[rows], batch=batch), rows
+
+
+def row_bits(result, rows):
+    return type(result)(result.out[rows], result.lse[rows])
+
+
+def test_permuting_physical_blocks_changes_no_bit():
+    for inputs in random_inputs("blocks", 40):
+        num_blocks = len(inputs.k_cache)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
+        tables = inputs.batch.block_tables
+        known = (tables >= 0) & (tables < num_blocks)
+        moved = tables.clone()
+        moved[known] = order.argsort().int()[tables[known]]
+        other = inputs.replace(
+            k_cache=inputs.k_cache[order],
+            v_cache=inputs.v_cache[order],
+            batch=replace(inputs.batch, block_tables=moved),
+        )
+        assert_same_bits(on_two_threads(other), on_two_threads(inputs))
+
+
+def test_permuting_sequences_changes_no_bit():
+    for i, inputs in enumerate(random_inputs("sequences", 40)):
+        order = random.Random(i).sample(range(inputs.batch.num_seqs), inputs.batch.num_seqs)
+        other, rows = select(inputs, order)
+        assert_same_bits(on_two_threads(other), row_bits(on_two_threads(inputs), rows))
+
+
+def test_a_sequence_alone_gets_the_bits_that_it_gets_in_a_batch():
+    for inputs in random_inputs("alone", 40):
+        together = on_two_threads(inputs)
+        for seq in range(inputs.batch.num_seqs):
+            alone, rows = select(inputs, [seq])
+            assert_same_bits(on_two_threads(alone), row_bits(together, rows))
+
+
+def chunk(inputs, seq, first, end):
+    """New tokens ``first`` to ``end`` of a causal sequence, as a step of their own."""
+    start, stop = inputs.batch.cu_seqlens_q[seq : seq + 2].tolist()
+    seq_len = int(inputs.batch.seq_lens[seq]) - (stop - start) + end
+    batch = PagedBatch(
+        inputs.batch.block_tables[seq : seq + 1],
+        torch.tensor([max(0, seq_len)], dtype=torch.int32),
+        torch.tensor([0, end - first], dtype=torch.int32),
+        end - first,
+        max(0, seq_len),
+    )
+    rows = slice(start + first, start + end)
+    return inputs.replace(q=inputs.q[rows], batch=batch), rows
+
+
+def test_chunked_prefill_gets_the_bits_of_one_shot():
+    num_chunks = 0
+    for i, inputs in enumerate(random_inputs("chunks", 60, causal=True)):
+        rng = random.Random(i)
+        together = on_two_threads(inputs)
+        for seq, query_len in enumerate(inputs.batch.cu_seqlens_q.diff().tolist()):
+            seq_len = int(inputs.batch.seq_lens[seq])
+            if query_len > seq_len:
+                continue  # a chunk's position is its sequence's length so far: never negative
+            first = 0
+            while first < query_len:
+                end = min(query_len, first + rng.choice([1, 1, 2, 5, 30, 100]))
+                part, rows = chunk(inputs, seq, first, end)
+                assert_same_bits(on_two_threads(part), row_bits(together, rows))
+                first, num_chunks = end, num_chunks + 1
+    assert num_chunks > 300
+
+
+def test_no_choice_of_a_plan_but_split_size_and_bf16_dot_changes_a_bit():
+    for i, inputs in enumerate(random_inputs("plans", 60)):
+        rng, plan = random.Random(i), plan_for(inputs)
+        expected = on_cpu(inputs, plan=plan)
+        for _ in range(6):
+            other = replace(
+                plan,
+                tile_m=rng.choice([16, 32, 64, 128]),
+                decode_heads=rng.randint(1, inputs.problem.num_kv_heads),
+                parallel_splits=rng.random() < 0.5,
+                num_threads=rng.randint(1, 4),
+            )
+            assert_same_bits(on_cpu(inputs, plan=other), expected)
+
+
+LONG = PagedCase((1, 1, 40), (2100, 700, 640), 8, 2, dtype=BF16, block_size=7)
+
+
+@pytest.mark.parametrize("parallel_splits", [False, True])
+def test_splits_on_several_threads_change_no_bit(parallel_splits):
+    for case in (LONG, replace(LONG, dtype=F32), replace(LONG, sliding_window=1300)):
+        inputs = make_inputs(case)
+        plan = replace(plan_for(inputs, 3), parallel_splits=parallel_splits)
+        one = replace(plan, num_threads=1, parallel_splits=False)
+        assert_same_bits(on_cpu(inputs, plan=plan), on_cpu(inputs, plan=one))
+
+
+def test_the_number_of_torch_threads_changes_no_bit():
+    inputs = make_inputs(LONG)
+    results = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        results.append(on_cpu(inputs))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+def test_twenty_calls_give_the_same_bits():
+    inputs = make_inputs(LONG)
+    first = on_two_threads(inputs)
+    for _ in range(20):
+        assert_same_bits(on_two_threads(inputs), first)
+
+
+def test_four_threads_that_call_at_once_get_the_bits_of_one():
+    everything = [*random_inputs("concurrent", 12), make_inputs(LONG)]
+    expected = [on_two_threads(inputs) for inputs in everything]
+
+    def call_all(first):
+        order = [*range(first, len(everything)), *range(first)]
+        return [(i, on_two_threads(everything[i])) for i in order for _ in range(3)]
+
+    with ThreadPoolExecutor(4) as callers:
+        for results in callers.map(call_all, (0, 3, 6, 9)):
+            for i, result in results:
+                assert_same_bits(result, expected[i])
+
+
+FORKED = """
+import multiprocessing, torch
+from pagewise.device import DeviceInfo
+from pagewise.ops.paged_attention import make_plan
+from pagewise.testing import PagedCase, make_inputs
+
+inputs = make_inputs(PagedCase((1, 1, 40), (2100, 700, 640), 8, 2))
+plan = make_plan(inputs.problem, DeviceInfo("cpu", 2))
+assert plan.num_threads == 2
+
+def attend():
+    result = inputs.attend(impl="cpu", plan=plan)
+    return result.out.numpy().tobytes() + result.lse.numpy().tobytes()
+
+def child(pipe):
+    pipe.send_bytes(attend())
+
+expected = attend()  # the parent's threads are running now
+context = multiprocessing.get_context("fork")
+mine, theirs = context.Pipe()
+process = context.Process(target=child, args=(theirs,))
+process.start()
+assert mine.poll(60), "the child hangs"
+assert mine.recv_bytes() == expected
+process.join(60)
+assert process.exitcode == 0
+assert attend() == expected
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork there")
+def test_a_forked_child_computes_on_threads_of_its_own():
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=300)
+
+
+# --- the same result, said in other words ---------------------------------------------------
+
+
+def merged(states):
+    return merge_states(*(torch.stack(tensors) for tensors in zip(*states, strict=True)))
+
+
+def test_parts_of_the_keys_merged_in_any_order_give_the_whole():
+    """Parts are whole blocks, attended without a mask, as cascades and sharded caches do."""
+    rng = random.Random(0)
+    for seed in range(20):
+        cap = rng.choice([None, 3.0])
+        case = PagedCase((1, 1), (900, 450), 4, 2, 40, logits_soft_cap=cap, seed=seed)
+        inputs = make_inputs(case)
+        cuts = sorted(rng.sample(range(1, 28), rng.randint(1, 5)))
+        parts = []
+        for first, end in itertools.pairwise([0, *cuts, 57]):
+            lengths = (inputs.batch.seq_lens - 16 * first).clamp(0, 16 * (end - first)).int()
+            tables = inputs.batch.block_tables[:, first:end]
+            part = replace(inputs.batch, block_tables=tables, seq_lens=lengths)
+            parts.append(on_cpu(inputs.replace(batch=part), causal=False, plan=plan_for(inputs)))
+        for _ in range(4):
+            rng.shuffle(parts)
+            assert_matches(merged(parts), inputs)
+            half = len(parts) // 2
+            assert_matches(merged([merged(parts[:half]), merged(parts[half:])]), inputs)
+
+
+def test_a_window_as_long_as_the_sequence_hides_nothing():
+    for inputs in random_inputs("window", 30, causal=True, sliding_window=None):
+        longest = max(1, int(inputs.batch.seq_lens.max()))
+        for window in (longest, longest + 1, 1 << 40):
+            windowed = on_cpu(inputs, sliding_window=window, plan=plan_for(inputs))
+            assert_same_bits(windowed, on_two_threads(inputs))
+
+
+def test_a_window_one_shorter_hides_the_first_key_of_the_last_row():
+    inputs = make_inputs(PagedCase((1,), (9,)))
+    whole = on_cpu(inputs)
+    windowed = on_cpu(inputs, sliding_window=8)
+    assert (whole.lse >= windowed.lse).all()
+    assert (whole.lse > windowed.lse).any()
+
+
+@pytest.mark.parametrize("cap", [1e6, 1e30])
+def test_a_huge_soft_cap_caps_nothing(attend, cap):
+    for inputs in random_inputs("cap", 10, logits_soft_cap=None):
+        capped = inputs.replace(options={**inputs.options, "logits_soft_cap": cap})
+        assert_matches(attend(capped), inputs)
+
+
+def test_upper_bounds_of_the_lengths_change_no_bit():
+    inputs = make_inputs(LONG)
+    larger = replace(inputs.batch, max_query_len=4000, max_seq_len=100_000)
+    assert_same_bits(on_two_threads(inputs.replace(batch=larger)), on_two_threads(inputs))
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def test_out_is_written_and_returned_and_nothing_around_it(attend):
+    for inputs in random_inputs("out", 20, strided=True):
+        expected, out = attend(inputs), inputs.out
+        buffer = torch.empty(0, dtype=out.dtype).set_(out.untyped_storage())
+        written = torch.zeros_like(buffer, dtype=torch.bool)
+        written.as_strided(out.shape, out.stride(), out.storage_offset())[:] = True
+        result = attend(inputs.replace(options={**inputs.options, "out": out}))
+        assert result.out is out
+        assert_same_bits(result, expected)
+        assert buffer[~written].isnan().all()
+
+
+def test_inputs_are_never_written(attend):
+    for inputs in random_inputs("inputs", 20):
+        named = {**vars(inputs), **vars(inputs.batch), **inputs.options}
+        tensors = {name: value for name, value in named.items() if torch.is_tensor(value)}
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        attend(inputs)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name
+            assert torch.equal(tensor.isnan(), before[name].isnan()), name
+
+
+def test_the_cpu_path_reads_no_key_that_no_row_sees():
+    hidden = 0
+    for inputs in random_inputs("unseen", 40, sliding_window=3, shares_prefix=False):
+        expected = on_two_threads(inputs)
+        k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
+        tables = inputs.batch.block_tables.clone()
+        block_size = inputs.problem.block_size
+        for seq, query_len in enumerate(inputs.batch.cu_seqlens_q.diff().tolist()):
+            seq_len = int(inputs.batch.seq_lens[seq])
+            for key in range(seq_len if query_len == 0 else max(0, seq_len - query_len - 2)):
+                block = int(tables[seq, key // block_size])
+                k_cache[block, key % block_size] = v_cache[block, key % block_size] = math.nan
+                hidden += 1
+        assert_same_bits(on_two_threads(inputs.replace(k_cache=k_cache, v_cache=v_cache)), expected)
+    assert hidden > 1000
+
+
+def test_strides_of_lengths_and_biases_do_not_matter(attend):
+    inputs = make_inputs(PagedCase((1, 5), (30, 5), 4, 2, has_alibi=True, has_sinks=True))
+
+    def every_other(tensor):
+        return torch.stack([tensor, torch.full_like(tensor, 77)], dim=1)[:, 0]
+
+    batch = replace(
+        inputs.batch,
+        seq_lens=every_other(inputs.batch.seq_lens),
+        cu_seqlens_q=every_other(inputs.batch.cu_seqlens_q),
+    )
+    options = {
+        name: every_other(value) if torch.is_tensor(value) else value
+        for name, value in inputs.options.items()
+    }
+    assert_same_bits(attend(inputs.replace(batch=batch, options=options)), attend(inputs))
+
+
+def test_a_cache_of_more_than_two_to_the_31_elements_is_addressed_in_64_bits():
+    """Untouched pages of memory take no room: 13 GB of addresses, a few MB of memory."""
+    shape = 2**31 // (256 * 2 * 8) + 4, 256, 2, 8
+    small = make_inputs(PagedCase((1, 20), (700, 600), head_size=8, block_size=256))
+    k_cache, v_cache = (torch.empty(shape, dtype=F16) for _ in range(2))
+    assert k_cache.numel() > 2**31
+    spread = torch.linspace(0, shape[0] - 1, len(small.k_cache)).int()
+    k_cache[spread.long()] = small.k_cache.half()
+    v_cache[spread.long()] = small.v_cache.half()
+    tables = small.batch.block_tables
+    tables = torch.where(tables < len(spread), spread[tables.clamp(max=len(spread) - 1)], tables)
+    batch = replace(small.batch, block_tables=tables)
+    large = small.replace(k_cache=k_cache, v_cache=v_cache, batch=batch)
+    small = small.replace(k_cache=small.k_cache.half(), v_cache=small.v_cache.half())
+    assert_same_bits(on_two_threads(large), on_two_threads(small))
+    assert_matches(on_two_threads(large), large)

@@ -1,0 +1,156 @@
+import dataclasses
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks import __main__ as command_line
+from benchmarks import cases, timing, workload
+from benchmarks.attention import AttentionCase
+from benchmarks.case import Check, Measurement, at_least, at_most
+from benchmarks.timing import Contestant, Times, ratio, take_turns
+from typer.testing import CliRunner
+
+from pagewise.testing import PagedCase
+
+TINY = AttentionCase(
+    "tiny",
+    PagedCase(query_lens=(1, 1), seq_lens=(30, 7), head_size=16),
+    (at_least("x sdpa", 0.0), at_most("share of read bandwidth", 0.0)),
+    beside=("block 4", PagedCase(query_lens=(1, 1), seq_lens=(30, 30), block_size=4)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fake:
+    """A case without work, right or wrong as asked."""
+
+    name: str = "fake"
+    about: str = "nothing"
+    targets: tuple = (at_most("seconds", 2.0),)
+    is_right: bool = True
+
+    def verify(self):
+        return [Check("ours", self.is_right, "as told")]
+
+    def measure(self, repeats):
+        times = Times((1.0,) * (repeats or 1))
+        return Measurement({"pagewise": times}, {"seconds": times.median})
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """The command line on made-up cases, writing to ``tmp_path``."""
+
+    def call(*arguments, present=(Fake(),)):
+        monkeypatch.setattr(cases, "CASES", present)
+        monkeypatch.setattr(command_line, "RESULTS", tmp_path)
+        return CliRunner().invoke(command_line.app, arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("module", [timing, workload])
+def test_examples_in_docstrings_hold(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_list_names_every_case_and_its_targets(run):
+    result = run("list", present=cases.CASES)
+    assert result.exit_code == 0
+    assert all(case.name in result.stdout for case in cases.CASES)
+    assert "share of read bandwidth >= 0.4" in result.stdout
+
+
+def test_names_of_cases_differ_and_targets_name_a_metric_once():
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    for case in cases.CASES:
+        metrics = [target.metric for target in case.targets]
+        assert len(set(metrics)) == len(metrics)
+
+
+def test_a_small_attention_case_and_its_peers_are_right():
+    checks = TINY.verify()
+    assert [check.what.split(",")[0] for check in checks[:2]] == ["pagewise", "sdpa"]
+    assert not [check for check in checks if not check.passed]
+
+
+def test_a_wrong_result_fails_the_gate(monkeypatch):
+    from benchmarks import attention
+
+    right = attention.to_tokens
+    monkeypatch.setattr(attention, "to_tokens", lambda results: right(results) + 1e-3)
+    assert {check.what.split(",")[0]: check.passed for check in TINY.verify()} == {
+        "pagewise": True,
+        "sdpa": False,
+        "gather + sdpa": False,
+    }
+
+
+def test_a_measurement_has_every_metric_that_a_target_names(monkeypatch):
+    from benchmarks import attention
+
+    monkeypatch.setattr(attention, "read_all", lambda: None)  # a gigabyte is not for tests
+    measurement = TINY.measure(repeats=1)
+    assert {target.metric for target in TINY.targets} <= set(measurement.metrics)
+    assert "time / block 4" in measurement.metrics
+
+
+def test_a_wrong_case_gets_no_speed(run, tmp_path):
+    result = run("run", "--out", "red", present=(Fake(is_right=False),))
+    assert result.exit_code == 1
+    assert "median" not in result.stdout
+    assert json.loads((tmp_path / "red.json").read_text())["cases"] == []
+    assert run("verify", present=(Fake(is_right=False),)).exit_code == 1
+
+
+def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
+    assert run("run", "--out", "one", "--repeats", "3").exit_code == 0
+    result = json.loads((tmp_path / "one.json").read_text())
+    assert set(result) == {"machine", "versions", "commit", "date", "cases"}
+    assert {"cpu", "cores"} <= set(result["machine"])
+    assert {"torch", "numba", "transformers", "python"} <= set(result["versions"])
+    [case] = result["cases"]
+    assert case["targets"] == [{"metric": "seconds", "bound": 2.0, "sign": "<=", "reached": True}]
+    assert case["times"]["pagewise"]["seconds"] == [1.0, 1.0, 1.0]
+    assert str(Path.home()) not in json.dumps(result)
+
+
+def test_compare_prints_both_results_and_their_ratio(run, tmp_path):
+    run("run", "--out", "before")
+    run("run", "--out", "after")
+    paths = [str(tmp_path / f"{name}.json") for name in ("before", "after")]
+    result = run("compare", *paths)
+    assert result.exit_code == 0
+    assert re.search(r"fake +pagewise, ms +1000 +1000 +1\.000", result.stdout)
+
+
+def test_an_unknown_case_is_one_clear_line_and_exit_code_2(run):
+    result = run("verify", "nosuchcase")
+    assert result.exit_code == 2
+    assert "nosuchcase" in result.output
+
+
+def test_contestants_take_turns_and_preparations_are_not_timed():
+    log = []
+    contestants = {
+        "a": Contestant(lambda: log.append("a"), before=lambda: log.append("before a")),
+        "b": Contestant(lambda: log.append("b")),
+    }
+    times = take_turns(contestants, repeats=3, warmup=1)
+    assert {name: len(t.seconds) for name, t in times.items()} == {"a": 3, "b": 3}
+    turns = [word for word in log if word in "ab"]
+    assert all(set(turns[i : i + 2]) == {"a", "b"} for i in range(0, 8, 2))
+    assert all(log[i - 1] == "before a" for i, word in enumerate(log) if word == "a")
+
+
+def test_a_ratio_is_taken_round_by_round():
+    # The second round was slow for both: it says nothing about either.
+    assert ratio(Times((2.0, 20.0, 2.0)), Times((1.0, 10.0, 1.0))) == 2.0
+
+
+def test_quantiles_are_interpolated():
+    times = Times((4.0, 1.0, 2.0, 3.0, 5.0))
+    assert (times.quantile(0.0), times.median, times.quantile(0.9)) == (1.0, 3.0, 4.6)

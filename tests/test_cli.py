@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pagewise.cli import main
+from pagewise.cli.app import app
+from pagewise.cli.prompts import BUILT_IN
+from pagewise.demo import path as demo_path
+
+SMALL = ["--num-blocks", "64", "--max-num-seqs", "8"]
+GREEDY = ["--temperature", "0", "--max-tokens", "6", *SMALL]
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command line in this process: (exit code, stdout, stderr)."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        code = main(args)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def pipe_in(monkeypatch):
+    """Puts bytes into a pipe that is this process's standard input."""
+
+    def put(data: bytes) -> None:
+        reader, writer = os.pipe()
+        os.write(writer, data)
+        os.close(writer)
+        monkeypatch.setattr(sys, "stdin", os.fdopen(reader))
+
+    return put
+
+
+def _start(*args: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pagewise", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+# --- help -----------------------------------------------------------------------------------
+
+
+def test_help_names_the_commands():
+    for args in (["--help"], ["-h"], []):
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 0
+        assert "generate" in result.stdout
+        assert "plan" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_help_of_a_command_is_narrow_and_has_examples(command):
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"pagewise {command} " in result.stdout.split("Examples")[1]
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"pagewise \d+\.\d+\.\d+\S*\n", result.stdout)
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys; from pagewise.cli import main; main(['generate', '--help']);"
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("missing", ["typer", "transformers"])
+def test_a_missing_extra_is_named(missing):
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None;"
+        "from pagewise.cli import main; sys.exit(main(['generate', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"pagewise: {missing} is not installed: pip install 'pagewise[engine]'\n"
+
+
+# --- mistakes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("gen", "No such command 'gen'"),
+        ("generate --tempreature 1", "--tempreature"),
+        ("generate --n x", "--n"),
+        ("generate --dtype int3", "int3"),
+        ("generate --n", "--n"),
+        ("generate --n 0", "n=0: expected an integer >= 1"),
+        ("generate --max-tokens 0", "max_tokens=0"),
+        ("generate --temperature nan", "temperature=nan"),
+        ("generate --temperature -1", "temperature=-1.0"),
+        ("generate --top-p 2", "top_p=2.0"),
+        ("generate --top-k -7", "top_k=-7"),
+        ("generate --stop=", "stop="),
+        ("generate a --file b", "leave one of them out"),
+        ("generate --file no/such/file.py", "no/such/file.py: No such file or directory"),
+        ("generate --file .", "Is a directory"),
+        ("generate x --model no/such/model", "no/such/model"),
+        ("generate x --block-size 0", "block_size"),
+        ("generate x --num-blocks 0", "num_blocks"),
+        ("generate x --max-num-seqs 0", "max_num_seqs"),
+        ("generate x --max-model-len 1000000", "max_model_len"),
+        ("generate x --num-blocks 2 --max-model-len 100", "max_model_len=100"),
+        ("generate x --n 9 --max-num-seqs 8", "n=9"),
+        ("plan --memory 3Q", "'3Q' is no memory size"),
+        ("plan --memory 1MB", "are missing"),
+        ("plan --block-size 1000", "block_size is 1000"),
+        ("plan --model no/such/model", "no/such/model"),
+        ("plan --lengths 5,x", "lengths '5,x'"),
+        ("plan --lengths 5,1000000", "1000000 is more than"),
+        ("plan --mean-len 0", "mean length 0"),
+        ("plan --mean-len 5 --lengths 5", "leave one of them out"),
+    ],
+)
+def test_a_mistake_is_one_line(args, message, run):
+    code, out, err = run(*args.split())
+    assert code == 2
+    assert out == ""
+    assert re.fullmatch(r"pagewise: .*\n", err)
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_prompt_that_cannot_be_served_is_one_line(run):
+    for prompts, message in (
+        ([""], "the prompt is empty"),
+        (["fine", ""], "prompt 1: the prompt is empty"),
+        (["word " * 3000], "tokens, expected fewer than max_model_len"),
+        (["\udcff"], "prompt 0 is not UTF-8 text: byte 0xff at 0"),
+    ):
+        code, out, err = run("generate", *SMALL, "--", *prompts)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+
+
+def test_text_that_is_not_utf8(run, pipe_in, tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    code, out, err = run("generate", "--file", str(tmp_path / "latin"))
+    assert (code, out) == (2, "")
+    assert err.endswith("latin is not UTF-8 text: byte 0xe9 at 3\n")
+    pipe_in(b"\xff")
+    assert run("generate")[2] == ("pagewise: standard input is not UTF-8 text: byte 0xff at 0\n")
+
+
+def test_a_truncated_checkpoint_is_one_line(run, tmp_path):
+    for file in demo_path().glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = (demo_path() / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:100_000])
+    code, out, err = run("generate", "x", "--model", str(tmp_path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "model.safetensors" in err
+
+
+def test_what_nobody_foresaw_is_one_line_too(run, monkeypatch):
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr("pagewise.cli.generate.read_prompts", fail)
+    assert run("generate") == (
+        1,
+        "",
+        "pagewise: ZeroDivisionError: first line second line (PAGEWISE_DEBUG=1 shows where)\n",
+    )
+    monkeypatch.setenv("PAGEWISE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        run("generate")
+
+
+# --- generate -------------------------------------------------------------------------------
+
+
+def test_one_prompt_is_echoed_and_continued(run):
+    code, out, err = run("generate", "def add(a, b):", *GREEDY)
+    assert code == 0
+    assert out.startswith("def add(a, b):")
+    assert len(out) > len("def add(a, b):\n")
+    assert out.endswith("\n")
+    for row in ("blocks in use", "shared", "reused", "copied on write", "wasted", "preempted"):
+        assert re.search(rf"^{row} +\d", err, re.MULTILINE)
+    assert re.search(r"^output +6 tokens, [\d.,]+ a second$", err, re.MULTILINE)
+    assert re.search(r"^first token +after \d+\.\d+ s$", err, re.MULTILINE)
+    assert "\x1b" not in out + err
+
+
+def test_a_file_a_pipe_and_an_argument_are_the_same_prompt(run, pipe_in, tmp_path):
+    text = "import os\n\n\nclass Näme:\n"
+    expected = run("generate", text, *GREEDY)[1]
+    (tmp_path / "draft.py").write_text(text, encoding="utf-8")
+    assert run("generate", "--file", str(tmp_path / "draft.py"), *GREEDY)[1] == expected
+    pipe_in(text.encode())
+    assert run("generate", *GREEDY)[1] == expected
+    pipe_in(text.encode())
+    assert run("generate", "--file", "-", *GREEDY)[1] == expected
+
+
+def test_without_any_prompt_there_is_a_built_in_one(run):
+    code, out, _ = run("generate", *GREEDY)
+    assert code == 0
+    assert out.startswith(BUILT_IN)
+
+
+def test_an_empty_pipe_is_an_empty_prompt(run, pipe_in):
+    pipe_in(b"")
+    code, _, err = run("generate", *GREEDY)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "empty" in err
+
+
+def test_samples_come_in_order_and_whole(run):
+    code, out, err = run("generate", "x = ", "--n", "3", "--seed", "7", "--max-tokens", "6", *SMALL)
+    assert code == 0
+    pieces = re.split(r"^--- (.*) ---\n", out, flags=re.MULTILINE)[1:]
+    assert pieces[::2] == ["sample 0", "sample 1", "sample 2"]
+    assert all(text.startswith("x = ") for text in pieces[1::2])
+    assert len(set(pieces[1::2])) > 1
+    assert "%|" not in err  # no progress bar where nobody looks
+
+
+def test_several_prompts_give_what_each_gives_alone(run):
+    prompts = ["def add(a, b):", "import os\n"]
+    _, out, _ = run("generate", *prompts, "--no-echo", *GREEDY)
+    pieces = re.split(r"^--- (.*) ---\n", out, flags=re.MULTILINE)[1:]
+    assert pieces[::2] == ["prompt 0", "prompt 1"]
+    for prompt, text in zip(prompts, pieces[1::2], strict=True):
+        assert text.strip() == run("generate", prompt, "--no-echo", *GREEDY)[1].strip()
+
+
+def test_a_stop_string_ends_the_text(run):
+    _, whole, _ = run("generate", "import os\n", "--no-echo", *GREEDY)
+    stop = whole[2:4]
+    _, out, _ = run("generate", "import os\n", "--no-echo", "--stop", stop, *GREEDY)
+    assert out.rstrip("\n") == whole[: whole.index(stop)]
+
+
+def test_the_page_map_shows_what_samples_share(run):
+    prompt = "def f():\n" + "    x = 1\n" * 30
+    code, _, err = run("generate", prompt, "--n", "2", "--show-pages", "--max-tokens", "3", *SMALL)
+    assert code == 0
+    assert re.search(
+        r"^Step 3 of 3, when most blocks were in use:\n2 sequences hold \d+ of 64", err
+    )
+    assert re.search(r"^ 0  .*2.*\.", err, re.MULTILINE)
+    assert re.search(r"^ A  sample 0 +\d+ +\d+ +\d+  \S*\*", err, re.MULTILINE)
+    assert re.search(r"^ B  sample 1 ", err, re.MULTILINE)
+    assert max(map(len, err.splitlines())) <= 80
+
+
+def test_a_tiny_pool_preempts_and_says_so(run):
+    args = ["--num-blocks", "8", "--block-size", "4", "--max-tokens", "12", "--ignore-eos"]
+    code, out, err = run("generate", "a = 1", "b = 2", "c = 3", "d = 4", *args)
+    assert code == 0
+    assert out.count("--- prompt") == 4
+    assert re.search(r"^preempted +[1-9]\d* times, [1-9]\d* tokens lost$", err, re.MULTILINE)
+    assert re.search(r"^blocks in use +8 of 8 at the peak, 4 tokens each$", err, re.MULTILINE)
+
+
+# --- plan -----------------------------------------------------------------------------------
+
+
+def test_a_plan_from_a_config_alone(run, tmp_path):
+    config = {
+        "model_type": "gemma2",
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = run("plan", "--model", str(tmp_path), "--memory", "16GiB", "--mean-len", "300")
+    assert (code, err) == (0, "")
+    assert re.search(r"^13 sliding window +8 +4 +256 +4,096 +53,248$", out, re.MULTILINE)
+    assert re.search(r"^13 full attention +8 +4 +256 +all +53,248$", out, re.MULTILINE)
+    assert re.search(r"^all +106,496$", out, re.MULTILINE)
+    assert "not known" in out
+    assert "10,082 blocks of 16 tokens, 1.62 MiB each" in out
+    assert re.search(r"^tokens +161,312$", out, re.MULTILINE)
+    assert re.search(r"^sequences +19 of 8,192 tokens$", out, re.MULTILINE)
+    assert re.search(r"^windows +at 8,192 tokens, 75% of", out, re.MULTILINE)
+    # With q = 299/300: 1 / (1 - q**16) = 19.25 blocks, or 308.06 slots, for 300 tokens.
+    assert re.search(r"^ *wasted +2\.5% +96\.3%$", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_plan_subtracts_the_weights(run):
+    code, out, _ = run("plan", "--memory", "16GiB", "--lengths", "100,200", "--dtype", "float32")
+    assert code == 0
+    size = (demo_path() / "model.safetensors").stat().st_size * 2 / 2**20
+    [weights] = re.findall(r"^weights +([\d.]+) MiB$", out, re.MULTILINE)
+    assert float(weights) == pytest.approx(size, rel=0.02)
+    assert "With 2 given lengths (150.0 tokens on average)" in out
+
+
+# --- as a process ---------------------------------------------------------------------------
+
+
+def test_a_process_with_a_pipe():
+    process = _start("generate", *GREEDY, stdin=subprocess.PIPE)
+    out, err = process.communicate("def add(a, b):\n", timeout=300)
+    assert process.returncode == 0
+    assert out.startswith("def add(a, b):\n")
+    assert err.startswith("blocks in use ")
+
+
+def test_a_reader_that_leaves():
+    args = ["generate", "x = 1", "--max-tokens", "500", "--ignore-eos", *SMALL]
+    process = _start(*args)
+    assert process.stdout.read(1) == "x"
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(300) == 141
+    assert err == "pagewise: stopped, as nobody reads the output any more\n"
+
+
+def test_ctrl_c():
+    args = ["generate", "x = 1", "--max-tokens", "1000", "--ignore-eos", *SMALL]
+    process = _start(*args)
+    assert process.stdout.read(1) == "x"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert err == "pagewise: interrupted\n"
+    assert out.endswith("\n")
