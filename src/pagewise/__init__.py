@@ -11,39 +11,62 @@ from .errors import (
     ShapeError,
     UnsupportedError,
 )
+from .kv_cache import BlockPool, BlockTable, PrefixIndex
 
 if TYPE_CHECKING:
+    from .engine import LLM, SamplingParams
+    from .kv_cache.storage import KVCache, LayerSpec
+    from .ops.copy_blocks import copy_blocks
+    from .ops.merge_states import merge_states
     from .ops.paged_attention import PagedBatch, explain_paged_attention, paged_attention
+    from .ops.write_kv import write_kv
     from .tiles.state import AttentionOutput
 
 __all__ = [
+    "LLM",
     "AttentionOutput",
+    "BlockPool",
+    "BlockTable",
     "DTypeError",
+    "KVCache",
+    "LayerSpec",
     "OutOfBlocksError",
     "PagedBatch",
     "PagewiseError",
+    "PrefixIndex",
     "RequestError",
+    "SamplingParams",
     "ShapeError",
     "UnsupportedError",
+    "copy_blocks",
     "explain_paged_attention",
+    "merge_states",
     "paged_attention",
+    "write_kv",
 ]
 
-# What needs torch comes when it is asked for: `pagewise --help` should not wait for it.
+# What needs torch is imported when it is first asked for: `pagewise --help` need not wait for it.
 _HOMES = {
-    "AttentionOutput": ".tiles.state",
-    "PagedBatch": ".ops.paged_attention",
-    "explain_paged_attention": ".ops.paged_attention",
-    "paged_attention": ".ops.paged_attention",
+    "LLM": "engine",
+    "SamplingParams": "engine",
+    "KVCache": "kv_cache.storage",
+    "LayerSpec": "kv_cache.storage",
+    "AttentionOutput": "tiles.state",
+    "PagedBatch": "ops.paged_attention",
+    "copy_blocks": "ops.copy_blocks",
+    "explain_paged_attention": "ops.paged_attention",
+    "merge_states": "ops.merge_states",
+    "paged_attention": "ops.paged_attention",
+    "write_kv": "ops.write_kv",
 }
-
 
 if not TYPE_CHECKING:  # a type checker would take it to mean that every name exists
 
     def __getattr__(name: str) -> object:
+        """Import a public name from its home."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_HOMES[name], __name__), name)
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         globals()[name] = value
         return value
 

@@ -1,1 +1,8 @@
 """The engine: requests in, tokens out, over the paged cache."""
+
+from .core import Delta, Engine
+from .llm import LLM
+from .request import CompletionOutput, RequestOutput
+from .sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Delta", "Engine", "RequestOutput", "SamplingParams"]

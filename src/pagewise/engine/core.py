@@ -241,6 +241,15 @@ class Engine:
             self._streaming.discard(request_id)
         return request.output()
 
+    def check(self) -> None:
+        """Prove that no block is lost, held twice or remembered wrongly.
+
+        Raises:
+            AssertionError: With the numbers that do not add up.
+        """
+        self.scheduler.check()
+        self._index.check()
+
     # --- one sequence ----------------------------------------------------------------------
 
     def _new_sequence(self, request: Request, token_ids: list[int]) -> Sequence:

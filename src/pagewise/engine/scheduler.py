@@ -127,7 +127,7 @@ class Scheduler:
             if self.index is not None:
                 num_full = sequence.num_computed // self.block_size
                 if num_full > len(sequence.chain):
-                    sequence.chain.extend(sequence.token_ids[: num_full * self.block_size])
+                    sequence.chain.extend(sequence.token_ids)
                 self.index.insert(sequence.chain, sequence.table.blocks, num_full)
             if sequence.num_pending == 0:
                 ready.append(sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ def copy_blocks(
         ShapeError: A block lies outside a cache, a destination stands twice, or a pair's blocks
             differ in shape. Nothing is written then.
         DTypeError: ``src_to_dst`` is not int64, or a pair differs in type.
+        UnsupportedError: The named ``impl`` cannot copy between these. Nothing is written then.
 
     Example:
         >>> cache = torch.arange(4.0)[:, None].repeat(1, 3)
@@ -50,11 +52,14 @@ def copy_blocks(
     pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
     for source, destination in pairs:
         _check(source, destination, src_to_dst)
-    for source, destination in pairs:
-        device = DeviceInfo.of(source.device if source.is_cuda else destination.device)
-        choose(__package__, IMPLEMENTATIONS, (source, destination), device, impl).run(
-            source, destination, src_to_dst
-        )
+    modules = [_choose(source, destination, impl) for source, destination in pairs]
+    for module, (source, destination) in zip(modules, pairs, strict=True):
+        module.run(source, destination, src_to_dst)
+
+
+def _choose(source: Tensor, destination: Tensor, impl: str) -> Any:
+    device = DeviceInfo.of(source.device if source.is_cuda else destination.device)
+    return choose(__package__, IMPLEMENTATIONS, (source, destination), device, impl)
 
 
 def _check(source: Tensor, destination: Tensor, src_to_dst: Tensor) -> None:

@@ -34,13 +34,20 @@ def _copy(source, destination, src_to_dst, source_stride, destination_stride, si
 
 
 def run(source, destination, src_to_dst):
-    """Copy bytes; sources that are destinations too are set aside first."""
-    pairs = src_to_dst.numpy()
-    if source is destination and np.intersect1d(pairs[:, 0], pairs[:, 1]).size:
+    """Copy bytes; sources that may be destinations too are set aside first."""
+    pairs = src_to_dst.contiguous().numpy()
+    if _may_meet(source, destination, pairs):
         source = source[src_to_dst[:, 0]]
         pairs = np.stack([np.arange(len(pairs)), pairs[:, 1]], axis=1)
     size = source[:1].numel() * source.element_size()
     _copy(_bytes(source), _bytes(destination), pairs, _stride(source), _stride(destination), size)
+
+
+def _may_meet(source, destination, pairs):
+    """Whether writing a destination could change a source: two views may lie anyhow."""
+    if source is destination:
+        return np.intersect1d(pairs[:, 0], pairs[:, 1]).size > 0
+    return source.untyped_storage().data_ptr() == destination.untyped_storage().data_ptr()
 
 
 def _bytes(cache):

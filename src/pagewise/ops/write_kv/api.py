@@ -66,6 +66,18 @@ def write_kv(
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    if slot_mapping.device.type == "cpu":
+        _check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
     types = (k.dtype, k_cache.dtype)
     module = choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
     module.run(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
+    slots = slot_mapping.numpy()
+    if len(slots) and (slots.max() >= num_slots or slots.min() < -1):
+        at = int(((slots >= num_slots) | (slots < -1)).argmax())
+        raise ShapeError(
+            f"slot_mapping[{at}] is {slots[at]}, expected -1 or a slot below num_blocks * "
+            f"block_size = {num_slots}"
+        )

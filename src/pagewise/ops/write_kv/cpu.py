@@ -8,10 +8,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ...device import DeviceInfo
-from ...errors import ShapeError
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import entry
 from ...tiles.cpu.simd import load, load_half, store, store_half
@@ -40,19 +37,12 @@ def _scatter(cache, new, slot_mapping, block_size, num_heads, size, cache_stride
 
 
 def run(k, v, k_cache, v_cache, slot_mapping):
-    """Check the slots, then scatter keys and values."""
-    slots = slot_mapping.numpy()
-    num_blocks, block_size = k_cache.shape[:2]
-    if len(slots) and (slots.max() >= num_blocks * block_size or slots.min() < -1):
-        at = int(np.argmax((slots >= num_blocks * block_size) | (slots < -1)))
-        raise ShapeError(
-            f"slot_mapping[{at}] is {slots[at]}, expected -1 or a slot below num_blocks * "
-            f"block_size = {num_blocks * block_size}"
-        )
+    """Scatter keys, then values."""
+    slots = slot_mapping.contiguous().numpy()
     for cache, new in ((k_cache, k), (v_cache, v)):
         if new.stride(-1) != 1:
             new = new.contiguous()
         _scatter(
-            flat(cache), flat(new), slots, block_size, *new.shape[1:],
+            flat(cache), flat(new), slots, cache.shape[1], *new.shape[1:],
             cache.stride()[:3], new.stride()[:2],
         )  # fmt: skip
