@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["FAMILIES", "REFUSED", "tiny_config", "tiny_model"]
+__all__ = ["FAMILIES", "REFUSED", "UNUSUAL", "tiny_config", "tiny_model"]
 
 FAMILIES = (
     "llama",
@@ -31,6 +31,10 @@ FAMILIES = (
     "mixtral",
 )
 """Families that run on a paged cache."""
+
+UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3")
+"""More that run: with keys shared between layers, with layers that drop the keyword arguments
+that are meant for their attention, with values of another width than keys."""
 
 REFUSED = ("bloom", "mamba", "qwen3_next", "bert")
 """Families that do not: other attention, no attention, some attention, attention both ways."""
@@ -87,12 +91,40 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "mixtral": {**_NARROW, **_EXPERTS, "sliding_window": None},
+    "gemma3n": {
+        **_NARROW,
+        **_WINDOW,
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "layer_types": [
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full", "sliding")
+        ],
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+    },
+    "stablelm": {},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
     "bloom": {},
     "mamba": {},
     "qwen3_next": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16},
     "bert": {"is_decoder": False},
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text"}
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -109,7 +141,7 @@ def tiny_model(
     """A family's tiny model, ready to run on the CPU.
 
     Args:
-        family: One of ``FAMILIES`` or ``REFUSED``.
+        family: One of ``FAMILIES``, ``UNUSUAL`` or ``REFUSED``.
         seed: The same seed gives the same weights; torch's own generator is not touched.
         dtype: Type of the weights, which are rounded from the same float32 values.
         **changes: What its config should say instead.

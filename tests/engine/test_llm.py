@@ -1,0 +1,227 @@
+"""What a user of LLM relies on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagewise import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
+from pagewise.testing.models import REFUSED, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x ="]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_blocks=256, max_num_seqs=8)
+
+
+@pytest.fixture(autouse=True)
+def _no_block_leaks(llm: LLM):
+    yield
+    llm.engine.check()
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
+    assert not llm.engine.has_unfinished
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in together] == PROMPTS
+    for prompt, output in zip(PROMPTS, together, strict=True):
+        [alone] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert alone.outputs == output.outputs
+
+
+def test_the_demo_checkpoint_continues_python(llm: LLM) -> None:
+    [output] = llm.generate("for i in range(", SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    assert ":\n" in output.outputs[0].text
+
+
+def test_token_ids_are_prompts_too(llm: LLM) -> None:
+    token_ids = llm.engine.encode(PROMPTS[0])
+    [text], [ids] = (llm.generate(p, GREEDY, use_tqdm=False) for p in (PROMPTS[0], token_ids))
+    assert ids.prompt is None
+    assert ids.outputs == text.outputs
+
+
+def test_streamed_text_joins_to_the_generated_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=40, n=2)
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    texts: dict[tuple[int, int], str] = {}
+    for delta in llm.stream(PROMPTS, params):
+        key = delta.request_id, delta.index
+        texts[key] = texts.get(key, "") + delta.text
+    assert texts == {(i, o.index): o.text for i, out in enumerate(expected) for o in out.outputs}
+
+
+def test_leaving_a_stream_early_gives_its_blocks_back(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    stream.close()
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=20, n=2)
+    [alone] = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    others = [replace(GREEDY, max_tokens=5 + i) for i in range(len(PROMPTS))]
+    crowd = llm.generate([*PROMPTS, PROMPTS[1]], [*others, params], use_tqdm=False)
+    assert [o.token_ids for o in crowd[-1].outputs] == [o.token_ids for o in alone.outputs]
+    assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    [free] = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+    stop = free.outputs[0].text[9:12]
+    [cut] = llm.generate(PROMPTS[2], replace(GREEDY, stop=stop), use_tqdm=False)
+    assert cut.outputs[0].text == free.outputs[0].text[: free.outputs[0].text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_a_stop_token_ends_the_output_but_not_before_min_tokens(llm: LLM) -> None:
+    [free] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    stop = free.outputs[0].token_ids[3]
+    first = free.outputs[0].token_ids.index(stop)
+    [cut] = llm.generate(PROMPTS[0], replace(GREEDY, stop_token_ids=[stop]), use_tqdm=False)
+    assert cut.outputs[0].token_ids == free.outputs[0].token_ids[: first + 1]
+    assert cut.outputs[0].stop_reason == stop
+    late = replace(GREEDY, stop_token_ids=[stop], min_tokens=10)
+    [output] = llm.generate(PROMPTS[0], late, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) >= 10
+    assert stop not in output.outputs[0].token_ids[:10]
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    [output] = llm.generate(PROMPTS[0], replace(GREEDY, logprobs=2, max_tokens=4), use_tqdm=False)
+    for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+        assert entry[0] == entry[1], "a greedy token is the likeliest"
+        assert entry[0][0] == token_id
+        assert entry[1][1] >= entry[2][1]
+    assert math.isclose(
+        output.outputs[0].cumulative_logprob, sum(e[0][1] for e in output.outputs[0].logprobs)
+    )
+
+
+def test_output_ends_at_the_longest_sequence(llm: LLM) -> None:
+    small = LLM(dtype="float32", max_model_len=20, num_blocks=4)
+    [output] = small.generate(PROMPTS[0], replace(GREEDY, max_tokens=None, ignore_eos=True), use_tqdm=False)
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 20
+    assert output.outputs[0].finish_reason == "length"
+
+
+BAD_PROMPTS = {
+    "empty text of no tokens": [],
+    "an id past the vocabulary": [5, 4096],
+    "a negative id": [5, -1],
+    "no room for a token": [5] * 2048,
+    "no integers": [0.5],
+}
+
+
+@pytest.mark.parametrize("prompt", BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_bad_prompt_is_named_before_anything_starts(llm: LLM, prompt: list) -> None:
+    prompts = [PROMPTS[0], prompt] if prompt else [PROMPTS[0], []]
+    with pytest.raises(RequestError, match="prompt 1: the prompt"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished
+
+
+def test_a_prompt_that_the_pool_can_never_hold_is_refused() -> None:
+    small = LLM(dtype="float32", num_blocks=4, block_size=4)
+    with pytest.raises(RequestError, match="has 20 tokens, expected fewer than max_model_len=16"):
+        small.generate([7] * 20, GREEDY, use_tqdm=False)
+    with pytest.raises(OutOfBlocksError, match="fewer than max_model_len=64: use at least 16 blocks"):
+        LLM(dtype="float32", num_blocks=4, block_size=4, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"max_tokens": 0}, {"temperature": math.nan}, {"temperature": -1.0}, {"stop": ""}, {"stop": [""]}],
+    ids=str,
+)
+def test_bad_sampling_params_are_refused_when_made(bad: dict) -> None:
+    with pytest.raises(RequestError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def test_more_samples_than_sequences_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="n=9 is more than max_num_seqs=8"):
+        llm.generate(PROMPTS[0], replace(GREEDY, n=9), use_tqdm=False)
+
+
+def test_unknown_options_are_type_errors() -> None:
+    with pytest.raises(TypeError):
+        LLM(gpu_memory_utilisation=0.5)
+    with pytest.raises(TypeError):
+        SamplingParams(max_new_tokens=3)
+
+
+def test_a_bad_request_fails_alone_while_others_run(llm: LLM) -> None:
+    engine = llm.engine
+    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    ids = [engine.add_request(PROMPTS[0], GREEDY)]
+    engine.step()
+    with pytest.raises(RequestError):
+        engine.add_request([99999], GREEDY)
+    ids += [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[1:]]
+    while engine.has_unfinished:
+        engine.step()
+    assert [engine.take_output(i).outputs for i in ids] == [e.outputs for e in expected]
+
+
+def test_a_row_of_nan_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, forward = llm.engine, llm.engine.model.forward
+    expected = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+
+    def break_the_second(step):
+        logits = forward(step).clone()
+        if logits.shape[0] == 2:
+            logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", break_the_second)
+    good, bad = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    assert good.outputs == expected[0].outputs
+    assert bad.outputs[0].finish_reason == "error"
+    assert "NaN" in bad.outputs[0].error or "nan" in bad.outputs[0].error
+
+
+def test_an_aborted_request_gives_its_blocks_back(llm: LLM) -> None:
+    engine = llm.engine
+    gone = engine.add_request(PROMPTS[0], replace(GREEDY, n=3, temperature=1.0))
+    kept = engine.add_request(PROMPTS[1], GREEDY)
+    waiting = engine.add_request(PROMPTS[2], GREEDY)
+    engine.abort(waiting)
+    for _ in range(3):
+        engine.step()
+    engine.abort(gone)
+    engine.check()
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.take_output(gone).outputs[2].finish_reason == "abort"
+    assert engine.take_output(waiting).outputs[0].finish_reason == "abort"
+    assert engine.take_output(kept).outputs[0].finish_reason == "length"
+
+
+def test_salted_requests_share_no_prefix(llm: LLM) -> None:
+    prompt = list(range(100, 164))
+
+    def cached(salt: str | None) -> int:
+        request_id = llm.engine.add_request(prompt, GREEDY, salt=salt)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        return llm.engine.take_output(request_id).num_cached_tokens
+
+    assert cached("a") == 0
+    assert cached("a") == 48, "the last full block is computed for its logits"
+    assert cached("b") == 0
+    assert cached(None) == 0
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
+    with pytest.raises(UnsupportedError):
+        LLM(tiny_model(family), num_blocks=16)

@@ -1,0 +1,169 @@
+import math
+
+import pytest
+import torch
+
+from pagewise.errors import DTypeError, ShapeError, UnsupportedError
+from pagewise.ops.copy_blocks import copy_blocks
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def copy(request):
+    return lambda caches, pairs: copy_blocks(caches, torch.tensor(pairs), impl=request.param)
+
+
+def blocks(num_blocks=7, *shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(-100, 100, (num_blocks, *(shape or (5, 2, 8))), generator=generator)
+    return numbers.to(dtype)
+
+
+def copied_by_hand(source, destination, pairs):
+    result, source = destination.clone(), source.clone()
+    for src, dst in pairs:
+        result.view(torch.uint8)[dst] = source.view(torch.uint8)[src]
+    return result
+
+
+def assert_same_memory(cache, expected):
+    assert torch.equal(cache.contiguous().view(torch.uint8), expected.view(torch.uint8))
+
+
+PAIRS = {
+    "one": [[3, 5]],
+    "one source twice": [[3, 5], [3, 6]],
+    "a source that is overwritten": [[3, 0], [0, 1]],
+    "a swap": [[2, 4], [4, 2]],
+    "a ring": [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 0]],
+    "onto itself": [[2, 2], [2, 3]],
+}
+
+
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_destination_becomes_its_source_as_it_was(copy, pairs, dtype):
+    caches = [blocks(dtype=dtype), blocks(7, 3, 1, 16, dtype=dtype, seed=1)]
+    expected = [copied_by_hand(cache, cache, pairs) for cache in caches]
+    copy(caches, pairs)
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert_same_memory(cache, wanted)
+
+
+def test_nothing_to_copy_copies_nothing(copy):
+    cache = blocks()
+    before = cache.clone()
+    copy_blocks([cache], torch.empty(0, 2, dtype=torch.int64))
+    copy([], [[3, 5]])
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_blocks_travel_from_one_cache_to_another(copy, pairs):
+    source, destination = blocks(), blocks(9, seed=1)
+    expected, before = copied_by_hand(source, destination, pairs), source.clone()
+    copy([(source, destination)], pairs)
+    assert_same_memory(destination, expected)
+    assert torch.equal(source, before)
+
+
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_two_views_of_one_cache_are_one_cache(copy, pairs):
+    cache = blocks()
+    expected = copied_by_hand(cache, cache, pairs)
+    copy([(cache, cache[:])], pairs)
+    assert_same_memory(cache, expected)
+
+
+def test_views_that_lie_one_block_apart_read_before_they_write(copy):
+    whole = blocks(7)
+    expected = whole.clone()
+    expected[1:] = whole[:6]
+    copy([(whole[:6], whole[1:])], [[i, i] for i in range(6)])
+    assert_same_memory(whole, expected)
+
+
+def test_unused_blocks_keep_every_bit(copy):
+    cache = torch.full((6, 4, 2, 8), math.nan)
+    cache[2] = 1.0
+    copy([cache], [[2, 4]])
+    assert (cache[[2, 4]] == 1.0).all()
+    assert cache[[0, 1, 3, 5]].isnan().all()
+
+
+def test_blocks_may_lie_apart_in_memory(copy):
+    """Keys and values of a block side by side: a cache is every other block of the whole."""
+    whole = blocks(7, 2, 5, 2, 8)
+    k_cache, v_cache = whole.unbind(1)
+    v_before = v_cache.clone()
+    expected = copied_by_hand(k_cache.contiguous(), k_cache.contiguous(), PAIRS["a swap"])
+    copy([k_cache], PAIRS["a swap"])
+    assert_same_memory(k_cache, expected)
+    assert torch.equal(v_cache, v_before)
+
+
+def test_a_block_that_is_not_contiguous_goes_to_the_reference():
+    cache = blocks().transpose(1, 2)
+    expected = copied_by_hand(cache.contiguous(), cache.contiguous(), PAIRS["a ring"])
+    copy_blocks([cache], torch.tensor(PAIRS["a ring"]))
+    assert_same_memory(cache, expected)
+
+
+def test_when_one_cache_cannot_be_copied_none_is():
+    good, bad = blocks(), blocks().transpose(1, 2)
+    before = good.clone()
+    with pytest.raises(UnsupportedError, match="cpu cannot run this: a block is not contiguous"):
+        copy_blocks([good, bad], torch.tensor([[0, 1]]), impl="cpu")
+    assert torch.equal(good, before)
+
+
+def test_pairs_may_be_a_view(copy):
+    cache, pairs = blocks(), torch.tensor(PAIRS["a ring"])
+    expected = copied_by_hand(cache, cache, pairs.tolist())
+    copy_blocks([cache], pairs.T.contiguous().T)
+    assert_same_memory(cache, expected)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([[7, 0]], r"source blocks 7 to 7, expected 0 to 6"),
+        ([[-1, 0]], r"source blocks -1 to -1, expected 0 to 7"),
+        ([[0, 1], [1, 9]], r"destination blocks 1 to 9, expected 0 to 7"),
+        ([[0, 1], [1, -3]], r"destination blocks -3 to 1, expected 0 to 7"),
+        ([[0, 1], [2, 1]], r"a destination block twice"),
+    ],
+)
+def test_a_wrong_block_is_named_and_nothing_is_written(copy, pairs, message):
+    first, second = blocks(8), blocks(7)
+    before = first.clone(), second.clone()
+    with pytest.raises(ShapeError, match=message):
+        copy([first, second], pairs)
+    assert torch.equal(first, before[0])
+    assert torch.equal(second, before[1])
+
+
+def test_a_wrong_argument_is_named(copy):
+    cache = blocks()
+    with pytest.raises(ShapeError, match=r"src_to_dst has 1 dimensions \[2\], expected 2"):
+        copy([cache], [0, 1])
+    with pytest.raises(ShapeError, match=r"src_to_dst has 2=3 expected 2"):
+        copy([cache], [[0, 1, 2]])
+    with pytest.raises(DTypeError, match=r"src_to_dst is float32, expected int64"):
+        copy([cache], [[0.0, 1.0]])
+    with pytest.raises(DTypeError, match=r"a destination cache is float16, expected float32"):
+        copy([(cache, cache.half())], [[0, 1]])
+    with pytest.raises(ShapeError, match=r"\[5, 2, 8\] in the source .* \[5, 2, 16\] in the dest"):
+        copy([(cache, blocks(7, 5, 2, 16))], [[0, 1]])
+    with pytest.raises(UnsupportedError, match=r"impl is 'gpu', expected 'auto' or one of cpu"):
+        copy_blocks([cache], torch.tensor([[0, 1]]), impl="gpu")

@@ -1,0 +1,275 @@
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagewise import explain_paged_attention
+from pagewise.errors import DTypeError, PagewiseError, ShapeError, UnsupportedError
+from pagewise.testing import PagedCase, make_inputs
+
+# 3 new tokens of 2 sequences of 20 and 9 keys, and one sequence of none; blocks of 4 slots.
+CASE = PagedCase((2, 1), (20, 9), 4, 2, 16, v_head_size=24, block_size=4, seed=3)
+
+
+def inputs_with(**changes):
+    """The inputs of CASE, with some arguments made by functions of what they were."""
+    inputs = make_inputs(CASE)
+    fields, options = {}, {**inputs.options, "out": inputs.out[:3]}
+    batch = inputs.batch
+    for name, change in changes.items():
+        if name in vars(batch):
+            batch = replace(batch, **{name: change(getattr(batch, name))})
+        elif name in options:
+            options[name] = change(options[name])
+        else:
+            fields[name] = change(getattr(inputs, name))
+    return inputs.replace(batch=batch, options=options, **fields)
+
+
+def assert_refused(inputs, error, message, **options):
+    """It raises ``error``, a PagewiseError, with all of ``message`` in it, and writes nothing."""
+    with pytest.raises(error) as raised:
+        inputs.attend(**options)
+    assert isinstance(raised.value, PagewiseError)
+    for part in message.split(" | "):
+        assert part in str(raised.value)
+    out = inputs.options["out"]
+    if out is not None and out.is_floating_point():
+        assert out.isnan().all()
+
+
+def test_the_case_is_legal_as_it_stands():
+    inputs = inputs_with()
+    assert inputs.q.shape[0] == 3
+    for impl in ("cpu", "reference", "auto"):
+        result = inputs.attend(impl=impl)
+        assert result.out is inputs.options["out"]
+        assert not result.out.isnan().any()
+
+
+def turned(tensor):
+    """The same tensor with its last two dimensions exchanged in memory."""
+    return tensor.mT.contiguous().mT
+
+
+def first(size, dim=0):
+    return lambda tensor: tensor.narrow(dim, 0, size)
+
+
+SHAPES = {
+    "q of 2 dimensions": ({"q": first(1, 1), "out": lambda out: out[:, 0]}, "out has 2 dimensions"),
+    "q without heads": ({"q": lambda q: q[:, 0]}, "q has 2 dimensions [3, 16] | expected 3"),
+    "k_cache of 3 dimensions": ({"k_cache": lambda k: k[0]}, "k_cache has 3 dimensions"),
+    "keys of another width": ({"k_cache": first(8, 3)}, "k_cache has head_size=8 but q has 16"),
+    "fewer value heads": ({"v_cache": first(1, 2)}, "v_cache has num_kv_heads=1 but k_cache has 2"),
+    "fewer value blocks": ({"v_cache": first(2)}, "v_cache has num_blocks=2 but k_cache has"),
+    "shorter value blocks": (
+        {"v_cache": first(3, 1)},
+        "v_cache has block_size=3 but k_cache has 4",
+    ),
+    "short out": ({"out": first(2)}, "out has num_tokens=2 but q has 3"),
+    "narrow out": ({"out": first(16, 2)}, "out has v_head_size=16 but v_cache has 24"),
+    "out of fewer heads": ({"out": first(3, 1)}, "out has num_heads=3 but q has 4"),
+    "tables of fewer sequences": (
+        {"block_tables": first(2)},
+        "block_tables has num_seqs=2 but seq_lens has 3",
+    ),
+    "flat tables": ({"block_tables": lambda t: t[0]}, "block_tables has 1 dimensions"),
+    "fewer lengths": ({"seq_lens": first(2)}, "block_tables has num_seqs=3 but seq_lens has 2"),
+    "no last start": (
+        {"cu_seqlens_q": first(3)},
+        "cu_seqlens_q has 3 entries | expected num_seqs + 1 = 4",
+    ),
+    "slopes of other heads": (
+        {"alibi_slopes": lambda _: torch.ones(2)},
+        "alibi_slopes has num_heads=2 but q has 4",
+    ),
+    "sinks of other heads": (
+        {"sinks": lambda _: torch.ones(5)},
+        "sinks has num_heads=5 but q has 4",
+    ),
+    "heads that do not divide": (
+        {"q": first(3, 1), "out": first(3, 1)},
+        "num_heads=3 | num_kv_heads=2",
+    ),
+    "no heads": ({"q": first(0, 1), "out": first(0, 1)}, "num_heads=0"),
+    "no KV heads": ({"k_cache": first(0, 2), "v_cache": first(0, 2)}, "num_kv_heads=0"),
+    "a window of nothing": ({"sliding_window": lambda _: 0}, "sliding_window is 0 | at least 1"),
+    "a negative window": ({"sliding_window": lambda _: -1}, "sliding_window is -1"),
+    "no cap": ({"logits_soft_cap": lambda _: 0.0}, "logits_soft_cap is 0.0 | more than 0"),
+    "a negative cap": ({"logits_soft_cap": lambda _: -1.0}, "logits_soft_cap is -1.0"),
+    "an infinite cap": ({"logits_soft_cap": lambda _: math.inf}, "logits_soft_cap is inf"),
+    "a cap of NaN": ({"logits_soft_cap": lambda _: math.nan}, "logits_soft_cap is nan"),
+    "a negative bound": ({"max_query_len": lambda _: -1}, "max_query_len=-1"),
+    "another negative bound": ({"max_seq_len": lambda _: -5}, "max_seq_len=-5"),
+    "turned q": ({"q": turned}, "q has stride 4 in its last dimension | q.contiguous()"),
+    "turned k_cache": ({"k_cache": turned}, "k_cache has stride 2 in its last dimension"),
+    "turned v_cache": ({"v_cache": turned}, "v_cache has stride 2 in its last dimension"),
+    "turned out": ({"out": turned}, "out has stride 4 in its last dimension"),
+    "turned tables": ({"block_tables": turned}, "block_tables has stride 3 in its last dimension"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), SHAPES.values(), ids=SHAPES)
+def test_a_wrong_size_is_named(changes, message):
+    assert_refused(inputs_with(**changes), ShapeError, message)
+
+
+@pytest.mark.parametrize("head_size", [4, 12, 520])
+def test_a_head_size_is_a_multiple_of_8_up_to_512(head_size):
+    inputs = inputs_with(
+        q=lambda q: q.new_zeros(3, 4, head_size), k_cache=lambda k: k.new_zeros(9, 4, 2, head_size),
+        v_cache=lambda v: v.new_zeros(9, 4, 2, 24),
+    )  # fmt: skip
+    assert_refused(inputs, ShapeError, f"head_size is {head_size}, expected a multiple of 8")
+
+
+@pytest.mark.parametrize("block_size", [0, 257])
+def test_a_block_has_1_to_256_slots(block_size):
+    inputs = inputs_with(
+        k_cache=lambda k: k.new_zeros(9, block_size, 2, 16),
+        v_cache=lambda v: v.new_zeros(9, block_size, 2, 24),
+    )
+    assert_refused(inputs, ShapeError, f"block_size={block_size}, expected 1 to 256")
+
+
+def to(dtype):
+    return lambda tensor: torch.zeros(4, dtype=dtype) if tensor is None else tensor.to(dtype)
+
+
+TYPES = {
+    "q": ({"q": to(torch.int8)}, "q is int8, expected float32 or float16 or bfloat16"),
+    "k_cache": ({"k_cache": to(torch.int32)}, "k_cache is int32, expected float32"),
+    "v_cache": ({"v_cache": to(torch.float16)}, "v_cache is float16, expected float32"),
+    "out": ({"out": to(torch.bfloat16)}, "out is bfloat16, expected float32"),
+    "block_tables": ({"block_tables": to(torch.int64)}, "block_tables is int64, expected int32"),
+    "seq_lens": ({"seq_lens": to(torch.int64)}, "seq_lens is int64, expected int32"),
+    "cu_seqlens_q": ({"cu_seqlens_q": to(torch.int64)}, "cu_seqlens_q is int64, expected int32"),
+    "alibi_slopes": ({"alibi_slopes": to(torch.bfloat16)}, "alibi_slopes is bfloat16 | float32"),
+    "sinks": ({"sinks": to(torch.int32)}, "sinks is int32, expected float32"),
+    "float64 with float32": (
+        {"q": to(torch.float64), "out": to(torch.float64)},
+        "q is torch.float64 but k_cache is torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), TYPES.values(), ids=TYPES)
+def test_a_wrong_element_type_is_named(changes, message):
+    assert_refused(inputs_with(**changes), DTypeError, message)
+
+
+@pytest.mark.parametrize(
+    "name", ["k_cache", "v_cache", "out", "block_tables", "seq_lens", "cu_seqlens_q"]
+)
+def test_a_tensor_on_another_device_is_named(name):
+    inputs = inputs_with(**{name: lambda tensor: tensor.to("meta")})
+    with pytest.raises(ShapeError, match=f"{name} is on meta but q is on cpu"):
+        inputs.attend()
+
+
+def put(value, *at):
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor[at] = value
+        return tensor
+
+    return change
+
+
+# The sequences of CASE, the empty one included, in their order.
+ORDER = make_inputs(CASE).batch.seq_lens.tolist()
+LONG, SHORT, EMPTY = ORDER.index(20), ORDER.index(9), ORDER.index(0)
+LAST_BLOCK = len(make_inputs(CASE).k_cache) - 1
+
+VALUES = {
+    "an id past the cache": (
+        {"block_tables": put(LAST_BLOCK + 1, LONG, 4)},
+        f"block_tables[{LONG}, 4] is {LAST_BLOCK + 1}, expected 0 to {LAST_BLOCK} | num_blocks=",
+    ),
+    "a negative id": (
+        {"block_tables": put(-1, SHORT, 2)},
+        f"block_tables[{SHORT}, 2] is -1, expected 0 to {LAST_BLOCK}",
+    ),
+    "a wild id": ({"block_tables": put(-(2**31), LONG, 0)}, f"block_tables[{LONG}, 0] is -2147"),
+    "a length of more blocks than a row": (
+        {"seq_lens": put(99, SHORT), "max_seq_len": lambda _: 99},
+        f"seq_lens[{SHORT}] is 99, 25 blocks of block_size=4 | max_blocks_per_seq=",
+    ),
+    "a length that enters the tail": (
+        {"seq_lens": put(13, SHORT)},
+        f"block_tables[{SHORT}, 3] is 2147480000",
+    ),
+    "a negative length": ({"seq_lens": put(-1, LONG)}, f"seq_lens[{LONG}] is -1, expected 0"),
+    "a bound below a length": (
+        {"max_seq_len": lambda _: 19},
+        f"max_seq_len is 19 but seq_lens[{LONG}] is 20",
+    ),
+    "a bound below a query": (
+        {"max_query_len": lambda _: 1},
+        f"max_query_len is 1 but sequence {LONG} has query_len=2",
+    ),
+    "a first start of 1": ({"cu_seqlens_q": put(1, 0)}, "cu_seqlens_q[0] is 1, expected 0"),
+    "a start that goes back": (
+        {"cu_seqlens_q": lambda _: torch.tensor([0, 2, 1, 3], dtype=torch.int32)},
+        "cu_seqlens_q[2] is 1 but cu_seqlens_q[1] is 2",
+    ),
+    "an end before the last token": (
+        {"cu_seqlens_q": lambda _: torch.tensor([0, 1, 2, 2], dtype=torch.int32)},
+        "cu_seqlens_q[3] is 2 but q has num_tokens=3",
+    ),
+    "an end past the last token": (
+        {"cu_seqlens_q": lambda _: torch.tensor([0, 2, 3, 4], dtype=torch.int32)},
+        "cu_seqlens_q[3] is 4 but q has num_tokens=3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), VALUES.values(), ids=VALUES)
+def test_a_value_that_leads_out_of_a_tensor_is_named(changes, message):
+    assert_refused(inputs_with(**changes), ShapeError, message, impl="cpu")
+
+
+def test_tokens_of_no_sequence_are_an_error():
+    inputs = inputs_with(
+        block_tables=first(0), seq_lens=first(0), cu_seqlens_q=lambda _: torch.tensor([0]).int()
+    )
+    assert_refused(inputs, ShapeError, "cu_seqlens_q[0] is 0 but q has num_tokens=3", impl="cpu")
+
+
+def test_ids_past_the_end_of_a_sequence_are_not_looked_at():
+    inputs = inputs_with(block_tables=put(-7, EMPTY, slice(None)))
+    assert not inputs.attend(impl="cpu").out.isnan().any()
+
+
+def test_an_unknown_implementation_is_named():
+    message = "impl is 'cuda', expected 'auto' or one of cpu, reference"
+    assert_refused(inputs_with(), UnsupportedError, message, impl="cuda")
+
+
+def test_a_named_implementation_never_falls_back():
+    doubles = dict.fromkeys(("q", "k_cache", "v_cache", "out"), to(torch.float64))
+    message = "cpu cannot run this: q is float64 | impl='auto'"
+    assert_refused(inputs_with(**doubles), UnsupportedError, message, impl="cpu")
+    inputs = inputs_with(**doubles)
+    assert inputs.attend().out.dtype == torch.float64
+
+
+def test_explain_says_who_can_run_a_call_and_why_not():
+    inputs = inputs_with()
+    arguments = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
+    lines = explain_paged_attention(*arguments, **inputs.options).splitlines()
+    assert lines == ["cpu: yes", "reference: yes"]
+    doubles = (tensor.double() for tensor in arguments[:3])
+    lines = explain_paged_attention(*doubles, inputs.batch, causal=False).splitlines()
+    assert re.match("cpu: no, q is float64", lines[0])
+    assert lines[1] == "reference: yes"
+
+
+def test_explain_checks_as_a_call_does():
+    inputs = inputs_with(k_cache=first(8, 3))
+    arguments = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
+    with pytest.raises(ShapeError, match="k_cache has head_size=8 but q has 16"):
+        explain_paged_attention(*arguments)

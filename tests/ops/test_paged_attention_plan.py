@@ -1,0 +1,113 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagewise.device import DeviceInfo
+from pagewise.ops.paged_attention import Problem, make_plan
+from pagewise.ops.paged_attention.plan import SPLIT_SIZE
+
+# Llama 8B: one new token of each of 64 sequences of 4096.
+DECODE = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
+PREFILL = replace(DECODE, num_seqs=1, num_tokens=4096, max_query_len=4096)
+TINY = replace(DECODE, num_seqs=1, num_tokens=1, max_seq_len=9)
+
+SMALL_CPU = DeviceInfo("cpu", 2)
+LARGE_CPU = DeviceInfo("cpu", 64, "a server", bf16_dot=True)
+
+PROBLEMS = [
+    Problem(
+        num_seqs, num_seqs * query_len, query_len, max(query_len, seq_len),
+        num_kv_heads * group, num_kv_heads, head_size, head_size, block_size, dtype, dtype,
+    )
+    for num_seqs, query_len, seq_len, num_kv_heads, group, head_size, block_size, dtype
+    in itertools.product(
+        (0, 1, 7, 300), (1, 5, 3000), (0, 1, 511, 512, 513, 131072), (1, 3, 8, 32), (1, 5, 8),
+        (8, 128, 512), (1, 256), (torch.float32, torch.bfloat16),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [DeviceInfo("cpu", 1), SMALL_CPU, LARGE_CPU], ids=str)
+def test_every_plan_can_be_carried_out(device):
+    for problem in PROBLEMS:
+        plan = make_plan(problem, device)
+        assert plan.tile_m >= 1
+        assert 1 <= plan.decode_heads <= problem.num_kv_heads
+        assert 1 <= plan.num_threads <= device.num_workers
+
+
+def test_the_same_question_has_the_same_answer():
+    for problem in PROBLEMS[::50]:
+        answers = {make_plan.__wrapped__(problem, SMALL_CPU) for _ in range(3)}
+        assert answers == {make_plan(problem, SMALL_CPU)}
+
+
+def test_what_shows_in_the_bits_does_not_depend_on_the_problem():
+    for device in (SMALL_CPU, LARGE_CPU):
+        plans = [make_plan(problem, device) for problem in PROBLEMS]
+        assert {(plan.split_size, plan.bf16_dot) for plan in plans} == {
+            (SPLIT_SIZE, device.bf16_dot)
+        }
+
+
+def test_splits_end_at_the_end_of_a_tile_of_keys():
+    from pagewise.ops.paged_attention.cpu import TILE_N
+
+    assert SPLIT_SIZE % TILE_N == 0
+
+
+def test_little_work_wakes_no_other_thread():
+    assert make_plan(TINY, LARGE_CPU).num_threads == 1
+    assert make_plan(DECODE, LARGE_CPU).num_threads == 64
+    assert make_plan(PREFILL, SMALL_CPU).num_threads == 2
+
+
+def num_decode_items(plan, problem):
+    splits = -(-problem.max_seq_len // plan.split_size) if plan.parallel_splits else 1
+    return problem.num_seqs * splits * -(-problem.num_kv_heads // plan.decode_heads)
+
+
+def test_a_lone_long_sequence_is_split_for_all_threads():
+    lone = replace(DECODE, num_seqs=1, num_tokens=1, max_seq_len=131072)
+    for device in (SMALL_CPU, LARGE_CPU):
+        plan = make_plan(lone, device)
+        assert plan.parallel_splits
+        assert num_decode_items(plan, lone) >= 4 * device.num_workers
+
+
+def test_enough_sequences_are_not_split():
+    assert not make_plan(DECODE, SMALL_CPU).parallel_splits
+
+
+def test_short_sequences_have_nothing_to_split():
+    short = replace(DECODE, num_seqs=1, num_tokens=1, max_seq_len=SPLIT_SIZE)
+    assert not make_plan(short, LARGE_CPU).parallel_splits
+    assert make_plan(replace(short, max_seq_len=SPLIT_SIZE + 1), LARGE_CPU).parallel_splits
+
+
+def test_few_short_sequences_share_out_their_heads():
+    few = replace(DECODE, num_seqs=2, num_tokens=2, max_seq_len=500)
+    plan = make_plan(few, SMALL_CPU)
+    assert plan.num_threads == 2
+    assert num_decode_items(plan, few) >= 4 * 2
+
+
+def test_many_sequences_walk_the_heads_of_a_page_together():
+    plan = make_plan(replace(DECODE, num_seqs=512, num_tokens=512), SMALL_CPU)
+    assert plan.decode_heads == 8
+
+
+def test_wide_keys_take_fewer_heads_at_once():
+    wide = replace(
+        DECODE, num_seqs=512, num_tokens=512, head_size=512, v_head_size=512,
+        q_dtype=torch.float32, kv_dtype=torch.float32,
+    )  # fmt: skip
+    heads = [make_plan(problem, SMALL_CPU).decode_heads for problem in (DECODE, wide)]
+    assert heads[1] < heads[0]
+
+
+@pytest.mark.parametrize("bf16_dot", [False, True])
+def test_bfloat16_is_multiplied_where_the_machine_can(bf16_dot):
+    assert make_plan(DECODE, replace(SMALL_CPU, bf16_dot=bf16_dot)).bf16_dot is bf16_dot
