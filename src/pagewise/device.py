@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ class DeviceInfo:
 
 @functools.cache
 def _cpu(num_threads: int) -> DeviceInfo:
-    features = getattr(torch.cpu, "get_capabilities", dict)()
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     name = features.get("cpu_name") or platform.processor() or platform.machine()
     return DeviceInfo("cpu", num_threads, name, bool(features.get("avx512_bf16")))
 

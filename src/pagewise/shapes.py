@@ -13,11 +13,10 @@ from .errors import DTypeError, ShapeError
 __all__ = ["bind", "check_device", "check_dtype"]
 
 
-def bind(known: dict[str, int] | None = None, /, **arguments: object) -> dict[str, int]:
+def bind(**arguments: tuple[torch.Tensor | None, str]) -> dict[str, int]:
     """Check tensors against patterns of dimension names and return the sizes.
 
     Args:
-        known: Sizes fixed beforehand, by dimension name.
         **arguments: ``name=(tensor, pattern)``. A pattern is words and literal integers
             separated by blanks; ``None`` in place of a tensor skips the argument.
 
@@ -35,16 +34,17 @@ def bind(known: dict[str, int] | None = None, /, **arguments: object) -> dict[st
         >>> sizes["num_tokens"], sizes["num_kv_heads"], sizes["head_size"]
         (7, 2, 64)
     """
-    sizes = dict(known or {})
-    owners = dict.fromkeys(sizes, "the call")
-    for name, (tensor, pattern) in arguments.items():  # type: ignore[misc]
+    sizes: dict[str, int] = {}
+    owners: dict[str, str] = {}
+    for name, (tensor, pattern) in arguments.items():
         if tensor is None:
             continue
         words = pattern.split()
         shape = tuple(tensor.shape)
         if len(words) != len(shape):
             raise ShapeError(
-                f"{name} has {len(shape)} dimensions {list(shape)}, expected {len(words)}: [{pattern}]"
+                f"{name} has {len(shape)} dimensions {list(shape)}, "
+                f"expected {len(words)}: [{pattern}]"
             )
         for word, size in zip(words, shape, strict=True):
             expected = int(word) if word.isdigit() else sizes.setdefault(word, size)

@@ -37,7 +37,9 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 
 def test_the_demo_checkpoint_continues_python(llm: LLM) -> None:
-    [output] = llm.generate("for i in range(", SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    [output] = llm.generate(
+        "for i in range(", SamplingParams(temperature=0, max_tokens=40), use_tqdm=False
+    )
     assert ":\n" in output.outputs[0].text
 
 
@@ -96,7 +98,9 @@ def test_a_stop_token_ends_the_output_but_not_before_min_tokens(llm: LLM) -> Non
 
 def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     [output] = llm.generate(PROMPTS[0], replace(GREEDY, logprobs=2, max_tokens=4), use_tqdm=False)
-    for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+    for token_id, entry in zip(
+        output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
+    ):
         assert entry[0] == entry[1], "a greedy token is the likeliest"
         assert entry[0][0] == token_id
         assert entry[1][1] >= entry[2][1]
@@ -107,7 +111,9 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
 
 def test_output_ends_at_the_longest_sequence(llm: LLM) -> None:
     small = LLM(dtype="float32", max_model_len=20, num_blocks=4)
-    [output] = small.generate(PROMPTS[0], replace(GREEDY, max_tokens=None, ignore_eos=True), use_tqdm=False)
+    [output] = small.generate(
+        PROMPTS[0], replace(GREEDY, max_tokens=None, ignore_eos=True), use_tqdm=False
+    )
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 20
     assert output.outputs[0].finish_reason == "length"
 
@@ -133,13 +139,21 @@ def test_a_prompt_that_the_pool_can_never_hold_is_refused() -> None:
     small = LLM(dtype="float32", num_blocks=4, block_size=4)
     with pytest.raises(RequestError, match="has 20 tokens, expected fewer than max_model_len=16"):
         small.generate([7] * 20, GREEDY, use_tqdm=False)
-    with pytest.raises(OutOfBlocksError, match="fewer than max_model_len=64: use at least 16 blocks"):
+    with pytest.raises(
+        OutOfBlocksError, match="fewer than max_model_len=64: use at least 16 blocks"
+    ):
         LLM(dtype="float32", num_blocks=4, block_size=4, max_model_len=64)
 
 
 @pytest.mark.parametrize(
     "bad",
-    [{"max_tokens": 0}, {"temperature": math.nan}, {"temperature": -1.0}, {"stop": ""}, {"stop": [""]}],
+    [
+        {"max_tokens": 0},
+        {"temperature": math.nan},
+        {"temperature": -1.0},
+        {"stop": ""},
+        {"stop": [""]},
+    ],
     ids=str,
 )
 def test_bad_sampling_params_are_refused_when_made(bad: dict) -> None:

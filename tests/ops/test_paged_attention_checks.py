@@ -98,7 +98,7 @@ SHAPES = {
     "no KV heads": ({"k_cache": first(0, 2), "v_cache": first(0, 2)}, "num_kv_heads=0"),
     "a window of nothing": ({"sliding_window": lambda _: 0}, "sliding_window is 0 | at least 1"),
     "a negative window": ({"sliding_window": lambda _: -1}, "sliding_window is -1"),
-    "no cap": ({"logits_soft_cap": lambda _: 0.0}, "logits_soft_cap is 0.0 | more than 0"),
+    "no cap": ({"logits_soft_cap": lambda _: 0.0}, "logits_soft_cap is 0.0 | a finite number more than 0"),
     "a negative cap": ({"logits_soft_cap": lambda _: -1.0}, "logits_soft_cap is -1.0"),
     "an infinite cap": ({"logits_soft_cap": lambda _: math.inf}, "logits_soft_cap is inf"),
     "a cap of NaN": ({"logits_soft_cap": lambda _: math.nan}, "logits_soft_cap is nan"),
@@ -147,7 +147,7 @@ TYPES = {
     "block_tables": ({"block_tables": to(torch.int64)}, "block_tables is int64, expected int32"),
     "seq_lens": ({"seq_lens": to(torch.int64)}, "seq_lens is int64, expected int32"),
     "cu_seqlens_q": ({"cu_seqlens_q": to(torch.int64)}, "cu_seqlens_q is int64, expected int32"),
-    "alibi_slopes": ({"alibi_slopes": to(torch.bfloat16)}, "alibi_slopes is bfloat16 | float32"),
+    "alibi_slopes": ({"alibi_slopes": to(torch.int64)}, "alibi_slopes is int64, expected float32"),
     "sinks": ({"sinks": to(torch.int32)}, "sinks is int32, expected float32"),
     "float64 with float32": (
         {"q": to(torch.float64), "out": to(torch.float64)},

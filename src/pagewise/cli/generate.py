@@ -146,7 +146,8 @@ def generate(
 def _load(**options: Any) -> LLM:
     # OpenMP's threads wait by spinning, on cores that our own threads and other programs need: on
     # two busy cores 2 tokens a second became 50. OpenMP looks only once, when torch loads it.
-    if "NOOMP" not in os.environ: os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "NOOMP" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ..engine.llm import LLM
 
     return LLM(**options)

@@ -1,4 +1,4 @@
-"""The checkpoint that ships with pagewise: a 4.6 M parameter Llama that continues Python source code.
+"""The checkpoint that ships with pagewise: a Llama of 4.6 M parameters that continues Python code.
 
 It is an ordinary Hugging Face folder, made by `tools/train_demo.py` from Python's standard library,
 so that an engine can run a real model without a download. `README.md` beside this file is its model

@@ -7,7 +7,8 @@ import operator
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import RequestError
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
@@ -23,7 +24,8 @@ from .scheduler import CacheCounts, Scheduler
 __all__ = ["Delta", "Engine"]
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True)
+class Delta:
     """What a step added to one sequence."""
 
     request_id: int
@@ -227,7 +229,9 @@ class Engine:
         if len(rows) != logits.shape[0]:
             logits = logits[rows]
         tokens = sample(logits, [self._sampling_input(sequence) for sequence in drawers])
-        return [self._advance(sequence, token) for sequence, token in zip(drawers, tokens, strict=True)]
+        return [
+            self._advance(sequence, token) for sequence, token in zip(drawers, tokens, strict=True)
+        ]
 
     def is_finished(self, request_id: int) -> bool:
         """Whether nothing more will be generated for a request."""
@@ -275,7 +279,8 @@ class Engine:
 
     def _sampling_input(self, sequence: Sequence) -> SamplingInput:
         request = sequence.request
-        params, forbidden = request.params, ()
+        params = request.params
+        forbidden: tuple[int, ...] = ()
         if sequence.num_output_tokens < params.min_tokens:
             forbidden = (*self.model.eos_token_ids, *(params.stop_token_ids or ()))
         return SamplingInput(

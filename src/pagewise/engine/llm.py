@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +87,9 @@ class LLM:
         cache_dtype = paged.dtype if kv_cache_dtype == "auto" else _dtype(kv_cache_dtype)
         longest = max_model_len or paged.max_model_len
         if num_blocks is None:
-            num_blocks = _fit(paged, cache_dtype, block_size, memory_fraction, max_num_seqs, longest)
+            num_blocks = _fit(
+                paged, cache_dtype, block_size, memory_fraction, max_num_seqs, longest
+            )
         cache = KVCache(
             paged.layers,
             num_blocks=num_blocks,
@@ -160,7 +163,7 @@ class LLM:
         try:
             while self.engine.has_unfinished:
                 for delta in self.engine.step():
-                    yield delta._replace(request_id=positions[delta.request_id])
+                    yield replace(delta, request_id=positions[delta.request_id])
         finally:
             for request_id in positions:
                 self.engine.abort(request_id)
@@ -170,9 +173,7 @@ class LLM:
         from tqdm import tqdm
 
         start, num_output = time.perf_counter(), 0
-        with tqdm(
-            total=num_requests, desc="Generating", unit="req", disable=not use_tqdm
-        ) as bar:
+        with tqdm(total=num_requests, desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while self.engine.has_unfinished:
                 deltas = self.engine.step()
                 num_output += len(deltas)
@@ -180,7 +181,8 @@ class LLM:
                     continue
                 seconds = time.perf_counter() - start
                 bar.set_postfix_str(
-                    f"input {num_input / seconds:.0f} tok/s, output {num_output / seconds:.0f} tok/s",
+                    f"input {num_input / seconds:.0f} tok/s, "
+                    f"output {num_output / seconds:.0f} tok/s",
                     refresh=False,
                 )
                 done = {delta.request_id for delta in deltas if delta.finish_reason is not None}
@@ -192,22 +194,22 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[tuple[Prompt, SamplingParams]]:
         """Prompts with their parameters, each proven to be servable before any is started."""
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed: list[Any] = [prompts] if single else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
+            sampling_params = [sampling_params or SamplingParams()] * len(listed)
+        if len(sampling_params) != len(listed):
             raise RequestError(
-                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
+                f"{len(sampling_params)} sampling_params for {len(listed)} prompts: "
                 "expected one for all, or one for each"
             )
-        pairs = list(zip(prompts, sampling_params, strict=True))
+        pairs = list(zip(listed, sampling_params, strict=True))
         for position, (prompt, params) in enumerate(pairs):
             try:
-                self.engine.validate(prompt, params)  # type: ignore[arg-type]
+                self.engine.validate(prompt, params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
-        return pairs  # type: ignore[return-value]
+        return pairs
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype:

@@ -11,7 +11,9 @@ from ..errors import UnsupportedError
 __all__ = ["choose", "explain"]
 
 
-def choose(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo, impl: str) -> Any:
+def choose(
+    package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo, impl: str
+) -> Any:
     """The first module of ``names`` that can run ``problem``; a named ``impl`` runs or raises."""
     if impl not in ("auto", *names):
         raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {', '.join(names)}")

@@ -76,5 +76,5 @@ def _check(source: Tensor, destination: Tensor, src_to_dst: Tensor) -> None:
                 f"src_to_dst names {name} blocks {int(blocks.min())} to {int(blocks.max())}, "
                 f"expected 0 to {cache.shape[0] - 1}"
             )
-    if len(src_to_dst[:, 1].unique()) != len(src_to_dst):
+    if len(set(src_to_dst[:, 1].tolist())) != len(src_to_dst):
         raise ShapeError("src_to_dst names a destination block twice: which copy should win?")

@@ -11,11 +11,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...device import DeviceInfo
 from ...tiles.cpu.compile import entry
 
 
-def supports(caches, device: DeviceInfo) -> str | None:
+def supports(caches, device):
     """Why this cannot run, or None if it can."""
     source, destination = caches
     if source.device.type != "cpu" or destination.device.type != "cpu":

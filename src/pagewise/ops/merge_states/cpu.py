@@ -10,14 +10,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import entry
 from ...tiles.cpu.simd import fma, load, splat, store, zeros
 from ...tiles.state import AttentionOutput
 
 
-def supports(dtype, device: DeviceInfo) -> str | None:
+def supports(dtype, device):
     """Why this cannot run, or None if it can."""
     return refuse(device, outs=dtype)
 

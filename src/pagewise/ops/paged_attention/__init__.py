@@ -4,4 +4,11 @@ from .api import explain_paged_attention, paged_attention
 from .plan import Plan, make_plan
 from .problem import PagedBatch, Problem
 
-__all__ = ["PagedBatch", "Plan", "Problem", "explain_paged_attention", "make_plan", "paged_attention"]
+__all__ = [
+    "PagedBatch",
+    "Plan",
+    "Problem",
+    "explain_paged_attention",
+    "make_plan",
+    "paged_attention",
+]

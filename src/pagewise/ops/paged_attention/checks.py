@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,12 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, options: Options, out: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    options: Options,
+    out: Tensor | None,
 ) -> Problem:
     """Raise ShapeError or DTypeError naming the argument at fault, or return the problem."""
     sizes = bind(
@@ -50,7 +57,12 @@ def check(
 
 
 def _check_types(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, options: Options, out: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    options: Options,
+    out: Tensor | None,
 ) -> None:
     # float64 is for the reference: it makes it an oracle.
     check_dtype("q", q, *_FLOATS, torch.float64)
@@ -61,6 +73,9 @@ def _check_types(
     check_dtype("block_tables", batch.block_tables, torch.int32)
     check_dtype("seq_lens", batch.seq_lens, torch.int32)
     check_dtype("cu_seqlens_q", batch.cu_seqlens_q, torch.int32)
+    for name, biases in (("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)):
+        if biases is not None:
+            check_dtype(name, biases, *_FLOATS, torch.float64)
     check_device(
         "q",
         q.device,
@@ -73,7 +88,13 @@ def _check_types(
         alibi_slopes=options.alibi_slopes,
         sinks=options.sinks,
     )
-    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out, "block_tables": batch.block_tables}
+    named = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "out": out,
+        "block_tables": batch.block_tables,
+    }
     for name, tensor in named.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ShapeError(
@@ -81,7 +102,9 @@ def _check_types(
                 f"pass {name}.contiguous()"
             )
     if q.dtype != k_cache.dtype and torch.float64 in (q.dtype, k_cache.dtype):
-        raise DTypeError(f"q is {q.dtype} but k_cache is {k_cache.dtype}: float64 goes with float64")
+        raise DTypeError(
+            f"q is {q.dtype} but k_cache is {k_cache.dtype}: float64 goes with float64"
+        )
 
 
 def _check_sizes(sizes: dict[str, int], batch: PagedBatch, options: Options) -> None:
@@ -90,16 +113,23 @@ def _check_sizes(sizes: dict[str, int], batch: PagedBatch, options: Options) -> 
             raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8 from 8 to 512")
     if not 1 <= sizes["block_size"] <= 256:
         raise ShapeError(f"k_cache has block_size={sizes['block_size']}, expected 1 to 256")
-    if sizes["num_kv_heads"] == 0 or sizes["num_heads"] % sizes["num_kv_heads"]:
+    num_heads, num_kv_heads = sizes["num_heads"], sizes["num_kv_heads"]
+    if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ShapeError(
-            f"q has num_heads={sizes['num_heads']}, expected a multiple of "
-            f"k_cache's num_kv_heads={sizes['num_kv_heads']}"
+            f"q has num_heads={num_heads}, expected a multiple of "
+            f"k_cache's num_kv_heads={num_kv_heads}"
         )
     if options.sliding_window is not None and options.sliding_window < 1:
-        raise ShapeError(f"sliding_window is {options.sliding_window}, expected at least 1, or None for all keys")
-    if options.logits_soft_cap is not None and not options.logits_soft_cap > 0:
-        raise ShapeError(f"logits_soft_cap is {options.logits_soft_cap}, expected more than 0, or None for no cap")
+        raise ShapeError(
+            f"sliding_window is {options.sliding_window}, expected at least 1, or None for all keys"
+        )
+    if options.logits_soft_cap is not None and not 0 < options.logits_soft_cap < math.inf:
+        raise ShapeError(
+            f"logits_soft_cap is {options.logits_soft_cap}, expected a finite number more than 0, "
+            "or None for no cap"
+        )
     if batch.max_query_len < 0 or batch.max_seq_len < 0:
         raise ShapeError(
-            f"max_query_len={batch.max_query_len} and max_seq_len={batch.max_seq_len} must not be negative"
+            f"max_query_len={batch.max_query_len} and max_seq_len={batch.max_seq_len} must not be "
+            "negative"
         )

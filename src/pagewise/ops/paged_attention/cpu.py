@@ -2,7 +2,7 @@
 
 ::
 
-    out[r] = Σ_n p[r, n] v[n] / l[r],   p[r, n] = 2 ** (s[r, n] - m[r]),   s = q · k · scale · log2 e
+    out[r] = Σ_n p[r, n] v[n] / l[r],  p[r, n] = 2 ** (s[r, n] - m[r]),  s = q · k · scale · log2 e
 
 One *item* of work is some new tokens of one sequence, some of its KV heads and some of its
 keys. The rows of a KV head, tokens × group, share every key that is loaded::
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import entry, inner
 from ...tiles.cpu.microkernels import add_scaled
@@ -58,7 +59,6 @@ from ...tiles.cpu.simd import (
     zeros,
 )
 from ...tiles.cpu.threads import run_together
-from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from .cpu_checks import check_values
 from .plan import make_plan
@@ -85,7 +85,9 @@ Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first
 
 
 @entry()
-def _make_items(cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, item_keys):
+def _make_items(
+    cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, item_keys
+):
     """Cut a batch into rows of ``Item`` fields, and count the rows of partial states they need.
 
     An item that covers part of its keys stores its state at row ``part``; for others it is -1.
@@ -280,7 +282,9 @@ def _attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
     k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
     tile_rows = scratch.tile_rows
     if rows > FEW_ROWS or call.head_size != width:
-        _gather(scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width)
+        _gather(
+            scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
+        )
         score_tile(
             scratch.scores, scratch.q, at * width, width, rows,
             scratch.k_tile, 0, tile_rows, tile_rows, TILE_N, width,
@@ -292,7 +296,16 @@ def _attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
         )  # fmt: skip
     _softmax_tile(call, scratch, item, head, rows, tile)
     if rows > FEW_ROWS or call.v_head_size != v_width:
-        _gather(scratch.v_tile, tile_rows, call.v_cache, v_base, v_rows, num_keys, call.v_head_size, v_width)
+        _gather(
+            scratch.v_tile,
+            tile_rows,
+            call.v_cache,
+            v_base,
+            v_rows,
+            num_keys,
+            call.v_head_size,
+            v_width,
+        )
         mix_tile(
             scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
             scratch.v_tile, 0, tile_rows, tile_rows, num_keys, v_width,
@@ -437,11 +450,13 @@ def _finish(call, state, at, item):
     """Add the sinks, divide, and write an item's rows of ``out`` and ``lse``."""
     rows = _pad_rows(item.num_tokens * call.group)
     token0 = call.cu_seqlens_q[item.seq] + item.first_token
-    num_heads = call.lse.shape[1]
     for head in range(item.num_heads):
         for r in range(item.num_tokens * call.group):
             row = at + head * rows + r
-            token, q_head = token0 + r // call.group, (item.first_head + head) * call.group + r % call.group
+            token, q_head = (
+                token0 + r // call.group,
+                (item.first_head + head) * call.group + r % call.group,
+            )
             m, l, scale = state.m[row], state.l[row], np.float32(1)
             if len(call.sinks) > 0:
                 sink = call.sinks[q_head] * LOG2_E

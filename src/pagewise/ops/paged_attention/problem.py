@@ -43,9 +43,7 @@ class PagedBatch:
     """At least the most keys of a sequence."""
 
     @staticmethod
-    def decode(
-        block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int
-    ) -> PagedBatch:
+    def decode(block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> PagedBatch:
         """A batch with one new token a sequence."""
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
         return PagedBatch(block_tables, seq_lens, starts, 1, max_seq_len)

@@ -70,7 +70,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         # One more column to share the softmax with, whose value is nothing.
         sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, query_len, 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -torch.inf)
+    lse = (
+        torch.logsumexp(scores, dim=-1)
+        if scores.shape[-1]
+        else scores.new_full(scores.shape[:2], -torch.inf)
+    )
     weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)  # no visible key: -inf - -inf
     out = torch.einsum("hqk,khd->qhd", weights[..., :seq_len], v)
     return out.to(q.dtype), lse.T

@@ -59,7 +59,9 @@ def write_kv(
             raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(-1) != 1:
-            raise ShapeError(f"{name} has stride {cache.stride(-1)} in its last dimension, expected 1")
+            raise ShapeError(
+                f"{name} has stride {cache.stride(-1)} in its last dimension, expected 1"
+            )
     check_dtype("k", k, *_FLOATS)
     check_dtype("v", v, k.dtype)
     check_dtype("k_cache", k_cache, *_FLOATS)

@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import entry
 from ...tiles.cpu.simd import load, load_half, store, store_half
 
 
-def supports(dtypes, device: DeviceInfo) -> str | None:
+def supports(dtypes, device):
     """Why this cannot run, or None if it can."""
     return refuse(device, k=dtypes[0], k_cache=dtypes[1])
 

@@ -7,7 +7,6 @@ they are wherever matrix units mix values; the softmax's sum is not.
 
 from __future__ import annotations
 
-
 from .compile import inner
 from .microkernels import store_4x4, store_64
 from .simd import (

@@ -18,7 +18,6 @@ A key or value is found at ``base + rows[n]``: a page's slots and a contiguous t
 
 from __future__ import annotations
 
-
 from .compile import inner
 from .simd import add, fma, load, mul, prefetch, splat, store, store_quarter, sum_each, zeros
 
