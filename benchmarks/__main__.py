@@ -11,6 +11,7 @@ from rich.console import Console
 from . import report
 from .case import Case, Check
 from .cases import find_cases
+from .machine import Bystanders
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,9 +53,11 @@ def run(
     for case in _find(names):
         checks = _verify(case)
         if all(check.passed for check in checks):
+            bystanders = Bystanders()
             measurement = case.measure(repeats)
-            report.print_measurement(console, case, measurement)
-            records.append(report.record(case, checks, measurement))
+            others = bystanders.share
+            report.print_measurement(console, case, measurement, others)
+            records.append(report.record(case, checks, measurement, others))
         else:
             is_right = False
     if out is not None:

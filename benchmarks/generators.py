@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
+from pagewise import LLM, SamplingParams
 from pagewise.demo import path
-from pagewise.engine.llm import LLM
-from pagewise.engine.sampling_params import SamplingParams
 
 __all__ = ["Generate", "Prompts", "continuous_batching", "load_llm", "ours", "padded"]
 
@@ -78,6 +77,7 @@ def _load_transformers() -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it warns of texts that never end, which is what we ask for
     model = AutoModelForCausalLM.from_pretrained(
         path(), dtype=torch.float32, attn_implementation="sdpa"
     )

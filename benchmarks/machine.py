@@ -7,15 +7,18 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-__all__ = ["READ_BYTES", "describe", "read_all"]
+__all__ = ["READ_BYTES", "Bystanders", "describe", "read_all"]
 
 READ_BYTES = 1 << 30
+_CODE = ("src", "benchmarks", ":!benchmarks/results")
 _PACKAGES = ("pagewise", "torch", "numba", "transformers", "numpy")
 
 
@@ -32,6 +35,28 @@ def describe() -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+class Bystanders:
+    """What everybody else takes of the machine from here on: a busy one disturbs the times."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), _cpu_seconds_of_others()
+
+    @property
+    def share(self) -> float:
+        """Their part of all cores' time; what the hypervisor takes counts as theirs."""
+        start, others = self._start
+        elapsed = (time.perf_counter() - start) * (os.cpu_count() or 1)
+        return max(0.0, (_cpu_seconds_of_others() - others) / elapsed)
+
+
+def _cpu_seconds_of_others() -> float:
+    everyone, ours = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = everyone.idle + getattr(everyone, "iowait", 0.0)
+    # Guests are counted as users already.
+    guests = getattr(everyone, "guest", 0.0) + getattr(everyone, "guest_nice", 0.0)
+    return float(sum(everyone) - idle - guests - ours.user - ours.system)
 
 
 def read_all() -> torch.Tensor:
@@ -67,7 +92,7 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     commit = _git("rev-parse", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
     return f"{commit} and changes" if commit and changed else commit
 
 

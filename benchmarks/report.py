@@ -36,9 +36,11 @@ def print_checks(console: Console, case: Case, checks: Sequence[Check]) -> None:
         console.print(f"  [red]{check.what}[/]: {check.detail}")
 
 
-def print_measurement(console: Console, case: Case, measurement: Measurement) -> None:
-    """Every contestant's time, every metric, and the targets' verdicts."""
-    console.print(f"[bold]{case.name}[/]  {case.about}")
+def print_measurement(
+    console: Console, case: Case, measurement: Measurement, others: float
+) -> None:
+    """Every contestant's time, every metric, the targets' verdicts, and how quiet it was."""
+    console.print(f"{case.about}; other processes took {others:.0%} of the machine")
     times = Table("contestant", "median", "p10 to p90", "best", "repeats", box=None)
     for column in times.columns[1:]:
         column.justify = "right"
@@ -55,11 +57,12 @@ def print_measurement(console: Console, case: Case, measurement: Measurement) ->
     console.print()
 
 
-def record(case: Case, checks: Sequence[Check], measurement: Measurement) -> Record:
+def record(case: Case, checks: Sequence[Check], measurement: Measurement, others: float) -> Record:
     """One case as it goes into the JSON."""
     return {
         "name": case.name,
         "about": case.about,
+        "share_of_other_processes": others,
         "checks": [check._asdict() for check in checks],
         "times": {name: _summary(times) for name, times in measurement.times.items()},
         "metrics": measurement.metrics,

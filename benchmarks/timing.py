@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 __all__ = ["Contestant", "Times", "ratio", "take_turns"]
 
-# libgomp's threads spin for some 5 ms after a parallel region and would share their core with
-# whoever is timed next. After a rest every contestant finds the machine idle.
+# The threads of a parallel region spin for some 5 ms after it, and whoever is timed next and does
+# not use the same ones shares a core with them. After a rest everybody finds the machine idle.
 REST_SECONDS = 0.02
 
 

@@ -161,25 +161,26 @@ def test_a_window_is_compared_far_beyond_the_tokens_of_the_proof(monkeypatch):
         load_model(tiny_model("mistral", **options))
 
 
-def test_chunked_attention_runs_within_one_chunk():
-    options = {
-        "attention_chunk_size": 32,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 80,
-        "no_rope_layers": [1, 1, 0],
-    }
-    config = tiny_config("llama", **options).to_dict() | {"model_type": "llama4_text"}
+def chunked_model():
     from transformers import AutoModelForCausalLM
 
-    config = config_of("llama4_text", **{k: v for k, v in config.items() if k != "model_type"})
-    model = AutoModelForCausalLM.from_config(config)
+    options = tiny_config("llama").to_dict()
+    del options["model_type"]
+    options |= {"attention_chunk_size": 32, "num_local_experts": 2, "intermediate_size_mlp": 80}
+    return AutoModelForCausalLM.from_config(config_of("llama4_text", **options))
+
+
+def test_chunked_attention_runs_within_one_chunk():
+    model = chunked_model()
     assert load_model(model, max_model_len=32).max_model_len == 32
     with pytest.raises(UnsupportedError, match="set max_model_len to at most 32"):
         load_model(model, max_model_len=33)
-    # The mask says the same, without the config's word for it.
-    config.layer_types = ["full_attention"] * 3
-    with pytest.raises(UnsupportedError, match="hides position|full_attention"):
-        load_model(model)
+
+
+def test_a_chunk_longer_than_the_proof_shows_in_the_mask(monkeypatch):
+    monkeypatch.setattr("pagewise.models.paged_model.check_config", lambda *args: None)
+    with pytest.raises(UnsupportedError, match="its own mask hides position 0 to position 32"):
+        load_model(chunked_model())
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,10 @@ SHAPES = {
     "no KV heads": ({"k_cache": first(0, 2), "v_cache": first(0, 2)}, "num_kv_heads=0"),
     "a window of nothing": ({"sliding_window": lambda _: 0}, "sliding_window is 0 | at least 1"),
     "a negative window": ({"sliding_window": lambda _: -1}, "sliding_window is -1"),
-    "no cap": ({"logits_soft_cap": lambda _: 0.0}, "logits_soft_cap is 0.0 | a finite number more than 0"),
+    "no cap": (
+        {"logits_soft_cap": lambda _: 0.0},
+        "logits_soft_cap is 0.0 | a finite number more than 0",
+    ),
     "a negative cap": ({"logits_soft_cap": lambda _: -1.0}, "logits_soft_cap is -1.0"),
     "an infinite cap": ({"logits_soft_cap": lambda _: math.inf}, "logits_soft_cap is inf"),
     "a cap of NaN": ({"logits_soft_cap": lambda _: math.nan}, "logits_soft_cap is nan"),

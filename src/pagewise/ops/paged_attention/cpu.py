@@ -33,30 +33,30 @@ from numba import njit
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import entry, inner
-from ...tiles.cpu.microkernels import add_scaled
+from ...tiles.cpu.online_softmax import (
+    TILE_N,
+    State,
+    cap_row,
+    exp2_scalar,
+    make_state,
+    mask_row,
+    merge_states,
+    scale_row,
+    start_state,
+    tilt_row,
+    weigh_row,
+)
 from ...tiles.cpu.products import mix_tile, score_tile
 from ...tiles.cpu.simd import (
     LN_2,
     LOG2_E,
-    add,
-    exp2,
-    first_lane,
-    fma,
-    lane_numbers,
     load,
     load_half,
-    max_lanes,
-    maximum,
     mul,
     splat,
     store,
     store_half,
-    sub,
-    sum_lanes,
     take_number,
-    tanh,
-    where_less,
-    zeros,
 )
 from ...tiles.cpu.threads import run_together
 from ...tiles.state import AttentionOutput
@@ -64,7 +64,6 @@ from .cpu_checks import check_values
 from .plan import make_plan
 from .problem import Problem
 
-TILE_N = 64
 FEW_ROWS = 16  # up to here keys are converted for every four rows; beyond, gathered once
 _ALL = 1 << 62
 
@@ -76,7 +75,6 @@ Call = namedtuple(
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
     " softmax_scale soft_cap causal window tile",
 )
-State = namedtuple("State", "acc m l")
 Scratch = namedtuple(
     "Scratch",
     "state total q first_key end_key scores weights decay k_rows v_rows tile_rows k_tile v_tile",
@@ -128,13 +126,6 @@ def _pad_rows(rows):
 
 
 @njit
-def _make_state(rows, width):
-    return State(
-        np.empty(rows * width, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
-    )
-
-
-@njit
 def _make_scratch(items, call):
     most = tile = 1
     for i in range(len(items)):
@@ -142,8 +133,8 @@ def _make_scratch(items, call):
         tile = max(tile, rows)
         most = max(most, rows * items[i, 4])
     return Scratch(
-        _make_state(most, call.v_width),
-        _make_state(most, call.v_width),
+        make_state(most, call.v_width),
+        make_state(most, call.v_width),
         np.zeros(most * call.width, call.tile.dtype),
         np.zeros(tile, np.int64),
         np.zeros(tile, np.int64),
@@ -177,8 +168,8 @@ def _take_items(call, items, counter, parts, scratch):
         if item.part < 0:
             _finish(call, state, 0, item)
         else:
-            _start(parts, item.part, rows, call.v_width)
-            _merge(parts, item.part, state, 0, rows, call.v_width)
+            start_state(parts, item.part, rows, call.v_width)
+            merge_states(parts, item.part, state, 0, rows, call.v_width)
 
 
 @inner()
@@ -188,13 +179,13 @@ def _attend_item(call, scratch, item):
     all_rows = item.num_heads * rows
     low, high = _visible_keys(call, scratch, item)
     _load_queries(call, scratch, item, rows)
-    _start(scratch.total, 0, all_rows, call.v_width)
+    start_state(scratch.total, 0, all_rows, call.v_width)
     first_split = low // call.split_size * call.split_size
     side = 0
     _find_rows(call, scratch, side, item, low // TILE_N * TILE_N, low, high)
     for split in range(first_split, high, call.split_size):
         split_high = min(high, split + call.split_size)
-        _start(scratch.state, 0, all_rows, call.v_width)
+        start_state(scratch.state, 0, all_rows, call.v_width)
         for tile in range(max(split, low // TILE_N * TILE_N), split_high, TILE_N):
             _find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
             for head in range(item.num_heads):
@@ -202,7 +193,7 @@ def _attend_item(call, scratch, item):
             side = 1 - side
         if first_split + call.split_size >= high:
             return scratch.state
-        _merge(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
+        merge_states(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
     return scratch.total
 
 
@@ -336,7 +327,7 @@ def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
 @inner()
 def _softmax_tile(call, scratch, item, head, rows, tile):
     """Turn a tile's scores into weights; update each row's maximum, sum and decay."""
-    m, l, s = scratch.state.m, scratch.state.l, scratch.scores
+    s = scratch.scores
     scale = np.float32(call.softmax_scale * LOG2_E)
     if call.soft_cap > 0:
         scale = np.float32(call.softmax_scale / call.soft_cap)
@@ -345,104 +336,17 @@ def _softmax_tile(call, scratch, item, head, rows, tile):
     first_position = call.seq_lens[item.seq] - query_len + item.first_token
     for r in range(rows):
         at = r * TILE_N
-        highest = _scale_row(s, at, scale)
+        highest = scale_row(s, at, scale)
         if call.soft_cap > 0:
-            highest = _cap_row(s, at, np.float32(call.soft_cap * LOG2_E))
+            highest = cap_row(s, at, np.float32(call.soft_cap * LOG2_E))
         if len(call.alibi_slopes) > 0 and r < item.num_tokens * call.group:
             slope = np.float32(call.alibi_slopes[first_head + r % call.group] * LOG2_E)
-            highest = _tilt_row(s, at, slope, tile - (first_position + r // call.group))
+            highest = tilt_row(s, at, slope, tile - (first_position + r // call.group))
         first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
         if first > 0 or end < TILE_N:
-            highest = _mask_row(s, at, np.float32(first), np.float32(end))
+            highest = mask_row(s, at, np.float32(first), np.float32(end))
         row = head * rows + r
-        new_m = max(m[row], max_lanes(highest))
-        pivot = new_m if new_m > -np.inf else np.float32(0)
-        decay = _exp2(m[row] - pivot)
-        shift = splat(pivot)
-        sums = zeros()
-        for n in range(at, at + TILE_N, 16):
-            weights = exp2(sub(load(s, n), shift))
-            store(scratch.weights, n, weights)
-            sums = add(sums, weights)
-        m[row] = new_m
-        l[row] = l[row] * decay + sum_lanes(sums)
-        scratch.decay[r] = decay
-
-
-@inner()
-def _exp2(x):
-    return first_lane(exp2(splat(np.float32(x))))
-
-
-# The rows of a tile of scores: each of these rewrites one and returns its greatest lanes.
-
-
-@inner()
-def _scale_row(s, at, scale):
-    highest = splat(np.float32(-np.inf))
-    for n in range(at, at + TILE_N, 16):
-        scaled = mul(splat(scale), load(s, n))
-        store(s, n, scaled)
-        highest = maximum(scaled, highest)
-    return highest
-
-
-@inner()
-def _cap_row(s, at, cap):
-    highest = splat(np.float32(-np.inf))
-    for n in range(at, at + TILE_N, 16):
-        capped = mul(splat(cap), tanh(load(s, n)))
-        store(s, n, capped)
-        highest = maximum(capped, highest)
-    return highest
-
-
-@inner()
-def _tilt_row(s, at, slope, distance):
-    """Add slope × (key position - query position), which is ``distance`` at the first key."""
-    highest = splat(np.float32(-np.inf))
-    for n in range(0, TILE_N, 16):
-        steps = add(lane_numbers(), splat(np.float32(distance + n)))
-        tilted = fma(splat(slope), steps, load(s, at + n))
-        store(s, at + n, tilted)
-        highest = maximum(tilted, highest)
-    return highest
-
-
-@inner()
-def _mask_row(s, at, first, end):
-    """Take the keys before ``first`` and from ``end`` on out of the softmax."""
-    nothing = splat(np.float32(-np.inf))
-    highest = nothing
-    for n in range(0, TILE_N, 16):
-        lane = add(lane_numbers(), splat(np.float32(n)))
-        kept = where_less(lane, splat(end), load(s, at + n), nothing)
-        kept = where_less(lane, splat(first), nothing, kept)
-        store(s, at + n, kept)
-        highest = maximum(kept, highest)
-    return highest
-
-
-@inner()
-def _start(state, at, rows, width):
-    """The state of no keys at all."""
-    state.m[at : at + rows] = -np.inf
-    state.l[at : at + rows] = 0
-    state.acc[at * width : (at + rows) * width] = 0
-
-
-@inner()
-def _merge(into, at, other, other_at, rows, width):
-    """Fold one set of keys' state into another's."""
-    for r in range(rows):
-        a, b = at + r, other_at + r
-        m = max(into.m[a], other.m[b])
-        if m == -np.inf:
-            continue
-        scale, other_scale = _exp2(into.m[a] - m), _exp2(other.m[b] - m)
-        add_scaled(into.acc, a * width, scale, other.acc, b * width, other_scale, width)
-        into.l[a] = into.l[a] * scale + other.l[b] * other_scale
-        into.m[a] = m
+        scratch.decay[r] = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
 
 
 @inner()
@@ -461,8 +365,8 @@ def _finish(call, state, at, item):
             if len(call.sinks) > 0:
                 sink = call.sinks[q_head] * LOG2_E
                 top = max(m, sink)
-                scale = _exp2(m - top)
-                m, l = top, l * scale + _exp2(sink - top)
+                scale = exp2_scalar(m - top)
+                m, l = top, l * scale + exp2_scalar(sink - top)
             call.lse[token, q_head] = (m + np.log2(l)) * LN_2 if l > 0 else -np.inf
             factor = splat(scale / l if l > 0 else np.float32(0))
             to = token * call.out_token + q_head * call.out_head
@@ -492,7 +396,7 @@ def _merge_parts(call, items, parts):
         item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
         if i > first:
             rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
-            _merge(parts, before[7], parts, item.part, rows, call.v_width)
+            merge_states(parts, before[7], parts, item.part, rows, call.v_width)
         last_of_rows = i + 1 == len(items) or items[i + 1, 5] == 0
         if last_of_rows:
             _finish(call, parts, before[7], item)
@@ -534,7 +438,7 @@ def _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan):
     slopes, sinks = options.alibi_slopes, options.sinks
     pairs = plan.bf16_dot and q.dtype == k_cache.dtype == torch.bfloat16
     lanes = 32 if pairs else 16
-    return Call(
+    return Call(  # type: ignore[call-arg]
         flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
         flat(batch.block_tables),
         batch.seq_lens.contiguous().numpy(), batch.cu_seqlens_q.contiguous().numpy(),

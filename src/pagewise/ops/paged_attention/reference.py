@@ -51,7 +51,7 @@ def fetch(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``q`` ``[query_len, num_heads, head_size]`` over ``k`` ``[seq_len, num_kv_heads, head_size]``."""
+    """One sequence: ``q`` ``[query_len, num_heads, …]``, ``k`` ``[seq_len, num_kv_heads, …]``."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * options.softmax_scale

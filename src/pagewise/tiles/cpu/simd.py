@@ -284,7 +284,7 @@ _EXP2_TERMS = np.cumprod([1.0] + [np.log(2.0) / i for i in range(1, 8)]).astype(
 
 @inner(inline="always")
 def tanh(x):
-    """Hyperbolic tangent to 3e-7, relative near 0 too, where a difference of exponentials is not."""
+    """Hyperbolic tangent to 3e-7, relative: near 0 a difference of exponentials would not be."""
     squared = mul(x, x)
     small = fma(squared, splat(np.float32(62 / 2835)), splat(np.float32(-17 / 315)))
     small = fma(squared, small, splat(np.float32(2 / 15)))

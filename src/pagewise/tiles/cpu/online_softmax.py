@@ -1,0 +1,147 @@
+"""Softmax one tile of keys at a time: the state of a row, and what a tile does to it.
+
+A state ``(m, l, acc)`` stands for attention over the keys seen so far, in powers of two::
+
+    m = max s        l = Σ 2 ** (s - m)        acc = Σ 2 ** (s - m) v        out = acc / l
+
+Rows of scores are ``TILE_N`` float32 in a flat array, from ``at`` on.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+from numba import njit
+
+from .compile import inner
+from .microkernels import add_scaled
+from .simd import (
+    add,
+    exp2,
+    first_lane,
+    fma,
+    lane_numbers,
+    load,
+    max_lanes,
+    maximum,
+    mul,
+    splat,
+    store,
+    sub,
+    sum_lanes,
+    tanh,
+    where_less,
+    zeros,
+)
+
+TILE_N = 64
+
+State = namedtuple("State", "acc m l")
+
+
+@njit
+def make_state(rows, width):
+    """Memory for the states of some rows, ``width`` columns each."""
+    return State(
+        np.empty(rows * width, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    )
+
+
+@inner()
+def weigh_row(state, row, s, weights, at, highest):
+    """Turn a row of scores into weights and take them into ``m`` and ``l``.
+
+    Returns the factor by which ``acc`` has to shrink before the tile's values are added.
+    """
+    m = max(state.m[row], max_lanes(highest))
+    pivot = m if m > -np.inf else np.float32(0)  # no key yet: -inf - -inf is no number
+    decay = exp2_scalar(state.m[row] - pivot)
+    shift = splat(pivot)
+    sums = zeros()
+    for n in range(at, at + TILE_N, 16):
+        p = exp2(sub(load(s, n), shift))
+        store(weights, n, p)
+        sums = add(sums, p)
+    state.m[row] = m
+    state.l[row] = state.l[row] * decay + sum_lanes(sums)
+    return decay
+
+
+@inner()
+def exp2_scalar(x):
+    """``2 ** x`` for one number, as ``simd.exp2``."""
+    return first_lane(exp2(splat(np.float32(x))))
+
+
+# The rows of a tile of scores: each of these rewrites one and returns its greatest lanes.
+
+
+@inner()
+def scale_row(s, at, scale):
+    """Multiply by ``scale``."""
+    highest = splat(np.float32(-np.inf))
+    for n in range(at, at + TILE_N, 16):
+        scaled = mul(splat(scale), load(s, n))
+        store(s, n, scaled)
+        highest = maximum(scaled, highest)
+    return highest
+
+
+@inner()
+def cap_row(s, at, cap):
+    """``cap * tanh(score)``."""
+    highest = splat(np.float32(-np.inf))
+    for n in range(at, at + TILE_N, 16):
+        capped = mul(splat(cap), tanh(load(s, n)))
+        store(s, n, capped)
+        highest = maximum(capped, highest)
+    return highest
+
+
+@inner()
+def tilt_row(s, at, slope, distance):
+    """Add slope × (key position - query position), which is ``distance`` at the first key."""
+    highest = splat(np.float32(-np.inf))
+    for n in range(0, TILE_N, 16):
+        steps = add(lane_numbers(), splat(np.float32(distance + n)))
+        tilted = fma(splat(slope), steps, load(s, at + n))
+        store(s, at + n, tilted)
+        highest = maximum(tilted, highest)
+    return highest
+
+
+@inner()
+def mask_row(s, at, first, end):
+    """Take the keys before ``first`` and from ``end`` on out of the softmax."""
+    nothing = splat(np.float32(-np.inf))
+    highest = nothing
+    for n in range(0, TILE_N, 16):
+        lane = add(lane_numbers(), splat(np.float32(n)))
+        kept = where_less(lane, splat(end), load(s, at + n), nothing)
+        kept = where_less(lane, splat(first), nothing, kept)
+        store(s, at + n, kept)
+        highest = maximum(kept, highest)
+    return highest
+
+
+@inner()
+def start_state(state, at, rows, width):
+    """The state of no keys at all."""
+    state.m[at : at + rows] = -np.inf
+    state.l[at : at + rows] = 0
+    state.acc[at * width : (at + rows) * width] = 0
+
+
+@inner()
+def merge_states(into, at, other, other_at, rows, width):
+    """Fold one set of keys' state into another's."""
+    for r in range(rows):
+        a, b = at + r, other_at + r
+        m = max(into.m[a], other.m[b])
+        if m == -np.inf:
+            continue
+        scale, other_scale = exp2_scalar(into.m[a] - m), exp2_scalar(other.m[b] - m)
+        add_scaled(into.acc, a * width, scale, other.acc, b * width, other_scale, width)
+        into.l[a] = into.l[a] * scale + other.l[b] * other_scale
+        into.m[a] = m
