@@ -1,0 +1,107 @@
+"""What the package promises by name is there, sorted, and explained."""
+
+import importlib
+import inspect
+import pkgutil
+import types
+
+import pytest
+
+import pagewise
+import pagewise.testing
+from pagewise.errors import PagewiseError
+
+PACKAGES = [
+    module.name
+    for module in pkgutil.walk_packages(pagewise.__path__, "pagewise.")
+    if not {"cli", "server", "integrations", "__main__"} & set(module.name.split("."))
+]
+WITH_ALL = [
+    name for name in ["pagewise", *PACKAGES] if hasattr(importlib.import_module(name), "__all__")
+]
+
+
+def test_the_modules_that_name_their_public_names_include_these():
+    assert {"pagewise", "pagewise.testing", "pagewise.ops.paged_attention"} <= set(WITH_ALL)
+
+
+@pytest.mark.parametrize("name", WITH_ALL)
+def test_all_names_exist_and_stand_once(name):
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for public in module.__all__:
+        assert hasattr(module, public), public
+
+
+@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+def test_all_is_sorted(name):
+    names = importlib.import_module(name).__all__
+    assert list(names) == sorted(names, key=lambda word: (not word.isupper(), word))
+
+
+@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+def test_all_is_exact(name):
+    module = importlib.import_module(name)
+    public = {
+        word
+        for word in dir(module)
+        if not word.startswith("_") and not isinstance(getattr(module, word), types.ModuleType)
+    }
+    helpers = {"TYPE_CHECKING", "import_module", "annotations"}
+    assert public - helpers == set(module.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="pagewise"):
+        pagewise.paged_atention  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+def test_every_public_name_is_explained(name):
+    module = importlib.import_module(name)
+    assert inspect.getdoc(module)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if not callable(value):
+            continue  # constants carry their words in the source
+        assert value.__doc__, public
+        generated = value.__doc__.startswith(f"{public}(")  # by dataclass or NamedTuple
+        assert not generated, public
+
+
+@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+def test_every_public_function_explains_its_arguments_and_shows_a_call(name):
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if not inspect.isfunction(value):
+            continue
+        parameters = inspect.signature(value).parameters
+        if len(parameters) > 1:
+            for parameter in parameters:
+                assert f"    {parameter.lstrip('*')}" in value.__doc__.replace("**", ""), public
+        assert ">>> " in value.__doc__, public
+
+
+def public_members(kind):
+    return {
+        name: member
+        for name, member in vars(kind).items()
+        if not name.startswith("_") and isinstance(member, (types.FunctionType, property))
+    }
+
+
+@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+def test_every_public_method_is_explained(name):
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isclass(value):
+            for member_name, member in public_members(value).items():
+                assert member.__doc__, f"{public}.{member_name}"
+
+
+def test_every_error_has_one_root():
+    names = [name for name in pagewise.__all__ if name.endswith("Error")]
+    assert len(names) == 6
+    assert all(issubclass(getattr(pagewise, name), PagewiseError) for name in names)
