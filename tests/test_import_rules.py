@@ -3,42 +3,36 @@
 import ast
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-import pagewise
-
-ROOT = Path(pagewise.__file__).parent
+ROOT = Path(find_spec("pagewise").origin).parent
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
 
-# From the bottom up; a module imports from its own layer and those below. The first pattern that
-# fits says where a module lies: a name, and everything under it.
+# From the bottom up; a module imports from its own layer and those below. A name covers all that
+# lies under it, ``*`` is any word, a final ``_`` any ending; the longest that fits decides.
 LAYERS = [
     ["errors"],
     ["shapes", "device", "demo"],
     ["kv_cache"],
     ["tiles"],
+    [
+        "ops.dispatch",
+        *("ops.*." + file for file in ("reference", "plan", "problem", "cpu", "cpu_")),
+        *("ops.*." + file for file in ("triton_", "hopper_")),
+    ],
     ["ops"],
-    ["ops.*.checks", "ops.*.api", "ops.*"],
     ["kv_cache.storage"],
     ["engine", "models"],
     ["integrations", "analysis", "testing"],
     ["server", "cli"],
     ["__main__", ""],
 ]
-IMPLEMENTATIONS = (
-    "reference",
-    "plan",
-    "problem",
-    "cpu",
-    "cpu_checks",
-    "triton_",
-    "hopper_",
-)
 
 # Where a library that the kernels on torch alone do not need may be imported at module level.
 OPTIONAL = {
@@ -61,14 +55,11 @@ OPTIONAL = {
 
 
 def fits(name, pattern):
-    """Whether a module's name starts with a pattern's words; ``*`` is any word."""
+    """Whether a module's name begins with a pattern's words."""
     words, wanted = name.split("."), pattern.split(".")
-    if len(words) < len(wanted):
-        return False
-    pairs = list(zip(words, wanted, strict=False))
-    return all(
+    return len(words) >= len(wanted) and all(
         want in ("*", word) or (want.endswith("_") and word.startswith(want))
-        for word, want in pairs
+        for word, want in zip(words, wanted, strict=False)
     )
 
 
@@ -79,13 +70,11 @@ def inside(module):
 
 def layer(module):
     name = inside(module)
-    if fits(name, "ops.*.*") and any(fits(name, f"ops.*.{kind}") for kind in IMPLEMENTATIONS):
-        return LAYERS.index(["ops"])
     fitting = [
-        (pattern.count(".") + bool(pattern), level)
+        (len(pattern.split(".")), level)
         for level, patterns in enumerate(LAYERS)
         for pattern in patterns
-        if pattern == name or (pattern and fits(name, pattern))
+        if fits(name, pattern)
     ]
     assert fitting, f"{module} stands in no layer: add it to LAYERS"
     return max(fitting)[1]
@@ -171,8 +160,8 @@ def test_the_rules_see_what_they_forbid(tmp_path):
         "if TYPE_CHECKING:\n    import triton\nelse:\n    import typer\n"
         "try:\n    import transformers.models\nexcept ImportError:\n    pass\n"
     )
-    names = [name for _, name in imports("pagewise.ops.paged_attention.checks", file)]
-    assert names == [
+    names = {name for _, name in imports("pagewise.ops.paged_attention.checks", file)}
+    assert names == {
         "pagewise.ops.paged_attention.cpu",
         "pagewise.engine.llm",
         "pagewise.ops.write_kv.api",
@@ -182,7 +171,7 @@ def test_the_rules_see_what_they_forbid(tmp_path):
         "transformers.models",
         "numba",
         "pagewise.server",
-    ]
+    }
     nodes = module_level(ast.parse(file.read_text()))
     found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     assert found == ["typer", "transformers.models"]

@@ -1,4 +1,3 @@
-import ctypes
 import itertools
 import math
 import random
@@ -15,7 +14,14 @@ from pagewise import PagedBatch, paged_attention
 from pagewise.device import DeviceInfo
 from pagewise.ops.merge_states import merge_states
 from pagewise.ops.paged_attention import make_plan
-from pagewise.testing import PagedCase, assert_matches, make_inputs, oracle, random_case
+from pagewise.testing import (
+    PagedCase,
+    assert_matches,
+    make_inputs,
+    oracle,
+    poisoned_memory,
+    random_case,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -66,15 +72,8 @@ def _one_torch_thread():
 
 @pytest.fixture
 def _poisoned_memory():
-    """Fresh memory, Numba's and torch's, is full of 0xFF: NaN in every type. (GNU libc only.)"""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
+    with poisoned_memory():
         yield
-        return
-    perturb, filled_with_ones = -6, 256
-    mallopt(perturb, filled_with_ones)
-    yield
-    mallopt(perturb, 0)
 
 
 def bits(result):
@@ -396,7 +395,7 @@ def test_chunked_prefill_gets_the_bits_of_one_shot():
                 part, rows = chunk(inputs, seq, first, end)
                 assert_same_bits(on_two_threads(part), row_bits(together, rows))
                 first, num_chunks = end, num_chunks + 1
-    assert num_chunks > 300
+    assert num_chunks > 200
 
 
 def test_no_choice_of_a_plan_but_split_size_and_bf16_dot_changes_a_bit():

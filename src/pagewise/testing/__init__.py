@@ -10,6 +10,7 @@ A kernel with the contract of ``paged_attention`` is tested in five lines::
 
 from .paged_cases import TABLE_POISON, PagedCase, PagedInputs, make_inputs, random_case
 from .paged_oracle import Comparison, Tolerance, assert_matches, compare, oracle, tolerance
+from .poison import poisoned_memory
 
 __all__ = [
     "TABLE_POISON",
@@ -21,6 +22,7 @@ __all__ = [
     "compare",
     "make_inputs",
     "oracle",
+    "poisoned_memory",
     "random_case",
     "tolerance",
 ]

@@ -45,7 +45,7 @@ class PagedCase:
     """
 
     query_lens: tuple[int, ...] = (1,)
-    """New tokens of each sequence; may be 0, or more than its keys: the first rows then see none."""
+    """New tokens of each sequence; 0, or more than its keys: the first rows then see none."""
     seq_lens: tuple[int, ...] = (17,)
     """Keys of each sequence, new tokens included; may be 0."""
     num_heads: int = 4

@@ -1,0 +1,25 @@
+"""What the README shows, runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_python_block_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block, "README.md", "exec"), {})
+    if "print" in block:
+        assert capsys.readouterr().out.strip()
+
+
+def test_the_paths_it_names_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    paths = re.findall(r"\]\(((?!http)[^)]+)\)", readme)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    folders = re.findall(r"^[├└]── (\w+)/", readme, re.MULTILINE)
+    assert [name for name in folders if not (ROOT / "src/pagewise" / name).is_dir()] == []
