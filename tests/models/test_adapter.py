@@ -177,6 +177,34 @@ def test_layers_that_share_keys_own_no_blocks():
     assert model.config.num_hidden_layers == 5
 
 
+def test_layers_that_share_keys_write_nothing(monkeypatch):
+    model = load_model(tiny_model("gemma3n"))
+    written = []
+    monkeypatch.setattr(
+        attention_module, "write_kv", lambda k, v, k_cache, *args: written.append(k_cache)
+    )
+    packing = Packing(model, sequences_of(96), 4, seed=0)
+    model.forward(packing.step([1, 1, 1]))
+    assert len({blocks.data_ptr() for blocks in written}) == len(written) == 3
+
+
+def test_a_layer_that_leaves_tokens_out_is_refused():
+    from transformers import AttentionInterface
+
+    paged = load_model(tiny_model("llama"))
+    packing = Packing(paged, sequences_of(96), 4, seed=0)
+
+    def cut(module, query, *args, **options):
+        return attention_module.attend(module, query[:, :, 1:], *args, **options)
+
+    AttentionInterface.register(attention_module.NAME, cut)
+    try:
+        with pytest.raises(UnsupportedError, match="passed 2 of 3 tokens to its attention"):
+            paged.forward(packing.step([1, 1, 1]))
+    finally:
+        attention_module.register()
+
+
 def test_values_may_be_narrower_than_keys():
     model = load_model(tiny_model("deepseek_v3"))
     assert {(layer.head_size, layer.v_head_size) for layer in model.layers} == {(24, 16)}

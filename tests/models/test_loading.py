@@ -158,10 +158,16 @@ def test_no_config(directory):
     refused(directory, f"{directory} has no config.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"llama"', "\xff\xfe"])
+@pytest.mark.parametrize("text", ["", "{", "\xff\xfe"])
 def test_a_garbled_config(directory, text):
     (directory / "config.json").write_bytes(text.encode("latin-1"))
-    refused(directory, f"{directory / 'config.json'} cannot be read")
+    refused(directory, f"{directory / 'config.json'} is no JSON", "download it again")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"llama"', "3"])
+def test_a_config_that_is_no_object(directory, text):
+    (directory / "config.json").write_text(text)
+    refused(directory, f"{directory / 'config.json'} holds a", "expected a JSON object")
 
 
 @pytest.mark.parametrize("model_type", ["quasi_llama", None, 7])
@@ -172,7 +178,7 @@ def test_an_unknown_model_type(directory, model_type):
 
 def test_a_config_with_impossible_values(directory):
     change_config(directory, hidden_size="wide")
-    refused(directory, str(directory), "hidden_size")
+    refused(directory, str(directory / "config.json"), "'hidden_size' expected int, got str")
 
 
 def test_a_checkpoints_code_is_not_run(directory, tmp_path):
@@ -204,11 +210,19 @@ def test_a_missing_shard(directory):
     refused(directory, f"has no {names[1]}")
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": 3}', "[]"])
-def test_a_garbled_index(directory, text):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is no JSON"),
+        ("[]", "holds a list, expected a JSON object"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": 3}', "has no weight_map"),
+    ],
+)
+def test_a_garbled_index(directory, text, reason):
     shard(directory)
     (directory / "model.safetensors.index.json").write_text(text)
-    refused(directory, "model.safetensors.index.json cannot be read")
+    refused(directory, f"model.safetensors.index.json {reason}")
 
 
 @pytest.mark.parametrize("size", [0, 5, 200, -1])
@@ -243,6 +257,22 @@ def test_a_missing_weight_is_not_made_up(directory):
 def test_missing_layers(directory):
     change_config(directory, num_hidden_layers=5)
     refused(directory, "weight model.layers.3.", "is missing (and 17 more)")
+
+
+def test_weights_that_nobody_uses_are_told(directory):
+    change_config(directory, num_hidden_layers=2)
+    with pytest.warns(UserWarning, match=r"weight model\.layers\.2\..* is not used \(and 8 more\)"):
+        load_model(directory)
+
+
+def test_a_limit_is_checked_before_the_weights_are_read(directory):
+    (directory / "model.safetensors").unlink()
+    refused(directory, "this model has 256 positions", max_model_len=300)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "warp", "meta:x"])
+def test_a_device_that_is_not_there(saved, device):
+    refused(saved, f"device {device!r} cannot be used", device=device)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "floaty", torch.int64, 3])

@@ -81,6 +81,9 @@ class LLM:
             model = path()
         if not 0 < memory_fraction <= 1:
             raise RequestError(f"memory_fraction={memory_fraction}: expected a number in (0, 1]")
+        _check_size("block_size", block_size, 256)
+        _check_size("num_blocks", 1 if num_blocks is None else num_blocks)
+        _check_size("max_num_seqs", max_num_seqs)
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
         is_path = isinstance(model, (str, os.PathLike))
         tokenizer = load_tokenizer(model) if is_path else None
@@ -210,6 +213,12 @@ class LLM:
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
         return pairs
+
+
+def _check_size(name: str, size: int, most: int | None = None) -> None:
+    if size < 1 or (most is not None and size > most):
+        allowed = "at least 1" if most is None else f"1 to {most}"
+        raise RequestError(f"{name}={size}: expected {allowed}")
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype:

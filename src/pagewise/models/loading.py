@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..errors import PagewiseError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["load_tokenizer", "read_model"]
+__all__ = ["explained", "load_tokenizer", "read_model"]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -73,7 +74,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | No
     directory = _find_directory(path)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    with _quiet(), _explained(f"{directory}: its tokenizer cannot be read"):
+    with _quiet(), explained(f"{directory}: its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory, **_LOCAL)
     return tokenizer
 
@@ -104,16 +105,26 @@ def _read_config(directory: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    with _explained(f"{directory / 'config.json'} cannot be read"):
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        model_type = raw.get("model_type")
-        if model_type not in CONFIG_MAPPING:
-            raise RequestError(
-                f"{directory / 'config.json'} has model_type {model_type!r}, which this version of "
-                "Transformers does not know: update it (code from a checkpoint is not run)"
-            )
+    path = directory / "config.json"
+    model_type = _read_json(path).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise RequestError(
+            f"{path} has model_type {model_type!r}, which this version of Transformers does not "
+            "know: update it (code from a checkpoint is not run)"
+        )
+    with explained(f"{path} is not accepted by Transformers"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
     return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} is no JSON ({_one_line(error)}): download it again") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"{path} holds a {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def _check_weights(directory: Path) -> None:
@@ -122,9 +133,10 @@ def _check_weights(directory: Path) -> None:
 
     names = [_WEIGHTS]
     if (directory / _INDEX).is_file():
-        with _explained(f"{directory / _INDEX} cannot be read"):
-            index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
-            names = sorted(set(index["weight_map"].values()))
+        files = _read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(files, dict):
+            raise RequestError(f"{directory / _INDEX} has no weight_map: download it again")
+        names = sorted(set(files.values()))
     for name in names:
         if not (directory / name).is_file():
             raise RequestError(
@@ -136,7 +148,7 @@ def _check_weights(directory: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise RequestError(
-                f"{directory / name} is truncated or no safetensors file ({_first_line(error)}): "
+                f"{directory / name} is truncated or no safetensors file ({_one_line(error)}): "
                 "download it again"
             ) from error
 
@@ -146,7 +158,7 @@ def _read_weights(
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    with _explained(f"{directory} cannot be loaded"):
+    with explained(f"{directory} cannot be loaded"):
         model: PreTrainedModel
         # A wrong shape would raise a page of text; ignored here, it is told below.
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -172,7 +184,14 @@ def _read_weights(
             "is incomplete, or config.json belongs to another model"
         )
     if report["error_msgs"]:
-        raise RequestError(f"{directory} cannot be loaded: {_first_line(report['error_msgs'][0])}")
+        raise RequestError(f"{directory} cannot be loaded: {_one_line(report['error_msgs'][0])}")
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        warnings.warn(
+            f"{directory}: weight {unused[0]} is not used{_count_others(unused)}: the checkpoint "
+            "has parts that a causal language model does not need, or config.json leaves some out",
+            stacklevel=4,
+        )
     return model
 
 
@@ -181,19 +200,18 @@ def _count_others(found: list[Any]) -> str:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn what Transformers, json and others raise on bad files into one line."""
+def explained(what: str) -> Iterator[None]:
+    """Turn what Transformers and others raise into a RequestError of one line."""
     try:
         yield
     except (PagewiseError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise RequestError(f"{what}: {_first_line(error)}") from error
+        raise RequestError(f"{what}: {_one_line(error)}") from error
 
 
-def _first_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".:")[:200] if lines else type(error).__name__
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from ..errors import RequestError, ShapeError, UnsupportedError
 from ..kv_cache.storage import KVCache, LayerSpec
 from .attention import NAME, AttentionLayer, collect_configs, driven, register
 from .forward_batch import ForwardBatch
-from .loading import load_tokenizer, read_model
+from .loading import explained, load_tokenizer, read_model
 from .probe import describe_layers, record_calls, register_probe
 from .proof import make_sequences, prove
 from .support import check_class, check_config, find_limit, refusing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["ForwardBatch", "PagedModel", "load_model", "load_tokenizer"]
 
@@ -147,20 +147,23 @@ def load_model(
         >>> model.layers[0]
         LayerSpec(num_kv_heads=2, head_size=16, v_head_size=16, sliding_window=7)
     """
+
+    def check(config: PreTrainedConfig, model_class: type | None = None) -> None:
+        check_config(config, model_class, max_model_len)
+        find_limit(config, max_model_len)
+
     if isinstance(model, (str, os.PathLike)):
-        source = read_model(
-            model, dtype, lambda config: check_config(config, max_model_len=max_model_len)
-        )
+        source = read_model(model, dtype, check)
     else:
         check_class(model)
-        check_config(model.config, type(model), max_model_len)
+        check(model.config, type(model))
+        _check_dtype(model, dtype)
         source = model
-        _check_dtype(source, dtype)
-    limit = find_limit(source.config, max_model_len)
     if device is not None:
-        source.to(device)
+        with explained(f"device {str(device)!r} cannot be used"):
+            source.to(device)
     source.eval()
-    return _make_proven(source, limit)
+    return _make_proven(source, find_limit(source.config, max_model_len))
 
 
 def _check_dtype(model: PreTrainedModel, dtype: torch.dtype | str) -> None:

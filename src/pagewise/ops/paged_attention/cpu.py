@@ -99,7 +99,8 @@ def _make_items(
             few = query_len * group <= FEW_ROWS
             heads = decode_heads if few else 1
             tokens = max(1, tile_m // group)
-            for first in range(0, query_len, tokens):
+            # The last tokens see the most keys: whoever takes an item late takes a short one.
+            for first in range((query_len - 1) // tokens * tokens, -1, -tokens):
                 num_tokens = min(tokens, query_len - first)
                 end = seq_lens[seq]
                 if causal:

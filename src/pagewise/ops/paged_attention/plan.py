@@ -61,10 +61,13 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     num_splits = -(-max(problem.max_seq_len, 1) // SPLIT_SIZE)
     parallel_splits = problem.num_seqs < wanted and num_splits > 1
     items = problem.num_seqs * (num_splits if parallel_splits else 1)
+    tile_m, rows = 256, problem.num_tokens * problem.group
+    while tile_m > 64 and rows * problem.num_kv_heads < wanted * tile_m:
+        tile_m //= 2
     decode_heads = min(problem.num_kv_heads, max(1, _TILE_BYTES // _bytes_per_key(problem)))
     while items * -(-problem.num_kv_heads // decode_heads) < wanted and decode_heads > 1:
         decode_heads = -(-decode_heads // 2)
-    return Plan(64, decode_heads, SPLIT_SIZE, parallel_splits, num_threads, device.bf16_dot)
+    return Plan(tile_m, decode_heads, SPLIT_SIZE, parallel_splits, num_threads, device.bf16_dot)
 
 
 def _bytes_per_key(problem: Problem) -> int:
