@@ -30,8 +30,9 @@ class AttentionCase:
     """``paged_attention`` on one problem, beside its peers, and perhaps beside itself on another.
 
     Metrics: ``x PEER``, how many times as fast as a peer; ``x sdpa``, as the faster way to call
-    SDPA; ``share of read bandwidth``, of the keys and values; ``time / OTHER``, on another
-    problem.
+    SDPA; ``share of read bandwidth``, of the keys and values in our median against the fastest
+    reading, and ``by round`` against the reading of the same round, which is kinder where the
+    bandwidth itself comes and goes; ``time / OTHER``, on another problem.
     """
 
     name: str
@@ -81,6 +82,8 @@ class AttentionCase:
             metrics["GB/s"] = _kv_bytes(self.problem) / ours.median / 1e9
             metrics["GB/s of reading"] = READ_BYTES / times[READ].best / 1e9
             metrics["share of read bandwidth"] = metrics["GB/s"] / metrics["GB/s of reading"]
+            per_byte = _kv_bytes(self.problem) / READ_BYTES
+            metrics["share of it, by round"] = per_byte * ratio(times[READ], ours)
         else:
             metrics["GFLOP/s"] = _causal_flops(self.problem) / ours.median / 1e9
         return metrics

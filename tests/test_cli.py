@@ -35,23 +35,24 @@ def run(capsys):
 def pipe_in(monkeypatch):
     """Puts bytes into a pipe that is this process's standard input."""
 
+    readers = []
+
     def put(data: bytes) -> None:
         reader, writer = os.pipe()
         os.write(writer, data)
         os.close(writer)
-        monkeypatch.setattr(sys, "stdin", os.fdopen(reader))
+        readers.append(os.fdopen(reader))
+        monkeypatch.setattr(sys, "stdin", readers[-1])
 
-    return put
+    yield put
+    for reader in readers:
+        reader.close()
 
 
-def _start(*args: str, **options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pagewise", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
+def _start(*args: str) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "pagewise", *args]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
 
 
 # --- help -----------------------------------------------------------------------------------
@@ -147,8 +148,9 @@ def test_a_mistake_is_one_line(args, message, run):
 
 def test_a_prompt_that_cannot_be_served_is_one_line(run):
     for prompts, message in (
-        ([""], "the prompt is empty"),
-        (["fine", ""], "prompt 1: the prompt is empty"),
+        ([""], "prompt 0 is empty"),
+        (["fine", ""], "prompt 1 is empty"),
+        (["fine", "word " * 3000], "prompt 1: the prompt has"),
         (["word " * 3000], "tokens, expected fewer than max_model_len"),
         (["\udcff"], "prompt 0 is not UTF-8 text: byte 0xff at 0"),
     ):
@@ -228,7 +230,7 @@ def test_an_empty_pipe_is_an_empty_prompt(run, pipe_in):
     pipe_in(b"")
     code, _, err = run("generate", *GREEDY)
     assert (code, err.count("\n")) == (2, 1)
-    assert "empty" in err
+    assert "standard input is empty" in err
 
 
 def test_samples_come_in_order_and_whole(run):
@@ -322,29 +324,26 @@ def test_a_plan_subtracts_the_weights(run):
 
 
 def test_a_process_with_a_pipe():
-    process = _start("generate", *GREEDY, stdin=subprocess.PIPE)
-    out, err = process.communicate("def add(a, b):\n", timeout=300)
+    with _start("generate", *GREEDY) as process:
+        out, err = process.communicate(b"def add(a, b):\n", timeout=300)
     assert process.returncode == 0
-    assert out.startswith("def add(a, b):\n")
-    assert err.startswith("blocks in use ")
+    assert out.startswith(b"def add(a, b):\n")
+    assert err.startswith(b"blocks in use ")
 
 
 def test_a_reader_that_leaves():
-    args = ["generate", "x = 1", "--max-tokens", "500", "--ignore-eos", *SMALL]
-    process = _start(*args)
-    assert process.stdout.read(1) == "x"
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(300) == 141
-    assert err == "pagewise: stopped, as nobody reads the output any more\n"
+    with _start("generate", "x = 1", "--max-tokens", "500", "--ignore-eos", *SMALL) as process:
+        assert process.stdout.read(1) == b"x"
+        process.stdout.close()
+        assert process.wait(300) == 141
+        assert process.stderr.read() == b"pagewise: stopped, as nobody reads the output any more\n"
 
 
 def test_ctrl_c():
-    args = ["generate", "x = 1", "--max-tokens", "1000", "--ignore-eos", *SMALL]
-    process = _start(*args)
-    assert process.stdout.read(1) == "x"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
+    with _start("generate", "x = 1", "--max-tokens", "1000", "--ignore-eos", *SMALL) as process:
+        assert process.stdout.read(1) == b"x"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert err == "pagewise: interrupted\n"
-    assert out.endswith("\n")
+    assert err == b"pagewise: interrupted\n"
+    assert out.endswith(b"\n")

@@ -149,4 +149,8 @@ def _load(**options: Any) -> LLM:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ..engine.llm import LLM
 
-    return LLM(**options)
+    llm = LLM(**options)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # its tokenizers warn of long prompts, which the engine refuses
+    return llm

@@ -79,13 +79,14 @@ def plan(
         block_size=block_size,
     )
     chosen = _choose_lengths(mean_len, lengths, longest)
+    load = _load_table(result, result.occupancy(chosen), chosen.mean)
     console = Console(highlight=False)
     console.print(f"[bold]{checkpoint.model_type}[/bold], {checkpoint.dtype}\n")
     console.print(_layer_table(result))
     console.print()
     console.print(aligned(_fit_rows(result, has_weights=checkpoint.weight_bytes is not None)))
     console.print(f"\nWith {chosen} ({chosen.mean:,.1f} tokens on average):\n")
-    console.print(_load_table(result, result.occupancy(chosen), chosen.mean))
+    console.print(load)
 
 
 def _free_memory() -> int:

@@ -23,7 +23,7 @@ def read_prompts(words: Sequence[str], file: Path | None) -> list[str]:
         file: One to read, ``-`` for standard input.
 
     Raises:
-        RequestError: Two sources are given, or the text is not UTF-8.
+        RequestError: Two sources are given, or the text is empty or not UTF-8.
         OSError: The file cannot be read.
     """
     if words and file is not None:
@@ -47,6 +47,8 @@ def _is_piped() -> bool:
 
 
 def _decode(text: bytes, source: str) -> str:
+    if not text:
+        raise RequestError(f"{source} is empty: give some text to continue")
     try:
         return text.decode()
     except UnicodeDecodeError as error:
