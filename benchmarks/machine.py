@@ -48,7 +48,8 @@ class Bystanders:
         """Their part of all cores' time; what the hypervisor takes counts as theirs."""
         start, others = self._start
         elapsed = (time.perf_counter() - start) * (os.cpu_count() or 1)
-        return max(0.0, (_cpu_seconds_of_others() - others) / elapsed)
+        # The system counts in ticks of 10 ms: over less than one, any share may come out.
+        return min(1.0, max(0.0, (_cpu_seconds_of_others() - others) / elapsed))
 
 
 def _cpu_seconds_of_others() -> float:

@@ -50,9 +50,15 @@ def pipe_in(monkeypatch):
 
 
 def _start(*args: str) -> subprocess.Popen[bytes]:
+    def listen_to_ctrl_c() -> None:
+        # What a shell starts in the background, a test run for instance, ignores it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", "pagewise", *args]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=listen_to_ctrl_c
+    )
 
 
 # --- help -----------------------------------------------------------------------------------
@@ -211,7 +217,7 @@ def test_one_prompt_is_echoed_and_continued(run):
 
 def test_a_file_a_pipe_and_an_argument_are_the_same_prompt(run, pipe_in, tmp_path):
     text = "import os\n\n\nclass Näme:\n"
-    expected = run("generate", text, *GREEDY)[1]
+    expected = run("generate", text[:-1], *GREEDY)[1]
     (tmp_path / "draft.py").write_text(text, encoding="utf-8")
     assert run("generate", "--file", str(tmp_path / "draft.py"), *GREEDY)[1] == expected
     pipe_in(text.encode())
@@ -327,7 +333,7 @@ def test_a_process_with_a_pipe():
     with _start("generate", *GREEDY) as process:
         out, err = process.communicate(b"def add(a, b):\n", timeout=300)
     assert process.returncode == 0
-    assert out.startswith(b"def add(a, b):\n")
+    assert out.startswith(b"def add(a, b):")
     assert err.startswith(b"blocks in use ")
 
 

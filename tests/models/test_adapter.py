@@ -302,11 +302,12 @@ def test_queries_keys_and_values_are_not_copied(monkeypatch):
 
 
 def test_a_forward_without_a_cache_says_so():
-    model = load_model(tiny_model("llama"))
-    packing = Packing(model, sequences_of(96), 4, seed=0)
-    model.bind(None)
-    with pytest.raises(UnsupportedError, match="has no cache: call bind"):
-        model.forward(packing.step([1, 1, 1]))
+    fresh, unbound = load_model(tiny_model("llama")), load_model(tiny_model("llama"))
+    step = Packing(unbound, sequences_of(96), 4, seed=0).step([1, 1, 1])
+    unbound.bind(None)
+    for model in (fresh, unbound):
+        with pytest.raises(UnsupportedError, match="has no cache: call bind"):
+            model.forward(step)
 
 
 def test_a_cache_of_another_model_does_not_bind():
@@ -324,12 +325,32 @@ def test_our_attention_called_by_another_says_so():
 
 
 def test_dropout_is_refused_when_training_begins_again():
-    model = tiny_model("llama", attention_dropout=0.5)
+    model = tiny_model("llama", attention_dropout=0.5).train()
     paged = load_model(model)
+    assert not model.training
     packing = Packing(paged, sequences_of(96), 4, seed=0)
     paged.forward(packing.step([1, 1, 1]))
     model.train()
     with pytest.raises(UnsupportedError, match=r"dropout=0\.5: call model\.eval"):
+        paged.forward(packing.step([1, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"is_causal": False}, "bidirectional"),
+        ({"position_bias": 1}, "position_bias"),
+        ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "mask of its own making"),
+    ],
+)
+def test_what_a_model_did_not_ask_for_before_is_refused(options, reason):
+    model = tiny_model("llama")
+    paged = load_model(model)
+    packing = Packing(paged, sequences_of(96), 4, seed=0)
+    model.model.layers[2].self_attn.register_forward_pre_hook(
+        lambda module, args, given: (args, {**given, **options}), with_kwargs=True
+    )
+    with pytest.raises(UnsupportedError, match=reason):
         paged.forward(packing.step([1, 1, 1]))
 
 

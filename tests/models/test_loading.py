@@ -259,10 +259,11 @@ def test_missing_layers(directory):
     refused(directory, "weight model.layers.3.", "is missing (and 17 more)")
 
 
-def test_weights_that_nobody_uses_are_told(directory):
+def test_weights_that_nobody_uses_are_told(directory, capfd):
     change_config(directory, num_hidden_layers=2)
     with pytest.warns(UserWarning, match=r"weight model\.layers\.2\..* is not used \(and 8 more\)"):
         load_model(directory)
+    assert capfd.readouterr() == ("", "")  # not a second time, by Transformers
 
 
 def test_a_limit_is_checked_before_the_weights_are_read(directory):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from pagewise import RequestError, UnsupportedError
+from pagewise.kv_cache.storage import LayerSpec
 from pagewise.models import attention as attention_module
 from pagewise.models import load_model
+from pagewise.models.probe import AttentionCall, describe_layers
 from pagewise.models.support import check_config, find_limit
 from pagewise.testing.models import REFUSED, tiny_config, tiny_model
 
@@ -183,6 +186,30 @@ def test_a_chunk_longer_than_the_proof_shows_in_the_mask(monkeypatch):
         load_model(chunked_model())
 
 
+def test_a_mask_that_hides_nothing_is_noticed(monkeypatch):
+    monkeypatch.setattr("pagewise.models.paged_model.check_config", lambda *args: None)
+    model = tiny_model("gemma3", use_bidirectional_attention=True)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = True
+    with pytest.raises(UnsupportedError, match="its own mask shows position 1 to position 0"):
+        load_model(model)
+
+
+@pytest.mark.parametrize(
+    ("windows", "kept"), [((7, 9), 9), ((9, 7), 9), ((7, None), None), ((None, 7), None)]
+)
+def test_shared_keys_stay_for_the_widest_window(windows, kept):
+    model = tiny_model("llama", num_hidden_layers=2)
+    key, value = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 8)
+    calls = [
+        AttentionCall(layer.self_attn, key, key, value, None, {"sliding_window": window})
+        for layer, window in zip(model.model.layers, windows, strict=True)
+    ]
+    layers, specs = describe_layers(model, calls, None)
+    assert [(layer.index, layer.writes) for layer in layers] == [(0, True), (0, False)]
+    assert specs == (LayerSpec(2, 16, 8, sliding_window=kept),)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -228,6 +255,17 @@ def test_what_passes_from_token_to_token_beside_the_cache_is_refused():
         load_model(model)
 
 
+def test_one_wrong_token_is_enough():
+    model = tiny_model("llama")
+
+    def favour_the_first(module, args, output):
+        return torch.cat([1.5 * output[:, :1], output[:, 1:]], dim=1)
+
+    model.model.layers[-1].mlp.register_forward_hook(favour_the_first)
+    with pytest.raises(UnsupportedError, match="first chunk: relative error"):
+        load_model(model)
+
+
 def test_positions_of_the_models_own_are_refused():
     model = tiny_model("gpt2")
     model.transformer.register_forward_pre_hook(
@@ -251,10 +289,11 @@ def test_an_error_of_the_model_is_told():
         load_model(model)
 
 
-def test_a_refusal_leaves_the_model_as_it_was():
-    model = tiny_model("llama", head_dim=12, pad_token_id=5)
+@pytest.mark.parametrize(("head_size", "runs"), [(16, True), (12, False)])
+def test_loading_leaves_the_model_as_it_was(head_size, runs):
+    model = tiny_model("llama", head_dim=head_size, pad_token_id=5)
     implementation = model.config._attn_implementation
-    with pytest.raises(UnsupportedError):
+    with nullcontext() if runs else pytest.raises(UnsupportedError):
         load_model(model)
     assert (model.config._attn_implementation, model.config.pad_token_id) == (implementation, 5)
     assert not any("pagewise_layer" in vars(module) for module in model.modules())

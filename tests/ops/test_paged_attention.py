@@ -408,6 +408,7 @@ def test_no_choice_of_a_plan_but_split_size_and_bf16_dot_changes_a_bit():
                 tile_m=rng.choice([16, 32, 64, 128]),
                 decode_heads=rng.randint(1, inputs.problem.num_kv_heads),
                 parallel_splits=rng.random() < 0.5,
+                item_splits=rng.randint(1, 3),
                 num_threads=rng.randint(1, 4),
             )
             assert_same_bits(on_cpu(inputs, plan=other), expected)

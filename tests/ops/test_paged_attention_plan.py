@@ -65,7 +65,8 @@ def test_little_work_wakes_no_other_thread():
 
 
 def num_decode_items(plan, problem):
-    splits = -(-problem.max_seq_len // plan.split_size) if plan.parallel_splits else 1
+    keys = plan.split_size * plan.item_splits
+    splits = -(-problem.max_seq_len // keys) if plan.parallel_splits else 1
     return problem.num_seqs * splits * -(-problem.num_kv_heads // plan.decode_heads)
 
 

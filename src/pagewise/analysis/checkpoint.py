@@ -54,9 +54,10 @@ def read_checkpoint(
             fewer positions than ``max_model_len``.
         UnsupportedError: Its config says that the engine cannot run it.
     """
+    from ..models.loading import read_config
     from ..models.support import check_config, find_limit
 
-    config = _read_config(directory)
+    config = read_config(directory)
     check_config(config, max_model_len=max_model_len)
     if dtype == "auto":
         text = config.get_text_config(decoder=True)
@@ -170,14 +171,3 @@ def _read_head(file: Path) -> dict[str, Any]:
         raise RequestError(f"{file} is missing: the directory's index names it") from None
     except (ValueError, TypeError, struct.error):
         raise RequestError(f"{file} is no safetensors file, or cut short") from None
-
-
-def _read_config(directory: Path) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    if not (directory / "config.json").is_file():
-        raise RequestError(f"{directory} has no config.json: give a checkpoint directory")
-    try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # of many kinds, some of them bare Exceptions
-        raise RequestError(f"{directory / 'config.json'} cannot be used: {error}") from error

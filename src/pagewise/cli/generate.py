@@ -38,27 +38,16 @@ def generate(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file", "-f", metavar="FILE", help="Continue a file: all of it is one prompt."
-        ),
+        option(None, "FILE", "Continue a file; all of it is one prompt.", "--file", "-f"),
     ] = None,
-    echo: Annotated[
-        bool,
-        typer.Option("--echo/--no-echo", metavar="", help="Repeat the prompt before the text."),
-    ] = True,
+    no_echo: Annotated[bool, flag(None, "--no-echo", "Print the new text alone.")] = False,
     show_pages: Annotated[
         bool,
-        typer.Option(
-            "--show-pages",
-            metavar="",
-            help="Draw which sequence held which cache block when most were in use.",
-        ),
+        flag(None, "--show-pages", "Draw which sequence held which block, at the fullest moment."),
     ] = False,
-    n: Annotated[int, option(SAMPLING, "N", "Samples of each prompt.")] = 1,
-    max_tokens: Annotated[int, option(SAMPLING, "N", "The most new tokens of a sample.")] = 128,
-    temperature: Annotated[
-        float, option(SAMPLING, "X", "0 always takes the likeliest token; more is more daring.")
-    ] = 0.7,
+    n: Annotated[int, option(SAMPLING, "N", "Samples of each prompt.", "--n", "-n")] = 1,
+    max_tokens: Annotated[int, option(SAMPLING, "N", "New tokens at most.")] = 128,
+    temperature: Annotated[float, option(SAMPLING, "X", "0: always the likeliest.")] = 0.7,
     top_p: Annotated[
         float, option(SAMPLING, "X", "Draw from the likeliest tokens that make up this share.")
     ] = 0.95,
@@ -97,8 +86,9 @@ def generate(
     A single continuation appears as it is computed; several one after another,
     each when it is done. Then stderr tells what the cache did.
 
-    Without PROMPT and --file the prompt is what is piped in, all of it as one.
-    Without that, too, it is two lines of Python.
+    Without PROMPT and --file the prompt is what is piped in, all of it as one;
+    without that, too, two lines of Python. Of a file or a pipe the last line
+    break is left out.
     """
     from ..engine.sampling_params import SamplingParams
 
@@ -116,7 +106,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     console = Console(stderr=True, highlight=False)
-    with console.status("Loading the model"):
+    with console.status("Loading the model (and compiling kernels, the first time)"):
         llm = _load(
             model=model,
             dtype=dtype.value,
@@ -129,9 +119,9 @@ def generate(
     run = Run(llm.engine, texts, n, watch=show_pages)
     deltas = run.measure(llm.stream(texts, params))
     if len(run.keys) == 1:
-        stream_one(deltas, texts[0] if echo else "", console)
+        stream_one(deltas, "" if no_echo else texts[0], console)
     else:
-        print_in_order(deltas, run, echo=echo, show_bar=console.is_terminal)
+        print_in_order(deltas, run, echo=not no_echo, show_bar=console.is_terminal)
     if console.is_terminal:
         console.print()
     if run.page_map is not None:

@@ -13,12 +13,12 @@ __all__ = ["BlockSize", "Dtype", "DtypeName", "MaxModelLen", "Model", "flag", "o
 MODEL = "Model and cache"
 
 
-def option(panel: str, metavar: str, help: str, *names: str, **settings: Any) -> Any:
+def option(panel: str | None, metavar: str, help: str, *names: str, **settings: Any) -> Any:
     """An option; one without a default of its own is to say in ``help`` what happens then."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **settings)
 
 
-def flag(panel: str, name: str, help: str) -> Any:
+def flag(panel: str | None, name: str, help: str) -> Any:
     """A switch that is off by default."""
     return option(panel, "", help, name, show_default=False)
 

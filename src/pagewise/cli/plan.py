@@ -24,26 +24,24 @@ EXAMPLES = """
   pagewise plan --lengths 130,250,1900 --block-size 32
 """
 
-LOAD = "Memory and load"
-
 
 def plan(
     memory: Annotated[
         str | None,
         option(
-            LOAD,
+            None,
             "SIZE",
             "For weights and cache, such as 16GiB or 80GB. Without it, 90% of what is free here.",
         ),
     ] = None,
     mean_len: Annotated[
         float | None,
-        option(LOAD, "N", "Sequences of this many tokens on average, geometrically distributed."),
+        option(None, "N", "Sequences of this many tokens on average, geometrically distributed."),
     ] = None,
     lengths: Annotated[
         str | None,
         option(
-            LOAD,
+            None,
             "LIST",
             "Sequences of just these lengths, such as 130,250,1900, or of a range, such as "
             "1-2048. Without it, any length that the model allows.",

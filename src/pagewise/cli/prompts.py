@@ -31,9 +31,9 @@ def read_prompts(words: Sequence[str], file: Path | None) -> list[str]:
     if words:
         return [_check(word, f"prompt {position}") for position, word in enumerate(words)]
     if file is not None and str(file) != "-":
-        return [_decode(file.read_bytes(), str(file))]
+        return [_read(file.read_bytes(), str(file))]
     if file is not None or _is_piped():
-        return [_decode(sys.stdin.buffer.read(), "standard input")]
+        return [_read(sys.stdin.buffer.read(), "standard input")]
     return [BUILT_IN]
 
 
@@ -44,6 +44,12 @@ def _is_piped() -> bool:
     except (AttributeError, OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _read(text: bytes, source: str) -> str:
+    """Text without its last line break: many tokenizers join that with the next line's indent."""
+    prompt = _decode(text, source)
+    return prompt.removesuffix("\n").removesuffix("\r") or prompt
 
 
 def _decode(text: bytes, source: str) -> str:

@@ -21,7 +21,7 @@ from ..errors import PagewiseError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["explained", "load_tokenizer", "read_model"]
+__all__ = ["explained", "load_tokenizer", "read_config", "read_model"]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -52,15 +52,26 @@ def read_model(
     Raises:
         RequestError: Something is missing or broken; the message says what, where and what to do.
     """
-    directory = _find_directory(path)
     dtype = _name_dtype(dtype)
+    config = read_config(path)
+    check(config)
+    directory = Path(path)
+    _check_weights(directory)
+    with _quiet():
+        return _read_weights(directory, config, dtype)
+
+
+def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
+    """Read a checkpoint's config and nothing else of it.
+
+    Raises:
+        RequestError: There is no such directory, or its config cannot be read.
+    """
+    directory = _find_directory(path)
     if not (directory / "config.json").is_file():
         raise RequestError(f"{directory} has no config.json: it is not a Transformers checkpoint")
     with _quiet():
-        config = _read_config(directory)
-        check(config)
-        _check_weights(directory)
-        return _read_weights(directory, config, dtype)
+        return _read_config(directory)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | None:

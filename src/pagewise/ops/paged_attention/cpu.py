@@ -84,11 +84,12 @@ Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first
 
 @entry()
 def _make_items(
-    cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, item_keys
+    cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, split_size, item_keys
 ):
     """Cut a batch into rows of ``Item`` fields, and count the rows of partial states they need.
 
-    An item that covers part of its keys stores its state at row ``part``; for others it is -1.
+    An item that covers part of its keys stores the states of its splits, one after another, from
+    row ``part`` on; for others it is -1.
     """
     count = num_parts = 0
     for filling in (False, True):  # count first, then fill
@@ -109,11 +110,12 @@ def _make_items(
                 for head in range(0, num_kv_heads, heads):
                     num_heads = min(heads, num_kv_heads - head)
                     for key in range(0, max(1, end), step):
+                        key_end = min(end, key + step)
                         part = num_parts if step != _ALL else -1
                         if step != _ALL:
-                            num_parts += num_heads * _pad_rows(num_tokens * group)
+                            num_splits = -(-(key_end - key) // split_size)
+                            num_parts += num_splits * num_heads * _pad_rows(num_tokens * group)
                         if filling:
-                            key_end = min(end, key + step)
                             items[count, :4] = seq, first, num_tokens, head
                             items[count, 4:] = num_heads, key, key_end, part
                         count += 1
@@ -164,20 +166,18 @@ def _take_items(call, items, counter, parts, scratch):
             return
         row = items[taken]
         item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
-        state = _attend_item(call, scratch, item)
-        rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
+        state = _attend_item(call, scratch, item, parts)
         if item.part < 0:
             _finish(call, state, 0, item)
-        else:
-            start_state(parts, item.part, rows, call.v_width)
-            merge_states(parts, item.part, state, 0, rows, call.v_width)
 
 
 @inner()
-def _attend_item(call, scratch, item):
-    """The state of all of an item's rows over its keys, in ``scratch.state`` or ``.total``."""
+def _attend_item(call, scratch, item, parts):
+    """The state of an item's rows over its keys; or, in ``parts``, that of each of its splits."""
     rows = _pad_rows(item.num_tokens * call.group)
     all_rows = item.num_heads * rows
+    if item.part >= 0:
+        start_state(parts, item.part, _num_splits(call, item) * all_rows, call.v_width)
     low, high = _visible_keys(call, scratch, item)
     _load_queries(call, scratch, item, rows)
     start_state(scratch.total, 0, all_rows, call.v_width)
@@ -192,10 +192,19 @@ def _attend_item(call, scratch, item):
             for head in range(item.num_heads):
                 _attend_tile(call, scratch, side, item, head, rows, tile, min(TILE_N, high - tile))
             side = 1 - side
-        if first_split + call.split_size >= high:
+        if item.part >= 0:
+            at = item.part + (split - item.first_key) // call.split_size * all_rows
+            merge_states(parts, at, scratch.state, 0, all_rows, call.v_width)
+        elif first_split + call.split_size >= high:
             return scratch.state
-        merge_states(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
+        else:
+            merge_states(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
     return scratch.total
+
+
+@inner()
+def _num_splits(call, item):
+    return -(-(item.end_key - item.first_key) // call.split_size)
 
 
 @inner()
@@ -395,9 +404,10 @@ def _merge_parts(call, items, parts):
         if row[7] < 0:
             continue
         item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
-        if i > first:
-            rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
-            merge_states(parts, before[7], parts, item.part, rows, call.v_width)
+        rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
+        for part in range(item.part, item.part + _num_splits(call, item) * rows, rows):
+            if part != before[7]:
+                merge_states(parts, before[7], parts, part, rows, call.v_width)
         last_of_rows = i + 1 == len(items) or items[i + 1, 5] == 0
         if last_of_rows:
             _finish(call, parts, before[7], item)
@@ -417,10 +427,10 @@ def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
         problem, batch, k_cache.shape[0], cu_seqlens_q=call.cu_seqlens_q, seq_lens=call.seq_lens,
         block_tables=call.block_tables,
     )  # fmt: skip
-    item_keys = plan.split_size if plan.parallel_splits else _ALL
+    item_keys = plan.split_size * plan.item_splits if plan.parallel_splits else _ALL
     items, num_parts = _make_items(
         call.cu_seqlens_q, call.seq_lens, problem.num_kv_heads, problem.group, options.causal,
-        plan.tile_m, plan.decode_heads, item_keys,
+        plan.tile_m, plan.decode_heads, plan.split_size, item_keys,
     )  # fmt: skip
     parts = State(
         np.empty(num_parts * call.v_width, np.float32),

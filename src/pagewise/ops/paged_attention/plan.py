@@ -34,6 +34,8 @@ class Plan:
     """Keys of one partial state."""
     parallel_splits: bool
     """Whether the splits of a decoding sequence go to different threads."""
+    item_splits: int
+    """Splits of one item then: neighbours in memory, walked without a pause."""
     num_threads: int
     bf16_dot: bool
     """Whether bfloat16 is multiplied as it is; float32 otherwise. Part of the bits, too."""
@@ -60,14 +62,24 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     wanted = 4 * num_threads if num_threads > 1 else 1
     num_splits = -(-max(problem.max_seq_len, 1) // SPLIT_SIZE)
     parallel_splits = problem.num_seqs < wanted and num_splits > 1
-    items = problem.num_seqs * (num_splits if parallel_splits else 1)
+    all_splits = problem.num_seqs * num_splits
+    item_splits = max(1, all_splits // (2 * wanted)) if parallel_splits else 1
+    items = all_splits // item_splits if parallel_splits else problem.num_seqs
     tile_m, rows = 256, problem.num_tokens * problem.group
     while tile_m > 64 and rows * problem.num_kv_heads < wanted * tile_m:
         tile_m //= 2
     decode_heads = min(problem.num_kv_heads, max(1, _TILE_BYTES // _bytes_per_key(problem)))
     while items * -(-problem.num_kv_heads // decode_heads) < wanted and decode_heads > 1:
         decode_heads = -(-decode_heads // 2)
-    return Plan(tile_m, decode_heads, SPLIT_SIZE, parallel_splits, num_threads, device.bf16_dot)
+    return Plan(
+        tile_m=tile_m,
+        decode_heads=decode_heads,
+        split_size=SPLIT_SIZE,
+        parallel_splits=parallel_splits,
+        item_splits=item_splits,
+        num_threads=num_threads,
+        bf16_dot=device.bf16_dot,
+    )
 
 
 def _bytes_per_key(problem: Problem) -> int:
