@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
-	@$(BIN)/python -m pagewise generate --show-pages
+	@$(BIN)/python -m pagewise generate --show-pages < /dev/null
 test: check  ## everything that must hold
 	$(BIN)/python -m pytest
 check: .venv/ready  ## style, types, import rules

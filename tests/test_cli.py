@@ -14,6 +14,7 @@ from pagewise.cli import main
 from pagewise.cli.app import app
 from pagewise.cli.prompts import BUILT_IN
 from pagewise.demo import path as demo_path
+from pagewise.engine.sampler import SampledToken
 
 SMALL = ["--num-blocks", "64", "--max-num-seqs", "8"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", *SMALL]
@@ -285,6 +286,16 @@ def test_a_tiny_pool_preempts_and_says_so(run):
     assert out.count("--- prompt") == 4
     assert re.search(r"^preempted +[1-9]\d* times, [1-9]\d* tokens lost$", err, re.MULTILINE)
     assert re.search(r"^blocks in use +8 of 8 at the peak, 4 tokens each$", err, re.MULTILINE)
+
+
+def test_a_sample_that_fails_is_named_last(run, monkeypatch):
+    def fail(logits, rows):
+        return [SampledToken(0, error="no token has a probability") for _ in rows]
+
+    monkeypatch.setattr("pagewise.engine.core.sample", fail)
+    code, _, err = run("generate", "x", *GREEDY)
+    assert code == 2
+    assert err.splitlines()[-1] == "pagewise: prompt 0: no token has a probability"
 
 
 # --- plan -----------------------------------------------------------------------------------

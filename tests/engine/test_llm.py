@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,7 +120,8 @@ def test_output_ends_at_the_longest_sequence(llm: LLM) -> None:
 
 
 BAD_PROMPTS = {
-    "empty text of no tokens": [],
+    "no tokens": [],
+    "no text": "",
     "an id past the vocabulary": [5, 4096],
     "a negative id": [5, -1],
     "no room for a token": [5] * 2048,
@@ -128,8 +130,8 @@ BAD_PROMPTS = {
 
 
 @pytest.mark.parametrize("prompt", BAD_PROMPTS.values(), ids=BAD_PROMPTS)
-def test_a_bad_prompt_is_named_before_anything_starts(llm: LLM, prompt: list) -> None:
-    prompts = [PROMPTS[0], prompt] if prompt else [PROMPTS[0], []]
+def test_a_bad_prompt_is_named_before_anything_starts(llm: LLM, prompt: list | str) -> None:
+    prompts = [PROMPTS[0], prompt]
     with pytest.raises(RequestError, match="prompt 1: the prompt"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished
@@ -233,6 +235,12 @@ def test_salted_requests_share_no_prefix(llm: LLM) -> None:
     assert cached("a") == 48, "the last full block is computed for its logits"
     assert cached("b") == 0
     assert cached(None) == 0
+
+
+def test_float16_weights_run_in_float32_on_a_cpu(tmp_path: Path) -> None:
+    tiny_model("llama", dtype=torch.float16).save_pretrained(tmp_path)
+    small = LLM(tmp_path, num_blocks=16)
+    assert small.engine.model.dtype == small.engine.cache.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", REFUSED)

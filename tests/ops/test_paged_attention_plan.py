@@ -34,6 +34,7 @@ def test_every_plan_can_be_carried_out(device):
     for problem in PROBLEMS:
         plan = make_plan(problem, device)
         assert plan.tile_m >= 1
+        assert plan.item_splits >= 1
         assert 1 <= plan.decode_heads <= problem.num_kv_heads
         assert 1 <= plan.num_threads <= device.num_workers
 
@@ -76,6 +77,25 @@ def test_a_lone_long_sequence_is_split_for_all_threads():
         plan = make_plan(lone, device)
         assert plan.parallel_splits
         assert num_decode_items(plan, lone) >= 4 * device.num_workers
+
+
+def test_an_item_walks_neighbouring_splits_when_there_are_more_than_enough():
+    lone = replace(DECODE, num_seqs=1, num_tokens=1, max_seq_len=131072)
+    plan = make_plan(lone, SMALL_CPU)
+    assert plan.item_splits > 1
+    assert num_decode_items(plan, lone) < 256
+    assert make_plan(replace(lone, max_seq_len=1024), SMALL_CPU).item_splits == 1
+
+
+def test_long_prefills_take_large_tiles_and_short_ones_leave_some_for_all():
+    def num_items(problem, device):
+        rows = problem.num_tokens * problem.group
+        return rows * problem.num_kv_heads / make_plan(problem, device).tile_m
+
+    short = replace(PREFILL, num_tokens=64, max_query_len=64, max_seq_len=64)
+    assert make_plan(PREFILL, SMALL_CPU).tile_m > make_plan(short, LARGE_CPU).tile_m
+    for problem, device in ((PREFILL, SMALL_CPU), (PREFILL, LARGE_CPU), (short, SMALL_CPU)):
+        assert num_items(problem, device) >= 4 * device.num_workers
 
 
 def test_enough_sequences_are_not_split():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -54,6 +56,8 @@ def run(args: Sequence[str]) -> int:
     Returns:
         The exit code that the command asked for, 0 if it did not.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot
     command = typer.main.get_command(app)
     try:
         with command.make_context("pagewise", list(args)) as context:

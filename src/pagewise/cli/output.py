@@ -24,8 +24,8 @@ def stream_one(deltas: Iterator[Delta], before: str, console: Console) -> None:
     with console.status("Computing the prompt"):
         first = list(islice(deltas, 1))
     text = before
-    typer.echo(before, nl=False)
     try:
+        typer.echo(before, nl=False)
         for delta in chain(first, deltas):
             typer.echo(delta.text, nl=False)
             text = delta.text or text

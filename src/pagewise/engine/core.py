@@ -123,7 +123,8 @@ class Engine:
                     "the prompt is text but the model directory has no tokenizer: "
                     "give a list of token ids"
                 )
-            token_ids = list(self.tokenizer.encode(prompt))
+            # A tokenizer may put a token of its own before no text at all.
+            token_ids = list(self.tokenizer.encode(prompt)) if prompt else []
         else:
             token_ids = _integers(prompt)
         if not token_ids:

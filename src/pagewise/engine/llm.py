@@ -74,6 +74,7 @@ class LLM:
         seed: int = 0,
     ) -> None:
         from ..models import load_model, load_tokenizer
+        from ..models.loading import read_config
 
         if model is None:
             from ..demo import path
@@ -84,8 +85,11 @@ class LLM:
         _check_size("block_size", block_size, 256)
         _check_size("num_blocks", 1 if num_blocks is None else num_blocks)
         _check_size("max_num_seqs", max_num_seqs)
-        paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
         is_path = isinstance(model, (str, os.PathLike))
+        on_cpu = torch.device(device).type == "cpu"
+        if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
+            dtype = torch.float32
+        paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
         tokenizer = load_tokenizer(model) if is_path else None
         cache_dtype = paged.dtype if kv_cache_dtype == "auto" else _dtype(kv_cache_dtype)
         longest = max_model_len or paged.max_model_len
