@@ -186,11 +186,16 @@ def test_a_chunk_longer_than_the_proof_shows_in_the_mask(monkeypatch):
         load_model(chunked_model())
 
 
-def test_a_mask_that_hides_nothing_is_noticed(monkeypatch):
-    monkeypatch.setattr("pagewise.models.paged_model.check_config", lambda *args: None)
-    model = tiny_model("gemma3", use_bidirectional_attention=True)
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = True
+def test_a_mask_that_hides_nothing_is_noticed():
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80}
+    config = config_of("bert-generation", num_hidden_layers=2, num_attention_heads=4, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedError, match="asks for bidirectional attention"):
+        load_model(model)
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.is_causal = True
     with pytest.raises(UnsupportedError, match="its own mask shows position 1 to position 0"):
         load_model(model)
 
