@@ -86,6 +86,22 @@ def test_some_rows_may_have_seen_nothing_anywhere(merge):
     assert_merged(result, outs, lses)
 
 
+def test_a_nan_shows_in_its_row_and_in_no_other(merge):
+    outs, lses = states(3)
+    expected = merge(outs, lses)
+    lses[1, 2], lses[:, 4, 1], outs[:, 4, 1] = (
+        math.nan,
+        torch.tensor([math.nan, *[-math.inf] * 2]),
+        1,
+    )
+    result = merge(outs, lses)
+    for got, wanted in zip(result, expected, strict=True):
+        assert got[2].isnan().all()
+        assert got[4, 1].isnan().all()
+        got[2], got[4, 1] = wanted[2], wanted[4, 1]
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("spread", [0.0, 100.0, 1e4, 1e30])
 def test_far_and_large_denominators_do_not_overflow(merge, spread):
     outs, lses = states(4, spread=spread)

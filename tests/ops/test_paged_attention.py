@@ -15,12 +15,14 @@ from pagewise.device import DeviceInfo
 from pagewise.ops.merge_states import merge_states
 from pagewise.ops.paged_attention import make_plan
 from pagewise.testing import (
+    TABLE_POISON,
     PagedCase,
     assert_matches,
     make_inputs,
     oracle,
     poisoned_memory,
     random_case,
+    tolerance,
 )
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -86,6 +88,66 @@ def bits(result):
 def assert_same_bits(result, expected):
     for got, wanted in zip(bits(result), bits(expected), strict=True):
         assert torch.equal(got, wanted)
+
+
+def random_inputs(name, count, **changes):
+    for i in range(count):
+        yield make_inputs(replace(random_case(random.Random(f"{name}-{i}")), **changes))
+
+
+# --- the harness -----------------------------------------------------------------------------
+
+
+def test_everything_unused_is_poisoned():
+    for seed in range(60):
+        inputs = make_inputs(random_case(random.Random(f"poison-{seed}")))
+        num_blocks, block_size = inputs.k_cache.shape[:2]
+        used = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+        lengths, tables = inputs.batch.seq_lens.tolist(), inputs.batch.block_tables
+        for row, seq_len in zip(tables, lengths, strict=True):
+            num_used = -(-seq_len // block_size)
+            assert (row[num_used:] == TABLE_POISON).all()
+            for i in range(num_used):
+                used[row[i], : seq_len - i * block_size] = True
+        assert 0 in lengths
+        assert not used.all(dim=1).all()  # a block that nobody holds
+        for cache in (inputs.k_cache, inputs.v_cache):
+            assert cache[~used].isnan().all()
+            assert cache[used].isfinite().all()
+        assert inputs.out.isnan().all()
+        again = make_inputs(inputs.case)
+        assert torch.equal(again.k_cache.nan_to_num(), inputs.k_cache.nan_to_num())
+        assert torch.equal(again.batch.block_tables, tables)
+
+
+def test_what_lies_between_strided_tensors_is_poisoned():
+    gaps = 0
+    for inputs in random_inputs("gaps", 10, strided=True):
+        for tensor in (inputs.q, inputs.k_cache, inputs.v_cache):
+            buffer = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            gaps += int(buffer.isnan().sum() - tensor.isnan().sum())
+            assert int((~buffer.isnan()).sum()) == int((~tensor.isnan()).sum())
+    assert gaps > 1000
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_a_wrong_result_is_refused(dtype):
+    inputs = make_inputs(PagedCase((1, 3), (70, 9), dtype=dtype))
+    allowed = tolerance(inputs)
+    assert 0 < allowed.lse < 1e-4
+    assert 0 < allowed.out < (1e-4 if dtype == F32 else 0.1)
+    for at, wrong in itertools.product(((0, 0), (3, 2)), (math.nan, math.inf, 3.0)):
+        for tensor in range(2):
+            result = by_reference(inputs)
+            result[tensor][at] = result[tensor][at] + wrong * allowed[tensor]
+            with pytest.raises(AssertionError, match=r"is wrong(.|\n)*RMS(.|\n)*PagedCase\("):
+                assert_matches(result, inputs)
+    blind = make_inputs(PagedCase((3,), (1,), dtype=dtype))
+    for lse in (math.nan, math.inf, 0.0, -1e30):
+        result = by_reference(blind)
+        result.lse[result.lse == -math.inf] = lse
+        with pytest.raises(AssertionError, match="is wrong"):
+            assert_matches(result, blind)
 
 
 # --- right, against the oracle -------------------------------------------------------------
@@ -199,6 +261,25 @@ def test_random_cases_meet_every_feature():
     assert any(case.block_size == 256 for case in cases)
 
 
+@pytest.mark.parametrize("where", ["q", "k_cache"])
+@pytest.mark.parametrize("seq_len", [20, 700, 1500])
+def test_a_nan_that_a_row_sees_shows_in_its_result_and_in_no_other(attend, where, seq_len):
+    inputs = make_inputs(PagedCase((1, 3), (seq_len, 9), 4, 2, 16))
+    expected = attend(inputs)
+    seq = inputs.batch.seq_lens.tolist().index(seq_len)
+    row = int(inputs.batch.cu_seqlens_q[seq])
+    spoilt = getattr(inputs, where).clone()
+    if where == "q":
+        spoilt[row, :2, 3] = math.nan
+    else:
+        spoilt[int(inputs.batch.block_tables[seq, 1]), 3, 0, 5] = math.nan
+    result = attend(inputs.replace(**{where: spoilt}))
+    for got, wanted in zip(result, expected, strict=True):
+        assert got[row, :2].isnan().all()  # the heads of KV head 0
+        got[row, :2] = wanted[row, :2]
+        assert torch.equal(got, wanted)
+
+
 # --- the reference, against others ---------------------------------------------------------
 
 
@@ -308,11 +389,6 @@ def test_the_reference_is_the_formula_written_out_in_loops(causal, window):
 
 
 # --- the same bits, however the work is cut --------------------------------------------------
-
-
-def random_inputs(name, count, **changes):
-    for i in range(count):
-        yield make_inputs(replace(random_case(random.Random(f"{name}-{i}")), **changes))
 
 
 def select(inputs, order, rng=None):

@@ -8,7 +8,7 @@ a chunk of 8192 that no short forward would reach is found here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,20 +124,14 @@ def describe_layers(
         except UnsupportedError as error:
             raise UnsupportedError(f"layer {names[call.module]!r}: {error}") from None
         index = _find_donor(call, owners)
+        writes = index is None
         if index is None:
+            index = len(owners)
             owners.append(call)
-            specs.append(_specify(call, call.sliding_window))
-        elif specs[index].sliding_window is not None:
-            # Keys must stay for as long as the widest of the layers that share them looks back.
-            window = call.sliding_window
-            widest = None if window is None else max(window, specs[index].sliding_window or 0)
-            specs[index] = _specify(owners[index], widest)
-        is_owner = index is None
-        layers.append(
-            AttentionLayer(
-                call.module, len(owners) - 1 if index is None else index, writes=is_owner
-            )
-        )
+            specs.append(_specify(call))
+        else:
+            specs[index] = _widen(specs[index], call.sliding_window)
+        layers.append(AttentionLayer(call.module, index, writes=writes))
     return tuple(layers), tuple(specs)
 
 
@@ -181,9 +175,8 @@ def _check_call(call: AttentionCall, max_model_len: int | None) -> None:
 
 def _check_mask(mask: Tensor, window: int | None, max_model_len: int | None) -> None:
     """Compare what the model lets each position see with what paged attention will show it."""
-    positions = _telling_positions(window, min(max_model_len or _FURTHEST, _FURTHEST)).to(
-        mask.device
-    )
+    limit = min(max_model_len or _FURTHEST, _FURTHEST)
+    positions = _telling_positions(window, limit).to(mask.device)
     q, k = positions[:, None], positions[None, :]
     expected = (k <= q) if window is None else (k <= q) & (k > q - window)
     batch = head = torch.zeros((), dtype=torch.int64, device=mask.device)
@@ -207,12 +200,9 @@ def _check_mask(mask: Tensor, window: int | None, max_model_len: int | None) -> 
 
 def _telling_positions(window: int | None, limit: int) -> Tensor:
     """Positions dense enough for any window or chunk below ``limit`` to show."""
-    powers = [1 << n for n in range(21)]
-    near = {*range(24), *powers, *(p - 1 for p in powers), limit - 1}
-    if window is not None:
-        near |= {
-            p + d for p in (*powers, limit - 1) for d in (-window - 1, -window, 1 - window, window)
-        }
+    marks = [*(1 << n for n in range(21)), limit - 1]
+    edges = [0, -1] if window is None else [0, -1, -window - 1, -window, 1 - window, window]
+    near = {*range(24), *(mark + edge for mark in marks for edge in edges)}
     return torch.tensor(sorted(p for p in near if 0 <= p < limit))
 
 
@@ -224,6 +214,13 @@ def _find_donor(call: AttentionCall, owners: list[AttentionCall]) -> int | None:
     return None
 
 
-def _specify(call: AttentionCall, sliding_window: int | None) -> LayerSpec:
+def _specify(call: AttentionCall) -> LayerSpec:
     num_kv_heads, head_size = call.key.shape[1], call.key.shape[3]
-    return LayerSpec(num_kv_heads, head_size, call.value.shape[3], sliding_window)
+    return LayerSpec(num_kv_heads, head_size, call.value.shape[3], call.sliding_window)
+
+
+def _widen(spec: LayerSpec, window: int | None) -> LayerSpec:
+    """Keys must stay for as long as the widest of the layers that share them looks back."""
+    if window is None or spec.sliding_window is None:
+        return replace(spec, sliding_window=None)
+    return replace(spec, sliding_window=max(window, spec.sliding_window))

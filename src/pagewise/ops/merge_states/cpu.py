@@ -30,17 +30,17 @@ def _merge(out, lse, outs, lses, state_stride, width):
         m = lses[:, row].max() if num_states else -np.inf
         total = np.float32(0)
         for state in range(num_states):
-            weights[state] = np.exp(lses[state, row] - m) if m > -np.inf else 0
+            weights[state] = np.exp(lses[state, row] - m) if m != -np.inf else 0
             total += weights[state]
-        lse[row] = m + np.log(total) if total > 0 else -np.inf
-        if total > 0:
+        lse[row] = m + np.log(total) if total != 0 else -np.inf
+        if total != 0:
             weights /= total
         at = row * width
         for d in range(0, whole, 16):
             acc = zeros()
             for state in range(num_states):
                 # A state that saw nothing may hold anything, NaN included.
-                if weights[state] > 0:
+                if weights[state] != 0:
                     part = load(outs, state * state_stride + at + d)
                     acc = fma(splat(weights[state]), part, acc)
             store(out, at + d, acc)

@@ -377,8 +377,8 @@ def _finish(call, state, at, item):
                 top = max(m, sink)
                 scale = exp2_scalar(m - top)
                 m, l = top, l * scale + exp2_scalar(sink - top)
-            call.lse[token, q_head] = (m + np.log2(l)) * LN_2 if l > 0 else -np.inf
-            factor = splat(scale / l if l > 0 else np.float32(0))
+            call.lse[token, q_head] = (m + np.log2(l)) * LN_2 if l != 0 else -np.inf
+            factor = splat(scale / l if l != 0 else np.float32(0))
             to = token * call.out_token + q_head * call.out_head
             _write_row(call.out, to, state.acc, row * call.v_width, factor, call.v_head_size)
 

@@ -75,6 +75,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         if scores.shape[-1]
         else scores.new_full(scores.shape[:2], -torch.inf)
     )
-    weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)  # no visible key: -inf - -inf
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is no number
+    weights = torch.exp(scores - pivot[..., None])
     out = torch.einsum("hqk,khd->qhd", weights[..., :seq_len], v)
     return out.to(q.dtype), lse.T

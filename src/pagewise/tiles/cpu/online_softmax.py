@@ -138,9 +138,9 @@ def merge_states(into, at, other, other_at, rows, width):
     """Fold one set of keys' state into another's."""
     for r in range(rows):
         a, b = at + r, other_at + r
-        m = max(into.m[a], other.m[b])
-        if m == -np.inf:
+        if other.l[b] == 0:  # no key; a NaN among the scores makes it NaN
             continue
+        m = max(into.m[a], other.m[b])
         scale, other_scale = exp2_scalar(into.m[a] - m), exp2_scalar(other.m[b] - m)
         add_scaled(into.acc, a * width, scale, other.acc, b * width, other_scale, width)
         into.l[a] = into.l[a] * scale + other.l[b] * other_scale
