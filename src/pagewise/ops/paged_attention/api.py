@@ -30,6 +30,8 @@ def paged_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
     plan: Plan | None = None,
     impl: str = "auto",
@@ -51,9 +53,10 @@ def paged_attention(
         q: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16. Queries of all
             sequences, in the order of ``batch.cu_seqlens_q``. Last dimension contiguous, here and
             below; other strides are free.
-        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, same types. The keys of the
-            new tokens are already in it (see ``write_kv``). ``block_size`` 1 to 256, ``head_size``
-            a multiple of 8 up to 512, ``num_kv_heads`` any divisor of ``num_heads``.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, same types, or
+            float8_e4m3fn, float8_e5m2 or int8 with scales. The keys of the new tokens are already
+            in it (see ``write_kv``). ``block_size`` 1 to 256, ``head_size`` a multiple of 8 up to
+            512, ``num_kv_heads`` any divisor of ``num_heads``.
         v_cache: ``[num_blocks, block_size, num_kv_heads, v_head_size]``, the type of ``k_cache``.
         batch: Lengths and block tables.
         softmax_scale: Multiplies ``q · k``. ``None`` is ``head_size ** -0.5``; 0.0 means 0.0.
@@ -63,6 +66,10 @@ def paged_attention(
         alibi_slopes: float32 ``[num_heads]``; adds ``slope * (key position - query position)``.
         sinks: float32 ``[num_heads]``; one more logit in each head's softmax, with no value. It
             counts in ``lse``.
+        k_scale: float32, with an 8-bit ``k_cache`` and only then: a key is its elements times
+            this. One number for all, ``[num_kv_heads]``, or for each token
+            ``[num_blocks, block_size, num_kv_heads]``, any strides.
+        v_scale: The same for ``v_cache``, of the same kind.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
         plan: How to cut the work (``make_plan``); ``None`` chooses.
         impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``: a named one runs or raises.
@@ -73,7 +80,8 @@ def paged_attention(
 
     Raises:
         ShapeError: Sizes disagree or are out of range; the message names the arguments.
-        DTypeError: An argument has an element type that it does not take.
+        DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
+            no scales.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
     Example:
@@ -86,8 +94,17 @@ def paged_attention(
     """
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
-    problem = check(q, k_cache, v_cache, batch, options, out)
+    options = Options(
+        softmax_scale,
+        causal,
+        sliding_window,
+        logits_soft_cap,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+    )
+    problem, options = check(q, k_cache, v_cache, batch, options, out)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     if out is None:
         out = torch.empty(*q.shape[:2], problem.v_head_size, dtype=q.dtype, device=q.device)
@@ -117,5 +134,5 @@ def explain_paged_attention(
     """
     out, _ = options.pop("out", None), options.pop("plan", None)
     options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
-    problem = check(q, k_cache, v_cache, batch, Options(**options), out)
+    problem, _ = check(q, k_cache, v_cache, batch, Options(**options), out)
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import bind, check_device, check_dtype
+from ..scales import LARGEST_CODE, bind_scales
 from .problem import Options, PagedBatch, Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -21,8 +23,12 @@ def check(
     batch: PagedBatch,
     options: Options,
     out: Tensor | None,
-) -> Problem:
-    """Raise ShapeError or DTypeError naming the argument at fault, or return the problem."""
+) -> tuple[Problem, Options]:
+    """Raise ShapeError or DTypeError naming the argument at fault.
+
+    Returns:
+        The problem, and the options with their scales in the shape that implementations take.
+    """
     sizes = bind(
         q=(q, "num_tokens num_heads head_size"),
         k_cache=(k_cache, "num_blocks block_size num_kv_heads head_size"),
@@ -41,7 +47,8 @@ def check(
         )
     _check_types(q, k_cache, v_cache, batch, options, out)
     _check_sizes(sizes, batch, options)
-    return Problem(
+    scale_kind, k_scale, v_scale = bind_scales(options.k_scale, options.v_scale, k_cache, v_cache)
+    problem = Problem(
         num_seqs=sizes["num_seqs"],
         num_tokens=sizes["num_tokens"],
         max_query_len=batch.max_query_len,
@@ -53,7 +60,11 @@ def check(
         block_size=sizes["block_size"],
         q_dtype=q.dtype,
         kv_dtype=k_cache.dtype,
+        scale_kind=scale_kind,
     )
+    if scale_kind != "none":
+        options = dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale)
+    return problem, options
 
 
 def _check_types(
@@ -66,7 +77,7 @@ def _check_types(
 ) -> None:
     # float64 is for the reference: it makes it an oracle.
     check_dtype("q", q, *_FLOATS, torch.float64)
-    check_dtype("k_cache", k_cache, *_FLOATS, torch.float64)
+    check_dtype("k_cache", k_cache, *_FLOATS, torch.float64, *LARGEST_CODE)
     check_dtype("v_cache", v_cache, k_cache.dtype)
     if out is not None:
         check_dtype("out", out, q.dtype)

@@ -64,6 +64,10 @@ class Options:
     logits_soft_cap: float | None = None
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    """As implementations get it: float32 ``[num_kv_heads]``, with stride 0 for one number, or
+    ``[num_blocks, block_size, num_kv_heads]``."""
+    v_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Problem:
     block_size: int
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
+    scale_kind: str = "none"
+    """What has a scale of its own: ``"head"``, ``"token"`` (a token's KV head), or ``"none"``."""
 
     @property
     def group(self) -> int:

@@ -37,17 +37,25 @@ def run(
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     for seq, seq_len in enumerate(seq_lens):
         rows = slice(starts[seq], starts[seq + 1])
-        keys = fetch(k_cache, batch.block_tables[seq], seq_len).to(dtype)
-        values = fetch(v_cache, batch.block_tables[seq], seq_len).to(dtype)
+        table = batch.block_tables[seq]
+        keys = fetch(k_cache, options.k_scale, table, seq_len, dtype)
+        values = fetch(v_cache, options.v_scale, table, seq_len, dtype)
         out[rows], lse[rows] = _attend(q[rows].to(dtype), keys, values, options)
     return AttentionOutput(out, lse)
 
 
-def fetch(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
-    """A sequence's entries in order, ``[seq_len, num_kv_heads, size]``."""
+def fetch(
+    cache: Tensor, scale: Tensor | None, block_table: Tensor, seq_len: int, dtype: torch.dtype
+) -> Tensor:
+    """A sequence's entries in order and in full, ``[seq_len, num_kv_heads, size]``."""
     block_size = cache.shape[1]
-    num_blocks = -(-seq_len // block_size)
-    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
+    blocks = block_table[: -(-seq_len // block_size)].long()
+    entries = cache[blocks].flatten(0, 1)[:seq_len].to(dtype)
+    if scale is None:
+        return entries
+    if scale.dim() == 3:  # one a token: it lies as the entries do
+        scale = scale[blocks].flatten(0, 1)[:seq_len]
+    return entries * scale.to(dtype)[..., None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:

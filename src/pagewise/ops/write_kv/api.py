@@ -9,6 +9,7 @@ from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype
 from ..dispatch import choose
+from ..scales import LARGEST_CODE, bind_scales
 
 IMPLEMENTATIONS = ("cpu", "reference")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -21,24 +22,36 @@ def write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Write each new token's key and value to its slot of the cache, in place.
+
+    In an 8-bit cache it writes ``x / scale``, rounded to the nearest code (to the even one in
+    the middle) and clamped to ±448 in float8_e4m3fn, ±57344 in float8_e5m2, ±127 in int8. A
+    scale for each token's head is computed: the largest ``|x|`` over that largest code.
 
     Args:
         k: ``[num_tokens, num_kv_heads, head_size]``; rounded to the cache's type if that differs.
         v: ``[num_tokens, num_kv_heads, v_head_size]``.
         k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides, last dimension
-            contiguous.
+            contiguous. A float type; or float8_e4m3fn, float8_e5m2 or int8 with scales.
         v_cache: ``[num_blocks, block_size, num_kv_heads, v_head_size]``.
         slot_mapping: int64 ``[num_tokens]``: ``block * block_size + offset``, each slot at most
             once; -1 writes nothing.
+        k_scale: float32, with an 8-bit ``k_cache`` and only then. One number for all, or
+            ``[num_kv_heads]``: what to divide by, more than 0. ``[num_blocks, block_size,
+            num_kv_heads]``: where the new tokens' scales are written, NaN for a head that
+            holds NaN or infinity.
+        v_scale: The same for ``v_cache``, of the same kind.
         impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``.
 
     Raises:
         ShapeError: Sizes disagree, or (on a CPU) a slot lies outside the cache; nothing is
             written then.
-        DTypeError: An argument has an element type that it does not take.
+        DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
+            no scales.
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64).unbind(0)
@@ -46,6 +59,15 @@ def write_kv(
         >>> write_kv(k, v, k_cache, v_cache, torch.tensor([5, -1, 40]))
         >>> k_cache[..., 0, 0].nonzero().tolist()  # slots 5 and 40 of blocks of 16
         [[0, 5], [2, 8]]
+
+        In 8 bits, with a scale for each token's head, which nobody has to know beforehand:
+
+        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, dtype=torch.int8).unbind(0)
+        >>> k_scale, v_scale = torch.zeros(2, 4, 16, 2).unbind(0)
+        >>> slot = torch.tensor([5])
+        >>> write_kv(k[:1], v[:1], k_cache, v_cache, slot, k_scale=k_scale, v_scale=v_scale)
+        >>> k_cache[0, 5, 0, 0], round(1 / k_scale[0, 5, 0].item())
+        (tensor(127, dtype=torch.int8), 127)
     """
     sizes = bind(
         k=(k, "num_tokens num_kv_heads head_size"),
@@ -64,15 +86,16 @@ def write_kv(
             )
     check_dtype("k", k, *_FLOATS)
     check_dtype("v", v, k.dtype)
-    check_dtype("k_cache", k_cache, *_FLOATS)
+    check_dtype("k_cache", k_cache, *_FLOATS, *LARGEST_CODE)
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
     if slot_mapping.device.type == "cpu":
         _check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
     types = (k.dtype, k_cache.dtype)
     module = choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
-    module.run(k, v, k_cache, v_cache, slot_mapping)
+    module.run(k, v, k_cache, v_cache, slot_mapping, *scales)
 
 
 def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:

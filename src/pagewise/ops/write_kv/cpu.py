@@ -35,7 +35,7 @@ def _scatter(cache, new, slot_mapping, block_size, num_heads, size, cache_stride
                 store_half(cache, to + whole, load_half(new, source + whole))
 
 
-def run(k, v, k_cache, v_cache, slot_mapping):
+def run(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
     """Scatter keys, then values."""
     slots = slot_mapping.contiguous().numpy()
     for cache, new in ((k_cache, k), (v_cache, v)):

@@ -1,0 +1,85 @@
+"""Eight-bit caches and their scales: an element stands for its code times a scale.
+
+A scale belongs to a whole cache, to a KV head, or to a token's KV head. It is the same for all
+elements of a row, so no kernel multiplies elements by it::
+
+    s[n] = (q · codes[n]) * k_scale[n]          out = Σ_n (p[n] * v_scale[n]) codes[n]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import DTypeError, ShapeError
+from ..shapes import bind, check_device, check_dtype
+
+__all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales"]
+
+LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+"""The element types of 8-bit caches, and the largest number that is written in each.
+
+An int8 stops at ±127: with -128 the negative of a key would not be the key's negative, and a
+scale of amax / 127 covers both ends alike.
+"""
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""What a token whose numbers are all 0 is divided by: 0 / 0 is no number."""
+
+_TOKEN = "num_blocks block_size num_kv_heads"
+
+
+def bind_scales(
+    k_scale: Tensor | None, v_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor
+) -> tuple[str, Tensor | None, Tensor | None]:
+    """Check the scales of a pair of caches, whose shapes agree already.
+
+    Returns:
+        What a scale belongs to, and both scales in that shape: ``"none"``; ``"head"``,
+        ``[num_kv_heads]``, to which a scale of one number is expanded (stride 0); or
+        ``"token"``, ``[num_blocks, block_size, num_kv_heads]``.
+
+    Raises:
+        ShapeError: A scale has another shape, is on another device, or is not like the other.
+        DTypeError: A scale is not float32, is missing, or comes with a cache that has none.
+
+    Example:
+        >>> cache = torch.zeros(4, 16, 2, 64, dtype=torch.int8)
+        >>> kind, k_scale, _ = bind_scales(torch.tensor(0.5), torch.tensor(0.1), cache, cache)
+        >>> kind, k_scale.tolist()
+        ('head', [0.5, 0.5])
+    """
+    kinds, scales = [], []
+    for name, scale, cache in (("k", k_scale, k_cache), ("v", v_scale, v_cache)):
+        kind, scale = _bind_scale(f"{name}_scale", scale, f"{name}_cache", cache)
+        kinds.append(kind)
+        scales.append(scale)
+    if kinds[0] != kinds[1]:
+        raise ShapeError(
+            f"k_scale is one number a {kinds[0]} but v_scale is one a {kinds[1]}: give both alike"
+        )
+    return kinds[0], scales[0], scales[1]
+
+
+def _bind_scale(
+    name: str, scale: Tensor | None, cache_name: str, cache: Tensor
+) -> tuple[str, Tensor | None]:
+    given = str(cache.dtype).removeprefix("torch.")
+    if cache.dtype not in LARGEST_CODE:
+        if scale is None:
+            return "none", None
+        raise DTypeError(
+            f"{name} was given but {cache_name} is {given}: only an 8-bit cache has scales"
+        )
+    if scale is None:
+        raise DTypeError(
+            f"{cache_name} is {given} but {name} is None: give a float32 tensor, one number for "
+            f"all, [num_kv_heads] or [{_TOKEN.replace(' ', ', ')}]"
+        )
+    check_dtype(name, scale, torch.float32)
+    check_device(cache_name, cache.device, **{name: scale})
+    if scale.dim() < 2 and scale.numel() == 1:
+        return "head", scale.reshape(()).expand(cache.shape[2])
+    kind, pattern = ("token", _TOKEN) if scale.dim() == 3 else ("head", "num_kv_heads")
+    bind(**{cache_name: (cache, f"{_TOKEN} size"), name: (scale, pattern)})
+    return kind, scale
