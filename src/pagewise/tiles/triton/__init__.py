@@ -1,0 +1,1 @@
+"""What the Triton kernels of two or more operations share."""

@@ -1,0 +1,59 @@
+"""Softmax one tile of keys at a time, in powers of two: what a tile does to the rows' state.
+
+A state ``(m, l, acc)`` stands for attention over the keys seen so far::
+
+    m = max s        l = Σ 2 ** (s - m)        acc = Σ 2 ** (s - m) v        out = acc / l
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def weigh(s, m, l):
+    """From a tile's scores ``[M, N]`` and a state to weights, the decay of ``acc``, new m and l."""
+    new_m = tl.maximum(m, tl.max(s, 1))
+    pivot = tl.where(new_m == float("-inf"), 0.0, new_m)  # no key yet: -inf - -inf is no number
+    p = tl.exp2(s - pivot[:, None])
+    decay = tl.exp2(m - pivot)
+    return p, decay, new_m, l * decay + tl.sum(p, 1)
+
+
+@triton.jit
+def merge(m, l, acc, other_m, other_l, other_acc):
+    """Fold the state of other keys into a state."""
+    new_m = tl.maximum(m, other_m)
+    pivot = tl.where(new_m == float("-inf"), 0.0, new_m)
+    decay, other_decay = tl.exp2(m - pivot), tl.exp2(other_m - pivot)
+    acc = acc * decay[:, None] + other_acc * other_decay[:, None]
+    return new_m, l * decay + other_l * other_decay, acc
+
+
+@triton.jit
+def add_sink(m, l, acc, sink):
+    """One more logit (in powers of two) in each row's softmax, with no value."""
+    new_m = tl.maximum(m, sink)
+    decay = tl.exp2(m - new_m)
+    return new_m, l * decay + tl.exp2(sink - new_m), acc * decay[:, None]
+
+
+@triton.jit
+def finish(m, l, acc):
+    """A state's output and log-sum-exp; 0 and -inf for a row that saw no key."""
+    seen = l != 0  # NaN counts as seen: it has to show
+    divisor = tl.where(seen, l, 1.0)
+    out = acc * (1.0 / divisor)[:, None]
+    return out, tl.where(seen, (m + tl.log2(divisor)) * LN_2, float("-inf"))
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, to a few units in the last place."""
+    square = x * x
+    series = x * (1 + square * (-0.33333334 + square * (0.13333334 - square * 0.05396825)))
+    t = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+    far = (1 - t) / (1 + t)
+    return tl.where(square < 0.04, series, tl.where(x < 0, -far, far))
