@@ -1,1 +1,1 @@
-"""What a cache costs and what lies in it: memory plans and pictures, by exact counting."""
+"""What attention costs, by exact counting: bytes, roofs, memory plans, and pictures of them."""

@@ -1,0 +1,93 @@
+"""How fast the present machine is, measured in a few seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..device import DeviceInfo
+from .roofline import Machine, machine, machine_names
+
+__all__ = ["measure_machine", "median_seconds"]
+
+REPEATS = 7
+
+
+def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -> Machine:
+    """Read bandwidth by a sum, product rate by a square product, rate of exponentials.
+
+    On a CPU exponentials are torch's own, over a tensor that stays in cache. No library call shows
+    a GPU's: its unit computes 16 a clock and multiprocessor, which the table knows for the GPUs in
+    it; for others they stay unmeasured, and infinite.
+
+    Args:
+        device: Whose; a tensor's device.
+        scale: Sizes the tensors; below 1 is quicker and less exact.
+
+    Example:
+        >>> here = measure_machine(scale=0.01)
+        >>> here.bytes_per_second > 1e8 and here.flops["float32"] > 1e8
+        True
+    """
+    device = torch.device(device)
+    info = DeviceInfo.of(device)
+    on_gpu = device.type == "cuda"
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if on_gpu else [])
+    sizes = (2**30, 8192) if on_gpu else (2**27, 2048)
+    big = torch.ones(max(2**10, int(sizes[0] * scale)), device=device)
+    read = median_seconds(big.sum, device)
+    side = max(64, int(sizes[1] * scale ** (1 / 3)))
+    return Machine(
+        name="here",
+        title=info.name or device.type,
+        bytes_per_second=big.numel() * 4 / read,
+        flops={str(t).removeprefix("torch."): _product_rate(side, t, device) for t in dtypes},
+        exps_per_second=_known_exps(info.name) if on_gpu else _exp_rate(device),
+        source=f"measured: sum of {big.numel() * 4 / 2**20:.0f} MiB, products of side {side}",
+    )
+
+
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median time of one call, by events on a GPU."""
+    call()
+    seconds = sorted(_seconds(call, device) for _ in range(REPEATS))
+    return seconds[REPEATS // 2]
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    make: Any = torch.cuda.Event
+    events = [make(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    call()
+    events[1].record()
+    torch.cuda.synchronize(device)
+    return float(events[0].elapsed_time(events[1])) / 1e3
+
+
+def _product_rate(side: int, dtype: torch.dtype, device: torch.device) -> float:
+    a = torch.ones(side, side, dtype=dtype, device=device)
+    return float(2 * side**3 / median_seconds(lambda: a @ a, device))
+
+
+def _exp_rate(device: torch.device) -> float:
+    # So few that torch keeps to one thread, whose rate all are taken to have: waiting for each
+    # other would take longer than the work.
+    x = torch.linspace(-8, 0, 2**14, device=device)
+    out = torch.empty_like(x)
+    seconds = median_seconds(lambda: [torch.exp(x, out=out) for _ in range(16)], device)
+    return torch.get_num_threads() * 16 * x.numel() / seconds
+
+
+def _known_exps(name: str) -> float:
+    words = name.split()
+    for known in machine_names():
+        if known in "".join(words).lower():
+            return machine(known).exps_per_second
+    return float("inf")
