@@ -16,9 +16,17 @@ from .kv_cache import BlockPool, BlockTable, PrefixIndex
 if TYPE_CHECKING:
     from .engine import LLM, SamplingParams
     from .kv_cache.storage import KVCache, LayerSpec
+    from .ops.attention import attention, explain_attention
     from .ops.copy_blocks import copy_blocks
     from .ops.merge_states import merge_states
     from .ops.paged_attention import PagedBatch, explain_paged_attention, paged_attention
+    from .ops.window_attention import (
+        explain_window_attention,
+        regions_from_mask,
+        rel_offsets,
+        shift_regions,
+        window_attention,
+    )
     from .ops.write_kv import write_kv
     from .tiles.state import AttentionOutput
 
@@ -38,10 +46,17 @@ __all__ = [
     "SamplingParams",
     "ShapeError",
     "UnsupportedError",
+    "attention",
     "copy_blocks",
+    "explain_attention",
     "explain_paged_attention",
+    "explain_window_attention",
     "merge_states",
     "paged_attention",
+    "regions_from_mask",
+    "rel_offsets",
+    "shift_regions",
+    "window_attention",
     "write_kv",
 ]
 
@@ -53,10 +68,17 @@ _HOMES = {
     "LayerSpec": "kv_cache.storage",
     "AttentionOutput": "tiles.state",
     "PagedBatch": "ops.paged_attention",
+    "attention": "ops.attention",
     "copy_blocks": "ops.copy_blocks",
+    "explain_attention": "ops.attention",
     "explain_paged_attention": "ops.paged_attention",
+    "explain_window_attention": "ops.window_attention",
     "merge_states": "ops.merge_states",
     "paged_attention": "ops.paged_attention",
+    "regions_from_mask": "ops.window_attention",
+    "rel_offsets": "ops.window_attention",
+    "shift_regions": "ops.window_attention",
+    "window_attention": "ops.window_attention",
     "write_kv": "ops.write_kv",
 }
 

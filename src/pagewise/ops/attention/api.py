@@ -1,0 +1,149 @@
+"""The public operation: contract, defaults, and the choice of an implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import UnsupportedError
+from ...tiles.state import AttentionOutput
+from ..dispatch import explain
+from .checks import check
+from .op import IMPLEMENTATIONS, attention_op
+from .problem import Lengths, Options
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Tiled attention over dense or ragged keys and values, forward and backward.
+
+    No score is ever stored: memory grows with the tokens, not with their square. The last query
+    of a sequence stands at its last key, so for 2 queries and 5 keys ``causal`` is (1 = visible)::
+
+        1 1 1 1 0
+        1 1 1 1 1
+
+    A score is ``q · k * softmax_scale``, then capped, then biased, then masked. Differentiable in
+    ``q``, ``k``, ``v`` and ``sinks``, once, through ``out`` and ``lse``; the same inputs give the
+    same bits, in the backward pass too. A custom operation: ``torch.compile`` and checkpointing
+    take it as it is, and under autocast q, k and v are cast as torch's own attention casts them.
+
+    Args:
+        q: ``[batch, query_len, num_heads, head_size]``, or ``[num_tokens, num_heads, head_size]``
+            with ``cu_seqlens_q``. float32, float16, bfloat16, or float64 on the reference. Last
+            dimension contiguous, here and below; other strides are free.
+        k: ``[batch, seq_len, num_kv_heads, head_size]``, or ``[num_keys, num_kv_heads,
+            head_size]`` with ``cu_seqlens_k``. ``head_size`` a multiple of 8 up to 512,
+            ``num_kv_heads`` any divisor of ``num_heads``.
+        v: As ``k``, but of ``v_head_size``.
+        cu_seqlens_q: int32 ``[num_seqs + 1]``; where each sequence's queries start in ``q``.
+        cu_seqlens_k: The same of its keys. ``None``: as ``cu_seqlens_q``.
+        max_query_len: At least the most queries of a sequence. ``None`` is the number of all
+            queries: right, but a GPU then starts programs for nothing.
+        max_seq_len: At least the most keys of a sequence. ``None``: of all keys, or
+            ``max_query_len`` without ``cu_seqlens_k``.
+        causal: Whether a query sees only keys at or before its own position.
+        softmax_scale: Multiplies ``q · k``. ``None`` is ``head_size ** -0.5``; 0.0 means 0.0.
+        sliding_window: Number of visible keys up to the query's own, which counts. ``None``: all.
+        logits_soft_cap: Scores become ``cap * tanh(score / cap)``. ``None``: no cap.
+        alibi_slopes: ``[num_heads]``; adds ``slope * (key position - query position)``.
+        sinks: ``[num_heads]``; one more logit in each head's softmax, with no value. It counts in
+            ``lse``.
+        impl: ``"auto"``, or ``"reference"``: a named one runs or raises.
+
+    Returns:
+        ``AttentionOutput(out, lse)``; ``out`` like ``q`` with ``v_head_size``, ``lse`` float32
+        like ``q`` without its last dimension, natural logarithm. A query that sees no key (and no
+        sink) has ``out`` 0 and ``lse`` -inf.
+
+    Raises:
+        ShapeError: Sizes disagree or are out of range; the message names the arguments.
+        DTypeError: An argument has an element type that it does not take.
+        UnsupportedError: The named ``impl`` cannot run this, or a gradient that nobody computes
+            is asked for; the message says why.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
+        >>> attention(q, k, v, causal=True).out.shape
+        torch.Size([2, 100, 8, 64])
+
+        Two sequences, of 30 and 70 tokens, and a gradient:
+
+        >>> q, k, v = torch.randn(3, 100, 8, 64, requires_grad=True).unbind()
+        >>> starts = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> result = attention(q, k, v, cu_seqlens_q=starts, max_query_len=70)
+        >>> result.out.sum().backward()
+    """
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "alibi_slopes requires a gradient, which attention does not compute: pass "
+            "alibi_slopes.detach()"
+        )
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
+    out, lse = attention_op(
+        q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, alibi_slopes, sinks,
+        lengths.max_query_len, lengths.max_seq_len, _scale(softmax_scale, q), causal,
+        sliding_window, logits_soft_cap, impl,
+    )  # fmt: skip
+    return AttentionOutput(out, lse)
+
+
+def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+    """Which implementations can run a call, one a line with the reason, in the order of "auto".
+
+    Args:
+        q: As for ``attention``, like everything else here.
+        k: As there.
+        v: As there.
+        **options: The keyword arguments of ``attention``.
+
+    Example:
+        >>> q = torch.zeros(1, 5, 4, 64)
+        >>> print(explain_attention(q, q, q))
+        reference: yes
+    """
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_query_len", "max_seq_len")
+    lengths = _lengths(*(options.pop(name, None) for name in names))
+    options["softmax_scale"] = _scale(options.get("softmax_scale"), q)
+    problem = check(q, k, v, lengths, Options(**options))
+    return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))
+
+
+def _lengths(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+) -> Lengths:
+    """Keys are where queries are, if nobody says anything else."""
+    if cu_seqlens_q is not None and cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+        max_seq_len = max_query_len if max_seq_len is None else max_seq_len
+    return Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+
+
+def _scale(softmax_scale: float | None, q: Tensor) -> float:
+    if softmax_scale is not None:
+        return float(softmax_scale)
+    return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0

@@ -1,0 +1,154 @@
+"""The operation as torch sees it: opaque to a compiler, with a gradient and a shape.
+
+A compiler traces ``pagewise::attention`` as one node. What it saves for the backward pass is its
+arguments, ``out`` and ``lse``; the scores are computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ..dispatch import choose
+from .checks import check, check_starts
+from .problem import Lengths, Options
+
+IMPLEMENTATIONS = ("reference",)
+"""In the order in which ``impl="auto"`` tries them."""
+
+BACKWARD = {"auto": "auto", "reference": "reference"}
+"""Whose gradients go with whose forward pass."""
+
+
+@torch.library.custom_op("pagewise::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``."""
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
+    problem = check(q, k, v, lengths, options)
+    check_starts(problem, q, k, lengths)
+    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
+    out, lse = module.run(problem, q, k, v, lengths, options)
+    return out, lse
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
+    problem = check(q, k, v, lengths, options)
+    out = q.new_empty(*q.shape[:-1], problem.v_head_size)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("pagewise::attention_backward", mutates_args=())
+def attention_backward_op(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``q``, ``k`` and ``v``."""
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
+    problem = check(q, k, v, lengths, options)
+    names = tuple(BACKWARD[name] for name in IMPLEMENTATIONS)
+    device = DeviceInfo.of(q.device)
+    module = choose(__package__, names, problem, device, BACKWARD[impl])
+    if d_out.stride(-1) != 1:
+        d_out = d_out.contiguous()
+    d_q, d_k, d_v = module.run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options)
+    return d_q, d_k, d_v
+
+
+@attention_backward_op.register_fake
+def _(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))  # type: ignore[return-value]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.options = inputs[7:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    out, lse, q, k, v, *others = ctx.saved_tensors
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    d_qkv = attention_backward_op(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
+    sinks, d_sinks = others[-1], None
+    if sinks is not None and ctx.needs_input_grad[6]:
+        d_sinks = _differentiate_sinks(sinks, d_out, d_lse, out, lse)
+    return *d_qkv, None, None, None, d_sinks, *(None for _ in ctx.options)
+
+
+def _differentiate_sinks(
+    sinks: Tensor, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
+    """A sink takes its share of every row's softmax, and gives nothing for it."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    mean = (d_out.to(dtype) * out.to(dtype)).sum(dim=-1)
+    if d_lse is not None:
+        mean = mean - d_lse
+    share = torch.exp(sinks.to(dtype) - lse.to(dtype))
+    return -(share * mean).flatten(0, -2).sum(dim=0).to(sinks.dtype)
+
+
+attention_op.register_autograd(_differentiate, setup_context=_remember)

@@ -1,0 +1,67 @@
+"""The nouns of attention: where sequences lie, the options of a call, and the problem they pose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Lengths", "Options", "Problem"]
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """Where each sequence of a ragged batch starts; all None when the batch is dense."""
+
+    cu_seqlens_q: Tensor | None = None
+    """int32 ``[num_seqs + 1]``: where each sequence's queries start in ``q``."""
+    cu_seqlens_k: Tensor | None = None
+    """int32 ``[num_seqs + 1]``: where each sequence's keys start in ``k`` and ``v``."""
+    max_query_len: int | None = None
+    """At least the most queries of a sequence; ``None``: as many as there are."""
+    max_seq_len: int | None = None
+    """At least the most keys of a sequence; ``None``: as many as there are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What may vary from call to call, with defaults filled in."""
+
+    softmax_scale: float
+    causal: bool = False
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call as a plan sees it: host integers and element types only, so planning is pure."""
+
+    num_seqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    v_head_size: int
+    dtype: torch.dtype
+    is_ragged: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def sequences(lengths: Lengths, num_seqs: int) -> Iterator[tuple[int | slice, int | slice]]:
+    """What indexes each sequence's queries, and what its keys and values. Waits for the device."""
+    if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
+        yield from ((seq, seq) for seq in range(num_seqs))
+        return
+    starts, key_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+    for seq in range(num_seqs):
+        yield slice(*starts[seq : seq + 2]), slice(*key_starts[seq : seq + 2])

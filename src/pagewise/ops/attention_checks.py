@@ -1,0 +1,46 @@
+"""What every attention operation checks of its arguments, in the same words."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ..errors import ShapeError
+
+__all__ = ["check_contiguous_rows", "check_heads", "check_options"]
+
+
+def check_contiguous_rows(**tensors: Tensor | None) -> None:
+    """Raise ShapeError unless the last dimension of every tensor is contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} has stride {tensor.stride(-1)} in its last dimension, expected 1: "
+                f"pass {name}.contiguous()"
+            )
+
+
+def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> None:
+    """Raise ShapeError for a group that is no whole number, or a head size that no kernel takes."""
+    for name, size in sizes.items():
+        if size % 8 or not 8 <= size <= 512:
+            raise ShapeError(f"{name} is {size}, expected a multiple of 8 from 8 to 512")
+    if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ShapeError(
+            f"q has num_heads={num_heads}, expected a multiple of {keys}'s "
+            f"num_kv_heads={num_kv_heads}"
+        )
+
+
+def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> None:
+    """Raise ShapeError for a window or a cap that means nothing."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ShapeError(
+            f"sliding_window is {sliding_window}, expected at least 1, or None for all keys"
+        )
+    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
+        raise ShapeError(
+            f"logits_soft_cap is {logits_soft_cap}, expected a finite number more than 0, "
+            "or None for no cap"
+        )

@@ -1,0 +1,83 @@
+"""Attention of one sequence in eager torch: what every reference of an operation is made of.
+
+::
+
+    s[h, q, k] = cap(q · k · scale) + slope[h] · (k - position(q)),  -inf where k is not visible
+    out = softmax(s) v,   lse = log Σ exp(s)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["attend", "mask_scores", "weigh"]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` of one sequence, whose last query stands at the last key.
+
+    Args:
+        q: ``[query_len, num_heads, head_size]``, of the type to compute in.
+        k: ``[seq_len, num_kv_heads, head_size]``.
+        v: ``[seq_len, num_kv_heads, v_head_size]``.
+        softmax_scale: As for ``paged_attention``, like everything below.
+        causal: As there.
+        sliding_window: As there.
+        logits_soft_cap: As there.
+        alibi_slopes: As there.
+        sinks: As there.
+
+    Returns:
+        ``[query_len, num_heads, v_head_size]`` and ``[query_len, num_heads]``, in that type.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+    scores = mask_scores(scores, causal, sliding_window, alibi_slopes)
+    weights, lse = weigh(scores, sinks)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.T
+
+
+def mask_scores(
+    scores: Tensor, causal: bool, sliding_window: int | None, alibi_slopes: Tensor | None
+) -> Tensor:
+    """Add the slopes to ``scores`` ``[num_heads, query_len, seq_len]``, -inf where not visible."""
+    query_len, seq_len = scores.shape[1:]
+    keys = torch.arange(seq_len, device=scores.device)
+    positions = torch.arange(seq_len - query_len, seq_len, device=scores.device)
+    distance = keys - positions[:, None]
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.to(scores.dtype)[:, None, None] * distance
+    if causal:
+        scores = scores.masked_fill(distance > 0, -torch.inf)
+    if sliding_window is not None:
+        scores = scores.masked_fill(distance <= -sliding_window, -torch.inf)
+    return scores
+
+
+def weigh(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The softmax of masked scores, and ``lse`` ``[num_heads, query_len]``; 0 and -inf of none."""
+    seq_len = scores.shape[-1]
+    if sinks is not None:
+        # One more column to share the softmax with, whose value is nothing.
+        column = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    if not scores.shape[-1]:
+        return scores, scores.new_full(scores.shape[:2], -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is no number
+    return torch.exp(scores - pivot[..., None])[..., :seq_len], lse
