@@ -1,6 +1,16 @@
-"""Set before torch starts its threads, and what the interpreter tier needs."""
+"""Set before torch starts its threads, and which tests this process can run.
+
+::
+
+    marked                      on any machine    TRITON_INTERPRET=1    on a machine with a GPU
+    nothing                     runs                                    runs
+    interpret: Triton kernels                     runs, on the CPU      runs, compiled
+    gpu                                                                 runs
+"""
 
 import os
+
+import pytest
 
 # Tests share their cores, and spinning threads do not.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -8,11 +18,28 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def has_gpu():
+    import torch
+
+    return not INTERPRETING and torch.cuda.is_available()
+
+
+def pytest_configure(config):
+    if "gpu" in config.option.markexpr and not has_gpu():
+        raise pytest.UsageError("-m gpu: there is no CUDA device here that torch can use")
+
+
 def pytest_collection_modifyitems(config, items):
     """Triton decides when a kernel is imported whether it is interpreted: all tests or none."""
+    on_gpu = has_gpu()
     kept, left = [], []
     for item in items:
-        is_wanted = (item.get_closest_marker("interpret") is not None) == INTERPRETING
+        if item.get_closest_marker("gpu"):
+            is_wanted = on_gpu
+        elif item.get_closest_marker("interpret"):
+            is_wanted = INTERPRETING or on_gpu
+        else:
+            is_wanted = not INTERPRETING
         (kept if is_wanted else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)

@@ -25,7 +25,7 @@ LAYERS = [
         "ops.dispatch",
         "ops.scales",
         *("ops.*." + file for file in ("reference", "plan", "problem", "cpu", "cpu_")),
-        *("ops.*." + file for file in ("triton_", "hopper_")),
+        *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
     ],
     ["ops"],
     ["kv_cache.storage"],
@@ -39,7 +39,11 @@ LAYERS = [
 OPTIONAL = {
     "numba": ("tiles.cpu", "ops.*.cpu"),
     "llvmlite": ("tiles.cpu",),
-    "triton": ("tiles.triton", "tiles.hopper", "ops.*.triton_", "ops.*.hopper_"),
+    "triton": (
+        "tiles.triton",
+        "tiles.hopper",
+        *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
+    ),
     "transformers": (),
     "tokenizers": (),
     "safetensors": (),

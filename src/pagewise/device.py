@@ -24,6 +24,8 @@ class DeviceInfo:
     name: str = ""
     bf16_dot: bool = False
     """Whether a CPU multiplies pairs of bfloat16 (AVX512-BF16)."""
+    capability: tuple[int, int] = (0, 0)
+    """A GPU's compute capability: (9, 0) is Hopper."""
 
     @staticmethod
     def of(device: torch.device) -> DeviceInfo:
@@ -45,7 +47,12 @@ def _cpu(num_threads: int) -> DeviceInfo:
 @functools.cache
 def _cuda(index: int) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(index)
-    return DeviceInfo("cuda", properties.multi_processor_count, properties.name)
+    return DeviceInfo(
+        "cuda",
+        properties.multi_processor_count,
+        properties.name,
+        capability=(properties.major, properties.minor),
+    )
 
 
 def available_memory(device: torch.device) -> int:

@@ -6,13 +6,19 @@ import torch
 
 from pagewise.errors import DTypeError, ShapeError, UnsupportedError
 from pagewise.ops.merge_states import merge_states
+from pagewise.tiles.state import AttentionOutput
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def merge(request):
-    return lambda outs, lses: merge_states(outs, lses, impl=request.param)
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
+def merge(request, mirror):
+    def call(outs, lses):
+        with mirror(outs, lses, impl=request.param) as there:
+            result = merge_states(*there, impl=request.param)
+        return AttentionOutput(result.out.cpu(), result.lse.cpu())
+
+    return call
 
 
 def states(num_states, num_tokens=5, num_heads=3, width=24, dtype=F32, spread=4.0, seed=0):

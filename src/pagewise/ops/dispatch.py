@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -10,29 +11,49 @@ from ..errors import UnsupportedError
 
 __all__ = ["choose", "explain"]
 
+_HOMES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
+"""The kind of device that an implementation is for: elsewhere it is not even imported."""
+
 
 def choose(
     package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo, impl: str
 ) -> Any:
-    """The first module of ``names`` that can run ``problem``; a named ``impl`` runs or raises."""
+    """The first module of ``names`` that can run ``problem``; a named ``impl`` runs or raises.
+
+    Only a named one may run away from home: a GPU's kernels, interpreted on a CPU.
+    """
     if impl not in ("auto", *names):
         raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {', '.join(names)}")
     reasons = []
     for name in names if impl == "auto" else (impl,):
-        module = _load(package, name)
-        reason = module.supports(problem, device)
+        reason = _find_reason(package, name, problem, device, impl == name)
         if reason is None:
-            return module
+            return _load(package, name)
         reasons.append(f"{name} cannot run this: {reason}")
     raise UnsupportedError("; ".join(reasons) + ". Use impl='auto'" * (impl != "auto"))
 
 
 def explain(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str:
     """One line for each implementation: yes, or no and why."""
-    reasons = {name: _load(package, name).supports(problem, device) for name in names}
+    reasons = {name: _find_reason(package, name, problem, device, False) for name in names}
     return "\n".join(f"{name}: {f'no, {why}' if why else 'yes'}" for name, why in reasons.items())
 
 
+def _find_reason(
+    package: str, name: str, problem: Any, device: DeviceInfo, is_named: bool
+) -> str | None:
+    """Why an implementation cannot run; None if it can."""
+    if not is_named and _HOMES.get(name, device.kind) != device.kind:
+        return f"the tensors are on {device.kind}"
+    try:
+        module = _load(package, name)
+    except ImportError as error:
+        return f"it needs {error.name}, which cannot be imported ({error}): install it"
+    reason: str | None = module.supports(problem, device)
+    return reason
+
+
+@functools.cache
 def _load(package: str, name: str) -> Any:
     """Import an implementation when it is first asked about: Numba costs a second."""
     return importlib.import_module(f"{package}.{name}")

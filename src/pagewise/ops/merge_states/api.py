@@ -10,7 +10,7 @@ from ...shapes import bind, check_device, check_dtype
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose
 
-IMPLEMENTATIONS = ("cpu", "reference")
+IMPLEMENTATIONS = ("triton", "cpu", "reference")
 
 
 def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> AttentionOutput:
@@ -27,7 +27,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
     Args:
         outs: ``[num_states, num_tokens, num_heads, v_head_size]`` float32, float16 or bfloat16.
         lses: ``[num_states, num_tokens, num_heads]`` float32, natural logarithms.
-        impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``.
+        impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Returns:
         ``AttentionOutput(out, lse)`` without the first dimension, ``out`` in the type of ``outs``.

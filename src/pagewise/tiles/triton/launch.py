@@ -1,0 +1,96 @@
+"""Kernels compiled once for given types and constants, and then launched without a search.
+
+Triton's own call looks at every argument of every launch to find the kernel that was compiled
+for such arguments, which takes longer than a small kernel runs. Here the types are stated, with
+what their values are multiples of, and the caller keeps the ``Launcher``::
+
+    launcher = Launcher(kernel, {"x": "*fp16:16", "stride": "i64:8"}, {"TILE": 1024}, num_warps=4)
+    launcher((num_programs, 1, 1), x, stride)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+
+from ...device import DeviceInfo
+
+__all__ = ["INTERPRETED", "POINTERS", "Launcher", "refuse"]
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run on the CPU, a line at a time: ``TRITON_INTERPRET=1``."""
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+"""What Triton calls a pointer to elements of a type."""
+
+OLDEST = (8, 0)
+
+
+def refuse(device: DeviceInfo) -> str | None:
+    """Why Triton's kernels cannot run on a device; None if they can."""
+    if device.kind == "cpu":
+        return None if INTERPRETED else "the tensors are on cpu"
+    if device.kind != "cuda":
+        return f"the tensors are on {device.kind}"
+    if device.capability < OLDEST:
+        have, need = (".".join(map(str, version)) for version in (device.capability, OLDEST))
+        return f"{device.name} has compute capability {have}; {need} and later run"
+    return None
+
+
+class Launcher:
+    """A kernel with everything settled that it is compiled for.
+
+    Args:
+        kernel: A ``triton.jit`` function whose constants come last.
+        types: Of its other parameters, in their order: ``"*fp16"``, ``"i32"``; ``"*fp16:16"`` is
+            a pointer to an address that is a multiple of 16, ``"i64:8"`` a multiple of 8.
+        constants: Its ``tl.constexpr`` parameters, in their order.
+        **options: Of the compiler, like ``num_warps``.
+    """
+
+    def __init__(
+        self, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
+    ) -> None:
+        assert [*types, *constants] == list(kernel.arg_names), "in the kernel's order"
+        self.kernel, self.types, self.constants, self.options = kernel, types, constants, options
+        self._values = tuple(constants.values())
+        self._compiled: dict[int, Any] = {}
+
+    def compile(self, target: GPUTarget) -> Any:
+        """Compile for a GPU, which need not be there; the result has ``asm["cubin"]``."""
+        signature = {name: kind.partition(":")[0] for name, kind in self.types.items()}
+        signature |= dict.fromkeys(self.constants, "constexpr")
+        factors = [kind.partition(":")[2] for kind in self.types.values()]
+        attributes = {
+            (at,): [["tt.divisibility", int(factor)]] for at, factor in enumerate(factors) if factor
+        }
+        source = ASTSource(self.kernel, signature, self.constants, attributes)
+        return triton.compile(source, target=target, options=self.options)
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch on the current stream of the current device; an empty grid launches nothing."""
+        if 0 in grid:
+            return
+        if INTERPRETED:
+            self.kernel[grid](*arguments, *self._values)
+            return
+        device = torch.cuda.current_device()
+        compiled = self._compiled.get(device)
+        if compiled is None:
+            compiled = self._compiled[device] = self.compile(driver.active.get_current_target())
+        compiled[grid](*arguments, *self._values)

@@ -1,0 +1,42 @@
+"""Tests of an operation are written for the CPU; here they reach a GPU's implementations."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def mirror():
+    return mirrored
+
+
+@contextmanager
+def mirrored(*tensors, impl):
+    """The tensors where ``impl`` can run; what is written to them there comes back.
+
+    Views of one memory stay views of one memory, with their strides.
+    """
+    on_gpu = impl == "triton" and torch.cuda.is_available()
+    if impl == "triton" and not on_gpu and any(t.dtype == torch.bfloat16 for t in tensors):
+        pytest.skip("Triton 3.6's interpreter cuts numbers off to bfloat16, it does not round")
+    if not on_gpu:
+        yield tensors
+        return
+    homes = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    memories = {
+        at: torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).cuda()
+        for at, tensor in homes.items()
+    }
+    yield tuple(
+        torch.tensor([], dtype=tensor.dtype, device="cuda").set_(
+            memories[tensor.untyped_storage().data_ptr()].untyped_storage(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        for tensor in tensors
+    )
+    for at, tensor in homes.items():
+        home = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+        home.copy_(memories[at])
