@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["DeviceInfo", "available_memory"]
+__all__ = ["DeviceInfo", "available_memory", "refusing_to_wait"]
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,16 @@ def available_memory(device: torch.device) -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+
+
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Raise RuntimeError wherever torch would make the host wait for a GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype, once a process
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,8 +1,10 @@
+import itertools
 import math
 
 import pytest
 import torch
 
+from pagewise.device import refusing_to_wait
 from pagewise.errors import DTypeError, ShapeError, UnsupportedError
 from pagewise.ops.copy_blocks import copy_blocks
 
@@ -18,9 +20,17 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def copy(request):
-    return lambda caches, pairs: copy_blocks(caches, torch.tensor(pairs), impl=request.param)
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
+def copy(request, mirror):
+    def call(caches, pairs):
+        pairs = torch.as_tensor(pairs)
+        both = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
+        with mirror(*itertools.chain(*both), impl=request.param, rounds=False) as there:
+            there = list(zip(there[::2], there[1::2], strict=True))
+            caches = [s if a is b else (s, d) for (a, b), (s, d) in zip(both, there, strict=True)]
+            copy_blocks(caches, pairs, impl=request.param)
+
+    return call
 
 
 def blocks(num_blocks=7, *shape, dtype=torch.float32, seed=0):
@@ -63,7 +73,7 @@ def test_every_destination_becomes_its_source_as_it_was(copy, pairs, dtype):
 def test_nothing_to_copy_copies_nothing(copy):
     cache = blocks()
     before = cache.clone()
-    copy_blocks([cache], torch.empty(0, 2, dtype=torch.int64))
+    copy([cache], torch.empty(0, 2, dtype=torch.int64))
     copy([], [[3, 5]])
     assert torch.equal(cache, before)
 
@@ -130,7 +140,7 @@ def test_when_one_cache_cannot_be_copied_none_is():
 def test_pairs_may_be_a_view(copy):
     cache, pairs = blocks(), torch.tensor(PAIRS["a ring"])
     expected = copied_by_hand(cache, cache, pairs.tolist())
-    copy_blocks([cache], pairs.T.contiguous().T)
+    copy([cache], pairs.T.contiguous().T)
     assert_same_memory(cache, expected)
 
 
@@ -165,5 +175,68 @@ def test_a_wrong_argument_is_named(copy):
         copy([(cache, cache.half())], [[0, 1]])
     with pytest.raises(ShapeError, match=r"\[5, 2, 8\] in the source .* \[5, 2, 16\] in the dest"):
         copy([(cache, blocks(7, 5, 2, 16))], [[0, 1]])
-    with pytest.raises(UnsupportedError, match=r"impl is 'gpu', expected 'auto' or one of cpu"):
+    with pytest.raises(
+        UnsupportedError, match=r"impl is 'gpu', expected 'auto' or one of triton, cpu"
+    ):
         copy_blocks([cache], torch.tensor([[0, 1]]), impl="gpu")
+
+
+# --- between a GPU and its host -------------------------------------------------------------
+
+
+@pytest.fixture(params=["auto", "reference"])
+def impl(request):
+    return request.param
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("pairs", [PAIRS["one source twice"], PAIRS["a ring"]])
+def test_blocks_travel_to_the_host_and_back(impl, pinned, pairs):
+    on_gpu, on_host = blocks(), blocks(9, seed=1)
+    on_host = on_host.pin_memory() if pinned else on_host
+    expected = copied_by_hand(on_gpu, on_host, pairs)
+    copy_blocks([(on_gpu.cuda(), on_host)], torch.tensor(pairs), impl=impl)
+    torch.cuda.synchronize()
+    assert_same_memory(on_host, expected)
+
+    there = blocks(seed=2).cuda()
+    expected = copied_by_hand(on_host, there.cpu(), pairs)
+    copy_blocks([(on_host, there)], torch.tensor(pairs), impl=impl)
+    assert_same_memory(there.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_layers_of_different_shapes_and_types_are_copied_together():
+    caches = [blocks(dtype=dtype, seed=i) for i, dtype in enumerate(DTYPES)]
+    caches += [blocks(7, 3, 1, size, dtype=torch.int8) for size in (1, 2, 12)]
+    expected = [copied_by_hand(cache, cache, PAIRS["a swap"]) for cache in caches]
+    on_gpu = [cache.cuda() for cache in caches]
+    copy_blocks(on_gpu, torch.tensor(PAIRS["a swap"]), impl="triton")
+    for cache, wanted in zip(on_gpu, expected, strict=True):
+        assert_same_memory(cache.cpu(), wanted)
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_a_copy_on_the_gpu_or_to_pinned_memory():
+    cache, host = blocks().cuda(), blocks().pin_memory()
+    pairs = torch.tensor(PAIRS["a ring"])
+    copy_blocks([cache, (cache, host)], pairs)  # compiles
+    with refusing_to_wait():
+        copy_blocks([cache, (cache, host), (host, cache)], pairs)
+
+
+@pytest.mark.gpu
+def test_a_cache_may_be_larger_than_32_bits_count():
+    cache = torch.empty(2**32 // 4096 + 4, 4096, dtype=torch.int8, device="cuda")
+    last = len(cache) - 1
+    cache[last], cache[0], cache[last - 1] = 7, 1, 2
+    copy_blocks([cache], torch.tensor([[last, 0], [1, last - 1]]))
+    assert (cache[0] == 7).all()
+    assert torch.equal(cache[last - 1], cache[1])
+
+
+@pytest.mark.gpu
+def test_host_memory_that_is_not_pinned_is_out_of_the_gpu_s_reach():
+    with pytest.raises(UnsupportedError, match=r"cannot run this: .* on cpu: .* pinned"):
+        copy_blocks([(blocks(), blocks().cuda())], torch.tensor([[0, 1]]), impl="triton")

@@ -32,7 +32,13 @@ def _copy(source, destination, src_to_dst, source_stride, destination_stride, si
         destination[at : at + size] = source[source_at : source_at + size]
 
 
-def run(source, destination, src_to_dst):
+def run(caches, src_to_dst):
+    """Copy in one cache after another."""
+    for source, destination in caches:
+        _run(source, destination, src_to_dst)
+
+
+def _run(source, destination, src_to_dst):
     """Copy bytes; sources that may be destinations too are set aside first."""
     pairs = src_to_dst.contiguous().numpy()
     if _may_meet(source, destination, pairs):

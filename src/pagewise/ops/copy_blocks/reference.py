@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ...device import DeviceInfo
@@ -12,7 +14,8 @@ def supports(caches: tuple[Tensor, Tensor], device: DeviceInfo) -> str | None:
     return None
 
 
-def run(source: Tensor, destination: Tensor, src_to_dst: Tensor) -> None:
+def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
     """Indexing gathers all sources before anything is written."""
-    blocks = source[src_to_dst[:, 0].to(source.device)]
-    destination[src_to_dst[:, 1].to(destination.device)] = blocks.to(destination.device)
+    for source, destination in caches:
+        blocks = source[src_to_dst[:, 0].to(source.device)]
+        destination[src_to_dst[:, 1].to(destination.device)] = blocks.to(destination.device)

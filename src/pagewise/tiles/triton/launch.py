@@ -83,13 +83,17 @@ class Launcher:
         return triton.compile(source, target=target, options=self.options)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Launch on the current stream of the current device; an empty grid launches nothing."""
+        """Launch on the current stream of the device where the first argument, a tensor, is."""
         if 0 in grid:
             return
         if INTERPRETED:
             self.kernel[grid](*arguments, *self._values)
             return
-        device = torch.cuda.current_device()
+        device = arguments[0].get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(grid, *arguments)
+            return
         compiled = self._compiled.get(device)
         if compiled is None:
             compiled = self._compiled[device] = self.compile(driver.active.get_current_target())
