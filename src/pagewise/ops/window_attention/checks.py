@@ -1,0 +1,132 @@
+"""The argument contract of window_attention: checked always, in microseconds, before any work."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ...errors import DTypeError, ShapeError
+from ...shapes import bind, check_device, check_dtype
+from .problem import Operands, Problem
+
+__all__ = ["check", "check_values"]
+
+# float64 is for the reference: it makes it an oracle.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ROWS = "num_windows num_heads num_tokens head_size"
+
+
+def check(x: Operands) -> Problem:
+    """Raise ShapeError or DTypeError naming the argument at fault, or return the problem."""
+    _check_pairs(x)
+    sizes = bind(
+        q=(x.q, _ROWS),
+        k=(x.k, _ROWS),
+        v=(x.v, _ROWS),
+        bias_table=(x.bias_table, "table_size num_heads"),
+        rel_offsets=(x.rel_offsets, "num_tokens"),
+        bias=(x.bias, "num_biases num_heads num_tokens num_tokens"),
+        regions=(x.regions, "num_masks num_tokens"),
+        mask=(x.mask, "num_masks num_tokens num_tokens"),
+        logit_scale=(x.logit_scale, "num_heads"),
+    )
+    _check_types(x)
+    _check_sizes(x, sizes)
+    return Problem(
+        num_windows=sizes["num_windows"],
+        num_heads=sizes["num_heads"],
+        num_tokens=sizes["num_tokens"],
+        head_size=sizes["head_size"],
+        dtype=x.q.dtype,
+        table_size=sizes.get("table_size"),
+        num_biases=sizes.get("num_biases", 0),
+        num_masks=sizes.get("num_masks", 0),
+        has_regions=x.regions is not None,
+        mask_dtype=None if x.mask is None else x.mask.dtype,
+        cosine=x.logit_scale is not None,
+    )
+
+
+def check_values(x: Operands) -> None:
+    """Raise ShapeError if the offsets do not fit the table.
+
+    Reads them where that costs nothing: on a CPU, or under ``PAGEWISE_DEBUG=1``.
+    """
+    if x.bias_table is None or x.rel_offsets is None or not x.rel_offsets.numel():
+        return
+    if x.rel_offsets.device.type != "cpu" and os.environ.get("PAGEWISE_DEBUG") != "1":
+        return
+    span = int(x.rel_offsets.max()) - int(x.rel_offsets.min())
+    if x.bias_table.shape[0] < 2 * span + 1:
+        raise ShapeError(
+            f"bias_table has {x.bias_table.shape[0]} rows but rel_offsets reach from "
+            f"{int(x.rel_offsets.min())} to {int(x.rel_offsets.max())}, which needs "
+            f"{2 * span + 1}: make them with rel_offsets(window, table_window)"
+        )
+    if len(set(x.rel_offsets.tolist())) < len(x.rel_offsets):
+        raise ShapeError("rel_offsets has the same number twice: each token has its own position")
+
+
+def _check_pairs(x: Operands) -> None:
+    """What goes together, and what does not."""
+    if (x.bias_table is None) != (x.rel_offsets is None):
+        given, missing = "bias_table", "rel_offsets"
+        if x.bias_table is None:
+            given, missing = missing, given
+        raise ShapeError(f"{given} is given without {missing}: the table is read at its offsets")
+    for one, other in (("bias_table", "bias"), ("regions", "mask")):
+        if getattr(x, one) is not None and getattr(x, other) is not None:
+            raise ShapeError(f"both {one} and {other} are given, expected one of them: add them up")
+
+
+def _check_types(x: Operands) -> None:
+    check_dtype("q", x.q, *_FLOATS)
+    for name, tensor in (("k", x.k), ("v", x.v)):
+        check_dtype(name, tensor, x.q.dtype)
+    learned = {"bias_table": x.bias_table, "bias": x.bias, "logit_scale": x.logit_scale}
+    for name, parameter in learned.items():
+        if parameter is not None:
+            check_dtype(name, parameter, *_FLOATS)
+    if x.rel_offsets is not None:
+        check_dtype("rel_offsets", x.rel_offsets, torch.int32)
+    if x.regions is not None:
+        check_dtype("regions", x.regions, *_INTEGERS)
+    if x.mask is not None:
+        check_dtype("mask", x.mask, torch.bool, *_FLOATS)
+        if x.mask.requires_grad:
+            raise DTypeError("mask requires a gradient, but has none: pass a learned one as bias")
+    others = {"rel_offsets": x.rel_offsets, "regions": x.regions, "mask": x.mask}
+    check_device("q", x.q.device, k=x.k, v=x.v, **learned, **others)
+    for name, rows in (("q", x.q), ("k", x.k), ("v", x.v)):
+        if rows.shape[-1] > 1 and rows.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} has stride {rows.stride(-1)} in its last dimension, expected 1: "
+                f"pass {name}.contiguous()"
+            )
+
+
+def _check_sizes(x: Operands, sizes: dict[str, int]) -> None:
+    num_windows, num_tokens = sizes["num_windows"], sizes["num_tokens"]
+    for name in ("num_heads", "num_tokens", "head_size"):
+        if sizes[name] < 1:
+            raise ShapeError(f"q has {name}={sizes[name]}, expected at least 1")
+    turns: tuple[tuple[str, Tensor | None], ...] = (
+        ("bias", x.bias),
+        ("regions", x.regions),
+        ("mask", x.mask),
+    )
+    for name, tensor in turns:
+        if tensor is not None and (tensor.shape[0] < 1 or num_windows % tensor.shape[0]):
+            raise ShapeError(
+                f"{name} is for {tensor.shape[0]} windows but q has num_windows={num_windows}, "
+                "which is no multiple of it: windows are ordered image by image"
+            )
+    table_size = sizes.get("table_size")
+    if table_size is not None and (table_size % 2 == 0 or table_size < 2 * num_tokens - 1):
+        raise ShapeError(
+            f"bias_table has {table_size} rows, expected prod(2·w - 1) over the axes of a window "
+            f"of num_tokens={num_tokens}: an odd number, at least {2 * num_tokens - 1}"
+        )

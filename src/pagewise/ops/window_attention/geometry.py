@@ -1,0 +1,143 @@
+"""Positions and regions of a grid that is cut into windows: an integer a token, never N × N."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+
+__all__ = ["regions_from_mask", "rel_offsets", "shift_regions"]
+
+
+def rel_offsets(
+    window: Sequence[int],
+    table_window: Sequence[int] | None = None,
+    num_tokens: int | None = None,
+) -> Tensor:
+    """A number for each token, whose differences index a table of relative-position biases.
+
+    The N × N index that Swin implementations store is, entry for entry,
+    ``offsets[i] - offsets[j] + centre`` with ``centre = (table_size - 1) / 2`` and::
+
+        offset(x, y, z) = (x · (2·h - 1) + y) · (2·d - 1) + z      for a table of w × h × d
+
+    Args:
+        window: Tokens along each axis; the last varies fastest.
+        table_window: The window that the table was made for, if it is another one. Its table has
+            ``prod(2·w - 1)`` rows.
+        num_tokens: Keep this many of the tokens. MONAI's windows that are clamped to a small
+            grid take the first offsets of the whole window, and were trained that way.
+
+    Returns:
+        int32 ``[num_tokens]`` on the CPU.
+
+    Raises:
+        ShapeError: ``window`` does not fit into ``table_window``, or has too few tokens.
+
+    Example:
+        >>> rel_offsets((2, 3))
+        tensor([0, 1, 2, 5, 6, 7], dtype=torch.int32)
+        >>> rel_offsets((2, 2), table_window=(3, 3))
+        tensor([0, 1, 5, 6], dtype=torch.int32)
+    """
+    table = tuple(window if table_window is None else table_window)
+    if len(table) != len(window) or any(a > b for a, b in zip(window, table, strict=True)):
+        raise ShapeError(f"window is {list(window)}, expected at most table_window={list(table)}")
+    offsets = torch.zeros(1, dtype=torch.int32)
+    for size, table_size in zip(window, table, strict=True):
+        steps = torch.arange(size, dtype=torch.int32)
+        offsets = (offsets[:, None] * (2 * table_size - 1) + steps).flatten()
+    wanted = len(offsets) if num_tokens is None else num_tokens
+    if wanted > len(offsets):
+        raise ShapeError(
+            f"num_tokens is {wanted}, expected at most the {len(offsets)} of window={list(window)}"
+        )
+    return offsets[:wanted].clone()
+
+
+def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
+    """Which part of the map each token comes from, after a cyclic shift.
+
+    Rolling a map by ``-shift`` brings tokens from opposite borders into one window. Tokens of one
+    region were neighbours before; where two tokens' regions differ, the shift mask applies. For a
+    line of 6 in windows of 3, shifted by 1::
+
+        tokens after the roll   1 2 3 | 4 5 0
+        regions                 0 0 0 | 1 1 2
+
+    Args:
+        grid: Size of the (padded) map along each axis, a multiple of the window.
+        window: Tokens along each axis.
+        shift: How far the map is rolled along each axis; 0 where it is not.
+
+    Returns:
+        uint8 ``[num_windows, num_tokens]`` on the CPU: windows in the order of the grid, the last
+        axis fastest.
+
+    Raises:
+        ShapeError: The axes disagree, or a size is out of range.
+
+    Example:
+        >>> shift_regions((6,), (3,), (1,))
+        tensor([[0, 0, 0],
+                [1, 1, 2]], dtype=torch.uint8)
+    """
+    if not len(grid) == len(window) == len(shift):
+        raise ShapeError(
+            f"grid has {len(grid)} axes, window {len(window)} and shift {len(shift)}: they are one "
+            "a number for each axis"
+        )
+    for size, length, step in zip(grid, window, shift, strict=True):
+        if length < 1 or size % length or size < 1:
+            raise ShapeError(f"grid={list(grid)} is no multiple of window={list(window)}: pad it")
+        if not 0 <= step < length:
+            raise ShapeError(f"shift={list(shift)} is not from 0 to less than {list(window)}")
+    regions = torch.zeros([1] * len(grid), dtype=torch.uint8)
+    for axis, (size, length, step) in enumerate(zip(grid, window, shift, strict=True)):
+        line = torch.zeros(size, dtype=torch.uint8)
+        if step:
+            line[size - length :] = 1
+            line[size - step :] = 2
+        regions = regions * 3 + line.view([-1 if a == axis else 1 for a in range(len(grid))])
+    split = [n for size, length in zip(grid, window, strict=True) for n in (size // length, length)]
+    order = [*range(0, 2 * len(grid), 2), *range(1, 2 * len(grid), 2)]
+    return regions.view(split).permute(order).reshape(-1, math.prod(window))
+
+
+def regions_from_mask(mask: Tensor) -> Tensor:
+    """The regions behind a dense shift mask: a token's is the first token that it may see.
+
+    Reads the mask's values, so it waits for the device: call it once, not every step.
+
+    Args:
+        mask: Floating ``[num_windows, num_tokens, num_tokens]``, 0 within a region and one other
+            value between regions (-100 in every Swin).
+
+    Returns:
+        int16 ``[num_windows, num_tokens]`` on the device of ``mask``.
+
+    Raises:
+        ShapeError: It is not of that form: pass it as ``mask`` instead.
+
+    Example:
+        >>> regions_from_mask(torch.tensor([[[0.0, 0, -100], [0, 0, -100], [-100, -100, 0]]]))
+        tensor([[0, 0, 2]], dtype=torch.int16)
+    """
+    if mask.dim() != 3 or mask.shape[1] != mask.shape[2]:
+        raise ShapeError(
+            f"mask has shape {list(mask.shape)}, expected [num_windows, num_tokens, num_tokens]"
+        )
+    visible = mask == 0
+    regions = visible.to(torch.uint8).argmax(dim=-1)
+    same = regions[:, :, None] == regions[:, None, :]
+    hidden = mask[~visible]
+    if not torch.equal(same, visible) or (hidden.numel() and bool((hidden != hidden[0]).any())):
+        raise ShapeError(
+            "mask is not 0 within regions and one other value between them: pass it to "
+            "window_attention as mask, not as regions"
+        )
+    return regions.to(torch.int16)

@@ -1,0 +1,129 @@
+"""Window attention as torch knows it: an operator with a fake, and with a gradient.
+
+So ``torch.compile`` and ``torch.export`` see one node, checkpointing may run it twice, and between
+forward and backward nothing is kept but the inputs, the result and its log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ..dispatch import choose
+from .checks import check, check_values
+from .problem import Gradients, Operands
+
+__all__ = ["IMPLEMENTATIONS", "forward", "operands"]
+
+IMPLEMENTATIONS = ("reference",)
+"""In the order in which ``impl="auto"`` tries them."""
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias_table, Tensor? rel_offsets, Tensor? bias, "
+    "Tensor? regions, Tensor? mask, Tensor? logit_scale, float mask_value, float softmax_scale, "
+    "float qk_norm_eps, str impl"
+)
+_LEARNED = ("q", "k", "v", "bias_table", "bias", "logit_scale")
+
+
+def operands(*inputs: Any) -> Operands:
+    """The operator's inputs by name; the last, ``impl``, says who runs them."""
+    return Operands(*inputs[:-1])
+
+
+@torch.library.custom_op(
+    "pagewise::window_attention",
+    mutates_args=(),
+    schema=f"({_INPUTS}) -> (Tensor out, Tensor lse)",
+)
+def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """``AttentionOutput`` as a plain pair."""
+    x = operands(*inputs)
+    out, lse = _choose(x, inputs[-1]).forward(x)
+    return _like(out, x.q), lse.contiguous()
+
+
+@torch.library.custom_op(
+    "pagewise::window_attention_backward",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse) -> Tensor[]",
+)
+def _backward(*inputs: Any) -> list[Tensor]:
+    """Gradients of what can be learned, in the order of ``_LEARNED``."""
+    *call, out, lse, dout, dlse = inputs
+    x = operands(*call)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    gradients: Gradients = _choose(x, call[-1]).backward(x, out, lse, dout, dlse)
+    found = [getattr(gradients, name) for name in _LEARNED]
+    for i in range(3):
+        found[i] = _like(found[i], x.q)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@forward.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    q = inputs[0]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return _empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@_backward.register_fake
+def _(*inputs: Any) -> list[Tensor]:
+    x = operands(*inputs[:-4])
+    learned = (x.bias_table, x.bias, x.logit_scale)
+    return [
+        *(_empty_like(x.q) for _ in range(3)),
+        *(tensor.new_empty(tensor.shape) for tensor in learned if tensor is not None),
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors = [value if isinstance(value, Tensor) else None for value in inputs]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.constants = [None if isinstance(value, Tensor) else value for value in inputs]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    inputs = [
+        constant if tensor is None else tensor
+        for tensor, constant in zip(tensors, ctx.constants, strict=True)
+    ]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    found = iter(_backward(*inputs, out, lse, dout, dlse))
+    x = operands(*inputs)
+    gradients: dict[str, Tensor] = {
+        name: next(found) for name in _LEARNED if getattr(x, name) is not None
+    }
+    names = Operands.__dataclass_fields__
+    return (*(gradients.get(name) for name in names), None)
+
+
+forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _choose(x: Operands, impl: str) -> Any:
+    problem = check(x)
+    check_values(x)
+    assert __package__ is not None
+    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.q.device), impl)
+
+
+def _empty_like(q: Tensor) -> Tensor:
+    """The shape of ``q``, heads side by side in memory: the next layer takes them as one row."""
+    num_windows, num_heads, num_tokens, head_size = q.shape
+    return q.new_empty(num_windows, num_tokens, num_heads, head_size).transpose(1, 2)
+
+
+def _like(result: Tensor, q: Tensor) -> Tensor:
+    """``result`` in the memory order that the fake promises."""
+    expected = _empty_like(q.to("meta")).stride()
+    if result.stride() == expected:
+        return result
+    return result.transpose(1, 2).contiguous().transpose(1, 2)

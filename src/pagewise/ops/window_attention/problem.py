@@ -1,0 +1,76 @@
+"""The nouns of window attention: what a call brings, and the problem it poses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["MAX_LOGIT_SCALE", "Gradients", "Operands", "Problem"]
+
+MAX_LOGIT_SCALE = 4.605170185988092
+"""Swin v2 clamps its learned logarithm of the scale at log 100."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """Everything that a call of ``window_attention`` brings, with defaults filled in."""
+
+    q: Tensor
+    """``[num_windows, num_heads, num_tokens, head_size]``, like ``k`` and ``v``."""
+    k: Tensor
+    v: Tensor
+    bias_table: Tensor | None
+    """``[table_size, num_heads]``, gathered at ``rel_offsets[i] - rel_offsets[j] + centre``."""
+    rel_offsets: Tensor | None
+    """int32 ``[num_tokens]``, no two alike."""
+    bias: Tensor | None
+    """``[num_biases, num_heads, num_tokens, num_tokens]``."""
+    regions: Tensor | None
+    """Integers ``[num_masks, num_tokens]``."""
+    mask: Tensor | None
+    """Bool or floating ``[num_masks, num_tokens, num_tokens]``."""
+    logit_scale: Tensor | None
+    """``[num_heads]``; with it, q and k are normalised."""
+    mask_value: float
+    softmax_scale: float
+    qk_norm_eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What flows back. ``None``: nobody asked for it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias_table: Tensor | None = None
+    bias: Tensor | None = None
+    logit_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call as an implementation is asked about it: host integers and element types only."""
+
+    num_windows: int
+    num_heads: int
+    num_tokens: int
+    head_size: int
+    dtype: torch.dtype
+    table_size: int | None = None
+    """Rows of the bias table; ``None`` without one."""
+    num_biases: int = 0
+    """Dense biases, which the windows take in turn."""
+    num_masks: int = 0
+    """Windows of an image, whose regions or masks repeat from image to image."""
+    has_regions: bool = False
+    mask_dtype: torch.dtype | None = None
+    cosine: bool = False
+    """Whether q and k are normalised, as Swin v2 does."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether anything learned is added to the scores."""
+        return self.table_size is not None or self.num_biases > 0

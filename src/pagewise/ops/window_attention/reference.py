@@ -1,0 +1,123 @@
+"""Window attention in eager torch: the definition of correct, and of its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...tiles.state import AttentionOutput
+from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Everything, everywhere."""
+    return None
+
+
+def forward(x: Operands) -> AttentionOutput:
+    """Score, add, softmax, mix. Autograd can differentiate it, which proves ``backward``."""
+    scores, _, _ = _scores(x)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = _weights(scores, lse) @ x.v.to(scores.dtype)
+    return AttentionOutput(out.to(x.q.dtype), lse)
+
+
+def backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """The gradient of ``forward``, from the inputs, the result and what flows back into it.
+
+    ::
+
+        dV = Pᵀ dO      dS = P ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ O - dlse
+        dQ = scale · dS K      dK = scale · dSᵀ Q      dB = Σ over windows of dS
+    """
+    scores, q, k = _scores(x)
+    weights = _weights(scores, lse)
+    dout = dout.to(scores.dtype)
+    delta = (dout * out).sum(dim=-1)
+    if dlse is not None:
+        delta = delta - dlse
+    dscores = weights * (dout @ x.v.to(scores.dtype).mT - delta[..., None])
+    dq, dk = dscores @ k * _scale(x), dscores.mT @ q * _scale(x)
+    dlogit_scale = None
+    if x.logit_scale is not None:
+        clamped = x.logit_scale > MAX_LOGIT_SCALE
+        dlogit_scale = (dq * q).sum(dim=(0, 2, 3)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
+        dq = _unnormalise(dq, x.q.to(dq.dtype), x.qk_norm_eps)
+        dk = _unnormalise(dk, x.k.to(dk.dtype), x.qk_norm_eps)
+    return Gradients(
+        q=dq.to(x.q.dtype),
+        k=dk.to(x.k.dtype),
+        v=(weights.mT @ dout).to(x.v.dtype),
+        bias_table=None if x.bias_table is None else _table_gradient(x, dscores.sum(dim=0)),
+        bias=None if x.bias is None else _turns(dscores, x.bias).sum(dim=0).to(x.bias.dtype),
+        logit_scale=dlogit_scale,
+    )
+
+
+def _scores(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores ``[num_windows, num_heads, num_tokens, num_tokens]``, and q and k as they met."""
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    q, k = x.q.to(dtype), x.k.to(dtype)
+    if x.logit_scale is not None:
+        q, k = (t / t.norm(dim=-1, keepdim=True).clamp(min=x.qk_norm_eps) for t in (q, k))
+    scores = q @ k.mT * _scale(x)
+    if x.bias_table is not None:
+        scores = scores + x.bias_table.to(dtype)[table_index(x)].movedim(-1, 0)
+    if x.bias is not None:
+        scores = (_turns(scores, x.bias) + x.bias.to(dtype)).flatten(0, 1)
+    if x.regions is not None:
+        hidden = x.regions[:, None, :, None] != x.regions[:, None, None, :]
+        added = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, x.mask_value)
+        scores = (_turns(scores, x.regions) + added).flatten(0, 1)
+    if x.mask is not None:
+        added = x.mask[:, None]
+        if x.mask.dtype == torch.bool:
+            added = torch.zeros_like(added, dtype=dtype).masked_fill(~added, x.mask_value)
+        scores = (_turns(scores, x.mask) + added.to(dtype)).flatten(0, 1)
+    return scores, q, k
+
+
+def _scale(x: Operands) -> Tensor | float:
+    """What multiplies q·k: a number, or one a head."""
+    if x.logit_scale is None:
+        return x.softmax_scale
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    scale = x.logit_scale.to(dtype).clamp(max=MAX_LOGIT_SCALE).exp()
+    return scale[:, None, None] * x.softmax_scale
+
+
+def table_index(x: Operands) -> Tensor:
+    """Rows of the table for each pair of tokens, ``[num_tokens, num_tokens]``."""
+    assert x.bias_table is not None
+    assert x.rel_offsets is not None
+    offsets, centre = x.rel_offsets.long(), (x.bias_table.shape[0] - 1) // 2
+    return offsets[:, None] - offsets[None, :] + centre
+
+
+def _turns(scores: Tensor, other: Tensor) -> Tensor:
+    """Windows image by image, so that each meets its own row of ``other``."""
+    return scores.view(-1, other.shape[0], *scores.shape[1:])
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is no number
+    return torch.exp(scores - pivot[..., None])
+
+
+def _unnormalise(gradient: Tensor, rows: Tensor, eps: float) -> Tensor:
+    """From the gradient of ``rows / max(|rows|, eps)`` to that of ``rows``."""
+    norm = rows.norm(dim=-1, keepdim=True)
+    unit = torch.where(norm >= eps, rows / norm.clamp(min=eps), 0.0)
+    along = (gradient * unit).sum(dim=-1, keepdim=True)
+    result: Tensor = (gradient - along * unit) / norm.clamp(min=eps)
+    return result
+
+
+def _table_gradient(x: Operands, dbias: Tensor) -> Tensor:
+    """Sum ``[num_heads, num_tokens, num_tokens]`` over the pairs that share a row."""
+    assert x.bias_table is not None
+    sums = dbias.new_zeros(x.bias_table.shape)
+    for rows, gradient in zip(table_index(x), dbias.unbind(1), strict=True):
+        sums[rows] += gradient.T  # a token meets no row twice: one order of sums on every device
+    return sums.to(x.bias_table.dtype)
