@@ -120,11 +120,7 @@ def _describe(source: Tensor, to: Tensor) -> tuple[int, int, int, int, int]:
 @functools.cache
 def make_launcher(word: int) -> Launcher:
     """The kernel for words of up to 16 bytes."""
-    tile = TILE_BYTES // min(word, 8)
     types = {"work": "*i64:16", "num_caches": "i32", "parts": "i32"}
-    constants = {
-        "WORD": _WORDS[word],
-        "WIDTH": 1 + (word == 16),
-        "TILE": TILE_BYTES // min(word, 8),
-    }
+    tile = TILE_BYTES // min(word, 8)
+    constants = {"WORD": _WORDS[word], "WIDTH": 1 + (word == 16), "TILE": tile}
     return Launcher(_copy, types, constants, num_warps=4)
