@@ -79,10 +79,10 @@ def _product_rate(side: int, dtype: torch.dtype, device: torch.device) -> float:
 def _exp_rate(device: torch.device) -> float:
     # So few that torch keeps to one thread, whose rate all are taken to have: waiting for each
     # other would take longer than the work.
-    x = torch.linspace(-8, 0, 2**14, device=device)
+    x = torch.linspace(-8, 0, 2**11, device=device)
     out = torch.empty_like(x)
-    seconds = median_seconds(lambda: [torch.exp(x, out=out) for _ in range(16)], device)
-    return torch.get_num_threads() * 16 * x.numel() / seconds
+    seconds = median_seconds(lambda: [torch.exp(x, out=out) for _ in range(256)], device)
+    return torch.get_num_threads() * 256 * x.numel() / seconds
 
 
 def _known_exps(name: str) -> float:

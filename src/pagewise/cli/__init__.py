@@ -1,4 +1,4 @@
-"""The command line: ``pagewise generate`` and ``pagewise plan``.
+"""The command line: ``pagewise generate``, ``plan`` and ``explain``.
 
 Whatever goes wrong is one line on stderr. Exit codes: 2 for a user's mistake, 130 for Ctrl-C, 141
 for output that nobody reads any more, 1 for the rest.
@@ -17,9 +17,12 @@ from ..errors import PagewiseError
 __all__ = ["main"]
 
 # Packages that come with an extra, and with which.
-_EXTRAS = dict.fromkeys(
-    ("typer", "click", "rich", "tqdm", "transformers", "tokenizers", "safetensors"), "engine"
-)
+_EXTRAS = {
+    **dict.fromkeys(
+        ("typer", "click", "rich", "tqdm", "transformers", "tokenizers", "safetensors"), "engine"
+    ),
+    "matplotlib": "plots",
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from .explain import explain
 from .generate import EXAMPLES as GENERATE_EXAMPLES
 from .generate import generate
 from .plan import EXAMPLES as PLAN_EXAMPLES
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command(epilog=GENERATE_EXAMPLES)(generate)
 app.command(epilog=PLAN_EXAMPLES)(plan)
+app.add_typer(explain, name="explain")
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,7 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["BlockSize", "Dtype", "DtypeName", "MaxModelLen", "Model", "flag", "option"]
+from ..errors import RequestError
+
+__all__ = [
+    "BlockSize",
+    "Dtype",
+    "DtypeName",
+    "Element",
+    "ElementName",
+    "MaxModelLen",
+    "Model",
+    "flag",
+    "option",
+    "parse_sizes",
+]
 
 MODEL = "Model and cache"
 
@@ -23,10 +36,43 @@ def flag(panel: str | None, name: str, help: str) -> Any:
     return option(panel, "", help, name, show_default=False)
 
 
+def parse_sizes(text: str, name: str, *, count: int | None = None, least: int = 1) -> list[int]:
+    """Whole numbers with commas between them, such as ``7,7,7``.
+
+    Args:
+        text: As it was given.
+        name: Of the option, for the message.
+        count: How many they must be.
+        least: The least that any may be.
+
+    Raises:
+        RequestError: They are not.
+    """
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < least or (count is not None and len(sizes) != count):
+        wanted = ",".join(str(max(least, size)) for size in (64, 128, 256)[: count or 2])
+        raise RequestError(
+            f"{name} {text}: expected {count or 'some'} whole numbers of at least {least}, such "
+            f"as {wanted}"
+        )
+    return sizes
+
+
 class DtypeName(str, Enum):
     """Element types of weights and cache."""
 
     auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class ElementName(str, Enum):
+    """Element types of tensors that no checkpoint comes with."""
+
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
@@ -46,6 +92,7 @@ Dtype = Annotated[
         MODEL, "TYPE", "Of weights and cache: auto (the checkpoint's), float32, float16, bfloat16."
     ),
 ]
+Element = Annotated[ElementName, option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype")]
 BlockSize = Annotated[int, option(MODEL, "N", "Tokens per cache block, 1 to 256.")]
 MaxModelLen = Annotated[
     int | None,

@@ -1,0 +1,160 @@
+"""Bytes of one head of attention over a range of lengths, and where the curves cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import RequestError
+from .attention_io import (
+    AttentionShape,
+    compulsory,
+    longest_resident,
+    standard,
+    tile_bytes,
+    tiled,
+)
+
+__all__ = ["Curve", "IoCurves", "io_curves"]
+
+PER_OCTAVE = 12  # points of a curve
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes at each length."""
+
+    name: str
+    count: Callable[[int], int]
+    bytes: tuple[int, ...]
+    tile_m: int = 0
+    """Rows of a query tile; 0 if there are no tiles."""
+    on_chip_bytes: int = 0
+    worse_from: int | None = None
+    """The least length from which on it is more than standard attention's, to the range's end."""
+
+    def at(self, length: int) -> int:
+        """Bytes at any length."""
+        return self.count(length)
+
+
+@dataclass(frozen=True)
+class IoCurves:
+    """What ``io_curves`` counts; plain numbers, for a table or a picture."""
+
+    title: str
+    lengths: tuple[int, ...]
+    standard: Curve
+    compulsory: Curve
+    tiled: tuple[Curve, ...]
+    longest_resident: int
+    """The most keys of which one head's K and V fit on chip together."""
+
+
+def io_curves(
+    *,
+    head_size: int,
+    tiles_m: Sequence[int],
+    tile_n: int = 64,
+    shortest: int = 64,
+    longest: int = 16384,
+    causal: bool = False,
+    element_bytes: int = 2,
+    on_chip_bytes: int = 232_448,
+) -> IoCurves:
+    """Count one head's bytes for each of some query tiles.
+
+    Args:
+        head_size: Of keys and values.
+        tiles_m: Rows of query tiles to compare.
+        tile_n: Keys of a K/V tile.
+        shortest: Where the range of lengths begins.
+        longest: Where it ends.
+        causal: Whether tiles that nobody sees are skipped; standard attention skips none.
+        element_bytes: Of an element.
+        on_chip_bytes: What one program may hold; by default a Hopper GPU's.
+
+    Raises:
+        RequestError: The range is empty, or there are no tiles.
+
+    Example:
+        >>> curves = io_curves(head_size=128, tiles_m=[48, 64, 128])
+        >>> [curve.worse_from for curve in curves.tiled]
+        [145, None, None]
+    """
+    if not 1 <= shortest < longest:
+        raise RequestError(f"lengths from {shortest} to {longest}: expected two such as 64, 16384")
+    if not tiles_m or min(tiles_m) < 1:
+        raise RequestError(f"tiles of {list(tiles_m)} rows: expected some such as 64, 128")
+
+    def shape(length: int) -> AttentionShape:
+        return AttentionShape(length, head_size, causal=causal, element_bytes=element_bytes)
+
+    lengths = _lengths(shortest, longest)
+    base = _curve("standard", lambda n: standard(shape(n)).bytes, lengths)
+    curves = []
+    for tile_m in tiles_m:
+        count = _counter(shape, tile_m, tile_n)
+        curves.append(
+            Curve(
+                f"tiles of {tile_m} rows",
+                count,
+                tuple(map(count, lengths)),
+                tile_m,
+                tile_bytes(shape(1), tile_m, tile_n),
+                _worse_from(count, base.count, tile_m, shortest, longest),
+            )
+        )
+    return IoCurves(
+        f"Bytes of {'causal ' * causal}attention, head size {head_size}, "
+        f"{element_bytes} bytes an element",
+        lengths,
+        base,
+        _curve("compulsory", lambda n: compulsory(shape(n)).bytes, lengths),
+        tuple(curves),
+        longest_resident(shape(1), on_chip_bytes),
+    )
+
+
+def _curve(name: str, count: Callable[[int], int], lengths: Sequence[int]) -> Curve:
+    return Curve(name, count, tuple(map(count, lengths)))
+
+
+def _counter(
+    shape: Callable[[int], AttentionShape], tile_m: int, tile_n: int
+) -> Callable[[int], int]:
+    return lambda length: tiled(shape(length), tile_m, tile_n).bytes
+
+
+def _lengths(shortest: int, longest: int) -> tuple[int, ...]:
+    """Evenly spaced on a logarithmic scale, both ends included."""
+    ratio = longest / shortest
+    steps = max(1, round(PER_OCTAVE * math.log2(ratio)))
+    return tuple(sorted({round(shortest * ratio ** (i / steps)) for i in range(steps + 1)}))
+
+
+def _worse_from(
+    count: Callable[[int], int],
+    base: Callable[[int], int],
+    tile_m: int,
+    shortest: int,
+    longest: int,
+) -> int | None:
+    """Look down from the longest, one number of query tiles after the other.
+
+    For a fixed number of query tiles the tiled bytes are concave in the length and the standard
+    ones convex, so a difference that is positive at both ends is positive between them.
+    """
+
+    def is_worse(length: int) -> bool:
+        return count(length) > base(length)
+
+    end = longest
+    while end >= shortest:
+        start = max(shortest, (end - 1) // tile_m * tile_m + 1)
+        if not (is_worse(start) and is_worse(end)):
+            best = next(length for length in range(end, start - 1, -1) if not is_worse(length))
+            return best + 1 if best < longest else None
+        end = start - 1
+    return shortest

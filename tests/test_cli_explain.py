@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from pagewise.cli import main
+from pagewise.cli.app import app
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Runs the command line in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        code = main(args)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize("command", ["tiles", "io", "windows"])
+def test_help_is_narrow_and_has_examples(command):
+    result = CliRunner().invoke(app, ["explain", command, "--help"])
+    assert result.exit_code == 0
+    assert f"pagewise explain {command} " in result.stdout.split("Examples")[1]
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_without_a_command_there_is_help(run):
+    code, out, err = run("explain")
+    assert (code, err) == (0, "")
+    for command in ("tiles", "io", "windows"):
+        assert re.search(rf"^│ {command} ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["tiles", "io", "windows"])
+def test_each_draws_into_a_default_file_and_names_it(command, run, tmp_path):
+    code, out, err = run("explain", command)
+    assert (code, err) == (0, "")
+    assert re.search(rf"^picture +{command}\.png$", out, re.MULTILINE)
+    assert (tmp_path / f"{command}.png").read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_tiles_counts_by_hand(run, tmp_path):
+    """300 queries are 5 tiles: 1 + 2 + 3 + 4 + 5 visits, the diagonal masked."""
+    code, out, _ = run("explain", "tiles", "--query-len", "300", "--causal", "--out", "t.svg")
+    assert code == 0
+    assert re.search(r"^tiles +25: 10 full, 5 masked, 10 skipped$", out, re.MULTILINE)
+    assert re.search(r"^scores +45,150 count, of 61,440 computed \(73\.5%\)$", out, re.MULTILINE)
+    assert re.search(r"^K and V +940 rows", out, re.MULTILINE)
+    assert re.search(r"^query tile 2 +rows 128 to 191 visit K/V tiles 0 to 2$", out, re.MULTILINE)
+    assert (tmp_path / "t.svg").read_text().startswith("<?xml")
+
+
+def test_io_says_where_tiles_stop_paying(run):
+    args = ["--head-size", "128", "--tiles", "48,64,128", "--lengths", "64,8192"]
+    code, out, _ = run("explain", "io", *args, "--machine", "h200")
+    assert code == 0
+    assert re.search(r"^tiles of 48 rows .* from 145$", out, re.MULTILINE)
+    assert re.search(r"^tiles of 64 rows .* 1\.01 x .* never$", out, re.MULTILINE)
+    assert re.search(r"^least time .* on NVIDIA H200 SXM$", out, re.MULTILINE)
+
+
+def test_windows_counts_a_layer_of_swin_unetr(run):
+    args = "--grid 48,48,48 --window 7,7,7 --num-heads 3 --head-size 16 --machine h200-measured"
+    code, out, _ = run("explain", "windows", *args.split())
+    assert code == 0
+    for row in (
+        "masked +127 of 343 windows \\(37%\\)",
+        "padding +7,057 tokens, to 49 x 49 x 49",
+        "mask +161 MB dense, 118 kB as region ids",
+        "scores +484 MB in float32",
+        "least time +31.3 µs on NVIDIA H200 SXM, as measured",
+    ):
+        assert re.search(f"^{row}$", out, re.MULTILINE), row
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("tiles --tile 5", "--tile 5: expected 2 whole numbers"),
+        ("tiles --tile 0,5", "--tile 0,5: expected 2 whole numbers of at least 1"),
+        ("tiles --query-tile 9", "query tile 9: expected 0 to 4"),
+        ("tiles --query-len 0", "query_len is 0"),
+        ("tiles --query-len 100000", "too many to tell apart"),
+        ("tiles --out a.pdf", "ends in .png or .svg"),
+        ("tiles --out no/a.png", "there is no folder no"),
+        ("io --machine h300", "no machine 'h300': expected one of h200,"),
+        ("io --lengths 64,64", "lengths from 64 to 64"),
+        ("io --tiles x", "--tiles x: expected some whole numbers"),
+        ("io --dtype int8", "int8"),
+        ("io --num-heads 0 --machine h200", "num_heads is 0"),
+        ("windows --head-size 0", "head_size is 0"),
+        ("windows --grid 14,14 --window 7,7,7", "differ in their number of axes"),
+        ("windows --shift 7,7", "shifts from 0 to less than the window"),
+        ("windows --grid 14 --window 7", "a grid of 1 axes: expected 2 or 3"),
+        ("foo", "No such command 'foo'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_draws_nothing(args, message, run, tmp_path):
+    code, out, err = run("explain", *args.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"pagewise: .*\n", err)
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None;"
+        "from pagewise.cli import main; sys.exit(main(['explain', 'tiles']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pagewise: matplotlib is not installed: pip install 'pagewise[plots]'\n"
