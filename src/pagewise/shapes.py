@@ -6,14 +6,44 @@ there; every later meeting must agree. Zero is a size like any other.
 
 from __future__ import annotations
 
+import os
+from typing import NamedTuple
+
 import torch
 
 from .errors import DTypeError, ShapeError
 
-__all__ = ["bind", "check_device", "check_dtype"]
+__all__ = ["Form", "bind", "check_device", "check_dtype", "form", "is_debugging"]
 
 
-def bind(**arguments: tuple[torch.Tensor | None, str]) -> dict[str, int]:
+class Form(NamedTuple):
+    """What these checks look at in a tensor; tensors of one form pass or fail alike.
+
+    A form is a key, so the checks of a call need run only once for all calls of its form::
+
+        @functools.lru_cache
+        def check(q, k): ...        # Form(*q), Form(*k) instead of tensors
+
+        check(form(q), form(k))
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    """The fields of a tensor's ``Form``, as a plain tuple: a call makes several of them."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def is_debugging() -> bool:
+    """Whether values on a GPU are checked too, which waits for it: ``PAGEWISE_DEBUG=1``."""
+    return os.environ.get("PAGEWISE_DEBUG") == "1"
+
+
+def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
     """Check tensors against patterns of dimension names and return the sizes.
 
     Args:
@@ -58,7 +88,7 @@ def bind(**arguments: tuple[torch.Tensor | None, str]) -> dict[str, int]:
     return sizes
 
 
-def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+def check_dtype(name: str, tensor: torch.Tensor | Form, *allowed: torch.dtype) -> None:
     """Raise DTypeError unless ``tensor`` has one of the allowed element types."""
     if tensor.dtype not in allowed:
         listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
@@ -66,7 +96,7 @@ def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
         raise DTypeError(f"{name} is {given}, expected {listed}: convert it with {name}.to(...)")
 
 
-def check_device(name: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
+def check_device(name: str, device: torch.device, **tensors: torch.Tensor | Form | None) -> None:
     """Raise ShapeError unless every tensor lies on ``device``, where the tensor ``name`` is."""
     for other, tensor in tensors.items():
         if tensor is not None and tensor.device != device:

@@ -10,9 +10,16 @@ from pagewise.ops.write_kv import write_kv
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def write(request):
-    return lambda *arguments: write_kv(*arguments, impl=request.param)
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
+def write(request, mirror):
+    def call(*arguments, **scales):
+        tensors = [*arguments, *scales.values()]
+        rounds = arguments[0].dtype != arguments[2].dtype
+        with mirror(*tensors, impl=request.param, rounds=rounds) as there:
+            scales = dict(zip(scales, there[5:], strict=True))
+            write_kv(*there[:5], **scales, impl=request.param)
+
+    return call
 
 
 def inputs(
@@ -70,6 +77,7 @@ def test_each_token_lands_in_its_slot_and_nowhere_else(write, slots):
     assert_same_memory(v_cache, expected[1])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
 @pytest.mark.parametrize(("dtype", "kv_dtype"), list(itertools.product((F32, F16, BF16), repeat=2)))
 def test_other_types_are_rounded_as_torch_rounds_them(write, dtype, kv_dtype):
     k, v, k_cache, v_cache, slots = inputs(list(range(0, 30, 2)), dtype=dtype, kv_dtype=kv_dtype)

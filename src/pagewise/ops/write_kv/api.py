@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import bind, check_device, check_dtype
+from ...shapes import Form, bind, check_device, check_dtype, form, is_debugging
 from ..dispatch import choose
 from ..scales import LARGEST_CODE, bind_scales
 
-IMPLEMENTATIONS = ("cpu", "reference")
+IMPLEMENTATIONS = ("triton", "cpu", "reference")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -45,11 +48,11 @@ def write_kv(
             num_kv_heads]``: where the new tokens' scales are written, NaN for a head that
             holds NaN or infinity.
         v_scale: The same for ``v_cache``, of the same kind.
-        impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``.
+        impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Raises:
-        ShapeError: Sizes disagree, or (on a CPU) a slot lies outside the cache; nothing is
-            written then.
+        ShapeError: Sizes disagree, or a slot lies outside the cache (on a GPU that is seen only
+            under ``PAGEWISE_DEBUG=1``); nothing is written then.
         DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
             no scales.
 
@@ -69,6 +72,20 @@ def write_kv(
         >>> k_cache[0, 5, 0, 0], round(1 / k_scale[0, 5, 0].item())
         (tensor(127, dtype=torch.int8), 127)
     """
+    forms = form(k), form(v), form(k_cache), form(v_cache), form(slot_mapping)
+    module = _settle(*forms, impl)
+    scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
+    if slot_mapping.device.type == "cpu" or is_debugging():
+        _check_slots(slot_mapping.cpu(), k_cache.shape[0] * k_cache.shape[1])
+    module.run(k, v, k_cache, v_cache, slot_mapping, *scales)
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str) -> Any:
+    """Check the tensors of these forms, and choose the module that writes them."""
+    k, v, k_cache, v_cache, slot_mapping = (
+        Form(*fields) for fields in (k, v, k_cache, v_cache, slot_mapping)
+    )
     sizes = bind(
         k=(k, "num_tokens num_kv_heads head_size"),
         v=(v, "num_tokens num_kv_heads v_head_size"),
@@ -80,9 +97,9 @@ def write_kv(
         if sizes[name] % 8:
             raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.stride(-1) != 1:
+        if cache.strides[-1] != 1:
             raise ShapeError(
-                f"{name} has stride {cache.stride(-1)} in its last dimension, expected 1"
+                f"{name} has stride {cache.strides[-1]} in its last dimension, expected 1"
             )
     check_dtype("k", k, *_FLOATS)
     check_dtype("v", v, k.dtype)
@@ -90,12 +107,8 @@ def write_kv(
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
-    if slot_mapping.device.type == "cpu":
-        _check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
     types = (k.dtype, k_cache.dtype)
-    module = choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
-    module.run(k, v, k_cache, v_cache, slot_mapping, *scales)
+    return choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
 
 
 def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:

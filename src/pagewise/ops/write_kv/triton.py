@@ -1,0 +1,224 @@
+"""Writing keys and values on a GPU: both in one launch, quantised on the way into 8-bit caches.
+
+::
+
+    row  ->  token = row // num_kv_heads, head = row % num_kv_heads, slot = slot_mapping[token]
+    cache[slot // block_size, slot % block_size, head, :] = new[token, head, :] / scale
+
+A program moves ``TILE_M`` rows of the keys and the same rows of the values. A scale is read, one
+a head, or computed, one a row; ``quantise`` rounds as the reference does, so the codes are equal.
+
+Supports float32, float16 and bfloat16 into those or into float8_e4m3fn, float8_e5m2 and int8;
+any strides with a contiguous last dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ..scales import LARGEST_CODE, SMALLEST_SCALE
+
+TILE = 2048  # elements of a program's keys, and of its values
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def supports(dtypes: tuple[torch.dtype, torch.dtype], device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    for name, dtype, known in (
+        ("k", dtypes[0], _FLOATS),
+        ("k_cache", dtypes[1], (*_FLOATS, *LARGEST_CODE)),
+    ):
+        if dtype not in known:
+            given = str(dtype).removeprefix("torch.")
+            return f"{name} is {given}; float32, float16 and bfloat16 run"
+    if dtypes[1] == torch.float8_e4m3fn and device.kind == "cuda" and device.capability < (8, 9):
+        return "k_cache is float8_e4m3fn, which a GPU converts to from compute capability 8.9 on"
+    return refuse(device)
+
+
+@triton.jit
+def _measure(x, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    """The scale of each row; NaN for one with NaN or infinity."""
+    # As integers, NaN is more than infinity, and infinity more than any number.
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
+    amax = bits.to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
+    return tl.where(bits < 0x7F800000, scale, float("nan"))
+
+
+@triton.jit
+def _quantise(x, scale, LARGEST: tl.constexpr, TO_INTEGER: tl.constexpr):
+    """The codes of rows, still to be converted; NaN becomes NaN, or 0 among integers."""
+    code = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    if TO_INTEGER:
+        code = tl.where(code != code, 0.0, tl.clamp(code, -LARGEST, LARGEST))
+        half_even: tl.constexpr = 12582912.0  # 1.5 * 2 ** 23: beyond, a float32 has no fractions
+        return (code + half_even) - half_even
+    return tl.where(code != code, code, tl.clamp(code, -LARGEST, LARGEST))
+
+
+@triton.jit
+def _load(new, at, is_wanted, SIZE: tl.constexpr, D: tl.constexpr):
+    column = tl.arange(0, D)
+    inside = is_wanted[:, None] & (column < SIZE)[None, :]
+    return tl.load(new + at[:, None] + column[None, :], mask=inside, other=0), inside
+
+
+@triton.jit
+def _store(
+    cache, scale,
+    at, scale_at,  # int64 [TILE_M]: where rows begin, and where their scales lie
+    x,
+    inside,
+    is_wanted,
+    D: tl.constexpr,
+    SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):  # fmt: skip
+    if SCALES != "none":
+        x = x.to(tl.float32)
+        if SCALES == "token":
+            row_scale = _measure(x, LARGEST, SMALLEST)
+            tl.store(scale + scale_at, row_scale, mask=is_wanted)
+        else:
+            row_scale = tl.load(scale + scale_at, mask=is_wanted, other=1.0)
+        x = _quantise(x, row_scale, LARGEST, cache.dtype.element_ty == tl.int8)
+    at = at[:, None] + tl.arange(0, D)[None, :]
+    tl.store(cache + at, x.to(cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_kv(
+    k_cache,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, SIZE]
+    v_cache,  # [num_blocks, BLOCK_SIZE, NUM_HEADS, V_SIZE]
+    k_scale,  # float32 [NUM_HEADS] ("head"), [num_blocks, BLOCK_SIZE, NUM_HEADS] ("token")
+    v_scale,
+    k,  # [num_tokens, NUM_HEADS, SIZE]
+    v,  # [num_tokens, NUM_HEADS, V_SIZE]
+    slot_mapping,  # int64 [num_tokens]
+    num_rows,  # num_tokens * NUM_HEADS
+    k_cache_block, k_cache_slot, k_cache_head,
+    v_cache_block, v_cache_slot, v_cache_head,
+    k_scale_block, k_scale_slot, k_scale_head,
+    v_scale_block, v_scale_slot, v_scale_head,
+    k_token, k_head,
+    v_token, v_head,
+    slot_stride,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    TILE_M: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    token, head = row // NUM_HEADS, row % NUM_HEADS
+    slot = tl.load(slot_mapping + token * slot_stride, mask=row < num_rows, other=-1)
+    is_wanted = slot >= 0
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    # Both loads before any store: they wait for memory together.
+    new_k, k_inside = _load(k, token * k_token + head * k_head, is_wanted, SIZE, D)
+    new_v, v_inside = _load(v, token * v_token + head * v_head, is_wanted, V_SIZE, V)
+    _store(
+        k_cache, k_scale,
+        block * k_cache_block + offset * k_cache_slot + head * k_cache_head,
+        block * k_scale_block + offset * k_scale_slot + head * k_scale_head,
+        new_k, k_inside, is_wanted, D, SCALES, LARGEST, SMALLEST,
+    )  # fmt: skip
+    _store(
+        v_cache, v_scale,
+        block * v_cache_block + offset * v_cache_slot + head * v_cache_head,
+        block * v_scale_block + offset * v_scale_slot + head * v_scale_head,
+        new_v, v_inside, is_wanted, V, SCALES, LARGEST, SMALLEST,
+    )  # fmt: skip
+
+
+def run(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Launch over all rows."""
+    num_tokens, num_heads, size = k.shape
+    k, v = (new if new.stride(2) == 1 else new.contiguous() for new in (k, v))
+    to, v_to = k_cache.stride()[:3], v_cache.stride()[:3]
+    source, v_source = k.stride()[:2], v.stride()[:2]
+    # Elements that 16 bytes hold, where every row begins at a multiple of them.
+    v_size = v.shape[2]
+    factor = math.gcd(16 // k.element_size(), size, v_size, *source, *v_source)
+    to_factor = math.gcd(16 // k_cache.element_size(), size, v_size, *to, *v_to)
+    addresses = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+    launcher = make_launcher(
+        k.dtype, k_cache.dtype, k_cache.shape[1], num_heads, size, v_size,
+        "none" if k_scale is None else "token" if k_scale.dim() == 3 else "head",
+        factor, to_factor, addresses % 16 == 0,
+    )  # fmt: skip
+    k_scale, v_scale = (slot_mapping if s is None else s for s in (k_scale, v_scale))
+    num_rows = num_tokens * num_heads
+    launcher(
+        (-(-num_rows // launcher.constants["TILE_M"]), 1, 1),
+        k_cache, v_cache, k_scale, v_scale, k, v, slot_mapping, num_rows,
+        *to, *v_to, *_strides(k_scale), *_strides(v_scale), *source, *v_source,
+        slot_mapping.stride(0),
+    )  # fmt: skip
+
+
+def _strides(scale: Tensor) -> tuple[int, ...]:
+    return (0, 0, 0, *scale.stride())[-3:]
+
+
+@functools.lru_cache(maxsize=1024)
+def make_launcher(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    num_heads: int,
+    size: int,
+    v_size: int,
+    scales: str,
+    factor: int,
+    to_factor: int,
+    is_aligned: bool,
+) -> Launcher:
+    """The kernel for one cache: ``factor`` elements at a time are read, ``to_factor`` written."""
+    d, v = (max(8, triton.next_power_of_2(width)) for width in (size, v_size))
+    aligned = ":16" * is_aligned
+    names = ("k_cache", "v_cache", "k_scale", "v_scale", "k", "v")
+    cache, scale, new = POINTERS[cache_dtype] + aligned, "*fp32", POINTERS[dtype] + aligned
+    types = dict(zip(names, (cache, cache, scale, scale, new, new), strict=True))
+    types |= {"slot_mapping": "*i64", "num_rows": "i64"}
+    for tensor in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        stride = "i64" if tensor.endswith("scale") else f"i64:{to_factor}"
+        types |= {f"{tensor}_{dimension}": stride for dimension in ("block", "slot", "head")}
+    types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), f"i64:{factor}")
+    types["slot_stride"] = "i64"
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "NUM_HEADS": num_heads,
+        "SIZE": size,
+        "V_SIZE": v_size,
+        "SCALES": scales,
+        "LARGEST": LARGEST_CODE.get(cache_dtype, 0.0),
+        "SMALLEST": SMALLEST_SCALE,
+        "TILE_M": max(1, TILE // max(d, v)),
+        "D": d,
+        "V": v,
+    }
+    return Launcher(_write_kv, types, constants, num_warps=4)
