@@ -1,0 +1,72 @@
+"""From a framework's tensors to ``pagewise.window_attention`` and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...ops.window_attention import window_attention
+
+__all__ = ["attend", "attend_packed", "continuous_bias", "offsets", "stands_aside", "writes_down"]
+
+
+def writes_down() -> bool:
+    """Whether what runs is being written down, and must be the framework's own operations.
+
+    By ``torch.jit.trace`` or ``torch.export``, and ``torch.onnx`` over them.
+    """
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+
+
+def stands_aside(x: Tensor, mask: Tensor | None = None) -> bool:
+    """Whether the framework's own code must run.
+
+    When it is written down, also by ``torch.fx``, which hands in proxies; for distributed tensors
+    and the like and under ``torch.func``, which know the framework's operations and not ours; for
+    a mask that learns.
+    """
+    return (
+        not isinstance(x, Tensor)
+        or writes_down()
+        or torch._C._are_functorch_transforms_active()
+        or is_traceable_wrapper_subclass(x)
+        or (mask is not None and mask.requires_grad)
+    )
+
+
+def offsets(index: Tensor, num_tokens: int) -> Tensor:
+    """``rel_offsets`` of a framework's ``[num_tokens, num_tokens]`` index of relative positions.
+
+    ``index[i, j] = u[i] - u[j] + centre``, so its first column is ``u`` up to a constant, and only
+    differences count. A map smaller than the window keeps the first ``num_tokens`` offsets of the
+    whole window, which is what MONAI's checkpoints were trained with.
+    """
+    return index[:num_tokens, 0].to(torch.int32)
+
+
+def continuous_bias(mlp: nn.Module, coords: Tensor) -> Tensor:
+    """Swin v2's bias table, ``[table_size, num_heads]``: the model's own network on every offset.
+
+    The sigmoid commutes with the gather, so it is taken of the table and not of N × N entries.
+    """
+    return 16 * torch.sigmoid(mlp(coords).flatten(0, -2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, num_heads: int, **arguments: Any) -> Tensor:
+    """Window attention of ``[num_windows, num_tokens, num_heads * head_size]`` tensors."""
+    q, k, v = (_plain(x).view(*x.shape[:-1], num_heads, -1).transpose(1, 2) for x in (q, k, v))
+    return window_attention(q, k, v, **arguments).out.transpose(1, 2).flatten(2)
+
+
+def attend_packed(qkv: Tensor, num_heads: int, **arguments: Any) -> Tensor:
+    """The same of ``[num_windows, num_tokens, 3 * num_heads * head_size]``."""
+    q, k, v = qkv.chunk(3, dim=-1)
+    return attend(q, k, v, num_heads, **arguments)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """MONAI's tensors carry metadata, which the residual connection keeps."""
+    return x if type(x) is Tensor else x.as_subclass(Tensor)

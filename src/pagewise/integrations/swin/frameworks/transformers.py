@@ -1,0 +1,178 @@
+"""Transformers' Swin and Swinv2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.swin import modeling_swin
+from transformers.models.swinv2 import modeling_swinv2
+
+from ..attend import attend, continuous_bias, offsets, writes_down
+from ..masks import dense_mask
+from ..swapped import Randn, SwappedAttention, SwappedLayer, Swaps
+from ..trials import mask_of, windows
+from ..words import heads, times
+
+
+class SwinAttention(SwappedAttention, modeling_swin.SwinAttention):
+    """Returns no attention weights, like the original with any attention but the eager one."""
+
+    original = modeling_swin.SwinAttention
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """``hidden_states`` ``[num_windows, num_tokens, hidden_size]``."""
+        bias = self.relative_position_bias
+        if self._is_asked_for_more(hidden_states, attention_mask):
+            mask = dense_mask(attention_mask, hidden_states.dtype)
+            return self.original.forward(self, hidden_states, mask, **kwargs)
+        index = bias.relative_position_index.view(bias.window_area, -1)
+        out = attend(
+            self.q_proj(hidden_states),
+            self.k_proj(hidden_states),
+            self.v_proj(hidden_states),
+            self.num_attention_heads,
+            bias_table=bias.relative_position_bias_table,
+            rel_offsets=offsets(index, bias.window_area),
+            softmax_scale=self.scaling,
+            **self.region_memory.of_mask(attention_mask),
+        )
+        return self.o_proj(out), None
+
+    def _is_asked_for_more(self, x: Tensor, mask: Tensor | None) -> bool:
+        chosen = self.config._attn_implementation
+        # Weights leave through a hook, and only the eager attention has any. A window cut down to
+        # a small map does not fit the table: the original says so.
+        return (
+            self.needs_original(x, mask)
+            or chosen not in (None, "eager", "sdpa")
+            or (chosen != "sdpa" and bool(self._forward_hooks))
+            or x.shape[1] != self.relative_position_bias.window_area
+        )
+
+    @staticmethod
+    def variant(module: Any) -> str:
+        return f"Transformers Swin, window {times(module.relative_position_bias.window_size)}"
+
+    @staticmethod
+    def width(module: Any) -> str:
+        return heads(module.o_proj.in_features, module.num_attention_heads)
+
+    @staticmethod
+    def weight_dropout(module: Any) -> float:
+        return float(module.attention_dropout)
+
+    @staticmethod
+    def trial(module: Any, randn: Randn) -> Tensor:
+        area = module.relative_position_bias.window_area
+        x, mask = windows(area, module.o_proj.out_features, randn)
+        return torch.cat((module(x, mask)[0], module(x)[0]))
+
+
+class Swinv2SelfAttention(SwappedAttention, modeling_swinv2.Swinv2SelfAttention):
+    """Cosine attention. The original adds the mask twice, and models were trained that way."""
+
+    original = modeling_swinv2.Swinv2SelfAttention
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        output_attentions: bool | None = False,
+    ) -> tuple[Tensor, ...]:
+        """``hidden_states`` ``[num_windows, num_tokens, dim]``."""
+        if output_attentions or self.needs_original(hidden_states, attention_mask):
+            mask = dense_mask(attention_mask, hidden_states.dtype)
+            return self.original.forward(self, hidden_states, mask, output_attentions)
+        out = attend(
+            self.query(hidden_states),
+            self.key(hidden_states),
+            self.value(hidden_states),
+            self.num_attention_heads,
+            bias_table=continuous_bias(
+                self.continuous_position_bias_mlp, self.relative_coords_table
+            ),
+            rel_offsets=offsets(self.relative_position_index, hidden_states.shape[1]),
+            logit_scale=self.logit_scale,
+            **self.region_memory.of_mask(attention_mask, times=2),
+        )
+        return (out,)
+
+    @staticmethod
+    def variant(module: Any) -> str:
+        return f"Transformers Swinv2, window {times(module.window_size)}"
+
+    @staticmethod
+    def width(module: Any) -> str:
+        return heads(module.all_head_size, module.num_attention_heads)
+
+    @staticmethod
+    def weight_dropout(module: Any) -> float:
+        return float(module.dropout.p)
+
+    @staticmethod
+    def trial(module: Any, randn: Randn) -> Tensor:
+        x, mask = windows(len(module.relative_position_index), module.all_head_size, randn)
+        return torch.cat((module(x, mask)[0], module(x)[0]))
+
+
+class _Layer(SwappedLayer):
+    """What both models' layers share: windows are square, and shifted by one number or not."""
+
+    window_size: int
+    shift_size: int
+
+    def get_attn_mask(
+        self, height: int, width: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor | None:
+        """The mask of a padded map."""
+        if self.shift_size <= 0 or writes_down() or not self.applies(self):
+            return self.original.get_attn_mask(self, height, width, dtype, device)
+        window, shift = (self.window_size,) * 2, (self.shift_size,) * 2
+        device = torch.device(device or "cpu")
+        return self.region_memory.of_grid((height, width), window, shift, device)
+
+    @classmethod
+    def applies(cls, module: Any) -> bool:
+        return bool(module.shift_size > 0) and super().applies(module)
+
+    @staticmethod
+    def variant(module: Any) -> str:
+        return f"Transformers, window {times((module.window_size,) * 2)}, shift {module.shift_size}"
+
+    @staticmethod
+    def width(module: Any) -> str:
+        return f"{module.layernorm_before.normalized_shape[0]} channels"
+
+    @staticmethod
+    def trial(module: Any, randn: Randn) -> Tensor:
+        height, width = 3 * module.window_size, 2 * module.window_size
+        return mask_of(module.get_attn_mask(height, width, torch.float64, torch.device("cpu")))
+
+
+class SwinLayer(_Layer, modeling_swin.SwinLayer):
+    """Of Swin."""
+
+    original = modeling_swin.SwinLayer
+
+    @staticmethod
+    def attentions_of(module: Any) -> list[Any]:
+        return [module.attention]
+
+
+class Swinv2Layer(_Layer, modeling_swinv2.Swinv2Layer):
+    """Of Swinv2."""
+
+    original = modeling_swinv2.Swinv2Layer
+
+    @staticmethod
+    def attentions_of(module: Any) -> list[Any]:
+        return [module.attention.self]
+
+
+SWAPS: Swaps = {
+    swap.original: swap for swap in (SwinAttention, Swinv2SelfAttention, SwinLayer, Swinv2Layer)
+}

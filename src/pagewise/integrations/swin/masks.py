@@ -1,0 +1,104 @@
+"""Shift masks: region ids where the frameworks keep ``[num_windows, num_tokens, num_tokens]``.
+
+A mask travels to an attention in one of three forms: ``None``; region ids
+``[num_windows, num_tokens]`` of an integer type; or the framework's own dense mask. Two tokens of
+a window see each other where their ids agree; elsewhere the mask's one value is added.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ...ops.window_attention import regions_from_mask, shift_regions
+
+__all__ = ["MASK_VALUE", "RegionMemory", "dense_mask"]
+
+MASK_VALUE = -100.0  # what every framework adds across a border
+
+
+def dense_mask(mask: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """A mask in any form as the frameworks' own code wants it."""
+    if mask is None or mask.ndim == 3:
+        return mask
+    differ = mask[:, :, None] != mask[:, None, :]
+    return torch.zeros(differ.shape, dtype=dtype, device=mask.device).masked_fill_(
+        differ, MASK_VALUE
+    )
+
+
+class RegionMemory:
+    """The region ids that a module used last.
+
+    Never stale: ids of a shifted grid are kept under the grid's numbers, ids read from a dense
+    mask under that very tensor and its version, which counts changes in place. Copies and pickles
+    start empty.
+    """
+
+    __slots__ = ("_grid", "_mask")
+
+    def __init__(self) -> None:
+        self._grid: tuple[tuple[Any, ...], Tensor] | None = None
+        self._mask: tuple[weakref.ref[Tensor], int, dict[str, Any]] | None = None
+
+    def __reduce__(self) -> tuple[type[RegionMemory], tuple[()]]:
+        return RegionMemory, ()
+
+    def of_grid(
+        self,
+        grid: tuple[int, ...],
+        window: tuple[int, ...],
+        shift: tuple[int, ...],
+        device: torch.device,
+    ) -> Tensor:
+        """The region ids of a padded, shifted map of ``grid`` tokens."""
+        if torch.compiler.is_compiling():
+            return shift_regions(grid, window, shift).to(device)
+        key = (grid, window, shift, device)
+        if self._grid is not None and self._grid[0] == key:
+            return self._grid[1]
+        regions = shift_regions(grid, window, shift).to(device)
+        # Tensors of a tracing mode, of inference mode or of a graph that has yet to run would be
+        # of no use to a later call.
+        if type(regions) is Tensor and not regions.is_inference() and not _is_capturing(regions):
+            self._grid = key, regions
+        return regions
+
+    def of_mask(self, mask: Tensor | None, times: int = 1) -> dict[str, Any]:
+        """The arguments of ``window_attention`` that say what ``mask`` says, added ``times``."""
+        arguments = self._of_mask(mask)
+        for name in arguments.keys() & {"mask", "mask_value"}:
+            arguments[name] = arguments[name] * times
+        return arguments
+
+    def _of_mask(self, mask: Tensor | None) -> dict[str, Any]:
+        if mask is None:
+            return {}
+        if mask.ndim == 2:
+            return {"regions": mask, "mask_value": MASK_VALUE}
+        if torch.compiler.is_compiling() or mask.is_inference() or _is_capturing(mask):
+            return {"mask": mask}
+        seen = self._mask
+        if seen is not None and seen[0]() is mask and seen[1] == mask._version:
+            return dict(seen[2])
+        arguments = _read(mask)
+        self._mask = weakref.ref(mask), mask._version, arguments
+        return dict(arguments)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _read(mask: Tensor) -> dict[str, Any]:
+    """Region ids, if that is what the mask says; else the mask."""
+    try:
+        regions = regions_from_mask(mask)
+    except ShapeError:
+        return {"mask": mask}
+    value = (mask.min() + mask.max()).item()  # one of them is zero
+    return {"regions": regions, "mask_value": value}

@@ -1,0 +1,164 @@
+"""Patch, unpatch, and patch for a while."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+from torch import nn
+
+from .proof import difference
+from .report import Entry, PatchReport
+from .swapped import Swapped, SwappedAttention, SwappedLayer, Swaps, restore
+
+__all__ = ["patch", "patched", "unpatch"]
+
+# A framework's file of Swin models, and ours. A model of it can exist only once it is imported.
+ADAPTERS = {
+    "monai.networks.nets.swin_unetr": "monai",
+    "torchvision.models.swin_transformer": "torchvision",
+    "timm.models.swin_transformer_v2": "timm",
+    "transformers.models.swin.modeling_swin": "transformers",
+    "transformers.models.swinv2.modeling_swinv2": "transformers",
+}
+
+# What attention with a learned window bias keeps, by its names in the frameworks.
+MARKS = {"relative_position_bias_table", "cpb_mlp", "continuous_position_bias_mlp"}
+
+
+def patch(model: nn.Module) -> PatchReport:
+    """Run a Swin model's window attention on ``pagewise.window_attention``, in place.
+
+    MONAI SwinUNETR, torchvision and timm Swin v1 and v2, Transformers Swin and Swinv2. No tensor
+    of scores and no dense shift mask is formed any more; parameters, buffers and the state dict
+    stay as they are, and so do gradients, up to rounding. Copies and pickles of a patched model
+    are patched. Patching twice is patching once.
+
+    The model's own code runs where ours has no answer: under ``torch.export``, ``torch.jit.trace``,
+    ``torch.fx`` and ``torch.onnx``; while training with dropout on attention weights; when
+    attention weights are asked for. ``torch.jit.script`` unpatches what it compiles. Before a
+    module is patched, a copy of it proves that it computes the same both ways.
+
+    Args:
+        model: Any module; the modules inside it that we know are patched.
+
+    Returns:
+        What was patched, and what was left alone and why. ``print`` it.
+
+    Example:
+        >>> from transformers import SwinConfig, SwinModel
+        >>> config = SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[2],
+        ...                     num_heads=[2], window_size=4)
+        >>> model = SwinModel(config)
+        >>> print(patch(model))
+        patched: 2 window attentions
+          encoder.layers.0.blocks.0.attention: Transformers Swin, window 4×4, 2 heads of 8
+          encoder.layers.0.blocks.1.attention: Transformers Swin, window 4×4, 2 heads of 8
+        region ids instead of dense masks: 1 layer
+          encoder.layers.0.blocks.1: Transformers, window 4×4, shift 2, 16 channels
+        >>> unpatch(model)
+    """
+    return _patch(model)[0]
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every patched module of ``model`` its own class back. Nothing of the patch remains.
+
+    Example:
+        >>> unpatch(nn.Linear(2, 2))
+    """
+    for module in list(model.modules()):  # a layer comes before its attentions
+        restore(module)
+
+
+@contextmanager
+def patched(model: nn.Module) -> Iterator[PatchReport]:
+    """``patch`` for the length of a ``with`` block; what was patched before stays patched.
+
+    Example:
+        >>> with patched(nn.Linear(2, 2)) as report:
+        ...     print(report)
+        patched: 0 window attentions
+    """
+    report, touched = _patch(model)
+    try:
+        yield report
+    finally:
+        for module in reversed(touched):  # layers first: their attentions read region ids
+            restore(module)
+
+
+def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
+    """The report, and the modules that were not patched before."""
+    swaps = _known()
+    proven: dict[tuple[type, str], str | None] = {}
+    touched: list[nn.Module] = []
+    left_alone: list[Entry] = []
+    entries: dict[type[Swapped], list[Entry]] = {SwappedAttention: [], SwappedLayer: []}
+    for kind in entries:
+        for name, module in list(model.named_modules()):
+            swap = type(module) if isinstance(module, Swapped) else swaps.get(type(module))
+            if swap is None or not issubclass(swap, kind):
+                continue
+            if not isinstance(module, Swapped):
+                if not swap.applies(module):
+                    continue
+                reason = _refusal(module, swap, swaps, proven)
+                if reason is not None:
+                    left_alone.append(Entry(name, reason))
+                    continue
+                module.__class__ = swap
+                touched.append(module)
+            entries[kind].append(Entry(name, _describe(module, swap)))
+    left_alone += _strangers(model, swaps)
+    report = PatchReport(
+        tuple(entries[SwappedAttention]), tuple(entries[SwappedLayer]), tuple(left_alone)
+    )
+    return report, touched
+
+
+def _known() -> Swaps:
+    """Every class that we can patch of the frameworks in use, and what it becomes."""
+    swaps: Swaps = {}
+    for framework, adapter in ADAPTERS.items():
+        if framework in sys.modules:
+            swaps |= import_module(f".frameworks.{adapter}", __package__).SWAPS
+    return swaps
+
+
+def _refusal(
+    module: nn.Module,
+    swap: type[Swapped],
+    swaps: Swaps,
+    proven: dict[tuple[type, str], str | None],
+) -> str | None:
+    """Why a module must stay as it is, or None."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    key = swap, swap.variant(module)
+    if key not in proven:
+        proven[key] = difference(module, swaps)
+    return proven[key]
+
+
+def _describe(module: nn.Module, swap: type[Swapped]) -> str:
+    words = f"{swap.variant(module)}, {swap.width(module)}"
+    rate = swap.weight_dropout(module) if issubclass(swap, SwappedAttention) else 0.0
+    return f"{words} (its own code while training: attention dropout {rate:g})" if rate else words
+
+
+def _strangers(model: nn.Module, swaps: Swaps) -> Iterator[Entry]:
+    """Modules that look like window attention and are none that we know."""
+    known: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, SwappedAttention) or type(module) in swaps:
+            known.update(module.modules())
+        if module in known:
+            continue
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        if isinstance(module, tuple(swaps)) and not isinstance(module, Swapped):
+            yield Entry(name, f"{kind} is a subclass of one we know, and may differ from it")
+        elif any(own in MARKS for own in (*module._parameters, *module._modules)):
+            yield Entry(name, f"no drop-in for {kind}")

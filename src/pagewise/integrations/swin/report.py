@@ -1,0 +1,53 @@
+"""What a patch did, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Entry", "PatchReport"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module of the model."""
+
+    name: str
+    """Its dotted name; empty for the model itself."""
+    what: str
+    """What it is (patched), or why it was left alone."""
+
+    def __str__(self) -> str:
+        return f"  {self.name or '(the model)'}: {self.what}"
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What ``swin.patch`` patched, and what it left alone and why. ``print`` it.
+
+    Example:
+        >>> report = PatchReport((), (), (Entry("blocks.0.attn", "its forward was replaced"),))
+        >>> print(report)
+        patched: 0 window attentions
+        left alone: 1
+          blocks.0.attn: its forward was replaced
+    """
+
+    attentions: tuple[Entry, ...]
+    """Attentions that now run on ``pagewise.window_attention``."""
+    layers: tuple[Entry, ...]
+    """Layers that now hand region ids to their attentions instead of dense masks."""
+    left_alone: tuple[Entry, ...]
+    """Modules that look like window attention, or like a layer of it, and were not touched."""
+
+    def __str__(self) -> str:
+        lines = [_count("patched", self.attentions, "window attention"), *self.attentions]
+        if self.layers:
+            lines += [_count("region ids instead of dense masks", self.layers, "layer")]
+            lines += self.layers
+        if self.left_alone:
+            lines += [f"left alone: {len(self.left_alone)}", *self.left_alone]
+        return "\n".join(map(str, lines))
+
+
+def _count(title: str, entries: tuple[Entry, ...], noun: str) -> str:
+    return f"{title}: {len(entries)} {noun}{'' if len(entries) == 1 else 's'}"

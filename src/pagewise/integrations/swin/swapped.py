@@ -1,0 +1,99 @@
+"""How a module is patched: its class is exchanged for a subclass of itself.
+
+Parameters, buffers, hooks, names and so the state dict stay as they are; ``isinstance`` holds;
+copies and pickles of a patched module are patched; one assignment patches, one restores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .attend import stands_aside
+from .masks import RegionMemory
+
+__all__ = ["Randn", "Swapped", "SwappedAttention", "SwappedLayer", "Swaps", "restore"]
+
+
+Randn = Callable[..., Tensor]
+"""``randn(*shape)``: normal float64 numbers."""
+
+
+class Swapped:
+    """What a patched module is besides its framework's class."""
+
+    original: ClassVar[Any]
+
+    @classmethod
+    def applies(cls, module: Any) -> bool:
+        """Whether there is something to do for this module of the original class."""
+        return True
+
+    @staticmethod
+    def variant(module: Any) -> str:
+        """What it is, in a few words. Modules of the same words differ in nothing but width."""
+        raise NotImplementedError
+
+    @staticmethod
+    def width(module: Any) -> str:
+        """How wide it is."""
+        raise NotImplementedError
+
+    @staticmethod
+    def trial(module: Any, randn: Randn) -> Tensor:
+        """What a module of either class computes on a small input that leaves nothing out."""
+        raise NotImplementedError
+
+    @property
+    def region_memory(self) -> RegionMemory:
+        """The module's memory of region ids."""
+        memory: RegionMemory = self.__dict__.setdefault("_regions", RegionMemory())
+        return memory
+
+    def __prepare_scriptable__(self) -> Any:
+        # torch.jit.script asks each module for what it shall compile, and keeps the answer in the
+        # model's place: the patch is gone from what was scripted.
+        restore(self)
+        return self
+
+
+class SwappedAttention(Swapped):
+    """An attention that runs on ``pagewise.window_attention``."""
+
+    @staticmethod
+    def weight_dropout(module: Any) -> float:
+        """The dropout rate of the attention weights."""
+        raise NotImplementedError
+
+    def needs_original(self, x: Tensor, mask: Tensor | None = None) -> bool:
+        """Whether this call is the original's to answer."""
+        drops = getattr(self, "training", False) and self.weight_dropout(self) > 0
+        return drops or stands_aside(x, mask)
+
+
+class SwappedLayer(Swapped):
+    """A layer that hands region ids to its attentions."""
+
+    @staticmethod
+    def attentions_of(module: Any) -> list[Any]:
+        """Every module that the layer's mask goes to."""
+        raise NotImplementedError
+
+    @classmethod
+    def applies(cls, module: Any) -> bool:
+        """Whether all of them read region ids. One may be unpatched later: asked on every call."""
+        return all(
+            isinstance(attention, SwappedAttention) for attention in cls.attentions_of(module)
+        )
+
+
+def restore(module: Any) -> None:
+    """Give a module its own class back; nothing if it has it."""
+    if isinstance(module, Swapped):
+        module.__class__ = module.original
+        module.__dict__.pop("_regions", None)
+
+
+Swaps = dict[type[nn.Module], type[Swapped]]
