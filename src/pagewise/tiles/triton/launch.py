@@ -63,6 +63,8 @@ class Launcher:
         **options: Of the compiler, like ``num_warps``.
     """
 
+    source: Any = ASTSource  # a subclass for another language of Triton's names its own
+
     def __init__(
         self, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
     ) -> None:
@@ -79,7 +81,7 @@ class Launcher:
         attributes = {
             (at,): [["tt.divisibility", int(factor)]] for at, factor in enumerate(factors) if factor
         }
-        source = ASTSource(self.kernel, signature, self.constants, attributes)
+        source = self.source(self.kernel, signature, self.constants, attributes)
         return triton.compile(source, target=target, options=self.options)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
