@@ -1,0 +1,80 @@
+"""Every shipped configuration of the small GPU kernels compiles for Hopper, without a GPU."""
+
+import itertools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from pagewise.ops.copy_blocks import triton as copy_blocks  # noqa: E402
+from pagewise.ops.merge_states import triton as merge_states  # noqa: E402
+from pagewise.ops.write_kv import triton as write_kv  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+
+
+def resources(compiled, tmp_path):
+    """What a kernel takes: registers a thread, and bytes of memory for what did not fit."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [os.fspath(tool), "--dump-resource-usage", os.fspath(cubin)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
+
+
+def assert_fits(launcher, tmp_path):
+    compiled = launcher.compile(HOPPER)
+    used = resources(compiled, tmp_path)
+    assert used["REG"] > 0
+    assert (used["STACK"], used["LOCAL"]) == (0, 0), used
+    return compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("word", [1, 2, 4, 8, 16])
+def test_copy_blocks_moves_words_of_the_width_that_it_is_given(word, tmp_path):
+    ptx = assert_fits(copy_blocks.make_launcher(word), tmp_path)
+    width = ".v2.b64" if word == 16 else f".b{8 * word}"
+    assert re.search(rf"@%p\d+ ld.global{width} ", ptx)
+    assert re.search(rf"@%p\d+ st.global{width} ", ptx)
+
+
+@pytest.mark.parametrize("width", [8, 72, 128, 512])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_merge_states(dtype, width, tmp_path):
+    factor = 16 // dtype.itemsize
+    ptx = assert_fits(merge_states.make_launcher(dtype, 8, width, factor, True), tmp_path)
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+
+
+PLAIN = [(new, cache, "none") for new, cache in itertools.product((F32, F16, BF16), repeat=2)]
+EIGHT_BITS = itertools.product((F16, BF16), (E4M3, E5M2, INT8), ("head", "token"))
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype", "scales"), [*PLAIN, *EIGHT_BITS], ids=str)
+def test_write_kv(dtype, cache_dtype, scales, tmp_path):
+    factors = 16 // dtype.itemsize, 16 // cache_dtype.itemsize
+    launcher = write_kv.make_launcher(
+        dtype, cache_dtype, 16, 8, 128, 128, scales, *factors, is_aligned=True
+    )
+    ptx = assert_fits(launcher, tmp_path)
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize(("size", "v_size", "block_size"), [(8, 512, 1), (72, 24, 3), (256, 8, 7)])
+def test_write_kv_of_other_sizes(size, v_size, block_size, tmp_path):
+    launcher = write_kv.make_launcher(
+        BF16, BF16, block_size, 5, size, v_size, "none", 8, 8, is_aligned=True
+    )
+    assert_fits(launcher, tmp_path)
