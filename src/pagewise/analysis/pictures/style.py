@@ -23,6 +23,7 @@ INK, GREY, LIGHT = "#222222", "#767676", "#E4E4E4"
 SUFFIXES = (".png", ".svg")
 SETTINGS: Any = {
     "font.size": 9.5,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "axes.titlesize": 10.5,
     "axes.edgecolor": GREY,
     "axes.labelcolor": INK,

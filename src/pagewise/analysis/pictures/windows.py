@@ -17,6 +17,8 @@ __all__ = ["MAX_SIDE", "draw_windows"]
 MAX_SIDE = 512
 """Tokens along an axis: more could not be told apart."""
 
+MAX_LINED = 32  # tokens along an axis, to draw a line between any two
+
 # Region ids count bands in base 3 along the last two axes; hatches repeat what the colours say.
 FILLS = ("#DCEBF5", "#56B4E9", "#0072B2", "#FBE3B5", "#E69F00", "#B36B00", "#CDEBDD", "#009E73",
          "#005C43")  # fmt: skip
@@ -94,7 +96,7 @@ def _draw_map(axes: Any, grid: WindowGrid, regions: Tensor, *, is_rolled: bool) 
         columns, rows, regions[rows[:-1]][:, columns[:-1]].numpy(),
         cmap=ListedColormap(list(FILLS)), vmin=-0.5, vmax=8.5,
     )  # fmt: skip
-    if max(height, width) <= 64:
+    if max(height, width) <= MAX_LINED:
         axes.hlines(range(1, height), 0, width, color="white", linewidth=0.4)
         axes.vlines(range(1, width), 0, height, color="white", linewidth=0.4)
     _draw_padding(axes, grid, is_rolled=is_rolled)
@@ -136,7 +138,8 @@ def _draw_mask(axes: Any, grid: WindowGrid) -> None:
 
     last = grid.regions[-1]
     hidden = (last[:, None] != last[None, :]).numpy()
-    axes.imshow(hidden, cmap=ListedColormap([COLOURS[4], "#FFFFFF"]), vmin=0, vmax=1)
+    colours = ListedColormap([COLOURS[4], "#FFFFFF"])
+    axes.imshow(hidden, cmap=colours, vmin=0, vmax=1, interpolation="none")
     axes.set_title(f"mask of window {grid.num_windows - 1}", loc="left")
     axes.set(xlabel="key", xticks=[0, len(last) - 1], yticks=[0, len(last) - 1])
     axes.set_ylabel("query", labelpad=-8)

@@ -1,0 +1,128 @@
+"""Every block of code in ``docs/learn`` runs, prints what the page says, and draws its pictures.
+
+A page is one program: its ``python`` blocks run in order in one namespace, and lines of ``bash``
+blocks that start with ``pagewise`` run between them, in an empty folder. A ``text`` block right
+after a block of code is what that block prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pagewise.cli import main
+
+LEARN = Path(__file__).parents[2] / "docs" / "learn"
+PAGES = sorted(path.stem for path in LEARN.glob("*.md"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and the line of the page on which its content starts."""
+
+    language: str
+    content: str
+    line: int
+    output: str | None = None
+    """What it is said to print."""
+
+
+def read_blocks(page: str) -> Iterator[Block]:
+    """The blocks to run, each with the ``text`` block that follows it without a word between."""
+    matches = list(FENCE.finditer(page))
+    for match, following in zip(matches, [*matches[1:], None], strict=True):
+        language, content = match.groups()
+        output = None
+        if following is not None and following[1] == "text":
+            between = page[match.end() : following.start()]
+            output = following[2] if not between.strip() else None
+        if language in ("python", "bash"):
+            yield Block(language, content, page[: match.start()].count("\n") + 2, output)
+
+
+def run_block(block: Block, page: str, names: dict[str, object]) -> str:
+    """What a block prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if block.language == "python":
+            # Line numbers of a traceback are the page's.
+            source = "\n" * (block.line - 1) + block.content
+            exec(compile(source, f"docs/learn/{page}.md", "exec"), names)
+        for line in commands(block):
+            assert main(shlex.split(line)[1:]) == 0, line
+    return printed.getvalue()
+
+
+def commands(block: Block) -> list[str]:
+    """Its ``pagewise`` commands."""
+    lines = block.content.replace("\\\n", " ").splitlines() if block.language == "bash" else []
+    return [line for line in lines if line.startswith("pagewise ")]
+
+
+def words(picture: str) -> list[str]:
+    """The text of an SVG."""
+    nodes = (node for node in ET.fromstring(picture).iter() if node.tag.endswith("}text"))
+    return ["".join(node.itertext()) for node in nodes]
+
+
+@pytest.fixture(params=PAGES)
+def page(request) -> str:
+    return request.param
+
+
+def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
+    text = (LEARN / f"{page}.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "pictures").mkdir()
+    names: dict[str, object] = {"__name__": page}
+    blocks = list(read_blocks(text))
+    assert blocks
+    for block in blocks:
+        printed = run_block(block, page, names)
+        if block.output is not None:
+            lines = [line.rstrip() for line in printed.splitlines()]
+            assert lines == block.output.splitlines(), f"docs/learn/{page}.md:{block.line}"
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert {Path(p) for p in shown} == {p.relative_to(tmp_path) for p in tmp_path.glob("*/*.svg")}
+    for path in shown:
+        kept = (LEARN / path).read_text(encoding="utf-8")
+        assert words(kept) == words((tmp_path / path).read_text()), f"{path} is not up to date"
+
+
+def test_links_of_a_page_lead_somewhere(page):
+    text = (LEARN / f"{page}.md").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (LEARN / link).exists()] == []
+
+
+def test_a_wrong_output_and_a_failing_block_are_noticed(tmp_path, monkeypatch):
+    page = "```python\nprint(1)\n```\n\n```text\n2\n```\n\n```python\nassert False\n```\n"
+    first, second = read_blocks(page)
+    assert (first.output, second.output, second.line) == ("2\n", None, 10)
+    assert run_block(first, "x", {}) == "1\n"
+    with pytest.raises(AssertionError):
+        run_block(second, "x", {})
+    bash = Block("bash", "pagewise explain tiles --tile 5 \\\n  --causal\n", 1)
+    assert commands(bash) == ["pagewise explain tiles --tile 5    --causal"]
+    with pytest.raises(AssertionError):
+        run_block(bash, "x", {})
+
+
+def test_every_picture_belongs_to_a_page():
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\(pictures/([^)]+)\)", (LEARN / f"{page}.md").read_text())
+    }
+    assert {path.name for path in (LEARN / "pictures").iterdir()} == shown
+    assert sum(path.stat().st_size for path in (LEARN / "pictures").iterdir()) < 500_000
