@@ -30,6 +30,7 @@ class Setting:
     def llm(self, model: Any) -> LLM:
         return LLM(
             model,
+            device=model.device,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,
@@ -46,8 +47,8 @@ TINY_POOL = Setting("a pool of 14 blocks", num_blocks=14, max_num_batched_tokens
 
 
 @cache
-def _model(family: str) -> Any:
-    return tiny_model(family)
+def _model(family: str, device: str = "cpu") -> Any:
+    return tiny_model(family).to(device)
 
 
 @cache
@@ -64,12 +65,12 @@ def _prompts(family: str) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def _expected(family: str, prompt: tuple[int, ...]) -> list[int]:
+def _expected(family: str, prompt: tuple[int, ...], device: str = "cpu") -> list[int]:
     """What the model's own generate continues a prompt with, alone."""
     with torch.inference_mode():
-        output = _model(family).generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        output = _model(family, device).generate(
+            torch.tensor([prompt], device=device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=device),
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             eos_token_id=None,
@@ -100,11 +101,12 @@ def _run(llm: LLM, arrivals: dict[int, list[tuple[tuple[int, ...], SamplingParam
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("setting", [PLAIN, CHUNKED, PREFIXES, TINY_POOL], ids=lambda s: s.name)
-def test_greedy_tokens_equal_generate_run_alone(family: str, setting: Setting) -> None:
+def test_greedy_tokens_equal_generate_run_alone(family: str, setting: Setting, device: str) -> None:
     prompts = _prompts(family)
-    llm = setting.llm(_model(family))
+    llm = setting.llm(_model(family, device))
     rng = random.Random(setting.name)
     arrivals: dict[int, list] = {}
     for prompt in prompts:
@@ -117,7 +119,7 @@ def test_greedy_tokens_equal_generate_run_alone(family: str, setting: Setting) -
 
     for prompt in prompts:
         for tokens in results[prompt]:
-            assert tokens == _expected(family, prompt)
+            assert tokens == _expected(family, prompt, device)
     assert len(results[prompts[2]]) == 4
     counts = llm.engine.counts
     assert (counts.cached_tokens > 0) == setting.enable_prefix_caching

@@ -16,9 +16,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x ="]
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(dtype="float32", num_blocks=256, max_num_seqs=8)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM(dtype="float32", device=request.param, num_blocks=256, max_num_seqs=8)
 
 
 @pytest.fixture(autouse=True)

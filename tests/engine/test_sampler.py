@@ -219,7 +219,6 @@ def test_a_row_gives_the_same_bits_in_any_company(vocab_size, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_chooses_the_same_tokens_and_is_as_steady(dtype):
     rng = np.random.default_rng(0)

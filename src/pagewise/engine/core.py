@@ -10,6 +10,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..errors import RequestError
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
@@ -20,6 +22,7 @@ from .runner import Runner
 from .sampler import SampledToken, SamplingInput, sample
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler
+from .transfer import send
 
 __all__ = ["Delta", "Engine"]
 
@@ -53,6 +56,7 @@ class Engine:
         max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
         max_model_len: The most tokens of a sequence, prompt and output.
         enable_prefix_caching: Whether requests share the blocks of common beginnings.
+        enforce_eager: On a GPU, launch the kernels of decode steps one by one, not as graphs.
         seed: Where the seeds of requests without one come from.
 
     Attributes:
@@ -70,6 +74,7 @@ class Engine:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
         seed: int = 0,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
@@ -88,7 +93,13 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        self._runner = Runner(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._runner = Runner(
+            model,
+            cache,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            enforce_eager=enforce_eager,
+        )
         self._requests: dict[int, Request] = {}
         self._streaming: set[int] = set()
         self._next_id = 0
@@ -228,7 +239,7 @@ class Engine:
         if not drawers:
             return []
         if len(rows) != logits.shape[0]:
-            logits = logits[rows]
+            logits = logits[send(np.array(rows), logits.device)]
         tokens = sample(logits, [self._sampling_input(sequence) for sequence in drawers])
         return [
             self._advance(sequence, token) for sequence, token in zip(drawers, tokens, strict=True)

@@ -42,6 +42,8 @@ class LLM:
         max_model_len: The most tokens of a sequence. ``None``: what the model and the cache allow.
         kv_cache_dtype: Element type of the cache; ``"auto"`` is that of the weights.
         enable_prefix_caching: Whether requests share the blocks of common beginnings.
+        enforce_eager: On a GPU, launch the kernels of decode steps one by one. Otherwise they are
+            recorded as CUDA graphs, each number of sequences when it first occurs.
         seed: Where the seeds of requests without one come from.
 
     Raises:
@@ -71,6 +73,7 @@ class LLM:
         max_model_len: int | None = None,
         kv_cache_dtype: torch.dtype | str = "auto",
         enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
         seed: int = 0,
     ) -> None:
         from ..models import load_model, load_tokenizer
@@ -118,6 +121,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=min(longest or cache.num_tokens, cache.num_tokens),
             enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
             seed=seed,
         )
 

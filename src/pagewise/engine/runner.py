@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from ..kv_cache.storage import KVCache
-from ..models.paged_model import ForwardBatch, PagedModel
-from ..ops.paged_attention import PagedBatch
+from ..models.paged_model import PagedModel
+from .cuda_graphs import DecodeGraphs
 from .request import Sequence
 from .scheduler import Step
+from .step_inputs import StepInputs
 
 __all__ = ["Runner"]
 
@@ -19,17 +20,35 @@ class Runner:
     """Feeds a model with the tokens, positions, slots and block tables of each step.
 
     A running sequence keeps a row of one big block table, so that a step only writes the blocks
-    that are new.
+    that are new. On a GPU decode steps are replayed from graphs.
+
+    Attributes:
+        graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
     """
 
     def __init__(
-        self, model: PagedModel, cache: KVCache, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: PagedModel,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        enforce_eager: bool = False,
     ) -> None:
         self.model, self.cache = model, cache
         width = -(-max_model_len // cache.block_size)
         self._tables = np.zeros((max_num_seqs, width), np.int32)
         self._num_blocks = [0] * max_num_seqs
         self._owners: list[Sequence | None] = [None] * max_num_seqs
+        self.graphs: DecodeGraphs | None = None
+        if model.device.type == "cuda" and not enforce_eager:
+            self.graphs = DecodeGraphs(
+                model.forward,
+                model.device,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                width=width,
+            )
         model.bind(cache)
 
     @torch.inference_mode()
@@ -41,12 +60,17 @@ class Runner:
             ready: For each sequence, whether its last token's logits are wanted.
 
         Returns:
-            ``[sum(ready), vocab_size]``.
+            ``[sum(ready), vocab_size]``, valid until the next step.
         """
         self.cache.copy(step.copies)
-        return self.model.forward(self._make_batch(step, ready))
+        inputs = self._gather(step, ready)
+        if self.graphs is not None and inputs.is_decode:
+            logits = self.graphs.run(inputs)
+            if logits is not None:
+                return logits
+        return self.model.forward(inputs.send(self.model.device))
 
-    def _make_batch(self, step: Step, ready: list[bool]) -> ForwardBatch:
+    def _gather(self, step: Step, ready: list[bool]) -> StepInputs:
         rows, token_ids = [], []
         for sequence, chunk in zip(step.sequences, step.num_tokens, strict=True):
             rows.append(self._update_row(sequence))
@@ -58,21 +82,17 @@ class Runner:
         ends = np.cumsum(query_lens, dtype=np.int32)
         starts = np.concatenate([np.zeros(1, np.int32), ends])
         size = self.cache.block_size
-        max_seq_len = int(seq_lens.max())
-        tables = self._tables[rows, : -(-max_seq_len // size)]
+        tables = self._tables[rows, : -(-int(seq_lens.max()) // size)]
         positions = np.arange(ends[-1]) - np.repeat(starts[:-1] - computed, query_lens)
         blocks = tables[np.repeat(np.arange(len(rows)), query_lens), positions // size]
-        slots = blocks.astype(np.int64) * size + positions % size
-        batch = PagedBatch(
-            self._send(tables), self._send(seq_lens), self._send(starts),
-            max_query_len=int(query_lens.max()), max_seq_len=max_seq_len,
-        )  # fmt: skip
-        return ForwardBatch(
-            token_ids=self._send(np.array(token_ids, np.int64)),
-            positions=self._send(positions.astype(np.int64)),
-            batch=batch,
-            slot_mapping=self._send(slots),
-            logits_rows=self._send(ends[np.array(ready)].astype(np.int64) - 1),
+        return StepInputs(
+            token_ids=np.array(token_ids, np.int64),
+            positions=positions.astype(np.int64),
+            slot_mapping=blocks.astype(np.int64) * size + positions % size,
+            logits_rows=ends[np.array(ready)].astype(np.int64) - 1,
+            seq_lens=seq_lens,
+            starts=starts,
+            block_tables=tables,
         )
 
     def _update_row(self, sequence: Sequence) -> int:
@@ -86,6 +106,3 @@ class Runner:
         self._tables[row, known : len(blocks)] = blocks[known:]
         self._num_blocks[row] = len(blocks)
         return row
-
-    def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.model.device)

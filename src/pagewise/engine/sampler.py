@@ -30,6 +30,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ..shapes import bind, check_dtype
 from .sampling_params import SamplingParams
+from .transfer import send
 
 __all__ = ["SampledToken", "SamplingInput", "sample"]
 
@@ -119,7 +120,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     cut = [i for i in drawn if (p := rows[i].params).top_k or p.top_p < 1.0 or p.min_p]
     for group in filter(None, (cut, sorted({*drawn} - {*cut}))):
-        at = torch.tensor(group, device=raw.device)
+        at = _rows(group, raw)
         token_ids[at] = _draw(shaped.index_select(0, at), best[at], [rows[i] for i in group])
 
     # float64 holds every id and float32 exactly: one table, one transfer to the host.
@@ -156,18 +157,18 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
 
     logits = logits.clone()
     if at:
-        columns = torch.tensor([penalties[i] for i in at], dtype=torch.float64)
-        repetition, presence, frequency = columns.to(logits.device).T[:, :, None]
+        repetition, presence, frequency = _columns([penalties[i] for i in at], logits)
         in_output = _count([rows[i].output_token_ids for i in at], logits)
         in_prompt = _count([rows[i].prompt_token_ids for i in at], logits)
-        x = logits[at].double()
+        where = _rows(at, logits)
+        x = logits[where].double()
         scaled = torch.where(x > 0, x / repetition, x * repetition)
         x = torch.where(in_prompt + in_output > 0, scaled, x)
-        logits[at] = (x - presence * (in_output > 0) - frequency * in_output).float()
+        logits[where] = (x - presence * (in_output > 0) - frequency * in_output).float()
     if barred:
         is_barred = _count([rows[i].forbidden_token_ids for i in barred], logits) > 0
         # Subtracting infinity, not writing it, leaves a NaN to be found.
-        logits[barred] -= torch.where(is_barred, math.inf, 0.0)
+        logits[_rows(barred, logits)] -= torch.where(is_barred, math.inf, 0.0)
     return logits
 
 
@@ -178,7 +179,7 @@ def _count(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:
     for i, token_ids in enumerate(rows):
         ids = np.asarray(token_ids, dtype=np.int64)
         flat.append(ids[(ids >= 0) & (ids < vocab_size)] + i * vocab_size)
-    at = torch.from_numpy(np.concatenate(flat)).to(like.device)
+    at = send(np.concatenate(flat), like.device)
     counts = torch.zeros(len(rows) * vocab_size, dtype=torch.int32, device=like.device)
     return counts.index_add_(0, at, torch.ones_like(at, dtype=torch.int32)).view(-1, vocab_size)
 
@@ -187,26 +188,42 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingInput]) -> Tensor
     """Steps 3 to 6: the ids, int64 ``[num_rows]``. A cut that a row did not ask for keeps all."""
     params = [row.params for row in rows]
     vocab_size = logits.shape[1]
-    units = _units(logits, best, _column([p.temperature for p in params], logits))
+    temperature, top_k, tail, min_p, uniform = _columns(
+        [
+            (
+                p.temperature,
+                min(p.top_k or vocab_size, vocab_size),
+                1.0 - p.top_p,
+                p.min_p,
+                _uniform(row.seed, row.index, len(row.output_token_ids)),
+            )
+            for p, row in zip(params, rows, strict=True)
+        ],
+        logits,
+    )
+    units = _units(logits, best, temperature)
     if any(p.top_k for p in params):
-        need = _column([min(p.top_k or vocab_size, vocab_size) for p in params], logits).long()
-        units *= _is_kept(logits, torch.ones_like(units), need)
+        units *= _is_kept(logits, torch.ones_like(units), top_k.long())
     if any(p.top_p < 1.0 for p in params):
         total = units.sum(dim=1, keepdim=True)
-        spare = (_column([1.0 - p.top_p for p in params], logits) * total).long()
-        units *= _is_kept(logits, units, (total - spare).clamp_(min=1))
+        units *= _is_kept(logits, units, (total - (tail * total).long()).clamp_(min=1))
     if any(p.min_p for p in params):
-        units *= units >= _column([p.min_p for p in params], logits) * ONE
+        units *= units >= min_p * ONE
 
     running = units.cumsum(dim=1)
-    uniform = [_uniform(row.seed, row.index, len(row.output_token_ids)) for row in rows]
-    target = (_column(uniform, logits) * running[:, -1:]).long()
+    target = (uniform * running[:, -1:]).long()
     # A row of NaN may point past the end; it is reported, not followed.
     return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=vocab_size - 1)
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+def _columns(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
+    """What each row has several numbers of, as float64 columns ``[numbers, num_rows, 1]``."""
+    return send(np.array(rows, np.float64), like.device).T[:, :, None]
+
+
+def _rows(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """Row numbers to index ``like`` with."""
+    return send(np.array(numbers, np.int64), like.device)
 
 
 def _units(logits: Tensor, best: Tensor, temperature: Tensor | float) -> Tensor:
@@ -250,16 +267,17 @@ def _logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingInput]) -> 
     """Columns for the host, float64: the token's logprob; id and logprob of the best, in turn."""
     at = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     num_top = min(max(rows[i].params.logprobs or 0 for i in at), raw.shape[1])
-    logits = raw[at]
+    where = _rows(at, raw)
+    logits = raw[where]
     best = logits.amax(dim=1)
     total = _units(logits, best, 1.0).sum(dim=1).double() / ONE
     log_total = (total.log() + best)[:, None]
     # The id in the low bits settles ties, whatever num_top the neighbours ask for.
     keys = (_order(logits).long() << ID_BITS) + torch.arange(logits.shape[1], device=raw.device)
     top_ids = keys.topk(num_top, largest=False).values & (2**ID_BITS - 1)
-    ids = torch.cat([token_ids[at][:, None], top_ids], dim=1)
+    ids = torch.cat([token_ids[where][:, None], top_ids], dim=1)
     logprobs = logits.gather(1, ids) - log_total
     columns = torch.zeros(len(rows), 1 + 2 * num_top, dtype=torch.float64, device=raw.device)
     pairs = torch.stack([top_ids.double(), logprobs[:, 1:]], dim=2)
-    columns[at] = torch.cat([logprobs[:, :1], pairs.flatten(1)], dim=1)
+    columns[where] = torch.cat([logprobs[:, :1], pairs.flatten(1)], dim=1)
     return columns

@@ -1,0 +1,177 @@
+"""The engine on a GPU: recorded decode steps, and a host that waits for tokens only."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pagewise import LLM, SamplingParams, demo
+from pagewise.engine.cuda_graphs import DecodeGraphs
+from pagewise.engine.sampler import SamplingInput, sample
+from pagewise.engine.step_inputs import StepInputs
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+GREEDY = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x =", "#"]
+
+
+@contextmanager
+def counting_waits() -> Iterator[list[str]]:
+    """Every time that torch makes the host wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        caught.clear()  # torch calls it a prototype
+        waits: list[str] = []
+        yield waits
+        torch.cuda.set_sync_debug_mode(before)
+        waits += [str(w.message) for w in caught if "synchronizing" in str(w.message)]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> LLM:
+    return LLM(dtype="float32", device="cuda", num_blocks=256, max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def eager() -> LLM:
+    return LLM(dtype="float32", device="cuda", num_blocks=256, max_num_seqs=8, enforce_eager=True)
+
+
+def tokens(llm: LLM, prompts: list[str], params: SamplingParams) -> list[list[tuple[int, ...]]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [[output.token_ids for output in request.outputs] for request in outputs]
+
+
+def test_the_demo_checkpoint_generates_what_transformers_does(recorded: LLM) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32).to(CUDA)
+    for prompt, [ours] in zip(PROMPTS, tokens(recorded, PROMPTS, GREEDY), strict=True):
+        ids = torch.tensor([recorded.engine.encode(prompt)], device=CUDA)
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=GREEDY.max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert list(ours) == theirs[0, ids.shape[1] :].tolist()
+
+
+def test_recorded_steps_generate_what_eager_ones_do(recorded: LLM, eager: LLM) -> None:
+    for params in (GREEDY, replace(GREEDY, temperature=1.0, top_p=0.9, seed=4, n=2, max_tokens=30)):
+        for prompts in (PROMPTS[:1], PROMPTS[:3]):
+            assert tokens(recorded, prompts, params) == tokens(eager, prompts, params)
+
+
+def test_each_number_of_sequences_is_recorded_once_and_filled_up(recorded: LLM) -> None:
+    graphs = recorded.engine._runner.graphs
+    assert graphs is not None
+    tokens(recorded, PROMPTS[:3], replace(GREEDY, max_tokens=4))
+    assert graphs.reason is None
+    assert 4 in graphs.recorded_sizes
+    assert 3 not in graphs.recorded_sizes
+    before = graphs.recorded_sizes
+    tokens(recorded, PROMPTS[:3], replace(GREEDY, max_tokens=4))
+    assert graphs.recorded_sizes == before
+
+
+def test_eager_engines_record_nothing(eager: LLM) -> None:
+    assert eager.engine._runner.graphs is None
+
+
+@pytest.mark.parametrize("kind", ["recorded", "eager"])
+def test_a_step_waits_for_its_tokens_and_for_nothing_else(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    llm: LLM = request.getfixturevalue(kind)
+    tokens(llm, PROMPTS, GREEDY)  # compiles and records
+    params = replace(GREEDY, max_tokens=8, temperature=0.8, top_k=5, top_p=0.9, n=2, logprobs=1)
+    for prompt in PROMPTS[:3]:
+        llm.engine.add_request(prompt, params)
+    while llm.engine.has_unfinished:
+        with counting_waits() as waits:
+            deltas = llm.engine.step()
+        assert deltas
+        assert len(waits) == 1, waits
+
+
+def test_sampling_waits_once_whatever_is_asked() -> None:
+    logits = torch.randn(6, 1000, device=CUDA)
+    options = [
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 0.5, "logprobs": 3},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1},
+    ]
+    rows = [SamplingInput(SamplingParams(**o), [1, 2], [3, 3], seed=1, index=0) for o in options]
+    rows += [replace(rows[0], forbidden_token_ids=(7,)), replace(rows[1], forbidden_token_ids=(8,))]
+    sample(logits, rows)
+    with counting_waits() as waits:
+        sample(logits, rows)
+    assert len(waits) == 1, waits
+
+
+# --- recordings by themselves ---------------------------------------------------------------
+
+
+def decode_inputs(num_seqs: int, first: int) -> StepInputs:
+    return StepInputs(
+        token_ids=np.arange(first, first + num_seqs),
+        positions=np.arange(num_seqs) + first,
+        slot_mapping=np.arange(num_seqs) * 2,
+        logits_rows=np.arange(num_seqs),
+        seq_lens=np.arange(1, num_seqs + 1, dtype=np.int32) + first,
+        starts=np.arange(num_seqs + 1, dtype=np.int32),
+        block_tables=np.full((num_seqs, 1 + first % 3), first, np.int32),
+    )
+
+
+def digest(batch) -> torch.Tensor:
+    """Something that shows every input."""
+    attention = batch.batch
+    columns = [
+        batch.token_ids,
+        batch.positions,
+        batch.slot_mapping,
+        batch.logits_rows,
+        attention.seq_lens,
+        attention.cu_seqlens_q[1:],
+        attention.block_tables[:, 0],
+    ]
+    return torch.stack([column.double() for column in columns], dim=1)
+
+
+@torch.inference_mode()
+def test_a_replay_reads_the_numbers_of_its_step() -> None:
+    graphs = DecodeGraphs(digest, CUDA, max_num_seqs=20, max_model_len=64, width=4)
+    for num_seqs, first in [(3, 10), (4, 20), (3, 30), (20, 40), (17, 50), (1, 60), (20, 70)]:
+        inputs = decode_inputs(num_seqs, first)
+        logits = graphs.run(inputs)
+        assert logits is not None
+        assert torch.equal(logits.cpu(), digest(inputs.send(CUDA)).cpu())
+    assert graphs.recorded_sizes == [1, 4, 20]
+
+
+@torch.inference_mode()
+def test_a_forward_that_waits_for_the_device_is_not_recorded() -> None:
+    def forward(batch):
+        assert int(batch.token_ids.max()) >= 0
+        return digest(batch)
+
+    graphs = DecodeGraphs(forward, CUDA, max_num_seqs=4, max_model_len=64, width=4)
+    assert graphs.run(decode_inputs(2, 1)) is None
+    assert "waits for the device" in graphs.reason
+    assert graphs.run(decode_inputs(2, 1)) is None
+    assert graphs.recorded_sizes == []
