@@ -1,4 +1,4 @@
-"""The command line: ``pagewise generate``, ``plan`` and ``explain``.
+"""The command line: ``pagewise generate``, ``plan``, ``explain`` and ``bench``.
 
 Whatever goes wrong is one line on stderr. Exit codes: 2 for a user's mistake, 130 for Ctrl-C, 141
 for output that nobody reads any more, 1 for the rest.

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench
 from .explain import explain
 from .generate import EXAMPLES as GENERATE_EXAMPLES
 from .generate import generate
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command(epilog=GENERATE_EXAMPLES)(generate)
 app.command(epilog=PLAN_EXAMPLES)(plan)
 app.add_typer(explain, name="explain")
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

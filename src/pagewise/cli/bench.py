@@ -1,0 +1,246 @@
+"""``pagewise bench``: our operations beside PyTorch's, with errors and least times."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import RequestError, UnsupportedError
+from .options import Element, ElementName, flag, option, parse_sizes
+from .output import aligned
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..analysis.roofline import Roofs
+    from ..analysis.side_by_side import Contest, Result
+
+__all__ = ["bench"]
+
+bench = typer.Typer(help="Time our operations beside PyTorch's, with errors and least times.")
+
+ATTENTION = """
+[bold]Examples[/bold]
+  pagewise bench attention --query-len 2048 --causal
+  pagewise bench attention --num-heads 32 --num-kv-heads 8 --dtype bfloat16
+"""
+SCORES = """
+[bold]Examples[/bold]
+  pagewise bench scores --iterations 100 --warmup 10
+  pagewise bench scores --batch 343 --num-heads 3 --num-tokens 343 --head-size 16
+"""
+WINDOWS = """
+[bold]Examples[/bold]
+  pagewise bench windows --iterations 100 --warmup 10
+  pagewise bench windows --grid 56,56 --window 7,7 --head-size 32 --num-images 8
+"""
+
+Iterations = Annotated[int, option(None, "N", "Timed calls of each.")]
+Warmup = Annotated[int, option(None, "N", "Calls of each before them.")]
+Device = Annotated[
+    str | None, option(None, "NAME", "cpu or cuda. Without it, a GPU if there is one.")
+]
+NumHeads = Annotated[int, option(None, "N", "Heads of queries.")]
+HeadSize = Annotated[int, option(None, "N", "Width of a head.")]
+
+
+@bench.callback(invoke_without_command=True)
+def choose(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+
+
+@bench.command(epilog=ATTENTION)
+def attention(
+    batch: Annotated[int, option(None, "N", "Sequences.")] = 1,
+    query_len: Annotated[int, option(None, "N", "Queries of a sequence.")] = 1024,
+    key_len: Annotated[int | None, option(None, "N", "Keys; without it, as many.")] = None,
+    num_heads: NumHeads = 8,
+    num_kv_heads: Annotated[
+        int | None, option(None, "N", "Heads of keys and values; without it, as many.")
+    ] = None,
+    head_size: HeadSize = 64,
+    causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
+    sliding_window: Annotated[
+        int | None, option(None, "N", "See the last N keys only, the query's own included.")
+    ] = None,
+    dtype: Element = ElementName.float32,
+    device: Device = None,
+    iterations: Iterations = 100,
+    warmup: Warmup = 10,
+) -> None:
+    """Tiled attention."""
+    from ..analysis.attention_io import AttentionShape
+
+    where = _prepare(device, iterations, warmup)
+    element = _element(dtype)
+    shape = AttentionShape(
+        query_len,
+        head_size,
+        key_len=query_len if key_len is None else key_len,
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        batch=batch,
+        causal=causal,
+        sliding_window=sliding_window,
+        element_bytes=element.itemsize,
+    )
+    from ..analysis.contests import attention_contest
+
+    _run(attention_contest(shape, dtype=element, device=where), iterations, warmup)
+
+
+@bench.command(epilog=SCORES)
+def scores(
+    batch: Annotated[int, option(None, "N", "Windows, or sequences.")] = 2,
+    num_heads: NumHeads = 12,
+    num_tokens: Annotated[int, option(None, "N", "Queries, and as many keys.")] = 196,
+    head_size: HeadSize = 64,
+    dtype: Element = ElementName.float32,
+    device: Device = None,
+    iterations: Iterations = 100,
+    warmup: Warmup = 10,
+) -> None:
+    """Products of queries and keys."""
+    from ..analysis.attention_io import AttentionShape
+
+    where = _prepare(device, iterations, warmup)
+    shape = AttentionShape(num_tokens, head_size, num_heads=num_heads, batch=batch)
+    from ..analysis.contests import scores_contest
+
+    contest = scores_contest(
+        shape.batch,
+        shape.num_heads,
+        shape.query_len,
+        shape.head_size,
+        dtype=_element(dtype),
+        device=where,
+    )
+    _run(contest, iterations, warmup)
+
+
+@bench.command(epilog=WINDOWS)
+def windows(
+    grid: Annotated[str, option(None, "LIST", "Size of the map along each axis.")] = "14,14,14",
+    window: Annotated[str, option(None, "LIST", "Tokens of a window.")] = "7,7,7",
+    shift: Annotated[
+        str | None, option(None, "LIST", "Of the windows; without it, half of them; 0,0 is none.")
+    ] = None,
+    num_images: Annotated[int, option(None, "N", "Maps at once.")] = 1,
+    num_heads: NumHeads = 3,
+    head_size: HeadSize = 16,
+    dtype: Element = ElementName.float32,
+    device: Device = None,
+    iterations: Iterations = 100,
+    warmup: Warmup = 10,
+) -> None:
+    """Window attention with a bias table and a shift mask."""
+    from ..analysis.window_grid import WindowGrid
+
+    where = _prepare(device, iterations, warmup)
+    extents = parse_sizes(window, "--window")
+    steps = [w // 2 for w in extents] if shift is None else parse_sizes(shift, "--shift", least=0)
+    plan = WindowGrid.of(parse_sizes(grid, "--grid"), extents, steps)
+    plan.shape(num_images=num_images, num_heads=num_heads, head_size=head_size)  # refuses zeros
+    from ..analysis.contests import windows_contest
+
+    contest = windows_contest(
+        plan,
+        num_images=num_images,
+        num_heads=num_heads,
+        head_size=head_size,
+        dtype=_element(dtype),
+        device=where,
+    )
+    _run(contest, iterations, warmup)
+
+
+def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
+    if iterations < 1 or warmup < 0:
+        raise RequestError(
+            f"--iterations {iterations}, --warmup {warmup}: expected at least 1 and 0"
+        )
+    # Before torch is there: its threads wait by spinning, and would disturb whoever is next.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if device is None:
+        return torch.device("cuda" if has_gpu else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise RequestError(f"--device {device}: expected cpu or cuda")
+    if device == "cuda" and not has_gpu:
+        raise UnsupportedError("--device cuda: this PyTorch finds no GPU")
+    return torch.device(device)
+
+
+def _element(dtype: ElementName) -> torch.dtype:
+    import torch
+
+    element: torch.dtype = getattr(torch, dtype.value)
+    return element
+
+
+def _run(contest: Contest, iterations: int, warmup: int) -> None:
+    from tqdm import tqdm
+
+    from ..analysis.measure import measure_machine
+    from ..analysis.side_by_side import compare
+
+    status = Console(stderr=True, highlight=False)
+    with status.status("Measuring this machine"):
+        machine = measure_machine(contest.expected.device)
+    rounds = iterations + warmup
+    with tqdm(
+        total=rounds, desc="Timing", unit="round", leave=False, disable=not status.is_terminal
+    ) as bar:
+        results = compare(contest, iterations=iterations, warmup=warmup, tick=bar.update)
+    roofs = contest.work.on(machine)
+    console = Console(highlight=False)
+    console.print(f"[bold]{contest.title}[/bold], {machine.title}\n")
+    console.print(_table(results, roofs))
+    console.print()
+    console.print(aligned(_floor_rows(roofs)))
+    for note in contest.notes:
+        console.print(f"[dim]{note}[/dim]")
+    for result in results:
+        if result.reason:
+            console.print(f"[dim]{result.name} cannot run this: {result.reason}[/dim]")
+
+
+def _table(results: list[Result], roofs: Roofs) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for header in ("median", "p10 to p90", "of ours", "of least", "error"):
+        table.add_column(header, justify="right", no_wrap=True)
+    ours = results[0]
+    for result in results:
+        if not result.seconds:
+            continue
+        spread = f"{_ms(result.quantile(0.1))} to {_ms(result.quantile(0.9))}"
+        table.add_row(
+            result.name,
+            f"{_ms(result.median)} ms",
+            spread,
+            f"{result.times_slower(ours):.2f} x" if ours.seconds else "",
+            f"{result.median / roofs.seconds:.1f} x",
+            f"{result.error:.1e}",
+        )
+    return table
+
+
+def _floor_rows(roofs: Roofs) -> dict[str, str]:
+    names = {"bytes": roofs.bytes, "products": roofs.products, "exponentials": roofs.exps}
+    return {
+        "least time": f"{_ms(roofs.seconds)} ms: "
+        + ", ".join(f"{name} {_ms(seconds)}" for name, seconds in names.items()),
+        "error": "the largest difference from float64",
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"

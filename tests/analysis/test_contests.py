@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pagewise.analysis.attention_io import AttentionShape, compulsory
+from pagewise.analysis.contests import attention_contest, scores_contest, windows_contest
+from pagewise.analysis.roofline import Work
+from pagewise.analysis.side_by_side import Contest, Result, compare
+from pagewise.analysis.window_grid import WindowGrid
+
+CPU = torch.device("cpu")
+
+
+def errors(contest: Contest) -> dict[str, float]:
+    results = compare(contest, iterations=1, warmup=0)
+    assert [result.reason for result in results] == [""] * len(results)
+    return {result.name: result.error for result in results}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(50, 16, num_heads=4, num_kv_heads=2, batch=2),
+        AttentionShape(50, 16, num_heads=2, causal=True),
+        AttentionShape(9, 8, key_len=40, num_heads=2, causal=True, sliding_window=7),
+        AttentionShape(40, 8, num_heads=2, sliding_window=7),
+    ],
+)
+def test_everybody_computes_the_same_attention(shape):
+    contest = attention_contest(shape, dtype=torch.float32, device=CPU)
+    assert next(iter(contest.contestants)) == "pagewise.attention"
+    assert max(errors(contest).values()) < 2e-6
+    assert contest.work.bytes == compulsory(shape).bytes
+
+
+def test_the_expected_attention_is_sdpas_in_float64():
+    shape = AttentionShape(30, 8, num_heads=3, causal=True)
+    contest = attention_contest(shape, dtype=torch.float64, device=CPU)
+    assert (contest.contestants["PyTorch SDPA"]() - contest.expected).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_images"),
+    [
+        (WindowGrid.of((8, 8), (4, 4), (2, 2)), 3),
+        (WindowGrid.of((8, 6, 4), (4, 3, 4), (0, 0, 0)), 1),
+    ],
+)
+def test_everybody_computes_the_same_windows(grid, num_images):
+    contest = windows_contest(
+        grid, num_images=num_images, num_heads=2, head_size=8, dtype=torch.float32, device=CPU
+    )
+    assert max(errors(contest).values()) < 3e-6
+    assert contest.expected.shape == (grid.num_windows * num_images, 2, grid.num_tokens, 8)
+
+
+def test_everybody_computes_the_same_scores():
+    contest = scores_contest(2, 3, 50, 16, dtype=torch.float32, device=CPU)
+    assert max(errors(contest).values()) < 1e-5
+    assert contest.expected.dtype == torch.float64
+
+
+# --- timing ---------------------------------------------------------------------------------
+
+
+def contest_of(**contestants) -> Contest:
+    return Contest("", contestants, torch.zeros(2, dtype=torch.float64), Work(1, 1, 1))
+
+
+def test_rounds_are_counted_and_every_contestant_has_one_call_in_each():
+    calls = []
+    ticks = []
+
+    def record(name):
+        calls.append(name)
+        return torch.zeros(2)
+
+    contest = contest_of(a=lambda: record("a"), b=lambda: record("b"))
+    results = compare(contest, iterations=7, warmup=2, tick=lambda: ticks.append(len(calls)))
+    assert [len(result.seconds) for result in results] == [7, 7]
+    assert len(ticks) == 9
+    assert calls.count("a") == calls.count("b") == 9 + 1  # and one to check
+    rounds = [tuple(calls[2 + 2 * turn : 4 + 2 * turn]) for turn in range(9)]
+    assert set(rounds) == {("a", "b"), ("b", "a")}
+
+
+def test_errors_are_largest_differences():
+    result, wrong, nan = compare(
+        contest_of(
+            ours=lambda: torch.tensor([0.5, -2.0]),
+            wrong=lambda: torch.tensor([0.0, 0.0]),
+            nan=lambda: torch.tensor([0.0, math.nan]),
+        ),
+        iterations=1,
+        warmup=0,
+    )
+    assert (result.error, wrong.error) == (2.0, 0.0)
+    assert math.isnan(nan.error)
+
+
+def test_who_cannot_run_says_why_and_the_others_run():
+    def fail():
+        raise RuntimeError("no kernel\nmany lines")
+
+    ours, peer = compare(contest_of(ours=lambda: torch.zeros(2), peer=fail), iterations=3, warmup=0)
+    assert (peer.reason, peer.seconds) == ("no kernel", ())
+    assert len(ours.seconds) == 3
+
+
+def test_slowness_is_the_median_over_rounds():
+    slow, fast = Result("slow", (2.0, 20.0, 6.0)), Result("fast", (1.0, 10.0, 2.0))
+    assert slow.times_slower(fast) == 2.0
+    assert (slow.median, slow.quantile(0.0), slow.quantile(1.0)) == (6.0, 2.0, 20.0)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from pagewise.analysis import measure
+from pagewise.analysis.roofline import Machine
+from pagewise.cli import main
+from pagewise.cli.app import app
+
+QUICK = ["--iterations", "2", "--warmup", "0", "--device", "cpu"]
+RUNS = {
+    "attention": ["--query-len", "40", "--num-heads", "2", "--head-size", "8", "--causal"],
+    "scores": ["--num-tokens", "20", "--batch", "1", "--num-heads", "2", "--head-size", "8"],
+    "windows": ["--grid", "8,8", "--window", "4,4", "--head-size", "8"],
+}
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs the command line, the machine measured beforehand: (exit code, stdout, stderr)."""
+    flops = dict.fromkeys(("float32", "float16", "bfloat16"), 1e11)
+    known = Machine("here", "a made-up machine", 1e10, flops, 1e9, "")
+    monkeypatch.setattr(measure, "measure_machine", lambda device: known)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        code = main(args)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_help_is_narrow_and_has_examples(command):
+    result = CliRunner().invoke(app, ["bench", command, "--help"])
+    assert result.exit_code == 0
+    assert f"pagewise bench {command} " in result.stdout.split("Examples")[1]
+    assert "--iterations" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_without_a_command_there_is_help(run):
+    code, out, err = run("bench")
+    assert (code, err) == (0, "")
+    for command in RUNS:
+        assert re.search(rf"^│ {command} ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_ours_comes_first_beside_its_peers(command, run):
+    code, out, err = run("bench", command, *RUNS[command], *QUICK)
+    assert (code, err) == (0, "")
+    row = r"^(\S.*?)  +[\d.e+-]+ ms +\S+ to \S+ +([\d.]+) x +[\d.]+ x +(\d\.\de[+-]\d\d)$"
+    rows = re.findall(row, out, re.MULTILINE)
+    assert [name.startswith("pagewise.") for name, *_ in rows] == [True, False, False]
+    assert rows[0][1] == "1.00"
+    assert all(float(error) < 1e-5 for *_, error in rows)
+    assert re.search(r"^least time +[\d.e-]+ ms: bytes .*, products .*, exponentials ", out, re.M)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_least_time_is_the_analysis(run):
+    """2 x 2 x 20 x 20 products of 8: 25.6 kFLOP on 100 GFLOP/s; 5760 bytes on 10 GB/s."""
+    _, out, _ = run("bench", "scores", *RUNS["scores"], *QUICK)
+    [(total, moved, products)] = re.findall(
+        r"^least time +(\S+) ms: bytes (\S+), products (\S+),", out, re.MULTILINE
+    )
+    assert float(moved) == pytest.approx(2 * (2 * 20 * 8 + 20 * 20) * 4 / 1e10 * 1e3, rel=0.01)
+    assert float(products) == pytest.approx(2 * 2 * 20 * 20 * 8 / 1e11 * 1e3, rel=0.01)
+    assert float(total) == max(float(moved), float(products))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("attention --iterations 0", "--iterations 0, --warmup 10: expected at least 1 and 0"),
+        ("attention --head-size 0", "head_size is 0"),
+        ("attention --num-heads 3 --num-kv-heads 2", "num_heads=3 is no multiple"),
+        ("attention --head-size 7", "head_size"),
+        ("scores --batch 0", "batch is 0"),
+        ("scores --device tpu", "--device tpu: expected cpu or cuda"),
+        ("scores --dtype int8", "int8"),
+        ("windows --grid 8,8 --window 4", "differ in their number of axes"),
+        ("windows --grid 8,x", "--grid 8,x: expected some whole numbers"),
+        ("windows --head-size 0", "head_size is 0"),
+        ("windows --num-images 0", "num_windows is 0"),
+        ("nothing", "No such command 'nothing'"),
+    ],
+)
+def test_a_mistake_is_one_line(args, message, run):
+    code, out, err = run("bench", *args.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"pagewise: .*\n", err)
+    assert message in err
+
+
+def test_a_gpu_that_is_not_there_is_named(run, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = run("bench", "scores", "--device", "cuda")
+    assert (code, err) == (2, "pagewise: --device cuda: this PyTorch finds no GPU\n")
