@@ -202,9 +202,11 @@ def _run(contest: Contest, iterations: int, warmup: int) -> None:
     roofs = contest.work.on(machine)
     console = Console(highlight=False)
     console.print(f"[bold]{contest.title}[/bold], {machine.title}\n")
-    console.print(_table(results, roofs))
+    shortest = min((result.median for result in results if result.seconds), default=1.0)
+    unit = "µs" if shortest < 1e-3 else "ms"
+    console.print(_table(results, roofs, unit))
     console.print()
-    console.print(aligned(_floor_rows(roofs)))
+    console.print(aligned(_floor_rows(roofs, unit)))
     for note in contest.notes:
         console.print(f"[dim]{note}[/dim]")
     for result in results:
@@ -212,35 +214,40 @@ def _run(contest: Contest, iterations: int, warmup: int) -> None:
             console.print(f"[dim]{result.name} cannot run this: {result.reason}[/dim]")
 
 
-def _table(results: list[Result], roofs: Roofs) -> Table:
+def _table(results: list[Result], roofs: Roofs, unit: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
     table.add_column("", no_wrap=True)
-    for header in ("median", "p10 to p90", "of ours", "of least", "error"):
+    for header in (f"median, {unit}", "p10 to p90", "of ours", "of least", "error"):
         table.add_column(header, justify="right", no_wrap=True)
     ours = results[0]
     for result in results:
         if not result.seconds:
             continue
-        spread = f"{_ms(result.quantile(0.1))} to {_ms(result.quantile(0.9))}"
+        spread = (_in(unit, result.quantile(share)) for share in (0.1, 0.9))
         table.add_row(
             result.name,
-            f"{_ms(result.median)} ms",
-            spread,
+            _in(unit, result.median),
+            " to ".join(spread),
             f"{result.times_slower(ours):.2f} x" if ours.seconds else "",
-            f"{result.median / roofs.seconds:.1f} x",
+            f"{_digits(result.median / roofs.seconds)} x",
             f"{result.error:.1e}",
         )
     return table
 
 
-def _floor_rows(roofs: Roofs) -> dict[str, str]:
+def _floor_rows(roofs: Roofs, unit: str) -> dict[str, str]:
     names = {"bytes": roofs.bytes, "products": roofs.products, "exponentials": roofs.exps}
     return {
-        "least time": f"{_ms(roofs.seconds)} ms: "
-        + ", ".join(f"{name} {_ms(seconds)}" for name, seconds in names.items()),
+        "least time": f"{_in(unit, roofs.seconds)} {unit}: "
+        + ", ".join(f"{name} {_in(unit, seconds)}" for name, seconds in names.items()),
         "error": "the largest difference from float64",
     }
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}"
+def _in(unit: str, seconds: float) -> str:
+    return _digits(seconds * {"µs": 1e6, "ms": 1e3}[unit])
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
