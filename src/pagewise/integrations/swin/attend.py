@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,13 +39,14 @@ def stands_aside(x: Tensor, mask: Tensor | None = None) -> bool:
 
 
 def offsets(index: Tensor, num_tokens: int) -> Tensor:
-    """``rel_offsets`` of a framework's ``[num_tokens, num_tokens]`` index of relative positions.
+    """``rel_offsets`` of a framework's index of relative positions, square or flat.
 
     ``index[i, j] = u[i] - u[j] + centre``, so its first column is ``u`` up to a constant, and only
     differences count. A map smaller than the window keeps the first ``num_tokens`` offsets of the
     whole window, which is what MONAI's checkpoints were trained with.
     """
-    return index[:num_tokens, 0].to(torch.int32)
+    first_column = index.view(-1)[:: math.isqrt(index.numel())]
+    return first_column[:num_tokens].to(torch.int32)
 
 
 def continuous_bias(mlp: nn.Module, coords: Tensor) -> Tensor:

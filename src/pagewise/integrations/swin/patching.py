@@ -153,12 +153,15 @@ def _strangers(model: nn.Module, swaps: Swaps) -> Iterator[Entry]:
     """Modules that look like window attention and are none that we know."""
     known: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, SwappedAttention) or type(module) in swaps:
-            known.update(module.modules())
+        swap = type(module) if isinstance(module, Swapped) else swaps.get(type(module))
+        if swap is not None:
+            known.update(module.modules() if issubclass(swap, SwappedAttention) else [module])
         if module in known:
             continue
+        inside = list(module.modules())
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        if isinstance(module, tuple(swaps)) and not isinstance(module, Swapped):
+        if isinstance(module, tuple(swaps)):
+            known.update(inside)
             yield Entry(name, f"{kind} is a subclass of one we know, and may differ from it")
         elif any(own in MARKS for own in (*module._parameters, *module._modules)):
             yield Entry(name, f"no drop-in for {kind}")

@@ -86,7 +86,7 @@ def _attend_map(module: Any, x: Tensor, qkv_bias: Tensor | None, **scores: Any) 
     x = attend_packed(
         F.linear(x, module.qkv.weight, qkv_bias),
         module.num_heads,
-        rel_offsets=offsets(module.relative_position_index.view(x.shape[1], -1), x.shape[1]),
+        rel_offsets=offsets(module.relative_position_index, x.shape[1]),
         **scores,
         **module.region_memory.of_mask(regions),
     )

@@ -26,30 +26,31 @@ class SwinAttention(SwappedAttention, modeling_swin.SwinAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """``hidden_states`` ``[num_windows, num_tokens, hidden_size]``."""
         bias = self.relative_position_bias
-        if self._is_asked_for_more(hidden_states, attention_mask):
+        if self._is_asked_for_more(hidden_states, attention_mask, kwargs):
             mask = dense_mask(attention_mask, hidden_states.dtype)
             return self.original.forward(self, hidden_states, mask, **kwargs)
-        index = bias.relative_position_index.view(bias.window_area, -1)
         out = attend(
             self.q_proj(hidden_states),
             self.k_proj(hidden_states),
             self.v_proj(hidden_states),
             self.num_attention_heads,
             bias_table=bias.relative_position_bias_table,
-            rel_offsets=offsets(index, bias.window_area),
+            rel_offsets=offsets(bias.relative_position_index, bias.window_area),
             softmax_scale=self.scaling,
             **self.region_memory.of_mask(attention_mask),
         )
         return self.o_proj(out), None
 
-    def _is_asked_for_more(self, x: Tensor, mask: Tensor | None) -> bool:
+    def _is_asked_for_more(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
         chosen = self.config._attn_implementation
-        # Weights leave through a hook, and only the eager attention has any. A window cut down to
-        # a small map does not fit the table: the original says so.
-        return (
+        wanted = options.get("output_attentions", getattr(self.config, "output_attentions", False))
+        # The eager attention's weights may also leave through a hook. A window cut down to a small
+        # map does not fit the table: the original says so.
+        return bool(
             self.needs_original(x, mask)
+            or wanted
             or chosen not in (None, "eager", "sdpa")
-            or (chosen != "sdpa" and bool(self._forward_hooks))
+            or (chosen != "sdpa" and self._forward_hooks)
             or x.shape[1] != self.relative_position_bias.window_area
         )
 

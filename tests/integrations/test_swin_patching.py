@@ -1,0 +1,444 @@
+"""Patching leaves no trace, steps aside where it must, and never takes a module on trust."""
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from swin_models import CASES, framework, gradients, result, transformers
+
+from pagewise.integrations import swin
+from pagewise.integrations.swin.swapped import Swapped, SwappedAttention, SwappedLayer
+
+ONE_EACH = ["monai-3d", "torchvision-v1", "torchvision-v2", "timm-v1-dynamic", "timm-v2"]
+ONE_EACH += ["transformers-v1", "transformers-v2"]
+
+
+def run(name, model):
+    with torch.no_grad():
+        return result(model(CASES[name].input()))
+
+
+def snapshot(model):
+    """Everything that makes a model: classes, names, and the very tensors."""
+    return {
+        name: (type(module), sorted(vars(module)), [*module._parameters.items()],
+               [(key, id(value)) for key, value in module._buffers.items()])
+        for name, module in model.named_modules()
+    }  # fmt: skip
+
+
+@pytest.fixture(params=ONE_EACH)
+def name(request):
+    return request.param
+
+
+# --- what stays, and what comes back ------------------------------------------------------------
+
+
+def test_the_state_dict_stays(name):
+    model = CASES[name].model()
+    before = model.state_dict()
+    swin.patch(model)
+    run(name, model)
+    after = model.state_dict()
+    assert [*before] == [*after]
+    assert all(before[key].data_ptr() == after[key].data_ptr() for key in before)
+    assert not model.load_state_dict(before).missing_keys
+
+
+def test_unpatch_restores_exactly(name):
+    model = CASES[name].model()
+    before, out = snapshot(model), run(name, model)
+    swin.patch(model)
+    run(name, model)
+    assert snapshot(model) != before
+    swin.unpatch(model)
+    assert snapshot(model) == before
+    assert torch.equal(run(name, model), out)
+
+
+def test_patching_twice_is_patching_once(name):
+    model = CASES[name].model()
+    report, once = swin.patch(model), snapshot(model)
+    assert swin.patch(model) == report
+    assert snapshot(model) == once
+    swin.unpatch(model)
+    assert not any(isinstance(module, Swapped) for module in model.modules())
+    swin.unpatch(model)
+
+
+def test_patched_ends_with_its_block_and_leaves_what_was_patched_before():
+    model = CASES["transformers-v1"].model()
+    before = snapshot(model)
+    with swin.patched(model) as report:
+        assert len(report.attentions) == 4
+        assert snapshot(model) != before
+    assert snapshot(model) == before
+    with pytest.raises(ValueError, match="unpack"), swin.patched(model):
+        model(torch.randn(1, 2, 3))
+    assert snapshot(model) == before
+    first = model.encoder.layers[0]
+    swin.patch(first)
+    before = snapshot(model)
+    with swin.patched(model):
+        assert snapshot(model) != before
+        with swin.patched(model):
+            pass
+        assert snapshot(model) != before
+    assert snapshot(model) == before
+
+
+def test_a_patched_model_is_its_frameworks(name):
+    model = CASES[name].model()
+    kinds = [type(module) for module in model.modules()]
+    swin.patch(model)
+    assert all(map(isinstance, model.modules(), kinds))
+
+
+def test_copies_are_patched_and_stand_alone(name):
+    model = CASES[name].model()
+    swin.patch(model)
+    out = run(name, model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(name, twin), out)
+    swin.unpatch(model)
+    assert any(isinstance(module, SwappedAttention) for module in twin.modules())
+    assert torch.equal(run(name, twin), out)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(run(name, twin), out)
+
+
+def test_pickles_are_patched(name):
+    model = CASES[name].model()
+    report = swin.patch(model)
+    out = run(name, model)
+    other = pickle.loads(pickle.dumps(model))
+    assert swin.patch(other) == report
+    assert torch.equal(run(name, other), out)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(run(name, torch.load(file, weights_only=False)), out)
+
+
+def test_our_names_hide_none_of_the_frameworks(name):
+    """A name of ours that a framework's object has as well would change the framework's code."""
+    ours = {key for kind in (Swapped, SwappedAttention, SwappedLayer) for key in vars(kind)}
+    ours = {key for key in ours if not key.startswith("__")} | {"_regions"}
+    for module in CASES[name].model().modules():
+        names = {*dir(module)} | {*module._modules} | {*module._buffers}
+        assert not ours & names, type(module)
+
+
+def test_threads_share_a_patched_model():
+    """Each thread has its own size of map, so they fight for the memory of region ids."""
+    model = CASES["timm-v2-dynamic"].model()
+    sizes = [(72, 120), (64, 88), (96, 72), (40, 120)]
+    images = [torch.randn(1, 3, *size) for size in sizes]
+    swin.patch(model)
+    with torch.no_grad():
+        expected = [model(image) for image in images]
+    wrong = []
+
+    def work(image, out):
+        with torch.no_grad():
+            if not all(torch.equal(model(image), out) for _ in range(5)):
+                wrong.append(image.shape)
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(images, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- where it steps aside -----------------------------------------------------------------------
+
+
+def operators(graph):
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("name", ["torchvision-v2", "timm-v1", "timm-v2", "transformers-v2"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_sees_the_original(name, strict):
+    model, x = CASES[name].model(), CASES[name].input()
+    before = operators(torch.export.export(model, (x,), strict=strict).graph)
+    swin.patch(model)
+    after = operators(torch.export.export(model, (x,), strict=strict).graph)
+    assert after == before
+    assert not any("pagewise" in operator for operator in after)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["monai-2d", "torchvision-v1", "timm-v1-dynamic"])
+def test_tracing_sees_the_original(name):
+    model, x = CASES[name].model(), CASES[name].input()
+    before = str(torch.jit.trace(model, x, check_trace=False).inlined_graph)
+    swin.patch(model)
+    after = str(torch.jit.trace(model, x, check_trace=False).inlined_graph)
+    assert "pagewise::" not in after
+    assert after.count("aten::softmax") == before.count("aten::softmax") > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["torchvision-v1", "torchvision-v2", "timm-v1"])
+def test_scripting_unpatches(name):
+    model, x = CASES[name].model(), CASES[name].input()
+    expected = model(x)
+    swin.patch(model)
+    scripted = torch.jit.script(model)
+    assert "pagewise" not in str(scripted.inlined_graph)
+    torch.testing.assert_close(scripted(x), expected, rtol=1e-4, atol=1e-5)
+    assert not any(isinstance(module, Swapped) for module in model.modules())
+    assert swin.patch(model).attentions
+
+
+def test_symbolic_tracing_sees_the_original():
+    model = CASES["torchvision-v2"].model()
+    swin.patch(model)
+    graph = torch.fx.symbolic_trace(model)
+    assert any("shifted_window_attention" in str(node.target) for node in graph.graph.nodes)
+    x = CASES["torchvision-v2"].input()
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_functional_transforms_see_the_original(attentions):
+    model, x = CASES["timm-v2"].model(), CASES["timm-v2"].input()
+    swin.patch(model)
+    expected = model(x)
+    attentions.clear()
+    found = torch.func.vmap(lambda image: model(image[None])[0], randomness="error")(x)
+    assert not attentions
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+DROPOUTS = {
+    "monai-3d": "attn_drop_rate",
+    "torchvision-v1": "attention_dropout",
+    "torchvision-v2": "attention_dropout",
+    "timm-v1-dynamic": "attn_drop_rate",
+    "timm-v2": "attn_drop_rate",
+    "transformers-v1": "attention_probs_dropout_prob",
+    "transformers-v2": "attention_probs_dropout_prob",
+}
+
+
+def test_training_with_dropout_of_weights_is_the_originals(name, attentions):
+    model = CASES[name].model(**{DROPOUTS[name]: 0.5}).train()
+    x = CASES[name].input()
+    torch.manual_seed(3)
+    expected = gradients(model, x)
+    report = swin.patch(model)
+    assert all("its own code while training" in entry.what for entry in report.attentions)
+    attentions.clear()
+    torch.manual_seed(3)
+    found = gradients(model, x)
+    assert not attentions
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    run(name, model.eval())
+    assert len(attentions) == len(report.attentions)
+
+
+@pytest.mark.parametrize("name", ["transformers-v1", "transformers-v2"])
+def test_weights_that_are_asked_for_are_the_originals(name, attentions):
+    model, x = CASES[name].model(attn_implementation="eager"), CASES[name].input()
+    expected = model(x, output_attentions=True).attentions
+    assert expected
+    swin.patch(model)
+    attentions.clear()
+    found = model(x, output_attentions=True).attentions
+    assert not attentions
+    assert all(map(torch.equal, found, expected))
+
+
+def test_attention_that_is_somebody_elses_stays_so(attentions):
+    from transformers import AttentionInterface
+
+    def mine(module, query, key, value, mask, **options):
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    AttentionInterface.register("mine", mine)
+    try:
+        model = CASES["transformers-v1"].model()
+        swin.patch(model)
+        attentions.clear()
+        model.set_attn_implementation("mine")
+        run("transformers-v1", model)
+        assert not attentions
+    finally:
+        del AttentionInterface._global_mapping["mine"]
+
+
+def test_a_window_that_does_not_fit_its_table_fails_as_before():
+    """Transformers' Swin cuts windows down to small maps, but not their biases."""
+    model = transformers(image_size=20, depths=[1, 1], window_size=7)
+    x = torch.randn(1, 3, 20, 20)
+    with pytest.raises(RuntimeError) as before:
+        model(x)
+    swin.patch(model)
+    with pytest.raises(RuntimeError) as after:
+        model(x)
+    assert str(after.value) == str(before.value)
+
+
+def test_a_layer_gives_dense_masks_to_an_attention_that_was_unpatched():
+    for name in ("monai-3d", "timm-v1-dynamic", "transformers-v1", "transformers-v2"):
+        model = CASES[name].model()
+        expected = run(name, model)
+        swin.patch(model)
+        for module in list(model.modules()):
+            if isinstance(module, SwappedAttention):
+                swin.unpatch(module)
+        torch.testing.assert_close(run(name, model), expected, rtol=0, atol=0)
+
+
+# --- what it leaves alone -----------------------------------------------------------------------
+
+
+def test_a_release_that_computes_something_else_is_left_alone(name, monkeypatch):
+    model = CASES[name].model()
+    kinds = {type(module) for module in model.modules()}
+    swin.patch(model)
+    kinds &= {module.original for module in model.modules() if isinstance(module, SwappedAttention)}
+    swin.unpatch(model)
+    (kind,) = kinds
+    forward = kind.forward
+
+    def colder(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        return (out[0] * 1.001, *out[1:]) if isinstance(out, tuple) else out * 1.001
+
+    monkeypatch.setattr(kind, "forward", colder)
+    expected = run(name, model)
+    report = swin.patch(model)
+    assert not report.attentions
+    assert not report.layers
+    assert all("computes something else" in entry.what for entry in report.left_alone)
+    assert torch.equal(run(name, model), expected)
+
+
+def test_a_mask_that_another_release_makes_otherwise_is_left_alone(monkeypatch):
+    model = CASES["transformers-v1"].model()
+    kind = type(model.encoder.layers[0].blocks[1])
+    make = kind.get_attn_mask
+
+    def twice(*args, **kwargs):
+        mask = make(*args, **kwargs)
+        return None if mask is None else 2 * mask
+
+    monkeypatch.setattr(kind, "get_attn_mask", twice)
+    expected = run("transformers-v1", model)
+    report = swin.patch(model)
+    assert len(report.attentions) == 4
+    assert not report.layers
+    assert len(report.left_alone) == 2
+    torch.testing.assert_close(run("transformers-v1", model), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_trial_that_fails_is_the_reason(monkeypatch):
+    model = CASES["transformers-v1"].model()
+    kind = type(model.encoder.layers[0].blocks[0].attention)
+    monkeypatch.setattr(kind, "forward", lambda self: None)
+    assert "TypeError" in swin.patch(model).left_alone[0].what
+
+
+def test_a_forward_on_the_instance_is_left_alone():
+    model = CASES["transformers-v1"].model()
+    attention = model.encoder.layers[0].blocks[1].attention
+    attention.forward = attention.forward
+    report = swin.patch(model)
+    assert [entry.name for entry in report.left_alone] == ["encoder.layers.0.blocks.1.attention"]
+    assert "replaced" in report.left_alone[0].what
+    assert len(report.attentions) == 3
+    assert [entry.name for entry in report.layers] == ["encoder.layers.1.blocks.1"]
+
+
+def test_subclasses_and_strangers_are_left_alone():
+    library = framework("transformers")
+    model = CASES["transformers-v1"].model()
+    attention = model.encoder.layers[0].blocks[0].attention
+    attention.__class__ = type("Mine", (type(attention),), {})
+    left = swin.patch(model).left_alone
+    assert len(left) == 1
+    assert "Mine is a subclass" in left[0].what
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1], "num_heads": [1]}
+    donut = library.DonutSwinModel(library.DonutSwinConfig(**sizes, window_size=4))
+    report = swin.patch(donut)
+    assert not report.attentions
+    assert "no drop-in for transformers.models.donut" in report.left_alone[0].what
+
+
+def test_parameters_without_values_are_left_alone():
+    with torch.device("meta"):
+        model = transformers()
+    report = swin.patch(model)
+    assert not report.attentions
+    assert all("meta device" in entry.what for entry in report.left_alone)
+
+
+def test_patching_draws_no_random_numbers_and_changes_no_mode(name):
+    model = CASES[name].model().train()
+    state = torch.random.get_rng_state()
+    swin.patch(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_model_without_windows():
+    report = swin.patch(torch.nn.Linear(2, 2))
+    assert str(report) == "patched: 0 window attentions"
+
+
+def test_the_report_names_every_module():
+    model = CASES["transformers-v1"].model()
+    words = str(swin.patch(model)).splitlines()
+    assert words[0] == "patched: 4 window attentions"
+    assert words[1] == (
+        "  encoder.layers.0.blocks.0.attention: Transformers Swin, window 4×4, 2 heads of 8"
+    )
+    assert words[5] == "region ids instead of dense masks: 2 layers"
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Squares(torch.utils._python_dispatch.TorchDispatchMode):
+    """The shapes that operations give which span the tokens of a window twice."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes, self.squares = sizes, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim() > 1:
+                rows, columns = tensor.shape[-2:]
+                if rows == columns and rows in self.sizes:
+                    self.squares.append(tuple(tensor.shape))
+        return out
+
+
+@pytest.mark.parametrize(
+    "name", ["monai-3d", "torchvision-v1", "timm-v1-dynamic", "timm-v2-dynamic", "transformers-v2"]
+)
+def test_no_operation_forms_scores_or_dense_masks(name):
+    case = CASES[name]
+    wider = {"embed_dim": 24} if name == "transformers-v2" else {}  # than a window has tokens
+    model, x = case.model(**wider), case.input()
+    tokens = {"monai-3d": {27}, "transformers-v2": {16}}.get(name, {49})
+    with Squares(tokens) as before:
+        gradients(model, x)
+    assert before.squares
+    swin.patch(model)
+    with Squares(tokens) as after:
+        gradients(model, x)
+    assert not after.squares
