@@ -26,6 +26,7 @@ from pagewise.testing import (
 )
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
 def plan_for(inputs, num_threads=2, **device):
@@ -90,6 +91,14 @@ def assert_same_bits(result, expected):
         assert torch.equal(got, wanted)
 
 
+def poison_of(tensor):
+    return -128 if tensor.dtype == INT8 else math.nan
+
+
+def is_poison(tensor):
+    return tensor == -128 if tensor.dtype == INT8 else tensor.isnan()
+
+
 def random_inputs(name, count, **changes):
     for i in range(count):
         yield make_inputs(replace(random_case(random.Random(f"{name}-{i}")), **changes))
@@ -111,12 +120,18 @@ def test_everything_unused_is_poisoned():
                 used[row[i], : seq_len - i * block_size] = True
         assert 0 in lengths
         assert not used.all(dim=1).all()  # a block that nobody holds
-        for cache in (inputs.k_cache, inputs.v_cache):
-            assert cache[~used].isnan().all()
-            assert cache[used].isfinite().all()
+        scales = (
+            [inputs.options["k_scale"], inputs.options["v_scale"]] if inputs.case.scales else []
+        )
+        for tensor in (inputs.k_cache, inputs.v_cache, *scales):
+            if tensor.dim() < 3:
+                assert tensor.isfinite().all()
+            else:
+                assert is_poison(tensor[~used]).all()
+                assert not is_poison(tensor[used]).any()
         assert inputs.out.isnan().all()
         again = make_inputs(inputs.case)
-        assert torch.equal(again.k_cache.nan_to_num(), inputs.k_cache.nan_to_num())
+        assert torch.equal(again.k_cache.float().nan_to_num(), inputs.k_cache.float().nan_to_num())
         assert torch.equal(again.batch.block_tables, tables)
 
 
@@ -125,8 +140,8 @@ def test_what_lies_between_strided_tensors_is_poisoned():
     for inputs in random_inputs("gaps", 10, strided=True):
         for tensor in (inputs.q, inputs.k_cache, inputs.v_cache):
             buffer = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            gaps += int(buffer.isnan().sum() - tensor.isnan().sum())
-            assert int((~buffer.isnan()).sum()) == int((~tensor.isnan()).sum())
+            gaps += int(is_poison(buffer).sum() - is_poison(tensor).sum())
+            assert int((~is_poison(buffer)).sum()) == int((~is_poison(tensor)).sum())
     assert gaps > 1000
 
 
@@ -197,6 +212,42 @@ CASES = [
         PagedCase((1, 20), (600, 90), dtype=dtype, kv_dtype=kv_dtype, head_size=40, strided=True)
         for dtype, kv_dtype in itertools.product((F32, F16, BF16), repeat=2)
     ),
+    # 8-bit caches: every type with every type of queries; few and many rows; one row a head
+    *(
+        PagedCase(
+            (1, 3, 20),
+            (600, 70, 90),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            scales=scales,
+            head_size=head_size,
+            v_head_size=72,
+            strided=True,
+        )
+        for dtype, (kv_dtype, scales, head_size) in itertools.product(
+            (F32, F16, BF16), ((E4M3, "token", 64), (E5M2, "head", 40), (INT8, "tensor", 128))
+        )
+    ),
+    *(
+        PagedCase((1, 20), (1070, 40), 4, group, dtype=BF16, kv_dtype=kv_dtype, scales="token")
+        for kv_dtype, group in itertools.product((E4M3, E5M2, INT8), (4, 1))
+    ),
+    *(
+        PagedCase(
+            (1, 9),
+            (700, 70),
+            6,
+            2,
+            kv_dtype=E4M3,
+            scales=scales,
+            sliding_window=65,
+            logits_soft_cap=5.0,
+            has_alibi=True,
+            has_sinks=True,
+            dtype=BF16,
+        )
+        for scales in ("tensor", "head", "token")
+    ),
     # shared blocks
     PagedCase((1,) * 8, tuple(range(40, 80, 5)), shares_prefix=True),
 ]
@@ -225,7 +276,8 @@ def test_random_cases_match_the_oracle(block):
 def test_random_cases_match_the_oracle_without_bf16_dot(block):
     for i in range(16):
         case = random_case(random.Random(f"bf16-{block}-{i}"))
-        inputs = make_inputs(replace(case, dtype=BF16, kv_dtype=None))
+        kv_dtype = case.kv_dtype if case.scales else None
+        inputs = make_inputs(replace(case, dtype=BF16, kv_dtype=kv_dtype))
         assert_matches(without_bf16_dot(inputs), inputs)
 
 
@@ -246,7 +298,8 @@ def test_random_cases_meet_every_feature():
     assert {0, 1, 2} < lengths
     assert max(lengths) > 1024
     assert {case.dtype for case in cases} == {F32, F16, BF16}
-    assert len({(case.dtype, case.cache_dtype) for case in cases}) == 9
+    assert len({(case.dtype, case.cache_dtype) for case in cases}) == 18
+    assert {case.scales for case in cases} == {None, "tensor", "head", "token"}
     assert {24, 40, 72, 80, 96, 112, 256} < {case.head_size for case in cases}
     assert {None, 0.0} < {case.softmax_scale for case in cases}
     for feature in ("v_head_size", "sliding_window", "logits_soft_cap"):
@@ -418,10 +471,14 @@ def test_permuting_physical_blocks_changes_no_bit():
         known = (tables >= 0) & (tables < num_blocks)
         moved = tables.clone()
         moved[known] = order.argsort().int()[tables[known]]
+        options = dict(inputs.options)
+        if inputs.case.scales == "token":
+            options |= {name: options[name][order] for name in ("k_scale", "v_scale")}
         other = inputs.replace(
             k_cache=inputs.k_cache[order],
             v_cache=inputs.v_cache[order],
             batch=replace(inputs.batch, block_tables=moved),
+            options=options,
         )
         assert_same_bits(on_two_threads(other), on_two_threads(inputs))
 
@@ -647,24 +704,29 @@ def test_inputs_are_never_written(attend):
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         attend(inputs)
         for name, tensor in tensors.items():
-            assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name
-            assert torch.equal(tensor.isnan(), before[name].isnan()), name
+            same = [t.contiguous().flatten().view(torch.uint8) for t in (tensor, before[name])]
+            assert torch.equal(*same), name
 
 
 def test_the_cpu_path_reads_no_key_that_no_row_sees():
     hidden = 0
     for inputs in random_inputs("unseen", 40, sliding_window=3, shares_prefix=False):
         expected = on_two_threads(inputs)
-        k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
+        paged = {"k_cache": inputs.k_cache.clone(), "v_cache": inputs.v_cache.clone()}
+        if inputs.case.scales == "token":
+            paged |= {name: inputs.options[name].clone() for name in ("k_scale", "v_scale")}
         tables = inputs.batch.block_tables.clone()
         block_size = inputs.problem.block_size
         for seq, query_len in enumerate(inputs.batch.cu_seqlens_q.diff().tolist()):
             seq_len = int(inputs.batch.seq_lens[seq])
             for key in range(seq_len if query_len == 0 else max(0, seq_len - query_len - 2)):
                 block = int(tables[seq, key // block_size])
-                k_cache[block, key % block_size] = v_cache[block, key % block_size] = math.nan
+                for tensor in paged.values():
+                    tensor[block, key % block_size].fill_(poison_of(tensor))
                 hidden += 1
-        assert_same_bits(on_two_threads(inputs.replace(k_cache=k_cache, v_cache=v_cache)), expected)
+        caches = {name: paged.pop(name) for name in ("k_cache", "v_cache")}
+        spoilt = inputs.replace(**caches, options={**inputs.options, **paged})
+        assert_same_bits(on_two_threads(spoilt), expected)
     assert hidden > 1000
 
 

@@ -12,7 +12,7 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS = 6, 5, 3
 
 
-@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def write(request, mirror):
     def call(k, v, k_cache, v_cache, slots, k_scale, v_scale):
         arguments = (k, v, k_cache, v_cache, slots, k_scale, v_scale)

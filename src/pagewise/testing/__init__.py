@@ -8,9 +8,10 @@ A kernel with the contract of ``paged_attention`` is tested in five lines::
         assert_matches(result, inputs)
 """
 
-from .paged_cases import TABLE_POISON, PagedCase, PagedInputs, make_inputs, random_case
+from .paged_cases import TABLE_POISON, PagedCase, PagedInputs, make_inputs
 from .paged_oracle import Comparison, Tolerance, assert_matches, compare, oracle, tolerance
 from .poison import poisoned_memory
+from .random_cases import random_case
 
 __all__ = [
     "TABLE_POISON",

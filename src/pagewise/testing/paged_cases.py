@@ -21,14 +21,24 @@ import torch
 from torch import Tensor
 
 from ..ops.paged_attention import PagedBatch, Problem, paged_attention
+from ..ops.scales import LARGEST_CODE, bind_scales
 from ..tiles.state import AttentionOutput
 
-__all__ = ["TABLE_POISON", "PagedCase", "PagedInputs", "make_inputs", "random_case"]
+__all__ = ["TABLE_POISON", "PagedCase", "PagedInputs", "make_inputs"]
 
 TABLE_POISON = 2147480000
 """What stands past a block table row's end: a read there leaves any cache."""
 
-_SHORT_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_SHORT_NAMES = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "int8",
+}
+_INT8_POISON = -128
+"""int8 has no NaN; at least ``write_kv`` writes no -128."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ class PagedCase:
     """Element type of q and out."""
     kv_dtype: torch.dtype | None = None
     """Element type of the caches. ``None``: as ``dtype``."""
+    scales: str | None = None
+    """What an 8-bit cache has one scale for: ``"tensor"``, ``"head"`` or ``"token"``."""
     softmax_scale: float | None = None
     causal: bool = True
     sliding_window: int | None = None
@@ -77,6 +89,11 @@ class PagedCase:
                 f"query_lens has {len(self.query_lens)} entries but seq_lens has "
                 f"{len(self.seq_lens)}: one each a sequence"
             )
+        if (self.cache_dtype in LARGEST_CODE) != (self.scales is not None):
+            raise ValueError(
+                f"scales is {self.scales!r} but caches are {self.cache_dtype}: an 8-bit cache has "
+                "scales, no other has"
+            )
 
     def __str__(self) -> str:
         """A short name, good as a test's id."""
@@ -95,6 +112,7 @@ class PagedCase:
             "strided" * self.strided,
             "shared" * self.shares_prefix,
             "/".join(dict.fromkeys(types)),
+            f"{self.scales}-scales" * (self.scales is not None),
         ]
         return "-".join(word for word in words if word)
 
@@ -117,18 +135,21 @@ class PagedInputs:
     q: Tensor
     """``[num_tokens, num_heads, head_size]``."""
     k_cache: Tensor
-    """``[num_blocks, block_size, num_kv_heads, head_size]``, NaN where no sequence has a key."""
+    """``[num_blocks, block_size, num_kv_heads, head_size]``, NaN where no sequence has a key (or
+    -128 in int8)."""
     v_cache: Tensor
-    """``[num_blocks, block_size, num_kv_heads, v_head_size]``, NaN at the same slots."""
+    """``[num_blocks, block_size, num_kv_heads, v_head_size]``, likewise at the same slots."""
     batch: PagedBatch
     options: dict[str, Any]
-    """Keyword arguments: scale, mask, cap, ``alibi_slopes`` and ``sinks``."""
+    """Keyword arguments: scale, mask, cap, ``alibi_slopes``, ``sinks``, and the scales of 8-bit
+    caches, NaN for slots where no sequence has a key."""
     out: Tensor
     """``[num_tokens, num_heads, v_head_size]`` of NaN, to be written."""
 
     @property
     def problem(self) -> Problem:
         """What ``make_plan`` is asked about."""
+        k_scale, v_scale = self.options.get("k_scale"), self.options.get("v_scale")
         return Problem(
             num_seqs=self.batch.num_seqs,
             num_tokens=self.q.shape[0],
@@ -141,6 +162,7 @@ class PagedInputs:
             block_size=self.k_cache.shape[1],
             q_dtype=self.q.dtype,
             kv_dtype=self.k_cache.dtype,
+            scale_kind=bind_scales(k_scale, v_scale, self.k_cache, self.v_cache)[0],
         )
 
     def attend(self, **changes: Any) -> AttentionOutput:
@@ -157,8 +179,8 @@ def make_inputs(case: PagedCase) -> PagedInputs:
     """Draw a case's numbers: the same case gives the same inputs on every machine.
 
     Physical blocks are in random order. Unused slots of used blocks, unused blocks, ``out`` and
-    (with ``strided``) all memory around the tensors hold NaN; table entries past a row's end
-    hold ``TABLE_POISON``.
+    (with ``strided``) all memory around the tensors hold NaN (-128 in int8); table entries past
+    a row's end hold ``TABLE_POISON``.
 
     Example:
         >>> inputs = make_inputs(PagedCase(query_lens=(2, 1), seq_lens=(2, 30), block_size=8))
@@ -172,16 +194,22 @@ def make_inputs(case: PagedCase) -> PagedInputs:
     seq_lens.insert(empty, 0)
     block_tables, used = _place(case, seq_lens, rng)
 
-    def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
-        numbers = torch.randn(shape, generator=generator)
-        return _spread(numbers.to(dtype), math.nan, rng if case.strided else None)
+    def tensor(numbers: Tensor, dtype: torch.dtype, used: Tensor | None = None) -> Tensor:
+        poison = _INT8_POISON if dtype == torch.int8 else math.nan
+        if used is not None:
+            numbers[~used] = poison
+        return _spread(numbers.to(dtype), poison, rng if case.strided else None)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
 
     num_tokens, kv = sum(query_lens), (*used.shape, case.num_kv_heads)
-    q = tensor(case.dtype, num_tokens, case.num_heads, case.head_size)
-    k_cache = tensor(case.cache_dtype, *kv, case.head_size)
-    v_cache = tensor(case.cache_dtype, *kv, case.value_size)
-    out = tensor(case.dtype, num_tokens, case.num_heads, case.value_size)
-    k_cache[~used], v_cache[~used], out[:] = math.nan, math.nan, math.nan
+    q = tensor(normal(num_tokens, case.num_heads, case.head_size), case.dtype)
+    k_cache, v_cache = (
+        tensor(_encodable(normal(*kv, size), case.cache_dtype), case.cache_dtype, used)
+        for size in (case.head_size, case.value_size)
+    )
+    out = tensor(normal(num_tokens, case.num_heads, case.value_size) * math.nan, case.dtype)
     starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     batch = PagedBatch(
         _spread(block_tables, TABLE_POISON, rng if case.strided else None),
@@ -198,7 +226,22 @@ def make_inputs(case: PagedCase) -> PagedInputs:
         "alibi_slopes": torch.rand(case.num_heads, generator=generator) if case.has_alibi else None,
         "sinks": 2 * torch.randn(case.num_heads, generator=generator) if case.has_sinks else None,
     }
+    shapes = {"tensor": (), "head": kv[2:], "token": kv}
+    for name in ("k_scale", "v_scale") if case.scales else ():
+        # Codes spread over a quarter of their range; what they stand for, over about 1.
+        numbers = torch.rand(shapes[str(case.scales)], generator=generator) + 0.5
+        numbers *= 4 / LARGEST_CODE[case.cache_dtype]
+        options[name] = tensor(numbers, torch.float32, used if case.scales == "token" else None)
     return PagedInputs(case, q, k_cache, v_cache, batch, options, out)
+
+
+def _encodable(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Normal numbers as they are, or over the range of an 8-bit type."""
+    if dtype not in LARGEST_CODE:
+        return numbers
+    largest = LARGEST_CODE[dtype]
+    codes = (numbers * (largest / 4)).clamp(-largest, largest)
+    return codes.round() if dtype == torch.int8 else codes
 
 
 def _place(case: PagedCase, seq_lens: list[int], rng: random.Random) -> tuple[Tensor, Tensor]:
@@ -224,7 +267,7 @@ def _place(case: PagedCase, seq_lens: list[int], rng: random.Random) -> tuple[Te
 
 def _spread(tensor: Tensor, poison: float, rng: random.Random | None) -> Tensor:
     """The same tensor as a view of a larger, poisoned one, its leading dimensions in any order."""
-    if rng is None:
+    if rng is None or tensor.dim() == 0:
         return tensor
     last = tensor.dim() - 1
     order = [*rng.sample(range(last), last), last]
@@ -237,73 +280,3 @@ def _spread(tensor: Tensor, poison: float, rng: random.Random | None) -> Tensor:
         view = view.narrow(dim, before[dim], size)
     view = view.permute([order.index(dim) for dim in range(tensor.dim())])
     return view.copy_(tensor)
-
-
-_GROUPS = (1, 1, 1, 2, 3, 4, 4, 5, 6, 7, 8)
-_HEAD_SIZES = (8, 16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 192, 256)
-_BLOCK_SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 16, 16, 17, 32, 33, 64, 100, 128, 255, 256)
-_SCALES = (None, None, None, None, None, None, 0.0, 1.0, 0.5, 0.02, -0.1)
-_MOST_WORK = 1 << 24  # multiply-adds of a case: some milliseconds for the oracle
-_EXP = 64  # multiply-adds that take as long as a score's exponential
-
-
-def random_case(rng: random.Random) -> PagedCase:
-    """Any legal mix of lengths, sizes, types and features; mostly small, so that many can run.
-
-    Example:
-        >>> case = random_case(random.Random(7))
-        >>> case == random_case(random.Random(7))
-        True
-    """
-    num_kv_heads, head_size = rng.choice([1, 1, 2, 2, 3, 4]), _random_size(rng)
-    num_heads = num_kv_heads * rng.choice(_GROUPS)
-    v_head_size = _random_size(rng) if rng.random() < 0.3 else None
-    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16, torch.bfloat16])
-    other = rng.choice([torch.float32, torch.float16, torch.bfloat16])
-    work = num_heads * (head_size + (v_head_size or head_size) + _EXP)
-    query_lens, seq_lens = _random_lengths(rng, _MOST_WORK // work)
-    longest = max(*query_lens, *seq_lens, 1)
-    return PagedCase(
-        query_lens=query_lens,
-        seq_lens=seq_lens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        v_head_size=v_head_size,
-        block_size=rng.choice(_BLOCK_SIZES) if rng.random() < 0.8 else rng.randint(1, 256),
-        dtype=dtype,
-        kv_dtype=other if rng.random() < 0.25 else None,
-        softmax_scale=rng.choice(_SCALES),
-        causal=rng.random() < 0.8,
-        sliding_window=rng.randint(1, rng.randint(1, longest + 8)) if rng.random() < 0.3 else None,
-        logits_soft_cap=rng.choice([0.5, 5.0, 30.0, 50.0]) if rng.random() < 0.2 else None,
-        has_alibi=rng.random() < 0.2,
-        has_sinks=rng.random() < 0.2,
-        strided=rng.random() < 0.4,
-        shares_prefix=rng.random() < 0.2,
-        seed=rng.randrange(1 << 31),
-    )
-
-
-def _random_size(rng: random.Random) -> int:
-    return rng.choice(_HEAD_SIZES) if rng.random() < 0.8 else 8 * rng.randint(1, 32)
-
-
-def _random_lengths(
-    rng: random.Random, most_scores: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query and key lengths of a batch of decode, prefill, chunks or all of them."""
-    query_lens, seq_lens = [], []
-    kinds = rng.choice([["decode"], ["prefill"], ["chunk"], ["decode", "prefill", "chunk", "odd"]])
-    for _ in range(rng.choice([1, 1, 2, 3, 4, 6])):
-        ends = rng.choice([(0, 3), *[(1, 64)] * 5, *[(60, 300)] * 3, (300, 700), (1000, 1200)])
-        seq_len = rng.randint(*ends)
-        chunk = rng.randint(1, max(1, min(seq_len, rng.choice([4, 40, 400]))))
-        more_than_keys = seq_len + rng.randint(0, 5) if seq_len < 50 else 0
-        lengths = {"decode": 1, "prefill": seq_len, "chunk": chunk, "odd": more_than_keys}
-        query_len = lengths[rng.choice(kinds)]
-        query_len = min(query_len, max(1, most_scores // max(1, seq_len)))
-        most_scores -= query_len * seq_len
-        query_lens.append(query_len)
-        seq_lens.append(seq_len)
-    return tuple(query_lens), tuple(seq_lens)

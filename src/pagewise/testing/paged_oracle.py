@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..ops.paged_attention import reference
 from ..ops.paged_attention.problem import Options
+from ..ops.scales import LARGEST_CODE
 from ..tiles.state import AttentionOutput
 from .paged_cases import PagedInputs
 
@@ -113,7 +114,9 @@ def tolerance(inputs: PagedInputs, expected: AttentionOutput | None = None) -> T
     expected = expected or oracle(inputs)
     if not expected.lse.numel():
         return Tolerance(0.0, 0.0)
-    dtype = torch.promote_types(inputs.q.dtype, inputs.k_cache.dtype)
+    dtype = inputs.q.dtype
+    if inputs.k_cache.dtype not in LARGEST_CODE:
+        dtype = torch.promote_types(dtype, inputs.k_cache.dtype)
     eager = _eager(inputs, dtype)
     eager32 = eager if dtype == torch.float32 else _eager(inputs, torch.float32)
     u, u32 = (torch.finfo(kind).eps / 2 for kind in (inputs.q.dtype, torch.float32))
@@ -199,7 +202,8 @@ def _eager(inputs: PagedInputs, dtype: torch.dtype) -> _Eager:
     outs, lses, spreads, sizes = [], [], [0.0], [0.0]
     for seq, seq_len in enumerate(batch.seq_lens.tolist()):
         q = inputs.q[starts[seq] : starts[seq + 1]].to(dtype).movedim(0, 1)  # [heads, query, size]
-        k, v = (_contiguous(c, tables[seq], seq_len, q) for c in (inputs.k_cache, inputs.v_cache))
+        caches = (inputs.k_cache, options.k_scale), (inputs.v_cache, options.v_scale)
+        k, v = (_contiguous(*cache, tables[seq], seq_len, q) for cache in caches)
         scores = _eager_scores(q, k, options)
         weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :seq_len]
         outs.append((weights @ v).movedim(0, 1))
@@ -214,12 +218,18 @@ def _eager(inputs: PagedInputs, dtype: torch.dtype) -> _Eager:
     return _Eager(torch.cat(outs), torch.cat(lses), max(spreads), max(sizes))
 
 
-def _contiguous(cache: Tensor, table: list[int], seq_len: int, q: Tensor) -> Tensor:
+def _contiguous(
+    cache: Tensor, scale: Tensor | None, table: list[int], seq_len: int, q: Tensor
+) -> Tensor:
     """A sequence's entries ``[num_heads, seq_len, size]`` in the element type of ``q``."""
-    block_size = cache.shape[1]
-    pages = [cache[block] for block in table[: -(-seq_len // block_size)]]
-    entries = torch.cat(pages)[:seq_len] if pages else cache[:0].flatten(0, 1)
-    return entries.to(q.dtype).movedim(1, 0).repeat_interleave(q.shape[0] // cache.shape[2], dim=0)
+    pages = []
+    for block in table[: -(-seq_len // cache.shape[1])]:
+        page = cache[block]
+        if scale is not None:
+            page = page.float() * (scale[block] if scale.dim() == 3 else scale)[..., None]
+        pages.append(page.to(q.dtype))
+    entries = torch.cat(pages)[:seq_len] if pages else q.new_empty(0, *cache.shape[2:])
+    return entries.movedim(1, 0).repeat_interleave(q.shape[0] // cache.shape[2], dim=0)
 
 
 def _eager_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:

@@ -19,7 +19,7 @@ bits whether one thread walks the splits or many share them, and whoever else is
 
 Few rows (decode) read keys and values straight from the pages, converting in registers. Many
 rows (prefill) first gather a tile into contiguous float32, once for all of them. Only slots of
-visible keys are read.
+visible keys are read. ``cpu_tile`` says where the scales of an 8-bit cache go.
 """
 
 from __future__ import annotations
@@ -36,17 +36,11 @@ from ...tiles.cpu.compile import entry, inner
 from ...tiles.cpu.online_softmax import (
     TILE_N,
     State,
-    cap_row,
     exp2_scalar,
     make_state,
-    mask_row,
     merge_states,
-    scale_row,
     start_state,
-    tilt_row,
-    weigh_row,
 )
-from ...tiles.cpu.products import mix_tile, score_tile
 from ...tiles.cpu.simd import (
     LN_2,
     LOG2_E,
@@ -61,10 +55,10 @@ from ...tiles.cpu.simd import (
 from ...tiles.cpu.threads import run_together
 from ...tiles.state import AttentionOutput
 from .cpu_checks import check_values
+from .cpu_tile import FEW_ROWS, attend_tile, find_rows
 from .plan import make_plan
 from .problem import Problem
 
-FEW_ROWS = 16  # up to here keys are converted for every four rows; beyond, gathered once
 _ALL = 1 << 62
 
 # Numba reads named tuples by field, which keeps signatures short.
@@ -73,11 +67,14 @@ Call = namedtuple(
     "out lse q k_cache v_cache block_tables seq_lens cu_seqlens_q alibi_slopes sinks"
     " group head_size v_head_size width v_width block_size split_size"
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
+    " k_scale v_scale per_token k_scale_block k_scale_slot k_scale_head"
+    " v_scale_block v_scale_slot v_scale_head"
     " softmax_scale soft_cap causal window tile",
 )
 Scratch = namedtuple(
     "Scratch",
-    "state total q first_key end_key scores weights decay k_rows v_rows tile_rows k_tile v_tile",
+    "state total q first_key end_key scores weights decay"
+    " k_rows v_rows k_scale_rows v_scale_rows k_scales v_scales tile_rows k_tile v_tile",
 )
 Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first_key end_key part")
 
@@ -146,6 +143,10 @@ def _make_scratch(items, call):
         np.empty(tile, np.float32),
         np.zeros((2, TILE_N), np.int64),
         np.zeros((2, TILE_N), np.int64),
+        np.zeros((2, TILE_N), np.int64),
+        np.zeros((2, TILE_N), np.int64),
+        np.zeros(TILE_N, np.float32),
+        np.zeros(TILE_N, np.float32),
         np.zeros(TILE_N, np.int64),
         np.zeros(TILE_N * call.width, call.tile.dtype),
         np.zeros(TILE_N * call.v_width, call.tile.dtype),
@@ -183,14 +184,14 @@ def _attend_item(call, scratch, item, parts):
     start_state(scratch.total, 0, all_rows, call.v_width)
     first_split = low // call.split_size * call.split_size
     side = 0
-    _find_rows(call, scratch, side, item, low // TILE_N * TILE_N, low, high)
+    find_rows(call, scratch, side, item, low // TILE_N * TILE_N, low, high)
     for split in range(first_split, high, call.split_size):
         split_high = min(high, split + call.split_size)
         start_state(scratch.state, 0, all_rows, call.v_width)
         for tile in range(max(split, low // TILE_N * TILE_N), split_high, TILE_N):
-            _find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
+            find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
             for head in range(item.num_heads):
-                _attend_tile(call, scratch, side, item, head, rows, tile, min(TILE_N, high - tile))
+                attend_tile(call, scratch, side, item, head, rows, tile, min(TILE_N, high - tile))
             side = 1 - side
         if item.part >= 0:
             at = item.part + (split - item.first_key) // call.split_size * all_rows
@@ -250,121 +251,14 @@ def _load_queries(call, scratch, item, rows):
 
 
 @inner()
-def _find_rows(call, scratch, side, item, tile, low, high):
-    """Offsets of a tile's keys and values at the item's first head.
-
-    Keys before ``low`` or from ``high`` on may lie in blocks that hold anything: their places
-    repeat the nearest visible key, and the mask takes them out.
-    """
-    first, last = max(tile, low), min(tile + TILE_N, high)
-    index, slot = first // call.block_size, first % call.block_size
-    table = item.seq * call.table_stride
-    k_row = v_row = 0
-    for n in range(first - tile, TILE_N):
-        if tile + n < last:
-            block = np.int64(call.block_tables[table + index])
-            k_row = block * call.k_block + slot * call.k_slot + item.first_head * call.k_head
-            v_row = block * call.v_block + slot * call.v_slot + item.first_head * call.v_head
-            slot += 1
-            if slot == call.block_size:
-                index, slot = index + 1, 0
-        scratch.k_rows[side, n], scratch.v_rows[side, n] = k_row, v_row
-    scratch.k_rows[side, : first - tile] = scratch.k_rows[side, first - tile]
-    scratch.v_rows[side, : first - tile] = scratch.v_rows[side, first - tile]
-
-
-@inner()
-def _attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
-    """One KV head's rows over one tile of keys: scores, softmax, values."""
-    at = head * rows
-    width, v_width = call.width, call.v_width
-    k_base, v_base = head * call.k_head, head * call.v_head
-    k_rows, v_rows = scratch.k_rows[side], scratch.v_rows[side]
-    k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
-    tile_rows = scratch.tile_rows
-    if rows > FEW_ROWS or call.head_size != width:
-        _gather(
-            scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
-        )
-        score_tile(
-            scratch.scores, scratch.q, at * width, width, rows,
-            scratch.k_tile, 0, tile_rows, tile_rows, TILE_N, width,
-        )  # fmt: skip
-    else:
-        score_tile(
-            scratch.scores, scratch.q, at * width, width, rows,
-            call.k_cache, k_base, k_rows, k_ahead, TILE_N, width,
-        )  # fmt: skip
-    _softmax_tile(call, scratch, item, head, rows, tile)
-    if rows > FEW_ROWS or call.v_head_size != v_width:
-        _gather(
-            scratch.v_tile,
-            tile_rows,
-            call.v_cache,
-            v_base,
-            v_rows,
-            num_keys,
-            call.v_head_size,
-            v_width,
-        )
-        mix_tile(
-            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
-            scratch.v_tile, 0, tile_rows, tile_rows, num_keys, v_width,
-        )  # fmt: skip
-    else:
-        mix_tile(
-            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
-            call.v_cache, v_base, v_rows, v_ahead, num_keys, v_width,
-        )  # fmt: skip
-
-
-@inner()
-def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
-    """Copy a tile's rows into contiguous float32, padded with zeros to ``width``."""
-    whole = size // 16 * 16
-    for n in range(TILE_N):
-        tile_rows[n] = n * width
-    for n in range(num_keys):
-        source = base + rows[n]
-        for d in range(0, whole, 16):
-            store(tile, n * width + d, load(cache, source + d))
-        if whole < size:
-            store(tile, n * width + whole, load_half(cache, source + whole))
-    if num_keys < TILE_N:  # keys may be taken in pairs; the weight of this one is 0
-        tile[num_keys * width : (num_keys + 1) * width] = 0
-
-
-@inner()
-def _softmax_tile(call, scratch, item, head, rows, tile):
-    """Turn a tile's scores into weights; update each row's maximum, sum and decay."""
-    s = scratch.scores
-    scale = np.float32(call.softmax_scale * LOG2_E)
-    if call.soft_cap > 0:
-        scale = np.float32(call.softmax_scale / call.soft_cap)
-    first_head = (item.first_head + head) * call.group
-    query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
-    first_position = call.seq_lens[item.seq] - query_len + item.first_token
-    for r in range(rows):
-        at = r * TILE_N
-        highest = scale_row(s, at, scale)
-        if call.soft_cap > 0:
-            highest = cap_row(s, at, np.float32(call.soft_cap * LOG2_E))
-        if len(call.alibi_slopes) > 0 and r < item.num_tokens * call.group:
-            slope = np.float32(call.alibi_slopes[first_head + r % call.group] * LOG2_E)
-            highest = tilt_row(s, at, slope, tile - (first_position + r // call.group))
-        first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
-        if first > 0 or end < TILE_N:
-            highest = mask_row(s, at, np.float32(first), np.float32(end))
-        row = head * rows + r
-        scratch.decay[r] = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
-
-
-@inner()
 def _finish(call, state, at, item):
     """Add the sinks, divide, and write an item's rows of ``out`` and ``lse``."""
     rows = _pad_rows(item.num_tokens * call.group)
     token0 = call.cu_seqlens_q[item.seq] + item.first_token
     for head in range(item.num_heads):
+        v_scale = np.float32(1)
+        if not call.per_token:
+            v_scale = call.v_scale[(item.first_head + head) * call.v_scale_head]
         for r in range(item.num_tokens * call.group):
             row = at + head * rows + r
             token, q_head = (
@@ -378,7 +272,7 @@ def _finish(call, state, at, item):
                 scale = exp2_scalar(m - top)
                 m, l = top, l * scale + exp2_scalar(sink - top)
             call.lse[token, q_head] = (m + np.log2(l)) * LN_2 if l != 0 else -np.inf
-            factor = splat(scale / l if l != 0 else np.float32(0))
+            factor = splat(scale / l * v_scale if l != 0 else np.float32(0))
             to = token * call.out_token + q_head * call.out_head
             _write_row(call.out, to, state.acc, row * call.v_width, factor, call.v_head_size)
 
@@ -415,7 +309,8 @@ def _merge_parts(call, items, parts):
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run ``problem``, or None if it can."""
-    return refuse(device, q=problem.q_dtype, k_cache=problem.kv_dtype)
+    caches = {"k_cache": problem.kv_dtype} if problem.scale_kind == "none" else {}
+    return refuse(device, q=problem.q_dtype, **caches)
 
 
 def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
@@ -445,10 +340,16 @@ def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
 
 
 def _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan):
-    none = np.empty(0, np.float32)
+    none, one = np.empty(0, np.float32), torch.ones(())
     slopes, sinks = options.alibi_slopes, options.sinks
-    pairs = plan.bf16_dot and q.dtype == k_cache.dtype == torch.bfloat16
+    # Eight bits are a bfloat16, too.
+    is_bf16 = k_cache.dtype == torch.bfloat16 or problem.scale_kind != "none"
+    pairs = plan.bf16_dot and q.dtype == torch.bfloat16 and is_bf16
     lanes = 32 if pairs else 16
+    scales = [
+        one.expand(1, 1, 1) if scale is None else scale.expand(*k_cache.shape[:2], -1)
+        for scale in (options.k_scale, options.v_scale)
+    ]
     return Call(  # type: ignore[call-arg]
         flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
         flat(batch.block_tables),
@@ -460,6 +361,8 @@ def _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan):
         problem.block_size, plan.split_size,
         *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
         batch.block_tables.stride(0),
+        flat(scales[0]), flat(scales[1]), problem.scale_kind == "token",
+        *scales[0].stride(), *scales[1].stride(),
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
         bool(options.causal), int(options.sliding_window or 0),
         np.empty(0, np.uint16 if pairs else np.float32),

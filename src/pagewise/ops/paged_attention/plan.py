@@ -38,7 +38,8 @@ class Plan:
     """Splits of one item then: neighbours in memory, walked without a pause."""
     num_threads: int
     bf16_dot: bool
-    """Whether bfloat16 is multiplied as it is; float32 otherwise. Part of the bits, too."""
+    """Whether bfloat16, and 8 bits as bfloat16, are multiplied as they are; float32 otherwise.
+    Part of the bits, too."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,7 +33,8 @@ def write_kv(
 
     In an 8-bit cache it writes ``x / scale``, rounded to the nearest code (to the even one in
     the middle) and clamped to ±448 in float8_e4m3fn, ±57344 in float8_e5m2, ±127 in int8. A
-    scale for each token's head is computed: the largest ``|x|`` over that largest code.
+    scale for each token's head is computed: the largest ``|x|`` over that largest code. NaN stays
+    NaN, but in int8, which has none, it becomes 0.
 
     Args:
         k: ``[num_tokens, num_kv_heads, head_size]``; rounded to the cache's type if that differs.

@@ -9,8 +9,14 @@ from ...device import DeviceInfo
 
 __all__ = ["flat", "refuse"]
 
-# NumPy has no bfloat16 and Numba no float16: kernels tell the two apart by these stand-ins.
-_STAND_INS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# NumPy has no bfloat16 or float8 and Numba no float16: kernels tell them apart by stand-ins, see
+# ``formats``.
+_STAND_INS = {
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.bool,
+}
 
 
 def flat(tensor: torch.Tensor) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Same shapes, same order of sums within a row as in ``microkernels``, half the multiplications
 and no conversion: a decode step becomes bound by memory. Weights are rounded to bfloat16, as
-they are wherever matrix units mix values; the softmax's sum is not.
+they are wherever matrix units mix values; the softmax's sum is not. Keys and values of 8 bits
+become bfloat16 as they are loaded, exactly.
 """
 
 from __future__ import annotations

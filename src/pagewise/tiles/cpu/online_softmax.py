@@ -74,7 +74,7 @@ def exp2_scalar(x):
     return first_lane(exp2(splat(np.float32(x))))
 
 
-# The rows of a tile of scores: each of these rewrites one and returns its greatest lanes.
+# The rows of a tile of scores: each of these rewrites one; most return its greatest lanes.
 
 
 @inner()
@@ -86,6 +86,13 @@ def scale_row(s, at, scale):
         store(s, n, scaled)
         highest = maximum(scaled, highest)
     return highest
+
+
+@inner()
+def multiply_row(into, at, s, factors):
+    """``into[at + n] = s[at + n] * factors[n]``: every key has a factor of its own."""
+    for n in range(0, TILE_N, 16):
+        store(into, at + n, mul(load(s, at + n), load(factors, n)))
 
 
 @inner()

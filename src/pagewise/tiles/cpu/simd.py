@@ -6,14 +6,7 @@ machines LLVM splits it into two AVX2 or four NEON registers, with the same resu
 fused multiply-adds.
 
 Arrays are one-dimensional and contiguous. Their element type says how lanes travel through memory:
-
-==========  ========================  =====================================
-NumPy       holds                     load and store
-==========  ========================  =====================================
-float32     float32                   as it is
-uint16      the bits of a bfloat16    shift by 16; round to nearest even
-int16       the bits of a float16     convert
-==========  ========================  =====================================
+see ``formats``.
 """
 
 from __future__ import annotations
@@ -26,6 +19,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 from .compile import inner
+from .formats import BFLOATS, SHORTS, load_bf16_bits, load_lanes, store_lanes
 
 LANES = 16
 LOG2_E = np.float32(1.4426950408889634)
@@ -62,10 +56,11 @@ def _splat(builder, scalar):
     return builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
 
 
-def _pointer(context, builder, array_type, array, index, element):
-    """The address of ``array[index]``, as a pointer to ``element``."""
+def _pointer(context, builder, array_type, array, index, element=None):
+    """The address of ``array[index]``, as a pointer to ``element`` if that is another type."""
     data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), element.as_pointer())
+    pointer = builder.gep(data, [index])
+    return pointer if element is None else builder.bitcast(pointer, element.as_pointer())
 
 
 # --- making vectors ------------------------------------------------------------------------
@@ -99,7 +94,8 @@ def load(typingctx, array, index):
     """Lanes ``array[index : index + 16]``, converted to float32."""
 
     def codegen(context, builder, sig, args):
-        return _load_lanes(context, builder, sig.args[0], args[0], args[1], LANES)
+        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        return load_lanes(builder, sig.args[0].dtype, pointer, LANES)
 
     return f32x16(array, types.intp), codegen
 
@@ -109,27 +105,12 @@ def load_half(typingctx, array, index):
     """Lanes 0 to 7 from ``array[index : index + 8]``; the others are 0."""
 
     def codegen(context, builder, sig, args):
-        low = _load_lanes(context, builder, sig.args[0], args[0], args[1], 8)
+        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        low = load_lanes(builder, sig.args[0].dtype, pointer, 8)
         rest = ir.Constant(low.type, [0.0] * 8)
         return builder.shuffle_vector(low, rest, ir.Constant(_INTS, list(range(LANES))))
 
     return f32x16(array, types.intp), codegen
-
-
-def _load_lanes(context, builder, array_type, array, index, lanes):
-    floats, ints = ir.VectorType(_F32, lanes), ir.VectorType(_I32, lanes)
-    if array_type.dtype == types.float32:
-        return builder.load(_pointer(context, builder, array_type, array, index, floats), align=4)
-    if array_type.dtype == types.uint16:
-        shorts = ir.VectorType(ir.IntType(16), lanes)
-        raw = builder.load(_pointer(context, builder, array_type, array, index, shorts), align=2)
-        high = builder.shl(builder.zext(raw, ints), ir.Constant(ints, [16] * lanes))
-        return builder.bitcast(high, floats)
-    if array_type.dtype == types.int16:
-        halves = ir.VectorType(ir.HalfType(), lanes)
-        raw = builder.load(_pointer(context, builder, array_type, array, index, halves), align=2)
-        return builder.fpext(raw, floats)
-    raise TypeError(f"no lanes of {array_type.dtype}")
 
 
 @intrinsic
@@ -137,7 +118,8 @@ def store(typingctx, array, index, value):
     """``array[index : index + 16] = value``, rounded to the array's element type."""
 
     def codegen(context, builder, sig, args):
-        _store_lanes(context, builder, sig.args[0], args[0], args[1], args[2], LANES)
+        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        store_lanes(builder, sig.args[0].dtype, pointer, args[2])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16), codegen
@@ -150,7 +132,8 @@ def store_half(typingctx, array, index, value):
     def codegen(context, builder, sig, args):
         first = ir.Constant(ir.VectorType(_I32, 8), list(range(8)))
         low = builder.shuffle_vector(args[2], args[2], first)
-        _store_lanes(context, builder, sig.args[0], args[0], args[1], low, 8)
+        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        store_lanes(builder, sig.args[0].dtype, pointer, low)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16), codegen
@@ -171,28 +154,6 @@ def store_quarter(typingctx, array, index, value, quarter):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16, quarter), codegen
-
-
-def _store_lanes(context, builder, array_type, array, index, value, lanes):
-    ints = ir.VectorType(_I32, lanes)
-    if array_type.dtype == types.float32:
-        stored, align = value, 4
-    elif array_type.dtype == types.uint16:
-        bits = builder.bitcast(value, ints)
-        sixteen = ir.Constant(ints, [16] * lanes)
-        odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(ints, [1] * lanes))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(ints, [0x7FFF] * lanes)))
-        # Rounding would carry a NaN's payload into the exponent and turn it into an infinity.
-        quiet = builder.or_(bits, ir.Constant(ints, [0x400000] * lanes))
-        is_nan = builder.fcmp_unordered("uno", value, value)
-        high = builder.lshr(builder.select(is_nan, quiet, rounded), sixteen)
-        stored, align = builder.trunc(high, ir.VectorType(ir.IntType(16), lanes)), 2
-    elif array_type.dtype == types.int16:
-        stored, align = builder.fptrunc(value, ir.VectorType(ir.HalfType(), lanes)), 2
-    else:
-        raise TypeError(f"no lanes of {array_type.dtype}")
-    pointer = _pointer(context, builder, array_type, array, index, stored.type)
-    builder.store(stored, pointer, align=align)
 
 
 # --- arithmetic ----------------------------------------------------------------------------
@@ -373,38 +334,21 @@ class Bf16x32(types.Type):
 
 
 bf16x32 = Bf16x32()
-_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
-
-
-class _BFloatType(ir.Type):
-    """LLVM's bfloat, which llvmlite 0.50 has no class for: only its name is needed."""
-
-    def _to_string(self):
-        return "bfloat"
-
-    def __eq__(self, other):
-        return isinstance(other, type(self))
-
-    def __hash__(self):
-        return hash(type(self))
-
-
-_BFLOATS = ir.VectorType(_BFloatType(), 2 * LANES)
 
 
 @register_model(Bf16x32)
 class _Bf16x32Model(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, _SHORTS)
+        super().__init__(dmm, fe_type, SHORTS)
 
 
 @intrinsic
 def load_pairs(typingctx, array, index):
-    """The bits of ``array[index : index + 32]`` (uint16)."""
+    """``array[index : index + 32]`` as bfloat16: of that type, or 8 bits wide."""
 
     def codegen(context, builder, sig, args):
-        pointer = _pointer(context, builder, sig.args[0], args[0], args[1], _SHORTS)
-        return builder.load(pointer, align=2)
+        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        return load_bf16_bits(builder, sig.args[0].dtype, pointer)
 
     return bf16x32(array, types.intp), codegen
 
@@ -447,11 +391,11 @@ def dot_pairs(typingctx, acc, a, b):
     def codegen(context, builder, sig, args):
         fn = cgutils.get_or_insert_function(
             builder.module,
-            ir.FunctionType(_VEC, [_VEC, _BFLOATS, _BFLOATS]),
+            ir.FunctionType(_VEC, [_VEC, BFLOATS, BFLOATS]),
             "llvm.x86.avx512bf16.dpbf16ps.512",
         )
         acc, a, b = args
-        return builder.call(fn, [acc, builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)])
+        return builder.call(fn, [acc, builder.bitcast(a, BFLOATS), builder.bitcast(b, BFLOATS)])
 
     return f32x16(f32x16, bf16x32, bf16x32), codegen
 

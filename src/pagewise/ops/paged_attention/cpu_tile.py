@@ -1,0 +1,167 @@
+"""One tile of keys on a CPU: where it lies, its scores, its softmax, its values.
+
+::
+
+    s[n] = q · keys[n] * scale * k_scale[n]     p[n] = 2 ** (s[n] - m)     l += Σ p[n]
+    acc += Σ (p[n] * v_scale[n]) * values[n]
+
+The scales of an 8-bit cache multiply scores and weights. One number for a whole head is left
+out of both: it goes into ``scale``, and into the division by the softmax's sum at the end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...tiles.cpu.compile import inner
+from ...tiles.cpu.online_softmax import (
+    TILE_N,
+    cap_row,
+    mask_row,
+    multiply_row,
+    scale_row,
+    tilt_row,
+    weigh_row,
+)
+from ...tiles.cpu.products import mix_tile, score_tile
+from ...tiles.cpu.simd import LOG2_E, load, load_half, prefetch, store
+
+FEW_ROWS = 16  # up to here keys are converted for every four rows; beyond, gathered once
+
+
+@inner()
+def find_rows(call, scratch, side, item, tile, low, high):
+    """Offsets of a tile's keys, values and their scales at the item's first head.
+
+    Keys before ``low`` or from ``high`` on may lie in blocks that hold anything: their places
+    repeat the nearest visible key, and the mask takes them out.
+    """
+    first, last = max(tile, low), min(tile + TILE_N, high)
+    index, slot = first // call.block_size, first % call.block_size
+    table = item.seq * call.table_stride
+    k_row = v_row = k_scale_row = v_scale_row = 0
+    for n in range(first - tile, TILE_N):
+        if tile + n < last:
+            block = np.int64(call.block_tables[table + index])
+            k_row = block * call.k_block + slot * call.k_slot + item.first_head * call.k_head
+            v_row = block * call.v_block + slot * call.v_slot + item.first_head * call.v_head
+            if call.per_token:
+                k_scale_row = block * call.k_scale_block + slot * call.k_scale_slot
+                v_scale_row = block * call.v_scale_block + slot * call.v_scale_slot
+                prefetch(call.k_scale, k_scale_row + item.first_head * call.k_scale_head)
+                prefetch(call.v_scale, v_scale_row + item.first_head * call.v_scale_head)
+            slot += 1
+            if slot == call.block_size:
+                index, slot = index + 1, 0
+        scratch.k_rows[side, n], scratch.v_rows[side, n] = k_row, v_row
+        scratch.k_scale_rows[side, n], scratch.v_scale_rows[side, n] = k_scale_row, v_scale_row
+    for n in range(first - tile):
+        scratch.k_rows[side, n] = scratch.k_rows[side, first - tile]
+        scratch.v_rows[side, n] = scratch.v_rows[side, first - tile]
+        scratch.k_scale_rows[side, n] = scratch.k_scale_rows[side, first - tile]
+        scratch.v_scale_rows[side, n] = scratch.v_scale_rows[side, first - tile]
+
+
+@inner()
+def attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
+    """One KV head's rows over one tile of keys: scores, softmax, values."""
+    at = head * rows
+    width, v_width = call.width, call.v_width
+    k_base, v_base = head * call.k_head, head * call.v_head
+    k_rows, v_rows = scratch.k_rows[side], scratch.v_rows[side]
+    k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
+    tile_rows = scratch.tile_rows
+    if rows > FEW_ROWS or call.head_size != width:
+        _gather(
+            scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
+        )
+        score_tile(
+            scratch.scores, scratch.q, at * width, width, rows,
+            scratch.k_tile, 0, tile_rows, tile_rows, TILE_N, width,
+        )  # fmt: skip
+    else:
+        score_tile(
+            scratch.scores, scratch.q, at * width, width, rows,
+            call.k_cache, k_base, k_rows, k_ahead, TILE_N, width,
+        )  # fmt: skip
+    if call.per_token:
+        _fetch_scales(call, scratch, side, item.first_head + head)
+    _softmax_tile(call, scratch, item, head, rows, tile)
+    if rows > FEW_ROWS or call.v_head_size != v_width:
+        _gather(
+            scratch.v_tile,
+            tile_rows,
+            call.v_cache,
+            v_base,
+            v_rows,
+            num_keys,
+            call.v_head_size,
+            v_width,
+        )
+        mix_tile(
+            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
+            scratch.v_tile, 0, tile_rows, tile_rows, num_keys, v_width,
+        )  # fmt: skip
+    else:
+        mix_tile(
+            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
+            call.v_cache, v_base, v_rows, v_ahead, num_keys, v_width,
+        )  # fmt: skip
+
+
+@inner()
+def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
+    """Copy a tile's rows into contiguous float32, padded with zeros to ``width``."""
+    whole = size // 16 * 16
+    for n in range(TILE_N):
+        tile_rows[n] = n * width
+    for n in range(num_keys):
+        source = base + rows[n]
+        for d in range(0, whole, 16):
+            store(tile, n * width + d, load(cache, source + d))
+        if whole < size:
+            store(tile, n * width + whole, load_half(cache, source + whole))
+    if num_keys < TILE_N:  # keys may be taken in pairs; the weight of this one is 0
+        tile[num_keys * width : (num_keys + 1) * width] = 0
+
+
+@inner()
+def _fetch_scales(call, scratch, side, kv_head):
+    """The scales of a tile's keys and values in one KV head."""
+    for n in range(TILE_N):
+        row = scratch.k_scale_rows[side, n] + kv_head * call.k_scale_head
+        scratch.k_scales[n] = call.k_scale[row]
+        row = scratch.v_scale_rows[side, n] + kv_head * call.v_scale_head
+        scratch.v_scales[n] = call.v_scale[row]
+
+
+@inner()
+def _softmax_tile(call, scratch, item, head, rows, tile):
+    """Turn a tile's scores into weights; update each row's maximum, sum and decay."""
+    s = scratch.scores
+    scale = call.softmax_scale / call.soft_cap if call.soft_cap > 0 else call.softmax_scale * LOG2_E
+    if not call.per_token:
+        scale = scale * call.k_scale[(item.first_head + head) * call.k_scale_head]
+    scale = np.float32(scale)
+    first_head = (item.first_head + head) * call.group
+    query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
+    first_position = call.seq_lens[item.seq] - query_len + item.first_token
+    for r in range(rows):
+        at = r * TILE_N
+        if call.per_token:
+            multiply_row(s, at, s, scratch.k_scales)
+        highest = scale_row(s, at, scale)
+        if call.soft_cap > 0:
+            highest = cap_row(s, at, np.float32(call.soft_cap * LOG2_E))
+        if len(call.alibi_slopes) > 0 and r < item.num_tokens * call.group:
+            slope = np.float32(call.alibi_slopes[first_head + r % call.group] * LOG2_E)
+            highest = tilt_row(s, at, slope, tile - (first_position + r // call.group))
+        first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
+        if first > 0 or end < TILE_N:
+            highest = mask_row(s, at, np.float32(first), np.float32(end))
+        row = head * rows + r
+        if call.per_token:
+            scratch.decay[r] = weigh_row(scratch.state, row, s, s, at, highest)
+            multiply_row(scratch.weights, at, s, scratch.v_scales)
+        else:
+            scratch.decay[r] = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
