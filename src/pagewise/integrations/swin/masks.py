@@ -71,8 +71,9 @@ class RegionMemory:
     def of_mask(self, mask: Tensor | None, times: int = 1) -> dict[str, Any]:
         """The arguments of ``window_attention`` that say what ``mask`` says, added ``times``."""
         arguments = self._of_mask(mask)
-        for name in arguments.keys() & {"mask", "mask_value"}:
-            arguments[name] = arguments[name] * times
+        if times != 1:
+            for name in arguments.keys() & {"mask", "mask_value"}:
+                arguments[name] = arguments[name] * times
         return arguments
 
     def _of_mask(self, mask: Tensor | None) -> dict[str, Any]:
