@@ -101,8 +101,18 @@ def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
 
 def test_links_of_a_page_lead_somewhere(page):
     text = (LEARN / f"{page}.md").read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert [link for link in links if not (LEARN / link).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = LEARN / (path or f"{page}.md")
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def anchors(text: str) -> set[str]:
+    """What links to the headings of a page end in."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_a_wrong_output_and_a_failing_block_are_noticed(tmp_path, monkeypatch):
