@@ -18,7 +18,7 @@ MODULES = {
 # lies under it, ``*`` is any word, a final ``_`` any ending; the longest that fits decides.
 LAYERS = [
     ["errors"],
-    ["shapes", "device", "demo"],
+    ["shapes", "device", "demo", "transfer"],
     ["kv_cache"],
     ["tiles"],
     [

@@ -6,10 +6,10 @@ import torch
 
 from pagewise.engine.cuda_graphs import padded_sizes
 from pagewise.engine.step_inputs import StepInputs, make_batch
-from pagewise.engine.transfer import pack, unpack
 from pagewise.kv_cache.storage import KVCache
 from pagewise.models import load_model
 from pagewise.testing.models import tiny_model
+from pagewise.transfer import pack, unpack
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

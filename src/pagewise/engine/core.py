@@ -22,7 +22,7 @@ from .runner import Runner
 from .sampler import SampledToken, SamplingInput, sample
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler
-from .transfer import send
+from ..transfer import send
 
 __all__ = ["Delta", "Engine"]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ..shapes import bind, check_dtype
 from .sampling_params import SamplingParams
-from .transfer import send
+from ..transfer import send
 
 __all__ = ["SampledToken", "SamplingInput", "sample"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch
-from .transfer import pack, unpack
+from ..transfer import pack, unpack
 
 __all__ = ["StepInputs", "make_batch"]
 

@@ -8,11 +8,14 @@ elements of a row, so no kernel multiplies elements by it::
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..errors import DTypeError, ShapeError
-from ..shapes import bind, check_device, check_dtype
+from ..shapes import Form, bind, check_device, check_dtype, form
 
 __all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales"]
 
@@ -49,25 +52,38 @@ def bind_scales(
         >>> kind, k_scale.tolist()
         ('head', [0.5, 0.5])
     """
-    kinds, scales = [], []
+    if k_scale is None and v_scale is None and k_cache.dtype not in LARGEST_CODE:
+        return "none", None, None
+    forms = (None if t is None else form(t) for t in (k_scale, v_scale, k_cache, v_cache))
+    k_kind, v_kind = _find_kinds(*forms)
+    num_kv_heads = k_cache.shape[2]
+    if k_kind == "one" and k_scale is not None:
+        k_scale = k_scale.reshape(()).expand(num_kv_heads)
+    if v_kind == "one" and v_scale is not None:
+        v_scale = v_scale.reshape(()).expand(num_kv_heads)
+    return "head" if k_kind == "one" else k_kind, k_scale, v_scale
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_kinds(k_scale: Any, v_scale: Any, k_cache: Any, v_cache: Any) -> tuple[str, str]:
+    """Check scales and caches of these forms: ``"one"`` number for all is a kind of its own."""
+    kinds = []
     for name, scale, cache in (("k", k_scale, k_cache), ("v", v_scale, v_cache)):
-        kind, scale = _bind_scale(f"{name}_scale", scale, f"{name}_cache", cache)
-        kinds.append(kind)
-        scales.append(scale)
-    if kinds[0] != kinds[1]:
+        scale = None if scale is None else Form(*scale)
+        kinds.append(_find_kind(f"{name}_scale", scale, f"{name}_cache", Form(*cache)))
+    k_kind, v_kind = ("head" if kind == "one" else kind for kind in kinds)
+    if k_kind != v_kind:
         raise ShapeError(
-            f"k_scale is one number a {kinds[0]} but v_scale is one a {kinds[1]}: give both alike"
+            f"k_scale is one number a {k_kind} but v_scale is one a {v_kind}: give both alike"
         )
-    return kinds[0], scales[0], scales[1]
+    return kinds[0], kinds[1]
 
 
-def _bind_scale(
-    name: str, scale: Tensor | None, cache_name: str, cache: Tensor
-) -> tuple[str, Tensor | None]:
+def _find_kind(name: str, scale: Form | None, cache_name: str, cache: Form) -> str:
     given = str(cache.dtype).removeprefix("torch.")
     if cache.dtype not in LARGEST_CODE:
         if scale is None:
-            return "none", None
+            return "none"
         raise DTypeError(
             f"{name} was given but {cache_name} is {given}: only an 8-bit cache has scales"
         )
@@ -78,8 +94,8 @@ def _bind_scale(
         )
     check_dtype(name, scale, torch.float32)
     check_device(cache_name, cache.device, **{name: scale})
-    if scale.dim() < 2 and scale.numel() == 1:
-        return "head", scale.reshape(()).expand(cache.shape[2])
-    kind, pattern = ("token", _TOKEN) if scale.dim() == 3 else ("head", "num_kv_heads")
+    if scale.shape in ((), (1,)):
+        return "one"
+    kind, pattern = ("token", _TOKEN) if len(scale.shape) == 3 else ("head", "num_kv_heads")
     bind(**{cache_name: (cache, f"{_TOKEN} size"), name: (scale, pattern)})
-    return kind, scale
+    return kind

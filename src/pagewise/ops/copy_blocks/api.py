@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import bind, check_dtype
+from ...shapes import Form, bind, check_device, check_dtype, form
 from ..dispatch import choose
+from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
 
@@ -54,47 +56,58 @@ def copy_blocks(
     """
     bind(src_to_dst=(src_to_dst, "n 2"))
     check_dtype("src_to_dst", src_to_dst, torch.int64)
-    pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
-    lowest, highest = _bound(src_to_dst)
-    for source, destination in pairs:
-        _check(source, destination, lowest, highest)
+    check_device("src_to_dst", torch.device("cpu"), src_to_dst=src_to_dst)
+    bounds = _bound(src_to_dst)
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for source, destination in pairs:
-        groups.setdefault(_choose(source, destination, impl), []).append((source, destination))
+    for cache in caches:
+        source, destination = cache if isinstance(cache, tuple) else (cache, cache)
+        module = _settle(form(source), form(destination), _is_pinned(source, destination), impl)
+        _check_blocks(source.shape[0], destination.shape[0], bounds)
+        groups.setdefault(module, []).append((source, destination))
     for module, group in groups.items():
         module.run(group, src_to_dst)
 
 
-def _choose(source: Tensor, destination: Tensor, impl: str) -> Any:
-    device = DeviceInfo.of(source.device if source.is_cuda else destination.device)
-    return choose(__package__, IMPLEMENTATIONS, (source, destination), device, impl)
+def _is_pinned(source: Tensor, destination: Tensor) -> bool:
+    """Whether the host's part of a copy between host and GPU is pinned; seldom asked for."""
+    if source.is_cuda == destination.is_cuda:
+        return False
+    return (destination if source.is_cuda else source).is_pinned()
 
 
-def _bound(src_to_dst: Tensor) -> tuple[list[int], list[int]]:
-    """The lowest and the highest source and destination."""
-    if not len(src_to_dst):
-        return [0, 0], [-1, -1]
-    destinations = np.sort(src_to_dst[:, 1].numpy())
-    if (destinations[1:] == destinations[:-1]).any():
-        raise ShapeError("src_to_dst names a destination block twice: which copy should win?")
-    pairs = src_to_dst.numpy()
-    lowest: list[int] = pairs.min(axis=0).tolist()
-    highest: list[int] = pairs.max(axis=0).tolist()
-    return lowest, highest
-
-
-def _check(source: Tensor, destination: Tensor, lowest: list[int], highest: list[int]) -> None:
+@functools.lru_cache(maxsize=1024)
+def _settle(source: Any, destination: Any, is_pinned: bool, impl: str) -> Any:
+    """Check caches of these forms, and choose the module that copies between them."""
+    source, destination = Form(*source), Form(*destination)
     check_dtype("a destination cache", destination, source.dtype)
     if source.shape[1:] != destination.shape[1:]:
         raise ShapeError(
             f"blocks are {list(source.shape[1:])} in the source cache but "
             f"{list(destination.shape[1:])} in the destination"
         )
-    for name, cache, low, high in zip(
-        ("source", "destination"), (source, destination), lowest, highest, strict=True
-    ):
-        if low < 0 or high >= cache.shape[0]:
+    is_on_gpu = source.device.type == "cuda"
+    device = DeviceInfo.of(source.device if is_on_gpu else destination.device)
+    problem = Problem(source, destination, is_pinned)
+    return choose(__package__, IMPLEMENTATIONS, problem, device, impl)
+
+
+def _bound(src_to_dst: Tensor) -> tuple[list[int], list[int]]:
+    """The lowest and the highest block, of sources and of destinations."""
+    if not len(src_to_dst):
+        return [0, 0], [-1, -1]
+    pairs = src_to_dst.numpy()
+    destinations = np.sort(pairs[:, 1])
+    if (destinations[1:] == destinations[:-1]).any():
+        raise ShapeError("src_to_dst names a destination block twice: which copy should win?")
+    return pairs.min(axis=0).tolist(), pairs.max(axis=0).tolist()
+
+
+def _check_blocks(
+    num_sources: int, num_destinations: int, bounds: tuple[list[int], list[int]]
+) -> None:
+    sizes = (num_sources, num_destinations)
+    for name, num_blocks, low, high in zip(("source", "destination"), sizes, *bounds, strict=True):
+        if low < 0 or high >= num_blocks:
             raise ShapeError(
-                f"src_to_dst names {name} blocks {low} to {high}, "
-                f"expected 0 to {cache.shape[0] - 1}"
+                f"src_to_dst names {name} blocks {low} to {high}, expected 0 to {num_blocks - 1}"
             )

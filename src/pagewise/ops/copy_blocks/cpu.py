@@ -14,14 +14,12 @@ import torch
 from ...tiles.cpu.compile import entry
 
 
-def supports(caches, device):
+def supports(problem, device):
     """Why this cannot run, or None if it can."""
-    source, destination = caches
-    if source.device.type != "cpu" or destination.device.type != "cpu":
-        return f"the caches are on {source.device} and {destination.device}"
-    if not (source[:1].is_contiguous() and destination[:1].is_contiguous()):
-        return "a block is not contiguous"
-    return None
+    source, destination = problem.source.device, problem.destination.device
+    if source.type != "cpu" or destination.type != "cpu":
+        return f"the caches are on {source} and {destination}"
+    return None if problem.has_whole_blocks else "a block is not contiguous"
 
 
 @entry()

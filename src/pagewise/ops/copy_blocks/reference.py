@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...device import DeviceInfo
+from .problem import Problem
 
 
-def supports(caches: tuple[Tensor, Tensor], device: DeviceInfo) -> str | None:
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Everything, everywhere."""
     return None
 

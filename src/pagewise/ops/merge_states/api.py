@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...shapes import bind, check_device, check_dtype
+from ...shapes import Form, bind, check_device, check_dtype, form
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose
 
@@ -42,6 +45,15 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         >>> torch.allclose(merged.lse, lses.logsumexp(0))
         True
     """
+    module = _settle(form(outs), form(lses), impl)
+    result: AttentionOutput = module.run(outs, lses)
+    return result
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(outs: Any, lses: Any, impl: str) -> Any:
+    """Check tensors of these forms, and choose the module that merges them."""
+    outs, lses = Form(*outs), Form(*lses)
     bind(
         outs=(outs, "num_states num_tokens num_heads v_head_size"),
         lses=(lses, "num_states num_tokens num_heads"),
@@ -49,6 +61,4 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
     check_dtype("outs", outs, torch.float32, torch.float16, torch.bfloat16, torch.float64)
     check_dtype("lses", lses, torch.float32)
     check_device("outs", outs.device, lses=lses)
-    module = choose(__package__, IMPLEMENTATIONS, outs.dtype, DeviceInfo.of(outs.device), impl)
-    result: AttentionOutput = module.run(outs, lses)
-    return result
+    return choose(__package__, IMPLEMENTATIONS, outs.dtype, DeviceInfo.of(outs.device), impl)

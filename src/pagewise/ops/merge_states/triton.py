@@ -86,16 +86,15 @@ def _merge(
 def run(outs: Tensor, lses: Tensor) -> AttentionOutput:
     """Launch over all rows."""
     num_states, num_tokens, num_heads, width = outs.shape
-    if width > 1 and outs.stride(-1) != 1:
+    if width > 1 and outs.stride(3) != 1:
         outs = outs.contiguous()
     out = outs.new_empty((num_tokens, num_heads, width))
     lse = lses.new_empty((num_tokens, num_heads))
-    strides = outs.stride()[:3]
+    strides, num_rows = outs.stride()[:3], num_tokens * num_heads
     # Elements that 16 bytes hold, where every row begins at a multiple of them.
     factor = math.gcd(16 // outs.element_size(), width, *strides)
     is_aligned = outs.data_ptr() % 16 == 0
     launcher = make_launcher(outs.dtype, max(num_heads, 1), width, factor, is_aligned)
-    num_rows = num_tokens * num_heads
     launcher(
         (-(-num_rows // launcher.constants["TILE_M"]), 1, 1),
         out, lse, outs, lses, num_states, num_rows, *strides, *lses.stride(),

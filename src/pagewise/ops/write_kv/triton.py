@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...shapes import Form, form
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from ..scales import LARGEST_CODE, SMALLEST_SCALE
 
@@ -45,24 +47,37 @@ def supports(dtypes: tuple[torch.dtype, torch.dtype], device: DeviceInfo) -> str
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _measure(x, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
     """The scale of each row; NaN for one with NaN or infinity."""
-    # As integers, NaN is more than infinity, and infinity more than any number.
-    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
-    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.reduce(tl.abs(x), 1, _larger)
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
-    return tl.where(bits < 0x7F800000, scale, float("nan"))
+    return tl.where(amax < float("inf"), scale, float("nan"))
 
 
 @triton.jit
 def _quantise(x, scale, LARGEST: tl.constexpr, TO_INTEGER: tl.constexpr):
-    """The codes of rows, still to be converted; NaN becomes NaN, or 0 among integers."""
-    code = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    """The codes of rows, float32 still to be rounded to float8; NaN is 0 among integers.
+
+    The quotient is the product with the rounded reciprocal, corrected once by what is left over,
+    which rounds as a division does and takes a third of its time.
+    """
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    bound = (LARGEST * scale)[:, None]
+    scale = scale[:, None]
+    x = tl.maximum(x, -bound, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
+    code = x * inverse
+    code = tl.fma(tl.fma(-code, scale, x), inverse, code)
     if TO_INTEGER:
-        code = tl.where(code != code, 0.0, tl.clamp(code, -LARGEST, LARGEST))
-        half_even: tl.constexpr = 12582912.0  # 1.5 * 2 ** 23: beyond, a float32 has no fractions
-        return (code + half_even) - half_even
-    return tl.where(code != code, code, tl.clamp(code, -LARGEST, LARGEST))
+        # From 1.5 * 2 ** 23 on a float32 has no fractions, and its last byte is the int8.
+        return tl.where(code == code, code + 12582912.0, 0.0).to(tl.int32, bitcast=True)
+    else:
+        return code
 
 
 @triton.jit
@@ -156,32 +171,53 @@ def run(
     v_scale: Tensor | None,
 ) -> None:
     """Launch over all rows."""
-    num_tokens, num_heads, size = k.shape
-    k, v = (new if new.stride(2) == 1 else new.contiguous() for new in (k, v))
-    to, v_to = k_cache.stride()[:3], v_cache.stride()[:3]
-    source, v_source = k.stride()[:2], v.stride()[:2]
-    # Elements that 16 bytes hold, where every row begins at a multiple of them.
-    v_size = v.shape[2]
-    factor = math.gcd(16 // k.element_size(), size, v_size, *source, *v_source)
-    to_factor = math.gcd(16 // k_cache.element_size(), size, v_size, *to, *v_to)
+    if k.stride(2) != 1:
+        k = k.contiguous()
+    if v.stride(2) != 1:
+        v = v.contiguous()
     addresses = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
-    launcher = make_launcher(
-        k.dtype, k_cache.dtype, k_cache.shape[1], num_heads, size, v_size,
-        "none" if k_scale is None else "token" if k_scale.dim() == 3 else "head",
-        factor, to_factor, addresses % 16 == 0,
-    )  # fmt: skip
-    k_scale, v_scale = (slot_mapping if s is None else s for s in (k_scale, v_scale))
-    num_rows = num_tokens * num_heads
+    if k_scale is None or v_scale is None:
+        k_strides = v_strides = None
+        k_scale = v_scale = slot_mapping  # any address will do
+    else:
+        k_strides, v_strides = k_scale.stride(), v_scale.stride()
+    launcher, num_programs, numbers = _prepare(
+        form(k), form(v), form(k_cache), form(v_cache), k_strides, v_strides, addresses % 16 == 0
+    )
     launcher(
-        (-(-num_rows // launcher.constants["TILE_M"]), 1, 1),
-        k_cache, v_cache, k_scale, v_scale, k, v, slot_mapping, num_rows,
-        *to, *v_to, *_strides(k_scale), *_strides(v_scale), *source, *v_source,
-        slot_mapping.stride(0),
+        (num_programs, 1, 1),
+        k_cache, v_cache, k_scale, v_scale, k, v, slot_mapping, *numbers, slot_mapping.stride(0),
     )  # fmt: skip
 
 
-def _strides(scale: Tensor) -> tuple[int, ...]:
-    return (0, 0, 0, *scale.stride())[-3:]
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k_scale: tuple[int, ...] | None,
+    v_scale: tuple[int, ...] | None,
+    is_aligned: bool,
+) -> tuple[Launcher, int, tuple[int, ...]]:
+    """The kernel for tensors of these forms (and strides of scales), its programs and numbers."""
+    k, v, k_cache, v_cache = (Form(*fields) for fields in (k, v, k_cache, v_cache))
+    num_tokens, num_heads, size = k.shape
+    v_size, block_size = v.shape[2], k_cache.shape[1]
+    source = *k.strides[:2], *v.strides[:2]
+    to = *k_cache.strides[:3], *v_cache.strides[:3]
+    launcher = make_launcher(
+        k.dtype, k_cache.dtype, block_size, num_heads, size, v_size,
+        "none" if k_scale is None else "token" if len(k_scale) == 3 else "head",
+        # Elements that 16 bytes hold, where every row begins at a multiple of them.
+        math.gcd(16 // k.dtype.itemsize, size, v_size, *source),
+        math.gcd(16 // k_cache.dtype.itemsize, size, v_size, *to),
+        is_aligned,
+    )  # fmt: skip
+    num_rows = num_tokens * num_heads
+    scales = [number for scale in (k_scale, v_scale) for number in (0, 0, 0, *(scale or ()))[-3:]]
+    num_programs = -(-num_rows // launcher.constants["TILE_M"])
+    return launcher, num_programs, (num_rows, *to, *scales, *source)
 
 
 @functools.lru_cache(maxsize=1024)

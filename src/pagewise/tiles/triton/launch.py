@@ -71,6 +71,7 @@ class Launcher:
         assert [*types, *constants] == list(kernel.arg_names), "in the kernel's order"
         self.kernel, self.types, self.constants, self.options = kernel, types, constants, options
         self._values = tuple(constants.values())
+        self._pointers = [at for at, kind in enumerate(types.values()) if kind[0] == "*"]
         self._compiled: dict[int, Any] = {}
 
     def compile(self, target: GPUTarget) -> Any:
@@ -99,4 +100,9 @@ class Launcher:
         compiled = self._compiled.get(device)
         if compiled is None:
             compiled = self._compiled[device] = self.compile(driver.active.get_current_target())
-        compiled[grid](*arguments, *self._values)
+        # Addresses, not tensors: of a tensor Triton asks the driver where it lies, every time.
+        values = [*arguments, *self._values]
+        for at in self._pointers:
+            if values[at] is not None:
+                values[at] = values[at].data_ptr()
+        compiled[grid](*values)

@@ -1,0 +1,33 @@
+"""What choosing an implementation needs to know of two caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...shapes import Form
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Blocks of one form are copied to where blocks of the other lie."""
+
+    source: Form
+    destination: Form
+    is_pinned: bool
+    """Whether what lies on the host is pinned; meant for caches on two kinds of devices."""
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether a block is one piece of memory on either side."""
+        return _is_whole(self.source) and _is_whole(self.destination)
+
+
+def _is_whole(cache: Form) -> bool:
+    expected = 1
+    for size, stride in zip(cache.shape[:0:-1], cache.strides[:0:-1], strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
