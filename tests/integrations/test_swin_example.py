@@ -1,0 +1,19 @@
+"""The example runs as its docstring says, and patches what it says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from swin_models import framework
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "swin_training_memory.py"
+
+
+def test_the_example_compares_a_step_before_and_after():
+    framework("transformers")
+    command = [sys.executable, str(EXAMPLE), "--model", "transformers", "--image", "64", "64"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[0].startswith("as it is: ")
+    assert lines[1] == "patched: 4 window attentions"
+    assert lines[-1].startswith("patched: ")
+    assert all("MiB on " in lines[at] for at in (0, -1))
