@@ -5,6 +5,8 @@ demo: .venv/ready  ## generate text with the shipped checkpoint and show the pag
 	@$(BIN)/python -m pagewise generate --show-pages < /dev/null
 test: check  ## everything that must hold
 	$(BIN)/python -m pytest
+test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU
+	$(BIN)/python -m pytest -m "gpu or interpret" tests
 check: .venv/ready  ## style, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest tests/test_import_rules.py
 format: .venv/ready  ## put the code into house style
@@ -17,4 +19,4 @@ clean:  ## forget the environment and every cache
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch .venv/ready
-.PHONY: demo test check format bench fuzz clean
+.PHONY: demo test test-gpu check format bench fuzz clean

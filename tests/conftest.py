@@ -25,8 +25,9 @@ def has_gpu():
 
 
 def pytest_configure(config):
-    if "gpu" in config.option.markexpr and not has_gpu():
-        raise pytest.UsageError("-m gpu: there is no CUDA device here that torch can use")
+    wanted = config.option.markexpr
+    if "gpu" in wanted and "not gpu" not in wanted and not has_gpu():
+        raise pytest.UsageError(f"-m {wanted!r}: there is no CUDA device here that torch can use")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -16,13 +16,13 @@ from ..errors import RequestError
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
+from ..transfer import send
 from .detokenizer import Detokenizer
 from .request import Request, RequestOutput, Sequence
 from .runner import Runner
 from .sampler import SampledToken, SamplingInput, sample
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler
-from ..transfer import send
 
 __all__ = ["Delta", "Engine"]
 

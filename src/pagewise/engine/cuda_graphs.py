@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..device import refusing_to_wait
 from ..models.forward_batch import ForwardBatch
-from .step_inputs import StepInputs, make_batch
 from ..transfer import pack, unpack
+from .step_inputs import StepInputs, make_batch
 
 __all__ = ["DecodeGraphs", "padded_sizes"]
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ..shapes import bind, check_dtype
-from .sampling_params import SamplingParams
 from ..transfer import send
+from .sampling_params import SamplingParams
 
 __all__ = ["SampledToken", "SamplingInput", "sample"]
 
