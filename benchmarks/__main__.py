@@ -10,7 +10,7 @@ from rich.console import Console
 
 from . import report
 from .case import Case, Check
-from .cases import find_cases
+from .cases import can_run, find_cases
 from .machine import Bystanders
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,7 +37,7 @@ def list_cases(names: Names = None) -> None:
 @app.command()
 def verify(names: Names = None) -> None:
     """Check that what the cases time is right."""
-    results = [_verify(case) for case in _find(names)]
+    results = [_verify(case) for case in _find_here(names)]
     if not all(check.passed for checks in results for check in checks):
         raise typer.Exit(1)
 
@@ -50,7 +50,7 @@ def run(
 ) -> None:
     """Verify, then time. A case that is wrong gets no speed."""
     records, is_right = [], True
-    for case in _find(names):
+    for case in _find_here(names):
         checks = _verify(case)
         if all(check.passed for check in checks):
             bystanders = Bystanders()
@@ -80,6 +80,15 @@ def _find(names: list[str] | None) -> list[Case]:
         return find_cases(names or [])
     except KeyError as error:
         raise typer.BadParameter(f"no case is called {error}; see `list`") from None
+
+
+def _find_here(names: list[str] | None) -> list[Case]:
+    """What this machine can run; of the rest, that which was asked for by name is an error."""
+    found = _find(names)
+    missing = [case.name for case in found if not can_run(case)]
+    if names and missing:
+        raise typer.BadParameter(f"no CUDA device for {', '.join(missing)}")
+    return [case for case in found if case.name not in missing]
 
 
 def _verify(case: Case) -> list[Check]:

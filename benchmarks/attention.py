@@ -40,6 +40,7 @@ class AttentionCase:
     targets: tuple[Target, ...] = ()
     beside: tuple[str, PagedCase] | None = None
     """Another problem that ours is compared with, and what to call it."""
+    device: str = "cpu"
 
     @property
     def about(self) -> str:

@@ -63,6 +63,10 @@ class Case(Protocol):
         """The problem in one line."""
 
     @property
+    def device(self) -> str:
+        """Where it runs: ``"cpu"`` or ``"cuda"``."""
+
+    @property
     def targets(self) -> tuple[Target, ...]:
         """What should be reached."""
 

@@ -10,10 +10,11 @@ import torch
 from pagewise.testing import PagedCase
 
 from .attention import AttentionCase
+from .cache_ops import CopyBlocksCase, WriteKVCase
 from .case import Case, at_least, at_most
 from .engine import EngineCase
 
-__all__ = ["find_cases"]
+__all__ = ["can_run", "find_cases"]
 
 DECODE = PagedCase(
     query_lens=(1,) * 8,
@@ -26,6 +27,8 @@ DECODE = PagedCase(
 )
 SKEWED = (20000, 8000, 2500, 1500, 500, 200, 60, 8)  # as many keys as DECODE has
 PREFILL = replace(DECODE, query_lens=(2048,), seq_lens=(2048,))
+
+COPY_SPEED = (at_least("share of copy bandwidth", 0.9),)
 
 CASES: tuple[Case, ...] = (
     AttentionCase(
@@ -68,6 +71,20 @@ CASES: tuple[Case, ...] = (
             at_least("equal to padded generate", 1.0),
         ),
     ),
+    WriteKVCase("write-kv-64", 64, (at_most("host, microseconds", 15),)),
+    WriteKVCase("write-kv-131072", 131072, COPY_SPEED),
+    WriteKVCase("write-kv-131072-size-72", 131072, COPY_SPEED, head_size=72),
+    WriteKVCase("write-kv-131072-block-1", 131072, COPY_SPEED, block_size=1),
+    *(
+        WriteKVCase(
+            f"write-kv-131072-{code}-{scales}", 131072, COPY_SPEED, cache_dtype=dtype, scales=scales
+        )
+        for code, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8))
+        for scales in ("head", "token")
+    ),
+    CopyBlocksCase("copy-blocks-512", 512, COPY_SPEED),
+    CopyBlocksCase("copy-blocks-to-host", 512, COPY_SPEED, num_caches=8, where="to the host"),
+    CopyBlocksCase("copy-blocks-from-host", 512, COPY_SPEED, num_caches=8, where="from the host"),
 )
 
 
@@ -82,3 +99,8 @@ def find_cases(names: Iterable[str]) -> list[Case]:
         if not any(case.name.startswith(name) for case in CASES):
             raise KeyError(name)
     return [case for case in CASES if not names or case.name.startswith(tuple(names))]
+
+
+def can_run(case: Case) -> bool:
+    """Whether this machine has what a case runs on."""
+    return case.device == "cpu" or torch.cuda.is_available()

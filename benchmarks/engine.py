@@ -35,6 +35,7 @@ class EngineCase:
     shortest: int = 16
     longest: int = 512
     max_tokens: int = 128
+    device: str = "cpu"
 
     @property
     def about(self) -> str:

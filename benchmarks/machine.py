@@ -19,7 +19,7 @@ __all__ = ["READ_BYTES", "Bystanders", "describe", "read_all"]
 
 READ_BYTES = 1 << 30
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
-_PACKAGES = ("pagewise", "torch", "numba", "transformers", "numpy")
+_PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy")
 
 
 def describe() -> dict[str, Any]:
@@ -30,6 +30,7 @@ def describe() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "system": f"{platform.system()} {platform.machine()}",
+            **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         },
         "versions": {"python": platform.python_version(), **_versions()},
         "commit": _commit(),

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import __main__ as command_line
 from benchmarks import cases, timing, workload
 from benchmarks.attention import AttentionCase
+from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
 from benchmarks.timing import Contestant, Times, ratio, take_turns
 from typer.testing import CliRunner
@@ -30,6 +32,7 @@ class Fake:
     about: str = "nothing"
     targets: tuple = (at_most("seconds", 2.0),)
     is_right: bool = True
+    device: str = "cpu"
 
     def verify(self):
         return [Check("ours", self.is_right, "as told")]
@@ -69,6 +72,37 @@ def test_names_of_cases_differ_and_targets_name_a_metric_once():
     for case in cases.CASES:
         metrics = [target.metric for target in case.targets]
         assert len(set(metrics)) == len(metrics)
+
+
+def test_what_needs_a_gpu_is_left_out_without_one_or_refused_by_name(run, monkeypatch):
+    present = (Fake(), Fake("far", device="cuda"))
+    monkeypatch.setattr(cases.torch.cuda, "is_available", lambda: False)
+    assert "far" in run("list", present=present).stdout
+    result = run("verify", present=present)
+    assert result.exit_code == 0
+    assert "far" not in result.stdout
+    refused = run("verify", "fake", "far", present=present)
+    assert refused.exit_code == 2
+    assert "no CUDA device for far" in refused.output
+    monkeypatch.setattr(cases.torch.cuda, "is_available", lambda: True)
+    assert "far" in run("verify", present=present).stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        WriteKVCase("tiny", 40, cache_dtype=torch.int8, scales="token"),
+        WriteKVCase("plain", 40),
+        CopyBlocksCase("tiny", 3, num_caches=2),
+        CopyBlocksCase("host", 3, num_caches=2, where="from the host"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_small_cases_of_cache_operations_are_right_and_have_their_metrics(case):
+    assert all(check.passed for check in case.verify())
+    metrics = case.measure(repeats=None).metrics
+    assert {"share of copy bandwidth", "host, microseconds"} <= metrics.keys()
 
 
 def test_a_small_attention_case_and_its_peers_are_right():

@@ -1,0 +1,217 @@
+"""Cases of moving keys and values on a GPU, against torch's copy of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewise.ops.copy_blocks import copy_blocks
+from pagewise.ops.write_kv import write_kv
+
+from .case import Check, Measurement, Target
+from .gpu_timing import time_gpu, time_host
+from .timing import Times
+
+__all__ = ["CopyBlocksCase", "WriteKVCase"]
+
+_OFFSETS = (0, 4096, 1 << 20, 3 << 20)
+"""Where a copy goes, relative to the next free byte. On one H200 the same copy took up to 1.5
+times as long, by nothing but the distance of its two sides: the best of these is the ceiling."""
+
+
+@dataclass(frozen=True)
+class WriteKVCase:
+    """``write_kv`` into random slots: ``share of copy bandwidth`` is against torch's copy.
+
+    Bytes are what is read and what is written, each once: new keys and values, codes, slots and
+    scales.
+    """
+
+    name: str
+    num_tokens: int
+    targets: tuple[Target, ...] = ()
+    num_kv_heads: int = 8
+    head_size: int = 128
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype = torch.bfloat16
+    scales: str = "none"
+    """``"none"``, ``"head"`` or ``"token"``."""
+    device: str = "cuda"
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        types = " to ".join(str(t).removeprefix("torch.") for t in (self.dtype, self.cache_dtype))
+        heads = f"{self.num_kv_heads} heads of {self.head_size}, blocks of {self.block_size}"
+        scales = "" if self.scales == "none" else f", a scale for each {self.scales}"
+        return f"write_kv: {self.num_tokens} tokens, {heads}, {types}{scales}"
+
+    def verify(self) -> list[Check]:
+        """Every byte of the caches and scales is the reference's."""
+        results = []
+        for impl in ("auto", "reference"):
+            arguments = self._make_inputs()
+            write_kv(**arguments, impl=impl)
+            results.append([arguments[name] for name in arguments if "_" in name])
+        same = [torch.equal(_bytes(a), _bytes(b)) for a, b in zip(*results, strict=True)]
+        return [Check("caches and scales", all(same), f"equal to the reference: {same}")]
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Time ours, torch's copy, and torch's own way to scatter."""
+        arguments = self._make_inputs()
+        k, v, k_cache, v_cache, slots = list(arguments.values())[:5]
+        num_bytes = sum(t.nbytes for t in (k, v, slots))
+        num_bytes += (k.numel() + v.numel()) * k_cache.element_size()
+        if self.scales == "token":
+            num_bytes += 8 * self.num_tokens * self.num_kv_heads
+        times = {
+            "pagewise": time_gpu(lambda: write_kv(**arguments)),
+            "torch copy of as many bytes": time_copy(num_bytes),
+            "host, pagewise": time_host(lambda: write_kv(**arguments)),
+        }
+        if self.scales == "none":
+            rows = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+            times["torch index_copy_"] = time_gpu(
+                lambda: [to.index_copy_(0, slots, x) for to, x in zip(rows, (k, v), strict=True)]
+            )
+        return Measurement(times, _compare(times, num_bytes))
+
+    def _make_inputs(self) -> dict[str, Any]:
+        generator = torch.Generator("cuda").manual_seed(0)
+        num_blocks = -(-self.num_tokens // self.block_size) + 1
+        shape = (num_blocks, self.block_size, self.num_kv_heads)
+        new = [
+            torch.randn(
+                self.num_tokens,
+                self.num_kv_heads,
+                self.head_size,
+                generator=generator,
+                device="cuda",
+            ).to(self.dtype)
+            for _ in range(2)
+        ]
+        caches = [
+            torch.zeros(*shape, self.head_size, dtype=self.cache_dtype, device="cuda")
+            for _ in range(2)
+        ]
+        blocks = torch.randperm(num_blocks, generator=generator, device="cuda")
+        slots = blocks[:, None] * self.block_size + torch.arange(self.block_size, device="cuda")
+        numbers = torch.zeros(shape, device="cuda")
+        if self.scales == "head":
+            numbers = torch.linspace(0.01, 0.03, self.num_kv_heads, device="cuda")
+        names = ("k", "v", "k_cache", "v_cache", "slot_mapping")
+        values = (*new, *caches, slots.flatten()[: self.num_tokens].contiguous())
+        scales = {} if self.scales == "none" else {"k_scale": numbers, "v_scale": numbers.clone()}
+        return {**dict(zip(names, values, strict=True)), **scales}
+
+
+@dataclass(frozen=True)
+class CopyBlocksCase:
+    """``copy_blocks`` of random blocks in the caches of many layers, or to and from the host.
+
+    Metrics as ``WriteKVCase``; to and from the host, torch's copy is that of pinned memory.
+    """
+
+    name: str
+    num_pairs: int
+    targets: tuple[Target, ...] = ()
+    num_caches: int = 64
+    block: tuple[int, ...] = (16, 8, 128)
+    where: str = "on the GPU"
+    """Or ``"to the host"``, ``"from the host"``."""
+    device: str = "cuda"
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        return (
+            f"copy_blocks: {self.num_pairs} blocks of {list(self.block)} bfloat16 in "
+            f"{self.num_caches} caches, {self.where}"
+        )
+
+    def verify(self) -> list[Check]:
+        """Every byte of every cache is the reference's."""
+        results = []
+        for impl in ("auto", "reference"):
+            caches, pairs = self._make_inputs()
+            copy_blocks(caches, pairs, impl=impl)
+            torch.cuda.synchronize()
+            results.append([_bytes(to).cpu() for _, to in caches])
+        same = [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+        return [Check("caches", all(same), f"{sum(same)} of {len(same)} equal to the reference")]
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Time ours and torch's copy; the host's time, also for a single block."""
+        caches, pairs = self._make_inputs()
+        num_bytes = self.num_pairs * sum(to[0].nbytes for _, to in caches)
+        on_gpu = self.where == "on the GPU"
+        copy = time_copy(2 * num_bytes) if on_gpu else time_transfer(num_bytes, self.where)
+        times = {
+            # Not captured: pinned memory of its own for the pairs of every call.
+            "pagewise": time_gpu(lambda: copy_blocks(caches, pairs), captured=False),
+            "torch copy of as many bytes": copy,
+            "host, pagewise": time_host(lambda: copy_blocks(caches, pairs), rounds=3),
+            "host, pagewise, 1 block, 2 caches": time_host(
+                lambda: copy_blocks(caches[:2], pairs[:1])
+            ),
+        }
+        return Measurement(times, _compare(times, num_bytes * (2 if on_gpu else 1)))
+
+    def _make_inputs(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (2 * self.num_pairs + 1, *self.block)
+        caches = []
+        for _ in range(self.num_caches):
+            cache = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+            if self.where == "on the GPU":
+                caches.append((cache, cache))
+            elif self.where == "to the host":
+                caches.append((cache, torch.zeros(shape, dtype=cache.dtype, pin_memory=True)))
+            else:
+                caches.append((cache.cpu().pin_memory(), torch.zeros_like(cache)))
+        blocks = torch.randperm(shape[0], generator=torch.Generator().manual_seed(0))
+        return caches, blocks[: 2 * self.num_pairs].view(2, -1).T.contiguous()
+
+
+def time_copy(num_bytes: int) -> Times:
+    """Torch's copy on the GPU that reads and writes so many bytes together."""
+    half = num_bytes // 2
+    memory = torch.empty(2 * half + _OFFSETS[-1], dtype=torch.uint8, device="cuda").random_()
+    source = memory[:half]
+    return min(
+        (
+            time_gpu(_copying(source, memory[half + offset :][:half]), milliseconds=30)
+            for offset in _OFFSETS
+        ),
+        key=lambda times: times.median,
+    )
+
+
+def time_transfer(num_bytes: int, where: str) -> Times:
+    """Torch's copy between the GPU and pinned memory."""
+    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda").random_()
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return time_gpu(_copying(there, host) if where == "to the host" else _copying(host, there))
+
+
+def _copying(source: Tensor, to: Tensor) -> Callable[[], object]:
+    return lambda: to.copy_(source, non_blocking=True)
+
+
+def _compare(times: dict[str, Times], num_bytes: int) -> dict[str, float]:
+    ours, copy = times["pagewise"].median, times["torch copy of as many bytes"].median
+    return {
+        "GB/s": num_bytes / ours / 1e9,
+        "GB/s of torch's copy": num_bytes / copy / 1e9,
+        "share of copy bandwidth": copy / ours,
+        "host, microseconds": times["host, pagewise"].median * 1e6,
+    }
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
