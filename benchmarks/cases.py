@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
@@ -13,6 +14,7 @@ from .attention import AttentionCase
 from .cache_ops import CopyBlocksCase, WriteKVCase
 from .case import Case, at_least, at_most
 from .engine import EngineCase
+from .swin_unetr import SwinUnetrCase
 
 __all__ = ["can_run", "find_cases"]
 
@@ -86,6 +88,20 @@ CASES: tuple[Case, ...] = (
     CopyBlocksCase("copy-blocks-to-host", 512, COPY_SPEED, num_caches=8, where="to the host"),
     CopyBlocksCase("copy-blocks-from-host", 512, COPY_SPEED, num_caches=8, where="from the host"),
 )
+SWIN_CASES: tuple[Case, ...] = (
+    SwinUnetrCase(
+        "swin-unetr-96-fs48",
+        (96, 96, 96),
+        48,
+        targets=(at_least("x MONAI", 1.5), at_most("peak / MONAI", 0.5)),
+    ),
+    SwinUnetrCase("swin-unetr-96-fs48-f16", (96, 96, 96), 48, dtype=torch.float16),
+    SwinUnetrCase("swin-unetr-96-fs48-checkpoint", (96, 96, 96), 48, use_checkpoint=True),
+    SwinUnetrCase("swin-unetr-96-fs24", (96, 96, 96), 24),
+    SwinUnetrCase("swin-unetr-128-fs24", (128, 128, 128), 24),
+)
+if find_spec("monai"):  # is no dependency
+    CASES += SWIN_CASES
 
 
 def find_cases(names: Iterable[str]) -> list[Case]:

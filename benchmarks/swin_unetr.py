@@ -1,0 +1,152 @@
+"""A training step of MONAI's SwinUNETR, patched against as released: time and peak memory.
+
+A step is a forward under autocast and a backward. Two copies of one model take turns, and CUDA
+events time each step, launches and all: that is how a trainer meets it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewise.integrations import swin
+
+from .case import Check, Measurement, Target
+from .timing import Times, ratio
+
+__all__ = ["SwinUnetrCase"]
+
+MONAI, OURS = "MONAI", "pagewise"
+WARMUP, REPEATS = 4, 20
+
+
+@dataclass(frozen=True)
+class SwinUnetrCase:
+    """Metrics: ``x MONAI``, how many times as fast; ``peak / MONAI``, of a step's peak memory."""
+
+    name: str
+    image: tuple[int, int, int]
+    feature_size: int
+    batch_size: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    use_checkpoint: bool = False
+    targets: tuple[Target, ...] = ()
+    device: str = "cuda"
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        size = "×".join(map(str, (self.batch_size, *self.image)))
+        kept = ", checkpointed" if self.use_checkpoint else ""
+        return f"SwinUNETR, {self.feature_size} features, {size}, {self.dtype}{kept}"
+
+    def verify(self) -> list[Check]:
+        """Output and gradients by MONAI's in float32, beside MONAI's own in the timed type."""
+        models, x = self._models(), self._input()
+        exact = _results(models[MONAI], x, torch.float32)
+        yard = _distance(_results(models[MONAI], x, self.dtype), exact)
+        checks = []
+        for dtype, allowed in ((torch.float32, 1e-3), (self.dtype, 2 * yard)):
+            gap = _distance(_results(models[OURS], x, dtype), exact)
+            detail = f"relative distance {gap:.1e}, allowed {allowed:.1e}"
+            checks.append(Check(f"output and gradients, {dtype}", gap <= allowed, detail))
+        return checks
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Times in turns, then each model's peak with the other out of the way."""
+        models, x = self._models(), self._input()
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for turn in range(WARMUP + (repeats or REPEATS)):
+            for name, model in models.items():
+                elapsed = _timed_step(model, x, self.dtype)
+                if turn >= WARMUP:
+                    seconds[name].append(elapsed)
+        times = {name: Times(tuple(values)) for name, values in seconds.items()}
+        peaks = {}
+        for name, other in ((MONAI, OURS), (OURS, MONAI)):
+            models[other].cpu()
+            peaks[name] = _peak(models[name], x, self.dtype)
+            models[other].cuda()
+        metrics = {
+            "x MONAI": ratio(times[MONAI], times[OURS]),
+            "peak / MONAI": peaks[OURS] / peaks[MONAI],
+            "peak MiB": peaks[OURS] / 2**20,
+            "peak MiB of MONAI": peaks[MONAI] / 2**20,
+        }
+        return Measurement(times, metrics)
+
+    def _models(self) -> dict[str, nn.Module]:
+        from monai.networks.nets import SwinUNETR
+
+        torch.manual_seed(0)
+        model = SwinUNETR(
+            in_channels=4,
+            out_channels=3,
+            feature_size=self.feature_size,
+            use_checkpoint=self.use_checkpoint,
+        ).cuda()
+        patched = copy.deepcopy(model)
+        report = swin.patch(patched)
+        assert len(report.attentions) == 8, report
+        return {MONAI: model, OURS: patched}
+
+    def _input(self) -> Tensor:
+        return torch.randn(self.batch_size, 4, *self.image, device="cuda")
+
+
+def _step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Forward under autocast and backward; gradients start from none."""
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        out: Tensor = model(x)
+    loss = out.float().square().mean()
+    # float16 would lose small gradients: scaled, as a trainer does.
+    torch.autograd.backward(loss * (2**12 if dtype == torch.float16 else 1))
+    return out.detach()
+
+
+def _timed_step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> float:
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    start.record()
+    _step(model, x, dtype)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _peak(model: nn.Module, x: Tensor, dtype: torch.dtype) -> int:
+    """Bytes held at most during a step, weights and gradients included."""
+    model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    _step(model, x, dtype)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def _results(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The output, and the gradients of what takes part in window attention."""
+    out = _step(model, x, dtype).float().cpu()
+    unscale = 2.0**-12 if dtype == torch.float16 else 1.0
+    gradients = [
+        parameter.grad.cpu() * unscale
+        for name, parameter in model.named_parameters()
+        if ".attn." in name and parameter.grad is not None
+    ]
+    model.zero_grad(set_to_none=True)
+    return [out, *gradients]
+
+
+def _distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The worst relative distance, each tensor by its own norm."""
+    gaps = [
+        ((mine - theirs).norm() / theirs.norm().clamp(min=1e-12)).item()
+        for mine, theirs in zip(found, exact, strict=True)
+    ]
+    return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
