@@ -54,7 +54,7 @@ def test_what_shows_in_the_bits_does_not_depend_on_the_problem():
 
 
 def test_splits_end_at_the_end_of_a_tile_of_keys():
-    from pagewise.ops.paged_attention.cpu import TILE_N
+    from pagewise.tiles.cpu.online_softmax import TILE_N
 
     assert SPLIT_SIZE % TILE_N == 0
 

@@ -38,6 +38,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
     check_options(options.sliding_window, options.logits_soft_cap)
     return Problem(
         num_seqs=sizes["num_seqs"],
+        num_tokens=q.shape[:-2].numel(),
         max_query_len=sizes["max_query_len"],
         max_seq_len=sizes["max_seq_len"],
         num_heads=sizes["num_heads"],

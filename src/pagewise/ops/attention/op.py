@@ -16,10 +16,10 @@ from ..dispatch import choose
 from .checks import check, check_starts
 from .problem import Lengths, Options
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
-BACKWARD = {"auto": "auto", "reference": "reference"}
+BACKWARD = {"auto": "auto", "cpu": "cpu_backward", "reference": "reference"}
 """Whose gradients go with whose forward pass."""
 
 

@@ -42,6 +42,7 @@ class Problem:
     """A call as a plan sees it: host integers and element types only, so planning is pure."""
 
     num_seqs: int
+    num_tokens: int
     max_query_len: int
     max_seq_len: int
     num_heads: int
@@ -50,6 +51,11 @@ class Problem:
     v_head_size: int
     dtype: torch.dtype
     is_ragged: bool
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values: that of the queries."""
+        return self.dtype
 
     @property
     def group(self) -> int:

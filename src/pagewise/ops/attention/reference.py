@@ -78,5 +78,5 @@ def _differentiate(
     d_q = torch.einsum("hqk,khd->qhd", d_scores, k)
     d_k = torch.einsum("hqk,qhd->khd", d_scores, q)
     d_v = torch.einsum("hqk,qhd->khd", weights, d_out)
-    d_k, d_v = (d.view(len(d), num_kv_heads, group, -1).sum(dim=2) for d in (d_k, d_v))
+    d_k, d_v = (d.view(len(d), num_kv_heads, group, d.shape[-1]).sum(dim=2) for d in (d_k, d_v))
     return d_q, d_k, d_v

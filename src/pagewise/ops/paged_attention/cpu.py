@@ -1,310 +1,16 @@
-"""Paged attention on a CPU: an online softmax over key tiles, on Numba vectors and threads.
-
-::
-
-    out[r] = Σ_n p[r, n] v[n] / l[r],  p[r, n] = 2 ** (s[r, n] - m[r]),  s = q · k · scale · log2 e
-
-One *item* of work is some new tokens of one sequence, some of its KV heads and some of its
-keys. The rows of a KV head, tokens × group, share every key that is loaded::
-
-    keys   0        64       128  ...  512      576
-           ┌────────┬────────┬─  ... ──╥────────┬─ ...
-    rows   │ tile   │ tile   │         ║ tile   │
-           └────────┴────────┴─  ... ──╨────────┴─ ...
-           └──── one split: m, l, acc ─┘└─ next split ──
-
-A sequence's keys are always cut at multiples of ``split_size``, partial states are always
-merged from left to right, and tiles start at multiples of ``TILE_N``. So a row gets the same
-bits whether one thread walks the splits or many share them, and whoever else is in the batch.
-
-Few rows (decode) read keys and values straight from the pages, converting in registers. Many
-rows (prefill) first gather a tile into contiguous float32, once for all of them. Only slots of
-visible keys are read. ``cpu_tile`` says where the scales of an 8-bit cache go.
-"""
+"""Paged attention on a CPU: the pages as they lie, walked by ``tiles.cpu.forward``."""
 
 from __future__ import annotations
 
-from collections import namedtuple
-
-import numpy as np
 import torch
-from numba import njit
 
 from ...device import DeviceInfo
-from ...tiles.cpu.arrays import flat, refuse
-from ...tiles.cpu.compile import entry, inner
-from ...tiles.cpu.online_softmax import (
-    TILE_N,
-    State,
-    exp2_scalar,
-    make_state,
-    merge_states,
-    start_state,
-)
-from ...tiles.cpu.simd import (
-    LN_2,
-    LOG2_E,
-    load,
-    load_half,
-    mul,
-    splat,
-    store,
-    store_half,
-    take_number,
-)
-from ...tiles.cpu.threads import run_together
+from ...tiles.cpu.arrays import refuse
+from ...tiles.cpu.forward import attend, make_call
 from ...tiles.state import AttentionOutput
 from .cpu_checks import check_values
-from .cpu_tile import FEW_ROWS, attend_tile, find_rows
 from .plan import make_plan
 from .problem import Problem
-
-_ALL = 1 << 62
-
-# Numba reads named tuples by field, which keeps signatures short.
-Call = namedtuple(
-    "Call",
-    "out lse q k_cache v_cache block_tables seq_lens cu_seqlens_q alibi_slopes sinks"
-    " group head_size v_head_size width v_width block_size split_size"
-    " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
-    " k_scale v_scale per_token k_scale_block k_scale_slot k_scale_head"
-    " v_scale_block v_scale_slot v_scale_head"
-    " softmax_scale soft_cap causal window tile",
-)
-Scratch = namedtuple(
-    "Scratch",
-    "state total q first_key end_key scores weights decay"
-    " k_rows v_rows k_scale_rows v_scale_rows k_scales v_scales tile_rows k_tile v_tile",
-)
-Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first_key end_key part")
-
-
-@entry()
-def _make_items(
-    cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, split_size, item_keys
-):
-    """Cut a batch into rows of ``Item`` fields, and count the rows of partial states they need.
-
-    An item that covers part of its keys stores the states of its splits, one after another, from
-    row ``part`` on; for others it is -1.
-    """
-    count = num_parts = 0
-    for filling in (False, True):  # count first, then fill
-        items = np.empty((count, 8), np.int64)
-        count = num_parts = 0
-        for seq in range(len(seq_lens)):
-            query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]
-            few = query_len * group <= FEW_ROWS
-            heads = decode_heads if few else 1
-            tokens = max(1, tile_m // group)
-            # The last tokens see the most keys: whoever takes an item late takes a short one.
-            for first in range((query_len - 1) // tokens * tokens, -1, -tokens):
-                num_tokens = min(tokens, query_len - first)
-                end = seq_lens[seq]
-                if causal:
-                    end = max(0, end - query_len + first + num_tokens)
-                step = item_keys if few and end > item_keys else _ALL
-                for head in range(0, num_kv_heads, heads):
-                    num_heads = min(heads, num_kv_heads - head)
-                    for key in range(0, max(1, end), step):
-                        key_end = min(end, key + step)
-                        part = num_parts if step != _ALL else -1
-                        if step != _ALL:
-                            num_splits = -(-(key_end - key) // split_size)
-                            num_parts += num_splits * num_heads * _pad_rows(num_tokens * group)
-                        if filling:
-                            items[count, :4] = seq, first, num_tokens, head
-                            items[count, 4:] = num_heads, key, key_end, part
-                        count += 1
-    return items, num_parts
-
-
-@inner()
-def _pad_rows(rows):
-    """One row has its own micro-kernels; the others take four at a time."""
-    return 1 if rows == 1 else (rows + 3) // 4 * 4
-
-
-@njit
-def _make_scratch(items, call):
-    most = tile = 1
-    for i in range(len(items)):
-        rows = _pad_rows(items[i, 2] * call.group)
-        tile = max(tile, rows)
-        most = max(most, rows * items[i, 4])
-    return Scratch(
-        make_state(most, call.v_width),
-        make_state(most, call.v_width),
-        np.zeros(most * call.width, call.tile.dtype),
-        np.zeros(tile, np.int64),
-        np.zeros(tile, np.int64),
-        np.empty(tile * TILE_N, np.float32),
-        np.empty(tile * TILE_N, call.tile.dtype),
-        np.empty(tile, np.float32),
-        np.zeros((2, TILE_N), np.int64),
-        np.zeros((2, TILE_N), np.int64),
-        np.zeros((2, TILE_N), np.int64),
-        np.zeros((2, TILE_N), np.int64),
-        np.zeros(TILE_N, np.float32),
-        np.zeros(TILE_N, np.float32),
-        np.zeros(TILE_N, np.int64),
-        np.zeros(TILE_N * call.width, call.tile.dtype),
-        np.zeros(TILE_N * call.v_width, call.tile.dtype),
-    )
-
-
-@entry()
-def _attend(call, items, counter, parts):
-    """Take items until none is left. Every thread runs this once, with its own scratch."""
-    _take_items(call, items, counter, parts, _make_scratch(items, call))
-
-
-@inner()
-def _take_items(call, items, counter, parts, scratch):
-    while True:
-        taken = take_number(counter)
-        if taken >= len(items):
-            return
-        row = items[taken]
-        item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
-        state = _attend_item(call, scratch, item, parts)
-        if item.part < 0:
-            _finish(call, state, 0, item)
-
-
-@inner()
-def _attend_item(call, scratch, item, parts):
-    """The state of an item's rows over its keys; or, in ``parts``, that of each of its splits."""
-    rows = _pad_rows(item.num_tokens * call.group)
-    all_rows = item.num_heads * rows
-    if item.part >= 0:
-        start_state(parts, item.part, _num_splits(call, item) * all_rows, call.v_width)
-    low, high = _visible_keys(call, scratch, item)
-    _load_queries(call, scratch, item, rows)
-    start_state(scratch.total, 0, all_rows, call.v_width)
-    first_split = low // call.split_size * call.split_size
-    side = 0
-    find_rows(call, scratch, side, item, low // TILE_N * TILE_N, low, high)
-    for split in range(first_split, high, call.split_size):
-        split_high = min(high, split + call.split_size)
-        start_state(scratch.state, 0, all_rows, call.v_width)
-        for tile in range(max(split, low // TILE_N * TILE_N), split_high, TILE_N):
-            find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
-            for head in range(item.num_heads):
-                attend_tile(call, scratch, side, item, head, rows, tile, min(TILE_N, high - tile))
-            side = 1 - side
-        if item.part >= 0:
-            at = item.part + (split - item.first_key) // call.split_size * all_rows
-            merge_states(parts, at, scratch.state, 0, all_rows, call.v_width)
-        elif first_split + call.split_size >= high:
-            return scratch.state
-        else:
-            merge_states(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
-    return scratch.total
-
-
-@inner()
-def _num_splits(call, item):
-    return -(-(item.end_key - item.first_key) // call.split_size)
-
-
-@inner()
-def _visible_keys(call, scratch, item):
-    """Each row's range of visible keys, and the range that the item has to walk."""
-    query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
-    seq_len = call.seq_lens[item.seq]
-    low, high = seq_len, 0
-    scratch.first_key[:] = 0
-    scratch.end_key[:] = 0
-    for token in range(item.num_tokens):
-        position = seq_len - query_len + item.first_token + token
-        first, end = 0, seq_len
-        if call.causal:
-            end = max(0, position + 1)
-        if call.window > 0:
-            first = max(0, position - call.window + 1)
-        first, end = max(first, item.first_key), min(end, item.end_key)
-        if first < end:
-            low, high = min(low, first), max(high, end)
-            for g in range(call.group):
-                scratch.first_key[token * call.group + g] = first
-                scratch.end_key[token * call.group + g] = end
-    return min(low, high), high
-
-
-@inner()
-def _load_queries(call, scratch, item, rows):
-    """An item's queries, one KV head's rows after another's, padded with zeros."""
-    token0 = call.cu_seqlens_q[item.seq] + item.first_token
-    scratch.q[: item.num_heads * rows * call.width] = 0
-    for head in range(item.num_heads):
-        for token in range(item.num_tokens):
-            for g in range(call.group):
-                q_head = (item.first_head + head) * call.group + g
-                source = (token0 + token) * call.q_token + q_head * call.q_head
-                to = (head * rows + token * call.group + g) * call.width
-                whole = call.head_size // 16 * 16
-                for d in range(0, whole, 16):
-                    store(scratch.q, to + d, load(call.q, source + d))
-                if whole < call.head_size:
-                    store(scratch.q, to + whole, load_half(call.q, source + whole))
-
-
-@inner()
-def _finish(call, state, at, item):
-    """Add the sinks, divide, and write an item's rows of ``out`` and ``lse``."""
-    rows = _pad_rows(item.num_tokens * call.group)
-    token0 = call.cu_seqlens_q[item.seq] + item.first_token
-    for head in range(item.num_heads):
-        v_scale = np.float32(1)
-        if not call.per_token:
-            v_scale = call.v_scale[(item.first_head + head) * call.v_scale_head]
-        for r in range(item.num_tokens * call.group):
-            row = at + head * rows + r
-            token, q_head = (
-                token0 + r // call.group,
-                (item.first_head + head) * call.group + r % call.group,
-            )
-            m, l, scale = state.m[row], state.l[row], np.float32(1)
-            if len(call.sinks) > 0:
-                sink = call.sinks[q_head] * LOG2_E
-                top = max(m, sink)
-                scale = exp2_scalar(m - top)
-                m, l = top, l * scale + exp2_scalar(sink - top)
-            call.lse[token, q_head] = (m + np.log2(l)) * LN_2 if l != 0 else -np.inf
-            factor = splat(scale / l * v_scale if l != 0 else np.float32(0))
-            to = token * call.out_token + q_head * call.out_head
-            _write_row(call.out, to, state.acc, row * call.v_width, factor, call.v_head_size)
-
-
-@inner()
-def _write_row(out, to, acc, at, factor, size):
-    whole = size // 16 * 16
-    for d in range(0, whole, 16):
-        store(out, to + d, mul(factor, load(acc, at + d)))
-    if whole < size:
-        store_half(out, to + whole, mul(factor, load(acc, at + whole)))
-
-
-@entry()
-def _merge_parts(call, items, parts):
-    """Merge, in the order of their keys, the states of the items that shared rows."""
-    first = 0
-    for i in range(len(items)):
-        row, before = items[i], items[first]
-        if row[7] < 0 or row[5] == 0:
-            first = i
-            before = row
-        if row[7] < 0:
-            continue
-        item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
-        rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
-        for part in range(item.part, item.part + _num_splits(call, item) * rows, rows):
-            if part != before[7]:
-                merge_states(parts, before[7], parts, part, rows, call.v_width)
-        last_of_rows = i + 1 == len(items) or items[i + 1, 5] == 0
-        if last_of_rows:
-            _finish(call, parts, before[7], item)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -314,56 +20,23 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
-    """Check the values of the batch's integers, cut it into items, and attend."""
+    """Check the values of the batch's integers, and attend."""
     plan = plan or make_plan(problem, DeviceInfo.of(q.device))
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    call = _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan)
+    k_scale, v_scale = (
+        None if scale is None else scale.expand(*k_cache.shape[:2], -1)
+        for scale in (options.k_scale, options.v_scale)
+    )
+    call = make_call(
+        q, k_cache, v_cache, out, lse, options, plan,
+        block_tables=batch.block_tables, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q,
+        block_size=problem.block_size,
+        k_strides=k_cache.stride()[:3], v_strides=v_cache.stride()[:3],
+        k_scale=k_scale, v_scale=v_scale, per_token=problem.scale_kind == "token",
+    )  # fmt: skip
     check_values(
         problem, batch, k_cache.shape[0], cu_seqlens_q=call.cu_seqlens_q, seq_lens=call.seq_lens,
         block_tables=call.block_tables,
     )  # fmt: skip
-    item_keys = plan.split_size * plan.item_splits if plan.parallel_splits else _ALL
-    items, num_parts = _make_items(
-        call.cu_seqlens_q, call.seq_lens, problem.num_kv_heads, problem.group, options.causal,
-        plan.tile_m, plan.decode_heads, plan.split_size, item_keys,
-    )  # fmt: skip
-    parts = State(
-        np.empty(num_parts * call.v_width, np.float32),
-        np.empty(num_parts, np.float32),
-        np.empty(num_parts, np.float32),
-    )
-    counter = np.zeros(1, np.int64)
-    run_together(lambda: _attend(call, items, counter, parts), plan.num_threads)
-    if num_parts:
-        _merge_parts(call, items, parts)
+    attend(call, problem.num_kv_heads, plan)
     return AttentionOutput(out, lse)
-
-
-def _make_call(problem, q, k_cache, v_cache, batch, options, out, lse, plan):
-    none, one = np.empty(0, np.float32), torch.ones(())
-    slopes, sinks = options.alibi_slopes, options.sinks
-    # Eight bits are a bfloat16, too.
-    is_bf16 = k_cache.dtype == torch.bfloat16 or problem.scale_kind != "none"
-    pairs = plan.bf16_dot and q.dtype == torch.bfloat16 and is_bf16
-    lanes = 32 if pairs else 16
-    scales = [
-        one.expand(1, 1, 1) if scale is None else scale.expand(*k_cache.shape[:2], -1)
-        for scale in (options.k_scale, options.v_scale)
-    ]
-    return Call(  # type: ignore[call-arg]
-        flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
-        flat(batch.block_tables),
-        batch.seq_lens.contiguous().numpy(), batch.cu_seqlens_q.contiguous().numpy(),
-        none if slopes is None else slopes.detach().float().contiguous().numpy(),
-        none if sinks is None else sinks.detach().float().contiguous().numpy(),
-        problem.group, problem.head_size, problem.v_head_size,
-        -(-problem.head_size // lanes) * lanes, -(-problem.v_head_size // lanes) * lanes,
-        problem.block_size, plan.split_size,
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
-        batch.block_tables.stride(0),
-        flat(scales[0]), flat(scales[1]), problem.scale_kind == "token",
-        *scales[0].stride(), *scales[1].stride(),
-        float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
-        bool(options.causal), int(options.sliding_window or 0),
-        np.empty(0, np.uint16 if pairs else np.float32),
-    )  # fmt: skip

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...tiles.cpu.compile import inner
-from ...tiles.cpu.online_softmax import (
+from .compile import inner
+from .online_softmax import (
     TILE_N,
     cap_row,
     mask_row,
@@ -23,8 +23,8 @@ from ...tiles.cpu.online_softmax import (
     tilt_row,
     weigh_row,
 )
-from ...tiles.cpu.products import mix_tile, score_tile
-from ...tiles.cpu.simd import LOG2_E, load, load_half, prefetch, store
+from .products import mix_tile, score_tile
+from .simd import LOG2_E, load, load_half, prefetch, store
 
 FEW_ROWS = 16  # up to here keys are converted for every four rows; beyond, gathered once
 

@@ -1,0 +1,45 @@
+"""Attention on a CPU: ``tiles.cpu.forward`` over keys and values that lie in a row.
+
+To that walk every cache is paged. A sequence's keys are one block: the sequence's own slice of a
+dense tensor, or, in a ragged one, the block that begins at the sequence's first key.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...device import DeviceInfo
+from ...tiles.cpu.arrays import refuse
+from ...tiles.cpu.forward import attend, make_call
+from ...tiles.cpu.plan import make_plan
+from ...tiles.state import AttentionOutput
+from .problem import Problem
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run ``problem``, or None if it can."""
+    return refuse(device, q=problem.dtype)
+
+
+def run(problem, q, k, v, lengths, options):
+    """Say where each sequence begins, and attend."""
+    plan = make_plan(problem, DeviceInfo.of(q.device))
+    rows = q.reshape(-1, *q.shape[-2:])  # copies what no strides describe
+    out = torch.empty(*rows.shape[:2], problem.v_head_size, dtype=q.dtype)
+    lse = torch.empty(rows.shape[:2], dtype=torch.float32)
+    if problem.is_ragged:
+        starts, block_size = lengths.cu_seqlens_k, max(1, k.shape[0])
+        seq_lens, tables = starts.diff(), starts[:-1, None]
+        starts_q = lengths.cu_seqlens_q
+        strides = [(t.stride(0), *t.stride()[:2]) for t in (k, v)]
+    else:
+        block_size, numbers = max(1, k.shape[1]), torch.arange(len(q) + 1, dtype=torch.int32)
+        seq_lens, tables = torch.full((len(q),), k.shape[1], dtype=torch.int32), numbers[:-1, None]
+        starts_q = numbers * q.shape[1]
+        strides = [t.stride()[:3] for t in (k, v)]
+    call = make_call(
+        rows, k, v, out, lse, options, plan, block_tables=tables, seq_lens=seq_lens,
+        cu_seqlens_q=starts_q, block_size=block_size, k_strides=strides[0], v_strides=strides[1],
+    )  # fmt: skip
+    attend(call, problem.num_kv_heads, plan)
+    return AttentionOutput(out.view(*q.shape[:-1], -1), lse.view(q.shape[:-1]))
