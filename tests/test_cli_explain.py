@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from pagewise.analysis.roofline import machine_names
 from pagewise.cli import main
 from pagewise.cli.app import app
 
@@ -37,6 +38,12 @@ def test_without_a_command_there_is_help(run):
     assert (code, err) == (0, "")
     for command in ("tiles", "io", "windows"):
         assert re.search(rf"^│ {command} ", out, re.MULTILINE)
+
+
+def test_help_names_every_machine():
+    words = re.sub(r"[│\s]+", " ", CliRunner().invoke(app, ["explain", "io", "--help"]).stdout)
+    for name in (*machine_names(), "here"):
+        assert re.search(rf"[ :]{name}[,;.]", words), name
 
 
 @pytest.mark.parametrize("command", ["tiles", "io", "windows"])

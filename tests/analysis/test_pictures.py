@@ -104,6 +104,13 @@ def test_a_crossover_against_a_scan_of_every_length(tile_m, causal):
     assert curve.worse_from == expected
 
 
+@pytest.mark.parametrize(("shortest", "longest"), [(2, 3), (64, 300), (500, 600), (64, 2**16)])
+def test_any_range_of_lengths_can_be_drawn(shortest, longest, tmp_path):
+    curves = io_curves(head_size=128, tiles_m=[16], shortest=shortest, longest=longest)
+    notes = [word for word in texts(draw_io(curves), tmp_path) if word == "up to 454 keys"]
+    assert len(notes) == (shortest < 454)
+
+
 def test_ranges_that_cannot_be_drawn_are_refused():
     with pytest.raises(RequestError, match="lengths from 64 to 64"):
         io_curves(head_size=64, tiles_m=[64], shortest=64, longest=64)

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from pagewise.analysis import measure
 from pagewise.analysis.attention_io import AttentionShape
 from pagewise.analysis.decode_io import DecodeShape, compulsory, seconds_at
-from pagewise.analysis.measure import measure_machine
 from pagewise.analysis.roofline import (
     Machine,
     Work,
@@ -74,11 +74,25 @@ def test_an_unknown_machine_is_refused_with_the_known_ones():
 
 
 def test_the_present_machine_is_measured():
-    here = measure_machine(scale=0.01)
+    here = measure.measure_machine(scale=0.01)
     # A machine of a thousandth or a thousand times the usual speed is a mistake in the formula.
     assert 1e9 < here.bytes_per_second < 1e12
     assert 1e9 < here.flops["float32"] < 1e14
     assert 1e7 < here.exps_per_second < 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"),
+        ("NVIDIA B7000", None),
+    ],
+)
+def test_the_exponentials_of_a_gpu_are_the_tables(name, known):
+    expected = machine(known).exps_per_second if known else float("inf")
+    assert measure._known_exps(name) == expected
 
 
 # --- decode ---------------------------------------------------------------------------------

@@ -86,8 +86,6 @@ def _exp_rate(device: torch.device) -> float:
 
 
 def _known_exps(name: str) -> float:
-    words = name.split()
-    for known in machine_names():
-        if known in "".join(words).lower():
-            return machine(known).exps_per_second
-    return float("inf")
+    joined = name.replace(" ", "").lower()
+    rates = (machine(known).exps_per_second for known in machine_names() if known in joined)
+    return next(rates, float("inf"))

@@ -22,6 +22,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ShapeError
 
@@ -85,10 +89,24 @@ class TileWalk:
 
     def visits(self, query_tile: int) -> range:
         """The K/V tiles that a query tile walks over, in order."""
-        # Both ends of what a row sees move forward with the row, and ranges leave no gaps.
-        rows = self.rows(query_tile)
-        start, stop = self.visible(rows[0]).start, self.visible(rows[-1]).stop
-        return range(start // self.tile_n, -(-stop // self.tile_n) if stop > start else 0)
+        starts, stops = self._spans
+        return range(int(starts[query_tile]), int(stops[query_tile]))
+
+    @cached_property
+    def _spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first K/V tile of every query tile, and the one after its last.
+
+        Both ends of what a row sees move forward with the row, and ranges leave no gaps: so a
+        tile sees what lies between its first row's first key and its last row's last.
+        """
+        first = np.arange(self.num_query_tiles) * self.tile_m + self.key_len - self.query_len
+        starts, stops = np.zeros_like(first), np.full_like(first, self.key_len)
+        if self.sliding_window is not None:
+            starts = np.maximum(0, first - self.sliding_window + 1)
+        if self.causal:
+            stops = np.clip(first + self.tile_m, 0, self.key_len)
+        starts, empty = starts // self.tile_n, stops <= starts
+        return starts, np.where(empty, starts, -(-stops // self.tile_n))
 
     def kind(self, query_tile: int, kv_tile: int) -> str:
         """``"full"``, ``"masked"`` or ``"skipped"``."""
@@ -115,18 +133,16 @@ class TileWalk:
     @property
     def num_key_rows(self) -> int:
         """Rows of K (and of V) that all query tiles read together, the query tiles outside."""
-        tiles = (self.visits(query_tile) for query_tile in range(self.num_query_tiles))
-        return sum(
-            min(visits.stop * self.tile_n, self.key_len) - visits.start * self.tile_n
-            for visits in tiles
-            if visits
-        )
+        starts, stops = self._spans
+        ends = np.minimum(stops * self.tile_n, self.key_len)
+        return int(np.sum(ends - starts * self.tile_n, where=stops > starts))
 
     @property
     def num_query_rows(self) -> int:
         """Rows of Q that all K/V tiles read together, the K/V tiles outside."""
-        tiles = range(self.num_query_tiles)
-        return sum(len(self.rows(tile)) * len(self.visits(tile)) for tile in tiles)
+        starts, stops = self._spans
+        ragged = self.num_query_tiles * self.tile_m - self.query_len
+        return int(np.sum(stops - starts) * self.tile_m - (stops - starts)[-1] * ragged)
 
     @property
     def num_visible(self) -> int:
@@ -136,5 +152,5 @@ class TileWalk:
     @property
     def num_computed(self) -> int:
         """Scores that whole tiles compute, those past ragged edges included."""
-        visits = (len(self.visits(query_tile)) for query_tile in range(self.num_query_tiles))
-        return self.tile_m * self.tile_n * sum(visits)
+        starts, stops = self._spans
+        return self.tile_m * self.tile_n * int(np.sum(stops - starts))

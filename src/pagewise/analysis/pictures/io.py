@@ -62,16 +62,19 @@ def _plot_tiled(axes: Any, lengths: Sequence[int], curve: Curve, position: int) 
 
 def _shade_resident(axes: Any, curves: IoCurves) -> None:
     """Lengths at which a head's K and V fit on the chip, so that nothing is read twice."""
-    if curves.lengths[0] < curves.longest_resident:
-        axes.axvspan(curves.lengths[0], curves.longest_resident, color="#F3F3F3", zorder=0)
-        axes.axvline(curves.longest_resident, color=GREY, linewidth=0.8, linestyle=":")
-        is_left = curves.longest_resident**2 < curves.lengths[0] * curves.lengths[-1]
-        axes.annotate(
-            f"K and V of a head fit on chip\nup to {curves.longest_resident:,} keys",
-            (curves.longest_resident, 0.02), xycoords=("data", "axes fraction"),
-            xytext=(4 if is_left else -4, 0), textcoords="offset points", va="bottom",
-            ha="left" if is_left else "right", color=GREY,
-        )  # fmt: skip
+    shortest, longest = curves.lengths[0], curves.lengths[-1]
+    if curves.longest_resident <= shortest:
+        return
+    edge = min(curves.longest_resident, longest)
+    axes.axvspan(shortest, edge, color="#F3F3F3", zorder=0)
+    if edge < longest:
+        axes.axvline(edge, color=GREY, linewidth=0.8, linestyle=":")
+    is_left = edge**2 < shortest * longest
+    axes.annotate(
+        f"K and V of a head fit on chip\nup to {curves.longest_resident:,} keys",
+        (edge, 0.02), xycoords=("data", "axes fraction"), xytext=(4 if is_left else -4, 0),
+        textcoords="offset points", va="bottom", ha="left" if is_left else "right", color=GREY,
+    )  # fmt: skip
 
 
 def _mark_crossovers(axes: Any, curves: IoCurves) -> None:
