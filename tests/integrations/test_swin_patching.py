@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 import threading
 
 import pytest
@@ -348,6 +349,22 @@ def test_a_trial_that_fails_is_the_reason(monkeypatch):
     kind = type(model.encoder.layers[0].blocks[0].attention)
     monkeypatch.setattr(kind, "forward", lambda self: None)
     assert "TypeError" in swin.patch(model).left_alone[0].what
+
+
+def test_a_release_that_is_laid_out_otherwise_is_left_alone(monkeypatch):
+    model = CASES["transformers-v1"].model()
+    kind = type(model.encoder.layers[0].blocks[0].attention)
+    model.encoder.layers[0].blocks[0].attention.relative_position_bias = None
+    left = swin.patch(model).left_alone
+    assert [entry.name for entry in left] == ["encoder.layers.0.blocks.0.attention"]
+    assert "laid out otherwise" in left[0].what
+
+    swin.unpatch(model)
+    monkeypatch.delitem(sys.modules, "pagewise.integrations.swin.frameworks.transformers")
+    monkeypatch.delattr(sys.modules[kind.__module__], "SwinAttention")
+    report = swin.patch(model)
+    assert not report.attentions
+    assert all("no drop-in" in entry.what for entry in report.left_alone)
 
 
 def test_a_forward_on_the_instance_is_left_alone():

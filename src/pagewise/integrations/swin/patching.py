@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 from torch import nn
@@ -123,7 +123,10 @@ def _known() -> Swaps:
     """Every class that we can patch of the frameworks in use, and what it becomes."""
     swaps: Swaps = {}
     for framework, adapter in ADAPTERS.items():
-        if framework in sys.modules:
+        if framework not in sys.modules:
+            continue
+        # A release that lacks a class we know is laid out otherwise: all of it stays as it is.
+        with suppress(ImportError, AttributeError):
             swaps |= import_module(f".frameworks.{adapter}", __package__).SWAPS
     return swaps
 
@@ -137,7 +140,10 @@ def _refusal(
     """Why a module must stay as it is, or None."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    key = swap, swap.variant(module)
+    try:
+        key = swap, swap.variant(module)
+    except Exception as error:  # whatever another release's module may lack
+        return f"this release is laid out otherwise: {error}"
     if key not in proven:
         proven[key] = difference(module, swaps)
     return proven[key]
