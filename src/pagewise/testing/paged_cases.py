@@ -174,6 +174,30 @@ class PagedInputs:
         """These inputs with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def to(self, device: torch.device | str) -> PagedInputs:
+        """These inputs on another device, with the strides they have, poison between them."""
+        batch = dataclasses.replace(
+            self.batch,
+            block_tables=_move(self.batch.block_tables, device),
+            seq_lens=_move(self.batch.seq_lens, device),
+            cu_seqlens_q=_move(self.batch.cu_seqlens_q, device),
+        )
+        options = {
+            name: _move(value, device) if isinstance(value, Tensor) else value
+            for name, value in self.options.items()
+        }
+        q, k_cache, v_cache, out = (
+            _move(tensor, device) for tensor in (self.q, self.k_cache, self.v_cache, self.out)
+        )
+        return self.replace(
+            q=q, k_cache=k_cache, v_cache=v_cache, out=out, batch=batch, options=options
+        )
+
+
+def _move(tensor: Tensor, device: torch.device | str) -> Tensor:
+    memory = tensor.new_empty(0).set_(tensor.untyped_storage())
+    return memory.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
 
 def make_inputs(case: PagedCase) -> PagedInputs:
     """Draw a case's numbers: the same case gives the same inputs on every machine.

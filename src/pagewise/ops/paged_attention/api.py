@@ -14,7 +14,7 @@ from .checks import check
 from .plan import Plan
 from .problem import Options, PagedBatch
 
-IMPLEMENTATIONS = ("cpu", "reference")
+IMPLEMENTATIONS = ("hopper", "triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
 
@@ -72,7 +72,8 @@ def paged_attention(
         v_scale: The same for ``v_cache``, of the same kind.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
         plan: How to cut the work (``make_plan``); ``None`` chooses.
-        impl: ``"auto"``, or one of ``"cpu"``, ``"reference"``: a named one runs or raises.
+        impl: ``"auto"``, or one of ``"hopper"``, ``"triton"``, ``"cpu"``, ``"reference"``: a named
+            one runs or raises.
 
     Returns:
         ``AttentionOutput(out, lse)``; ``lse`` float32 ``[num_tokens, num_heads]``, natural
@@ -129,6 +130,8 @@ def explain_paged_attention(
         >>> lengths = torch.tensor([5], dtype=torch.int32)
         >>> batch = PagedBatch.decode(lengths[:, None] * 0, lengths, max_seq_len=5)
         >>> print(explain_paged_attention(torch.zeros(1, 4, 64).double(), cache, cache, batch))
+        hopper: no, the tensors are on cpu
+        triton: no, the tensors are on cpu
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes
     """

@@ -1,19 +1,45 @@
-"""The argument contract of paged_attention: checked always, in microseconds, before any work."""
+"""The argument contract of paged_attention: checked always, in microseconds, before any work.
+
+Whatever is checked is in the tensors' forms and a few numbers, so calls of one form are checked
+once: a decode step in an engine looks the answer up.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import bind, check_device, check_dtype
+from ...shapes import Form, bind, check_device, check_dtype, form
 from ..scales import LARGEST_CODE, bind_scales
 from .problem import Options, PagedBatch, Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables")  # in their last dimension
+
+
+class _Forms(NamedTuple):
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    out: Any
+    block_tables: Any
+    seq_lens: Any
+    cu_seqlens_q: Any
+    alibi_slopes: Any
+    sinks: Any
+
+
+class _Numbers(NamedTuple):
+    max_query_len: int
+    max_seq_len: int
+    sliding_window: int | None
+    logits_soft_cap: float | None
 
 
 def check(
@@ -29,96 +55,108 @@ def check(
     Returns:
         The problem, and the options with their scales in the shape that implementations take.
     """
-    sizes = bind(
-        q=(q, "num_tokens num_heads head_size"),
-        k_cache=(k_cache, "num_blocks block_size num_kv_heads head_size"),
-        v_cache=(v_cache, "num_blocks block_size num_kv_heads v_head_size"),
-        out=(out, "num_tokens num_heads v_head_size"),
-        seq_lens=(batch.seq_lens, "num_seqs"),
-        block_tables=(batch.block_tables, "num_seqs max_blocks_per_seq"),
-        alibi_slopes=(options.alibi_slopes, "num_heads"),
-        sinks=(options.sinks, "num_heads"),
+    slopes, sinks = options.alibi_slopes, options.sinks
+    forms = (
+        form(q),
+        form(k_cache),
+        form(v_cache),
+        None if out is None else form(out),
+        form(batch.block_tables),
+        form(batch.seq_lens),
+        form(batch.cu_seqlens_q),
+        None if slopes is None else form(slopes),
+        None if sinks is None else form(sinks),
     )
-    bind(cu_seqlens_q=(batch.cu_seqlens_q, "length"))
-    if batch.cu_seqlens_q.shape[0] != sizes["num_seqs"] + 1:
+    addresses = k_cache.data_ptr() | v_cache.data_ptr()
+    problem = _check_forms(
+        forms,
+        (
+            batch.max_query_len,
+            batch.max_seq_len,
+            options.sliding_window,
+            options.logits_soft_cap,
+        ),
+        addresses % 16 == 0,
+    )
+    scale_kind, k_scale, v_scale = bind_scales(options.k_scale, options.v_scale, k_cache, v_cache)
+    if scale_kind != "none":
+        options = dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale)
+        problem = _with_scales(problem, scale_kind)
+    return problem, options
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_scales(problem: Problem, scale_kind: str) -> Problem:
+    return dataclasses.replace(problem, scale_kind=scale_kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_forms(plain: Any, numbers: Any, is_aligned: bool) -> Problem:
+    forms = _Forms(*(None if fields is None else Form(*fields) for fields in plain))
+    numbers = _Numbers(*numbers)
+    sizes = bind(
+        q=(forms.q, "num_tokens num_heads head_size"),
+        k_cache=(forms.k_cache, "num_blocks block_size num_kv_heads head_size"),
+        v_cache=(forms.v_cache, "num_blocks block_size num_kv_heads v_head_size"),
+        out=(forms.out, "num_tokens num_heads v_head_size"),
+        seq_lens=(forms.seq_lens, "num_seqs"),
+        block_tables=(forms.block_tables, "num_seqs max_blocks_per_seq"),
+        alibi_slopes=(forms.alibi_slopes, "num_heads"),
+        sinks=(forms.sinks, "num_heads"),
+    )
+    length = bind(cu_seqlens_q=(forms.cu_seqlens_q, "length"))["length"]
+    if length != sizes["num_seqs"] + 1:
         raise ShapeError(
-            f"cu_seqlens_q has {batch.cu_seqlens_q.shape[0]} entries, expected num_seqs + 1 = "
+            f"cu_seqlens_q has {length} entries, expected num_seqs + 1 = "
             f"{sizes['num_seqs'] + 1}: it starts with 0 and ends with num_tokens"
         )
-    _check_types(q, k_cache, v_cache, batch, options, out)
-    _check_sizes(sizes, batch, options)
-    scale_kind, k_scale, v_scale = bind_scales(options.k_scale, options.v_scale, k_cache, v_cache)
-    problem = Problem(
+    _check_types(forms)
+    _check_sizes(sizes, numbers)
+    rows = (*forms.k_cache.strides[:3], *forms.v_cache.strides[:3])
+    row_unit = 16 // forms.k_cache.dtype.itemsize
+    return Problem(
         num_seqs=sizes["num_seqs"],
         num_tokens=sizes["num_tokens"],
-        max_query_len=batch.max_query_len,
-        max_seq_len=batch.max_seq_len,
+        max_query_len=numbers.max_query_len,
+        max_seq_len=numbers.max_seq_len,
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
         head_size=sizes["head_size"],
         v_head_size=sizes["v_head_size"],
         block_size=sizes["block_size"],
-        q_dtype=q.dtype,
-        kv_dtype=k_cache.dtype,
-        scale_kind=scale_kind,
+        q_dtype=forms.q.dtype,
+        kv_dtype=forms.k_cache.dtype,
+        is_aligned=is_aligned and all(stride % row_unit == 0 for stride in rows),
     )
-    if scale_kind != "none":
-        options = dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale)
-    return problem, options
 
 
-def _check_types(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: PagedBatch,
-    options: Options,
-    out: Tensor | None,
-) -> None:
+def _check_types(forms: _Forms) -> None:
     # float64 is for the reference: it makes it an oracle.
-    check_dtype("q", q, *_FLOATS, torch.float64)
-    check_dtype("k_cache", k_cache, *_FLOATS, torch.float64, *LARGEST_CODE)
-    check_dtype("v_cache", v_cache, k_cache.dtype)
-    if out is not None:
-        check_dtype("out", out, q.dtype)
-    check_dtype("block_tables", batch.block_tables, torch.int32)
-    check_dtype("seq_lens", batch.seq_lens, torch.int32)
-    check_dtype("cu_seqlens_q", batch.cu_seqlens_q, torch.int32)
-    for name, biases in (("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)):
-        if biases is not None:
-            check_dtype(name, biases, *_FLOATS, torch.float64)
-    check_device(
-        "q",
-        q.device,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        out=out,
-        block_tables=batch.block_tables,
-        seq_lens=batch.seq_lens,
-        cu_seqlens_q=batch.cu_seqlens_q,
-        alibi_slopes=options.alibi_slopes,
-        sinks=options.sinks,
-    )
-    named = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "out": out,
-        "block_tables": batch.block_tables,
-    }
-    for name, tensor in named.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    check_dtype("q", forms.q, *_FLOATS, torch.float64)
+    check_dtype("k_cache", forms.k_cache, *_FLOATS, torch.float64, *LARGEST_CODE)
+    check_dtype("v_cache", forms.v_cache, forms.k_cache.dtype)
+    if forms.out is not None:
+        check_dtype("out", forms.out, forms.q.dtype)
+    for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
+        check_dtype(name, getattr(forms, name), torch.int32)
+    for name in ("alibi_slopes", "sinks"):
+        if getattr(forms, name) is not None:
+            check_dtype(name, getattr(forms, name), *_FLOATS, torch.float64)
+    others = {name: tensor for name, tensor in forms._asdict().items() if name != "q"}
+    check_device("q", forms.q.device, **others)
+    for name in _CONTIGUOUS:
+        tensor = getattr(forms, name)
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
             raise ShapeError(
-                f"{name} has stride {tensor.stride(-1)} in its last dimension, expected 1: "
+                f"{name} has stride {tensor.strides[-1]} in its last dimension, expected 1: "
                 f"pass {name}.contiguous()"
             )
-    if q.dtype != k_cache.dtype and torch.float64 in (q.dtype, k_cache.dtype):
-        raise DTypeError(
-            f"q is {q.dtype} but k_cache is {k_cache.dtype}: float64 goes with float64"
-        )
+    q_dtype, kv_dtype = forms.q.dtype, forms.k_cache.dtype
+    if q_dtype != kv_dtype and torch.float64 in (q_dtype, kv_dtype):
+        raise DTypeError(f"q is {q_dtype} but k_cache is {kv_dtype}: float64 goes with float64")
 
 
-def _check_sizes(sizes: dict[str, int], batch: PagedBatch, options: Options) -> None:
+def _check_sizes(sizes: dict[str, int], numbers: _Numbers) -> None:
     for name in ("head_size", "v_head_size"):
         if sizes[name] % 8 or not 8 <= sizes[name] <= 512:
             raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8 from 8 to 512")
@@ -130,17 +168,17 @@ def _check_sizes(sizes: dict[str, int], batch: PagedBatch, options: Options) -> 
             f"q has num_heads={num_heads}, expected a multiple of "
             f"k_cache's num_kv_heads={num_kv_heads}"
         )
-    if options.sliding_window is not None and options.sliding_window < 1:
+    if numbers.sliding_window is not None and numbers.sliding_window < 1:
         raise ShapeError(
-            f"sliding_window is {options.sliding_window}, expected at least 1, or None for all keys"
+            f"sliding_window is {numbers.sliding_window}, expected at least 1, or None for all keys"
         )
-    if options.logits_soft_cap is not None and not 0 < options.logits_soft_cap < math.inf:
+    if numbers.logits_soft_cap is not None and not 0 < numbers.logits_soft_cap < math.inf:
         raise ShapeError(
-            f"logits_soft_cap is {options.logits_soft_cap}, expected a finite number more than 0, "
+            f"logits_soft_cap is {numbers.logits_soft_cap}, expected a finite number more than 0, "
             "or None for no cap"
         )
-    if batch.max_query_len < 0 or batch.max_seq_len < 0:
+    if numbers.max_query_len < 0 or numbers.max_seq_len < 0:
         raise ShapeError(
-            f"max_query_len={batch.max_query_len} and max_seq_len={batch.max_seq_len} must not be "
-            "negative"
+            f"max_query_len={numbers.max_query_len} and max_seq_len={numbers.max_seq_len} must "
+            "not be negative"
         )

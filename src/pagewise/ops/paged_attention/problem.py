@@ -87,6 +87,8 @@ class Problem:
     kv_dtype: torch.dtype
     scale_kind: str = "none"
     """What has a scale of its own: ``"head"``, ``"token"`` (a token's KV head), or ``"none"``."""
+    is_aligned: bool = True
+    """Whether every token's head begins at a multiple of 16 bytes in both caches."""
 
     @property
     def group(self) -> int:

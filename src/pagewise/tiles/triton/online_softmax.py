@@ -14,22 +14,36 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def weigh(s, m, l):
-    """From a tile's scores ``[M, N]`` and a state to weights, the decay of ``acc``, new m and l."""
-    new_m = tl.maximum(m, tl.max(s, 1))
-    pivot = tl.where(new_m == float("-inf"), 0.0, new_m)  # no key yet: -inf - -inf is no number
-    p = tl.exp2(s - pivot[:, None])
+    """From a tile's scores ``[..., N]`` and a state: weights, the decay of ``acc``, new m and l."""
+    new_m = tl.maximum(m, tl.max(s, -1))
+    pivot = _finite(new_m)
+    p = tl.exp2(s - tl.expand_dims(pivot, -1))
     decay = tl.exp2(m - pivot)
-    return p, decay, new_m, l * decay + tl.sum(p, 1)
+    return p, decay, new_m, l * decay + tl.sum(p, -1)
+
+
+@triton.jit
+def merge_first(m, l, acc):
+    """One state from several, ``[STATES, M]`` and ``[STATES, M, V]``, each over keys of its own."""
+    new_m = tl.max(m, 0)
+    share = tl.exp2(m - _finite(new_m)[None, :])
+    return new_m, tl.sum(l * share, 0), tl.sum(acc * share[:, :, None], 0)
 
 
 @triton.jit
 def merge(m, l, acc, other_m, other_l, other_acc):
     """Fold the state of other keys into a state."""
     new_m = tl.maximum(m, other_m)
-    pivot = tl.where(new_m == float("-inf"), 0.0, new_m)
+    pivot = _finite(new_m)
     decay, other_decay = tl.exp2(m - pivot), tl.exp2(other_m - pivot)
     acc = acc * decay[:, None] + other_acc * other_decay[:, None]
     return new_m, l * decay + other_l * other_decay, acc
+
+
+@triton.jit
+def _finite(m):
+    """A pivot for exponents: where no key was seen yet, -inf - -inf would be no number."""
+    return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit

@@ -1,0 +1,65 @@
+"""Paged attention on Hopper by Gluon: decode with warps of its own for fetching."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from ...device import DeviceInfo
+from ...tiles.state import AttentionOutput
+from ...tiles.triton.launch import Launcher, refuse
+from .hopper_decode import decode_kernel
+from .problem import Options, PagedBatch, Problem
+from .triton import launch_decode
+from .triton_plan import HOPPER_ROWS, GpuPlan, make_gpu_plan
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class GluonLauncher(Launcher):
+    """A launcher of kernels that are written in Gluon."""
+
+    source = GluonASTSource
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run ``problem``, or None if it can."""
+    reason = refuse(device)
+    if reason is not None:
+        return reason
+    if device.capability != (9, 0):
+        return f"{device.name or device.kind} is not a Hopper GPU"
+    if problem.q_dtype not in _HALVES:
+        return f"q is {str(problem.q_dtype)[6:]}; float16 and bfloat16 run"
+    if problem.kv_dtype != problem.q_dtype and problem.kv_dtype.itemsize != 1:
+        return f"q is {str(problem.q_dtype)[6:]} but k_cache is {str(problem.kv_dtype)[6:]}"
+    rows = problem.max_query_len * problem.group
+    if rows > HOPPER_ROWS:
+        return f"{rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
+    if max(problem.head_size, problem.v_head_size) > 256:
+        return f"a head of {max(problem.head_size, problem.v_head_size)} is wider than 256"
+    unit = 16 // problem.kv_dtype.itemsize
+    if problem.head_size % unit or problem.v_head_size % unit or not problem.is_aligned:
+        return "rows of the caches do not begin at multiples of 16 bytes"
+    return None
+
+
+def run(
+    problem: Problem,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    options: Options,
+    out: Tensor,
+    plan: GpuPlan | None = None,
+) -> AttentionOutput:
+    """Launch over the plan's programs."""
+    plan = plan or make_gpu_plan(problem, DeviceInfo.of(q.device), hopper=True)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    launch_decode(
+        problem, q, k_cache, v_cache, batch, options, out, lse, plan,
+        decode_kernel, GluonLauncher, paired=problem.kv_dtype.itemsize == 1,
+    )  # fmt: skip
+    return AttentionOutput(out, lse)

@@ -1,0 +1,540 @@
+"""Paged attention of few new tokens a sequence on Hopper: fetching never waits for computing.
+
+The work is laid out and shared out as in ``triton_decode``. What differs is that four warps only
+fetch and four only compute: the fetching ones run ahead through a ring of tiles in shared memory,
+over the ends of heads and sequences, so memory is not idle while one head is finished and the
+next begun::
+
+    fetch    K0 V0  K1 V1  K2 V2 │ K0 V0  K1 ...          │ = the next head
+    ring     ▓▓▓▓▓  ▓▓▓▓▓  ▓▓▓▓▓   ▓▓▓▓▓
+    compute         0      1       2  finish  0 ...
+
+Keys and values of 8 bits travel and lie in pairs, as int16, because shared memory is read
+transposed in units of 16 bits. In registers a pair falls apart into two float16 numbers, one of
+an even and one of an odd column, which have products of their own::
+
+    s = q_even · k_even + q_odd · k_odd        acc_even += p · v_even,  acc_odd += p · v_odd
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...tiles.hopper.codes import split_codes
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+FETCH_WARPS = gl.constexpr(4)
+
+
+@gluon.jit
+def _key_tiles(seq_len, query_len, window, TILE_N: gl.constexpr):
+    """The first tile that any row sees, and the one after the last."""
+    first = gl.maximum(seq_len - query_len - window + 1, 0) // TILE_N
+    return first, gl.maximum((seq_len + TILE_N - 1) // TILE_N, first)
+
+
+@gluon.jit
+def _count_items(
+    seq_lens, cu_seqlens_q, seq, num_seqs, window, TILE_N: gl.constexpr, SPLIT_TILES: gl.constexpr
+):
+    """Pieces of work of one KV head of each sequence: tiles, or splits. At least one: it writes."""
+    is_seq = seq < num_seqs
+    seq_len = gl.load(seq_lens + seq, mask=is_seq, other=0)
+    start = gl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
+    query_len = gl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - start
+    first, end = _key_tiles(seq_len, query_len, window, TILE_N)
+    count = (end + SPLIT_TILES - 1) // SPLIT_TILES - first // SPLIT_TILES
+    return gl.where(is_seq, gl.maximum(count, 1), 0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _segment(
+    seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N: gl.constexpr,
+    SPLIT_TILES: gl.constexpr, SPLITS_FIXED: gl.constexpr,
+):  # fmt: skip
+    """The piece of one KV head that comes next on the line."""
+    seq_len = gl.load(seq_lens + seq)
+    first_token = gl.load(cu_seqlens_q + seq)
+    query_len = gl.load(cu_seqlens_q + seq + 1) - first_token
+    first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
+    first_split = first_tile // SPLIT_TILES
+    items = gl.maximum((end_tile + SPLIT_TILES - 1) // SPLIT_TILES - first_split, 1)
+    head = (item - before) // items
+    first = item - before - head * items
+    count = gl.minimum(end_item - item, 1 if SPLITS_FIXED else items - first)
+    low = gl.maximum((first_split + first) * SPLIT_TILES, first_tile)
+    high = gl.minimum((first_split + first + count) * SPLIT_TILES, end_tile)
+    return seq_len, first_token, query_len, items, head, first, count, low, high
+
+
+@gluon.jit
+def _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE: gl.constexpr):
+    """The blocks of some keys; 0 for keys that nobody sees, whose entries may be anything."""
+    index = key // (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
+    return gl.load(table + index, mask=(key >= first_key) & (key < seq_len), other=0)
+
+
+@gluon.jit
+def _fetch(
+    rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens, cu_seqlens_q,
+    seq, before, item, end_item, num_kv_heads, window, block_size,
+    k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLITS_FIXED: gl.constexpr,
+):  # fmt: skip
+    """Bring every tile of our items into the ring, in order."""
+    k_ring, v_ring, ks_ring, vs_ring = rings
+    full, empty = bars
+    STAGES: gl.constexpr = k_ring.shape[0]
+    TILE_N: gl.constexpr = k_ring.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    V: gl.constexpr = v_ring.shape[2]
+    K_LANES: gl.constexpr = min(32, D // 8)
+    V_LANES: gl.constexpr = min(32, V // 8)
+    k_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // K_LANES, K_LANES], [FETCH_WARPS, 1], [1, 0]
+    )
+    v_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // V_LANES, V_LANES], [FETCH_WARPS, 1], [1, 0]
+    )
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [FETCH_WARPS], [0])
+    keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, k_layout))
+    v_keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, v_layout))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, k_layout))
+    v_columns = gl.arange(0, V, layout=gl.SliceLayout(0, v_layout))
+    step = 0
+    while item < end_item:
+        seq_len, _, query_len, items, head, _, count, low, high = _segment(
+            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N, SPLIT_TILES,
+            SPLITS_FIXED,
+        )  # fmt: skip
+        first_key = gl.maximum(seq_len - query_len - window + 1, 0)
+        table = block_tables + seq.to(gl.int64) * table_stride
+        # Block ids are fetched a tile ahead: keys and values need not wait for them.
+        key = low * TILE_N + keys
+        blocks = _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
+        for tile in range(low, high):
+            stage = step % STAGES
+            key = tile * TILE_N + keys
+            used = (key >= first_key) & (key < seq_len)
+            slot = key % (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
+            block = blocks.to(gl.int64)
+            key += TILE_N
+            blocks = _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            row = block * k_block + slot * k_slot + head * k_head
+            async_copy.async_copy_global_to_shared(
+                k_ring.index(stage),
+                k_cache + row[:, None] + columns[None, :],
+                mask=used[:, None] & (columns < WIDTH)[None, :],
+            )
+            row = block * v_block + slot * v_slot + head * v_head
+            row = gl.convert_layout(row, gl.SliceLayout(1, v_layout))
+            v_key = tile * TILE_N + v_keys
+            v_used = (v_key >= first_key) & (v_key < seq_len)
+            async_copy.async_copy_global_to_shared(
+                v_ring.index(stage),
+                v_cache + row[:, None] + v_columns[None, :],
+                mask=v_used[:, None] & (v_columns < V_WIDTH)[None, :],
+            )
+            if SCALES == "token":
+                row = block * ks_block + slot * ks_slot + head * ks_head
+                at = gl.convert_layout(row, line)
+                is_used = gl.convert_layout(used, line)
+                async_copy.async_copy_global_to_shared(
+                    ks_ring.index(stage), k_scale + at, mask=is_used
+                )
+                row = block * vs_block + slot * vs_slot + head * vs_head
+                at = gl.convert_layout(row, line)
+                async_copy.async_copy_global_to_shared(
+                    vs_ring.index(stage), v_scale + at, mask=is_used
+                )
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            step += 1
+        item += count
+        if item == before + items * num_kv_heads:
+            before = item
+            seq += 1
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _finite(m):
+    """A pivot for exponents: where no key was seen yet, -inf - -inf would be no number."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _tanh(x):
+    """As ``tiles.triton.online_softmax.tanh``."""
+    square = x * x
+    series = x * (1 + square * (-0.33333334 + square * (0.13333334 - square * 0.05396825)))
+    t = gl.exp2(gl.abs(x) * (-2 * LOG2_E))
+    far = (1 - t) / (1 + t)
+    return gl.where(square < 0.04, series, gl.where(x < 0, -far, far))
+
+
+@gluon.jit
+def _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED: gl.constexpr):
+    """Where the state of a head's ``part``-th share is kept; see ``triton_decode``."""
+    if SPLITS_FIXED:
+        slot = seq_head * max_splits + part
+    else:
+        slot = gl.where(part == 0, 2 * first_share + 1, 2 * (first_share + part))
+    return slot.to(gl.int64)
+
+
+@gluon.jit
+def _load_queries(
+    q, first_token, head, query_len, q_token, q_head, GROUP: gl.constexpr, FIRST: gl.constexpr,
+    STEP: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """A KV head's rows of ``q``: columns ``FIRST``, ``FIRST + STEP``, ...; zeros beyond."""
+    LANES: gl.constexpr = min(32, D // 8)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    row = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    at = (first_token + row // GROUP).to(gl.int64) * q_token
+    at += (head * GROUP + row % GROUP) * q_head
+    return gl.load(
+        q + at[:, None] + (FIRST + STEP * column)[None, :],
+        mask=(row < query_len * GROUP)[:, None] & (column < WIDTH)[None, :],
+        other=0.0,
+    )
+
+
+@gluon.jit
+def _write(
+    out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
+    out_token, out_head, GROUP: gl.constexpr, V_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Add the sinks, divide, and write a KV head's rows of ``out`` and ``lse``."""
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    is_row = row < query_len * GROUP
+    token = (first_token + row // GROUP).to(gl.int64)
+    q_head = head * GROUP + row % GROUP
+    if HAS_SINKS:
+        sink = gl.load(sinks + q_head, mask=is_row, other=0.0) * LOG2_E
+        new_m = gl.maximum(m, sink)
+        decay = gl.exp2(m - new_m)
+        l = l * decay + gl.exp2(sink - new_m)
+        acc = acc * decay[:, None]
+        m = new_m
+    seen = l != 0  # NaN counts as seen: it has to show
+    divisor = gl.where(seen, l, 1.0)
+    result = acc * (factor / divisor)[:, None]
+    gl.store(
+        out + (token * out_token + q_head * out_head)[:, None] + column[None, :],
+        result.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (column < V_SIZE)[None, :],
+    )
+    row_lse = gl.where(seen, (m + gl.log2(divisor)) * LN_2, float("-inf"))
+    gl.store(lse + token * num_kv_heads * GROUP + q_head, row_lse, mask=is_row)
+
+
+@gluon.jit
+def _merge_parts(
+    parts, part_sums, num_parts, seq_head, first_share, max_splits,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """The state of a head from those of all its shares, in the order of their keys."""
+    merged: gl.constexpr = gl.SliceLayout(0, layout)
+    pairs: gl.constexpr = gl.SliceLayout(2, layout)
+    number = gl.arange(0, PARTS, layout=gl.SliceLayout(1, pairs))
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, pairs))
+    column = gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, pairs))
+    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, pairs))
+    acc = gl.full([ROWS, V], 0.0, gl.float32, merged)
+    for start in range(0, num_parts, PARTS):
+        is_part = (start + number < num_parts)[:, None] & (row >= 0)[None, :]
+        slots = _slot(start + number, seq_head, first_share, max_splits, SPLITS_FIXED)
+        sums = part_sums + (slots * 2 * ROWS)[:, None] + row[None, :]
+        # .cg: from the second-level cache, where the others' stores are.
+        ms = gl.load(sums, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        ls = gl.load(sums + ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
+        at = (slots * ROWS * V)[:, None] + (row * V)[None, :]
+        column3 = gl.expand_dims(
+            gl.convert_layout(column, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0
+        )
+        accs = gl.load(
+            parts + at[:, :, None] + gl.expand_dims(column3, 1), mask=is_part[:, :, None],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_m = gl.maximum(m, gl.max(ms, 0))
+        pivot = _finite(new_m)
+        decay = gl.exp2(m - pivot)
+        share = gl.exp2(ms - pivot[None, :])
+        l = l * decay + gl.sum(ls * share, 0)
+        decay = gl.convert_layout(decay, gl.SliceLayout(1, merged))
+        acc = acc * decay[:, None] + gl.sum(accs * share[:, :, None], 0)
+        m = new_m
+    m = gl.convert_layout(m, gl.SliceLayout(1, merged))
+    return m, gl.convert_layout(l, gl.SliceLayout(1, merged)), acc
+
+
+@gluon.jit
+def _attend(
+    rings, bars, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
+    alibi_slopes, sinks, k_scale, v_scale,
+    seq, before, item, end_item, share, programs, total,
+    num_kv_heads, max_splits, softmax_scale, soft_cap, window,
+    out_token, out_head, q_token, q_head, ks_head, vs_head,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, V_SIZE: gl.constexpr, CODE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Take the tiles out of the ring; finish heads, or store and merge the states of shares."""
+    k_ring, v_ring, ks_ring, vs_ring = rings
+    full, empty = bars
+    STAGES: gl.constexpr = k_ring.shape[0]
+    TILE_N: gl.constexpr = k_ring.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    V: gl.constexpr = v_ring.shape[2]
+    PAIRED: gl.constexpr = CODE != "none"
+    V_ALL: gl.constexpr = 2 * V if PAIRED else V
+    DOT: gl.constexpr = gl.float16 if PAIRED else k_ring.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    by_key: gl.constexpr = gl.SliceLayout(0, mma)
+    by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    V_LANES: gl.constexpr = min(32, V_ALL // 4)
+    merging: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 32 // V_LANES, V_LANES], [1, WARPS, 1], [2, 1, 0]
+    )
+
+    row = gl.arange(0, TILE_M, layout=by_row)
+    keys = gl.arange(0, TILE_N, layout=by_key)
+    v_column = gl.arange(0, V_ALL, layout=by_key)
+    nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
+    step = 0
+    while item < end_item:
+        seq_len, first_token, query_len, items, head, first, count, low, high = _segment(
+            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N, SPLIT_TILES,
+            SPLITS_FIXED,
+        )  # fmt: skip
+        position = seq_len - query_len + row // GROUP
+        row_end = gl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
+        row_first = position - window + 1
+        scale = softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
+        factor = 1.0
+        if SCALES == "head":
+            scale *= gl.load(k_scale + head * ks_head)
+            factor = gl.load(v_scale + head * vs_head)
+        if HAS_ALIBI:
+            slopes = LOG2_E * gl.load(
+                alibi_slopes + head * GROUP + row % GROUP,
+                mask=row < query_len * GROUP, other=0.0,
+            )  # fmt: skip
+        STEP: gl.constexpr = 2 if PAIRED else 1
+        q_tile = _load_queries(
+            q, first_token, head, query_len, q_token, q_head, GROUP, 0, STEP, WIDTH, TILE_M, D
+        )
+        q_tile = gl.convert_layout(q_tile.to(DOT), left)
+        if PAIRED:
+            q_odd = _load_queries(
+                q, first_token, head, query_len, q_token, q_head, GROUP, 1, STEP, WIDTH, TILE_M, D
+            )
+            q_odd = gl.convert_layout(q_odd.to(DOT), left)
+        m = gl.full([TILE_M], float("-inf"), gl.float32, by_row)
+        l = gl.full([TILE_M], 0.0, gl.float32, by_row)
+        acc = gl.full([TILE_M, V], 0.0, gl.float32, mma)
+        acc_odd = gl.full([TILE_M, V], 0.0, gl.float32, mma) if PAIRED else 0.0
+        for tile in range(low, high):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            k_tile = k_ring.index(stage).permute((1, 0)).load(right)
+            if PAIRED:
+                k_tile, k_odd = split_codes(k_tile, CODE)
+                s = mma_v2(q_odd, k_odd, mma_v2(q_tile, k_tile, nothing)) * scale
+            else:
+                s = mma_v2(q_tile, k_tile, nothing) * scale
+            v_tile = v_ring.index(stage).load(right)
+            if SCALES == "token":
+                s *= ks_ring.index(stage).load(by_key)[None, :]
+                v_scales = vs_ring.index(stage).load(by_key)
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            key = tile * TILE_N + keys
+            if HAS_CAP:
+                s = _tanh(s) * (soft_cap * LOG2_E)
+            if HAS_ALIBI:
+                s += slopes[:, None] * (key[None, :] - position[:, None]).to(gl.float32)
+            seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
+            s = gl.where(seen, s, float("-inf"))
+            new_m = gl.maximum(m, gl.max(s, 1))
+            pivot = _finite(new_m)
+            p = gl.exp2(s - pivot[:, None])
+            decay = gl.exp2(m - pivot)
+            l = l * decay + gl.sum(p, 1)
+            m = new_m
+            if SCALES == "token":
+                p *= v_scales[None, :]
+            p = gl.convert_layout(p.to(DOT), left)
+            if PAIRED:
+                v_tile, v_odd = split_codes(v_tile, CODE)
+                acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
+            acc = mma_v2(p, v_tile, acc * decay[:, None])
+            step += 1
+        if PAIRED:
+            acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
+
+        # All keys of the head: done. Some of them: whoever comes last merges.
+        if count == items:
+            _write(
+                out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
+                out_token, out_head, GROUP, V_SIZE, HAS_SINKS, mma,
+            )  # fmt: skip
+        else:
+            seq_head = seq * num_kv_heads + head
+            start = (before + head * items).to(gl.int64)
+            first_share = (((start + 1) * programs - 1) // total).to(gl.int32)
+            last_share = (((start + items) * programs - 1) // total).to(gl.int32)
+            part = first if SPLITS_FIXED else share - first_share
+            num_parts = items if SPLITS_FIXED else last_share - first_share + 1
+            slot = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED)
+            is_kept = row < ROWS
+            gl.store(part_sums + slot * 2 * ROWS + row, m, mask=is_kept)
+            gl.store(part_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
+            place = parts + slot * ROWS * V_ALL + (row * V_ALL)[:, None] + v_column[None, :]
+            gl.store(place, acc, mask=is_kept[:, None])
+            gl.thread_barrier()  # every thread's stores come before the one thread's count
+            arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_parts - 1:
+                gl.store(arrivals + seq_head, 0)
+                all_m, all_l, all_acc = _merge_parts(
+                    parts, part_sums, num_parts, seq_head, first_share, max_splits,
+                    SPLITS_FIXED, ROWS, V_ALL, PARTS, merging,
+                )  # fmt: skip
+                _write(
+                    out, lse, all_m, all_l, all_acc, sinks, factor, first_token, head, query_len,
+                    num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+                    gl.SliceLayout(0, merging),
+                )  # fmt: skip
+        item += count
+        if item == before + items * num_kv_heads:
+            before = item
+            seq += 1
+
+
+@gluon.jit
+def decode_kernel(
+    out,  # [num_tokens, num_heads, V_SIZE]
+    lse,  # float32 [num_tokens, num_heads]
+    parts,  # float32 [slots, ROWS, V]: acc of shares of a head's keys
+    part_sums,  # float32 [slots, 2, ROWS]: their m and l
+    arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
+    q,  # [num_tokens, num_heads, SIZE]
+    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, WIDTH]: elements, or int16 pairs of codes
+    v_cache,  # likewise
+    block_tables,  # int32 [num_seqs, ...]
+    seq_lens,  # int32 [num_seqs]
+    cu_seqlens_q,  # int32 [num_seqs + 1]
+    alibi_slopes,  # float32 [num_heads]
+    sinks,  # float32 [num_heads]
+    k_scale,  # float32 [num_kv_heads] or [num_blocks, BLOCK_SIZE, num_kv_heads]
+    v_scale,  # likewise
+    num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, block_size,
+    out_token, out_head, q_token, q_head,
+    k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    CODE: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, D: gl.constexpr,
+    V: gl.constexpr, SEQS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, DOT: gl.constexpr, FETCH_REGS: gl.constexpr,
+):  # fmt: skip
+    """See the module."""
+    # How much work there is, and which part of it is ours.
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    seqs = gl.arange(0, SEQS, layout=line)
+    counts = num_kv_heads * _count_items(
+        seq_lens, cu_seqlens_q, seqs, num_seqs, window, TILE_N, SPLIT_TILES
+    )
+    total = gl.sum(counts, 0)
+    for start in range(SEQS, num_seqs, SEQS):
+        total += num_kv_heads * gl.sum(_count_items(
+            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, TILE_N, SPLIT_TILES
+        ), 0)  # fmt: skip
+    programs = gl.minimum(gl.num_programs(0), total)
+    share = gl.program_id(0)
+    if share < programs:
+        item = (share.to(gl.int64) * total // programs).to(gl.int32)
+        end_item = ((share + 1).to(gl.int64) * total // programs).to(gl.int32)
+
+        # The sequence that the first item belongs to, and the items before it.
+        ends = gl.associative_scan(counts, 0, _add)
+        passed = ends <= item
+        seq = gl.sum((passed & (seqs < num_seqs)).to(gl.int32), 0)
+        before = gl.max(gl.where(passed, ends, 0), 0)
+        running = gl.max(ends, 0)
+        for start in range(SEQS, num_seqs, SEQS):
+            counts = num_kv_heads * _count_items(
+                seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, TILE_N, SPLIT_TILES
+            )
+            ends = running + gl.associative_scan(counts, 0, _add)
+            passed = ends <= item
+            seq += gl.sum((passed & (start + seqs < num_seqs)).to(gl.int32), 0)
+            before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
+            running = gl.max(ends, 0)
+
+        PAIRED: gl.constexpr = CODE != "none"
+        KEPT: gl.constexpr = gl.int16 if PAIRED else k_cache.dtype.element_ty
+        PER: gl.constexpr = 2 if PAIRED else 1
+        k_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, D // PER // 8), [1, 0])
+        v_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, V // PER // 8), [1, 0])
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        k_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, D // PER], k_tiles)
+        v_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, V // PER], v_tiles)
+        SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
+        ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], flat)
+        vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], flat)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(full.index(stage), count=32 * FETCH_WARPS)
+            mbarrier.init(empty.index(stage), count=1)
+        rings = (k_ring, v_ring, ks_ring, vs_ring)
+        bars = (full, empty)
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    rings, bars, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
+                    alibi_slopes, sinks, k_scale, v_scale,
+                    seq, before, item, end_item, share, programs, total,
+                    num_kv_heads, max_splits, softmax_scale, soft_cap, window,
+                    out_token, out_head, q_token, q_head, ks_head, vs_head,
+                    GROUP, SIZE // PER, V_SIZE, CODE, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
+                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, PARTS,
+                )),
+                (_fetch, (
+                    rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,
+                    cu_seqlens_q,
+                    seq, before, item, end_item, num_kv_heads, window, block_size,
+                    k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+                    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+                    SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, SPLIT_TILES, SPLITS_FIXED,
+                )),
+            ],
+            worker_num_warps=[FETCH_WARPS],
+            worker_num_regs=[FETCH_REGS],
+        )  # fmt: skip

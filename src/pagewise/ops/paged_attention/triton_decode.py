@@ -1,0 +1,312 @@
+"""Paged attention of few new tokens a sequence (decode, speculation) on a GPU: one launch.
+
+The rows of a KV head, tokens × group, share every key that is loaded. All work is laid out on
+one line, sequence after sequence, head after head, tile after tile, and cut into equal ranges,
+one a program, so that every multiprocessor is busy to the end however uneven the lengths are::
+
+    seq 0 head 0      head 1            seq 1 head 0 ...
+    ├──┬──┬──┬──┬──┼──┬──┬──┬──┬──┼──┬──┬──┬──┬──┬──┬──┬──┤
+    └─ program 0 ─┘└─ program 1 ─┘└─ program 2 ─┘└─ ...
+
+A program that has all tiles of a head writes ``out``. Where programs share a head, each stores
+the state of its keys; the last one to arrive merges them in the order of the keys, so the bits
+do not depend on who was last. With ``SPLIT_TILES`` (batch invariance) ranges are cut at that
+many tiles of a sequence instead, whatever the batch.
+
+Lengths are read on the device: a captured launch is valid for others at replay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...tiles.triton.online_softmax import LOG2_E, add_sink, finish, merge, merge_first, tanh, weigh
+
+
+@triton.jit
+def _key_tiles(seq_len, query_len, window, TILE_N: tl.constexpr):
+    """The first tile that any row sees, and the one after the last."""
+    first = tl.maximum(seq_len - query_len - window + 1, 0) // TILE_N
+    return first, tl.maximum(tl.cdiv(seq_len, TILE_N), first)
+
+
+@triton.jit
+def _count_items(
+    seq_lens, cu_seqlens_q, seq, mask, window, TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr
+):
+    """Pieces of work of one KV head of each sequence: tiles, or splits. At least one: it writes."""
+    seq_len = tl.load(seq_lens + seq, mask=mask, other=0)
+    start = tl.load(cu_seqlens_q + seq, mask=mask, other=0)
+    query_len = tl.load(cu_seqlens_q + seq + 1, mask=mask, other=0) - start
+    first, end = _key_tiles(seq_len, query_len, window, TILE_N)
+    count = tl.cdiv(end, SPLIT_TILES) - first // SPLIT_TILES
+    return tl.where(mask, tl.maximum(count, 1), 0)
+
+
+@triton.jit
+def _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE: tl.constexpr):
+    """The blocks of some keys; 0 for keys that nobody sees, whose entries may be anything."""
+    index = key // BLOCK_SIZE if BLOCK_SIZE > 0 else key // block_size
+    return tl.load(table + index, mask=(key >= first_key) & (key < seq_len), other=0)
+
+
+@triton.jit
+def _prefetch(table, key, end_key, block_size):
+    """Bring a range's block ids near, so that no tile waits for memory before its keys."""
+    last = (end_key - 1) // block_size
+    for index in range(key // block_size, last + 1, 8 * 128):
+        at = table + tl.minimum(index + 8 * tl.arange(0, 128), last)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED: tl.constexpr):
+    """Where the state of a head's ``part``-th share is kept.
+
+    A program of the balanced plan has at most two shares: of the head it starts within, and of
+    the one it starts and does not end.
+    """
+    if SPLITS_FIXED:
+        return seq_head * max_splits + part
+    return tl.where(part == 0, 2 * first_share + 1, 2 * (first_share + part))
+
+
+@triton.jit
+def _merge_parts(
+    parts, part_sums, num_parts, seq_head, first_share, max_splits,
+    SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The state of a head from those of all its shares, in the order of their keys."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, V)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, V], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        is_part = part < num_parts
+        slot = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED).to(tl.int64)
+        sums = part_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
+        # .cg: from the second-level cache, where the others' stores are.
+        ms = tl.load(sums, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
+        ls = tl.load(sums + ROWS, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+        accs = tl.load(
+            parts + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
+            + columns[None, None, :],
+            mask=is_part[:, None, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        ms, ls, accs = merge_first(ms, ls, accs)
+        m, l, acc = merge(m, l, acc, ms, ls, accs)
+    return m, l, acc
+
+
+@triton.jit
+def _write(
+    out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
+    out_token, out_head, GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the sinks, divide, and write a KV head's rows of ``out`` and ``lse``."""
+    rows, columns = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    is_row = rows < query_len * GROUP
+    token = (first_token + rows // GROUP).to(tl.int64)
+    q_heads = head * GROUP + rows % GROUP
+    if HAS_SINKS:
+        sink = tl.load(sinks + q_heads, mask=is_row, other=0.0) * LOG2_E
+        m, l, acc = add_sink(m, l, acc, sink)
+    result, row_lse = finish(m, l, acc)
+    tl.store(
+        out + (token * out_token + q_heads * out_head)[:, None] + columns[None, :],
+        (result * factor).to(out.dtype.element_ty),
+        mask=is_row[:, None] & (columns < V_SIZE)[None, :],
+    )
+    tl.store(lse + token * num_kv_heads * GROUP + q_heads, row_lse, mask=is_row)
+
+
+@triton.jit
+def decode_kernel(
+    out,  # [num_tokens, num_heads, V_SIZE]
+    lse,  # float32 [num_tokens, num_heads]
+    parts,  # float32 [slots, ROWS, V]: acc of shares of a head's keys
+    part_sums,  # float32 [slots, 2, ROWS]: their m and l
+    arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
+    q,  # [num_tokens, num_heads, SIZE]
+    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, SIZE]
+    v_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, V_SIZE]
+    block_tables,  # int32 [num_seqs, ...]
+    seq_lens,  # int32 [num_seqs]
+    cu_seqlens_q,  # int32 [num_seqs + 1]
+    alibi_slopes,  # float32 [num_heads]
+    sinks,  # float32 [num_heads]
+    k_scale,  # float32 [num_kv_heads] or [num_blocks, BLOCK_SIZE, num_kv_heads]
+    v_scale,  # likewise
+    num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, block_size,
+    out_token, out_head, q_token, q_head,
+    k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # 0: see block_size
+    CODE: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
+    V: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """See the module."""
+    # How much work there is, and which part of it is ours.
+    seqs = tl.arange(0, SEQS)
+    counts = num_kv_heads * _count_items(
+        seq_lens, cu_seqlens_q, seqs, seqs < num_seqs, window, TILE_N, SPLIT_TILES
+    )
+    total = tl.sum(counts)
+    for start in range(SEQS, num_seqs, SEQS):
+        total += num_kv_heads * tl.sum(_count_items(
+            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, TILE_N,
+            SPLIT_TILES,
+        ))  # fmt: skip
+    programs = tl.minimum(tl.num_programs(0), total)
+    program = tl.program_id(0)
+    if program >= programs:
+        return
+    item = (program.to(tl.int64) * total // programs).to(tl.int32)
+    end_item = ((program + 1).to(tl.int64) * total // programs).to(tl.int32)
+
+    # The sequence that our first item belongs to, and the items before it.
+    ends = tl.cumsum(counts)
+    passed = ends <= item
+    seq = tl.sum(passed.to(tl.int32))
+    before = tl.max(tl.where(passed, ends, 0))
+    running = tl.max(ends)
+    for start in range(SEQS, num_seqs, SEQS):
+        ends = running + tl.cumsum(num_kv_heads * _count_items(
+            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, TILE_N,
+            SPLIT_TILES,
+        ))  # fmt: skip
+        passed = (ends <= item) & (start + seqs < num_seqs)
+        seq += tl.sum(passed.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
+        running = tl.max(ends)
+
+    rows = tl.arange(0, TILE_M)
+    columns = tl.arange(0, D)
+    v_columns = tl.arange(0, V)
+    keys = tl.arange(0, TILE_N)
+    while item < end_item:
+        # Which rows, which keys.
+        seq_len = tl.load(seq_lens + seq)
+        first_token = tl.load(cu_seqlens_q + seq)
+        query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+        first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
+        first_split = first_tile // SPLIT_TILES
+        items = tl.maximum(tl.cdiv(end_tile, SPLIT_TILES) - first_split, 1)
+        head = (item - before) // items
+        first = item - before - head * items
+        count = 1 if SPLITS_FIXED else tl.minimum(end_item - item, items - first)
+        low = tl.maximum((first_split + first) * SPLIT_TILES, first_tile)
+        high = tl.minimum((first_split + first + count) * SPLIT_TILES, end_tile)
+
+        token = first_token + rows // GROUP
+        q_heads = head * GROUP + rows % GROUP
+        is_row = rows < query_len * GROUP
+        position = seq_len - query_len + rows // GROUP
+        row_end = tl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
+        row_first = position - window + 1
+        q_tile = tl.load(
+            q + (token.to(tl.int64) * q_token + q_heads * q_head)[:, None] + columns[None, :],
+            mask=is_row[:, None] & (columns < SIZE)[None, :],
+            other=0.0,
+        ).to(DOT)
+        scale = softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
+        factor = 1.0
+        if SCALES == "head":
+            scale *= tl.load(k_scale + head * ks_head)
+            factor = tl.load(v_scale + head * vs_head)
+        if HAS_ALIBI:
+            slopes = tl.load(alibi_slopes + q_heads, mask=is_row, other=0.0) * LOG2_E
+
+        m = tl.full([TILE_M], float("-inf"), tl.float32)
+        l = tl.zeros([TILE_M], tl.float32)
+        acc = tl.zeros([TILE_M, V], tl.float32)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        first_key = tl.maximum(seq_len - query_len - window + 1, 0)
+        if PREFETCH:
+            _prefetch(table, low * TILE_N, tl.minimum(high * TILE_N, seq_len), block_size)
+        # Block ids are fetched a tile ahead: keys and values need not wait for them.
+        blocks = _fetch_blocks(
+            table, low * TILE_N + keys, first_key, seq_len, block_size, BLOCK_SIZE
+        )
+        for tile in tl.range(low, high, num_stages=STAGES):
+            key = tile * TILE_N + keys
+            used = (key >= first_key) & (key < seq_len)
+            slot = key % BLOCK_SIZE if BLOCK_SIZE > 0 else key % block_size
+            block = blocks.to(tl.int64)
+            blocks = _fetch_blocks(table, key + TILE_N, first_key, seq_len, block_size, BLOCK_SIZE)
+            k_tile = tl.load(
+                k_cache + (block * k_block + slot * k_slot + head * k_head)[:, None]
+                + columns[None, :],
+                mask=used[:, None] & (columns < SIZE)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            v_tile = tl.load(
+                v_cache + (block * v_block + slot * v_slot + head * v_head)[:, None]
+                + v_columns[None, :],
+                mask=used[:, None] & (v_columns < V_SIZE)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            s = tl.dot(q_tile, tl.trans(k_tile.to(DOT)), input_precision="ieee") * scale
+            if SCALES == "token":
+                row = block * ks_block + slot * ks_slot + head * ks_head
+                s *= tl.load(k_scale + row, mask=used, other=0.0)[None, :]
+            if HAS_CAP:
+                s = tanh(s) * (soft_cap * LOG2_E)
+            if HAS_ALIBI:
+                s += slopes[:, None] * (key[None, :] - position[:, None])
+            seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
+            s = tl.where(seen, s, float("-inf"))
+            p, decay, m, l = weigh(s, m, l)
+            if SCALES == "token":
+                row = block * vs_block + slot * vs_slot + head * vs_head
+                p *= tl.load(v_scale + row, mask=used, other=0.0)[None, :]
+            acc = tl.dot(p.to(DOT), v_tile.to(DOT), acc * decay[:, None], input_precision="ieee")
+
+        # All keys of the head: done. Some of them: whoever comes last merges.
+        if count == items:
+            _write(
+                out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
+                out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+            )  # fmt: skip
+        else:
+            seq_head = seq * num_kv_heads + head
+            head_start = (before + head * items).to(tl.int64)
+            first_share = (((head_start + 1) * programs - 1) // total).to(tl.int32)
+            last_share = (((head_start + items) * programs - 1) // total).to(tl.int32)
+            part = first if SPLITS_FIXED else program - first_share
+            num_parts = items if SPLITS_FIXED else last_share - first_share + 1
+            slot = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED).to(tl.int64)
+            is_kept = rows < ROWS
+            tl.store(part_sums + slot * 2 * ROWS + rows, m, mask=is_kept)
+            tl.store(part_sums + slot * 2 * ROWS + ROWS + rows, l, mask=is_kept)
+            tl.store(
+                parts + slot * ROWS * V + (rows * V)[:, None] + v_columns[None, :],
+                acc,
+                mask=is_kept[:, None],
+            )
+            tl.debug_barrier()  # every thread's stores come before the one thread's count
+            arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_parts - 1:
+                tl.store(arrivals + seq_head, 0)
+                all_m, all_l, all_acc = _merge_parts(
+                    parts, part_sums, num_parts, seq_head, first_share, max_splits,
+                    SPLITS_FIXED, ROWS, V, PARTS,
+                )  # fmt: skip
+                _write(
+                    out, lse, all_m, all_l, all_acc, sinks, factor, first_token, head, query_len,
+                    num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+                )  # fmt: skip
+
+        item += count
+        if item == before + items * num_kv_heads:
+            before = item
+            seq += 1

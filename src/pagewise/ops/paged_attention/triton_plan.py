@@ -1,0 +1,123 @@
+"""How the GPU kernels cut a problem: a pure function of host integers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ...device import DeviceInfo
+from .problem import Problem
+
+__all__ = ["GpuPlan", "make_gpu_plan", "power_of_2"]
+
+DECODE_ROWS = 64
+"""Up to so many rows (new tokens × group) of a sequence its keys are shared out over programs."""
+
+HOPPER_ROWS = 16
+"""Up to here by ``hopper_decode``."""
+
+SPLIT_SIZE = 1024
+"""Keys of one partial state where a result must not depend on the batch."""
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """Tiles, and how a decoding sequence's keys are shared out.
+
+    With ``split_size`` 0 every program gets as many tiles as the others, wherever that cuts a
+    sequence: the fastest, and the same bits on every call with the same batch. Otherwise keys are
+    cut at its multiples, and a sequence's result does not depend on its neighbours in the batch,
+    as long as all batches are decode (at most ``DECODE_ROWS`` rows a sequence) or all are not.
+    """
+
+    path: str
+    """``"decode"`` or ``"prefill"``."""
+    tile_m: int
+    """Rows of a tile."""
+    tile_n: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+    """Tiles on their way from memory at a time."""
+    num_programs: int
+    """Of a decode launch; a prefill launch has one a tile of rows."""
+    split_size: int = 0
+    max_registers: int = 0
+    """Of a thread; 0 leaves it to the compiler."""
+    fetch_registers: int = 0
+    """Of a thread that only fetches."""
+
+
+@functools.lru_cache(maxsize=4096)
+def make_gpu_plan(
+    problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False, hopper: bool = False
+) -> GpuPlan:
+    """Choose tiles and shares for a kernel.
+
+    Args:
+        problem: A call.
+        device: A GPU, or a CPU that interprets.
+        batch_invariant: Whether a sequence's result must not depend on its neighbours.
+        hopper: Whether the plan is for ``hopper_decode``.
+
+    Example:
+        >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
+        >>> make_gpu_plan(problem, DeviceInfo("cuda", 132, "NVIDIA H200")).path
+        'decode'
+    """
+    rows = problem.max_query_len * problem.group
+    if rows > DECODE_ROWS:
+        return _plan_prefill(problem)
+    tiles = _hopper_tiles(problem) if hopper else _decode_tiles(problem, rows)
+    tile_n, num_warps, num_stages, per_worker, registers, fetch_registers = tiles
+    return GpuPlan(
+        "decode",
+        tile_m=max(16, power_of_2(rows)),
+        tile_n=tile_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_programs=per_worker * device.num_workers,
+        split_size=SPLIT_SIZE if batch_invariant else 0,
+        max_registers=registers,
+        fetch_registers=fetch_registers,
+    )
+
+
+def _hopper_tiles(problem: Problem) -> tuple[int, int, int, int, int, int]:
+    """Measured on an H200: `python -m benchmarks tune`."""
+    width = max(problem.head_size, problem.v_head_size)
+    if problem.kv_dtype.itemsize == 1:
+        return (64, 4, 4, 2, 128, 80) if width <= 128 else (32, 4, 6, 1, 168, 88)
+    if width <= 64:
+        return 64, 4, 3, 2, 128, 80
+    return (64, 4, 2, 2, 128, 80) if width <= 128 else (32, 4, 6, 1, 168, 88)
+
+
+def _decode_tiles(problem: Problem, rows: int) -> tuple[int, int, int, int, int, int]:
+    width = max(problem.head_size, problem.v_head_size)
+    itemsize = max(problem.q_dtype.itemsize, problem.kv_dtype.itemsize)
+    if itemsize == 4:
+        return (32, 4, 2, 2, 0, 0) if width <= 128 else (16, 4, 2, 1, 0, 0)
+    if width <= 128:
+        return 64, 4, 3, 2, 0, 0
+    return (64, 4, 2, 2, 0, 0) if width <= 256 and rows <= 16 else (32, 4, 2, 1, 0, 0)
+
+
+def _plan_prefill(problem: Problem) -> GpuPlan:
+    width = max(problem.head_size, problem.v_head_size)
+    if torch.float32 in (problem.q_dtype, problem.kv_dtype):
+        tile_m, tile_n, num_warps, num_stages = (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
+    elif width <= 128:
+        tile_m, tile_n, num_warps, num_stages = 128, 64, 8 if width > 64 else 4, 3
+    elif width <= 256:
+        tile_m, tile_n, num_warps, num_stages = 64, 64, 4, 2
+    else:
+        tile_m, tile_n, num_warps, num_stages = 64, 32, 8, 1
+    return GpuPlan("prefill", tile_m, tile_n, num_warps, num_stages, 0)
+
+
+def power_of_2(size: int) -> int:
+    """The smallest that is not less than ``size``."""
+    return 1 << max(0, size - 1).bit_length()

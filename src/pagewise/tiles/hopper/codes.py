@@ -1,0 +1,34 @@
+"""8-bit numbers in pairs, and the two float16 numbers that a pair holds, exactly."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# A register holds two pairs, of four codes: bytes 0 and 2 are even columns, 1 and 3 odd ones.
+_E4M3 = gl.constexpr("""{
+    .reg .b32 t; .reg .b16 h;
+    prmt.b32 t, $2, 0, 0x4420; cvt.u16.u32 h, t; cvt.rn.f16x2.e4m3x2 $0, h;
+    prmt.b32 t, $2, 0, 0x4431; cvt.u16.u32 h, t; cvt.rn.f16x2.e4m3x2 $1, h;
+}""")
+# e5m2 is the upper half of a float16.
+_E5M2 = gl.constexpr("""{
+    .reg .b32 t;
+    shl.b32 t, $2, 8; and.b32 $0, t, 0xff00ff00;
+    and.b32 $1, $2, 0xff00ff00;
+}""")
+# 0x6400 | u is the float16 1024 + u, and u = code + 128: what is too much is 1152.
+_INT8 = gl.constexpr("""{
+    .reg .b32 t, u, bias, offset;
+    mov.b32 bias, 0x64646464; mov.b32 offset, 0x64806480;
+    xor.b32 t, $2, 0x80808080;
+    prmt.b32 u, t, bias, 0x4240; sub.f16x2 $0, u, offset;
+    prmt.b32 u, t, bias, 0x4341; sub.f16x2 $1, u, offset;
+}""")
+
+
+@gluon.jit
+def split_codes(pairs, CODE: gl.constexpr):
+    """From int16 pairs of codes to float16 numbers of the even and of the odd columns."""
+    asm: gl.constexpr = _E4M3 if CODE == "e4m3" else _E5M2 if CODE == "e5m2" else _INT8
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
