@@ -409,6 +409,12 @@ def test_patching_draws_no_random_numbers_and_changes_no_mode(name):
     assert all(module.training for module in model.modules())
 
 
+def test_patching_minds_no_default_device_and_no_autocast():
+    model = transformers()
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert len(swin.patch(model).attentions) == 4
+
+
 def test_a_model_without_windows():
     report = swin.patch(torch.nn.Linear(2, 2))
     assert str(report) == "patched: 0 window attentions"

@@ -25,7 +25,7 @@ ADAPTERS = {
 }
 
 # What attention with a learned window bias keeps, by its names in the frameworks.
-MARKS = {"relative_position_bias_table", "cpb_mlp", "continuous_position_bias_mlp"}
+MARKS = {"relative_position_bias_table", "cpb_mlp", "continuous_position_bias_mlp", "meta_mlp"}
 
 
 def patch(model: nn.Module) -> PatchReport:

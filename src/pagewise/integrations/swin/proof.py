@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .swapped import Swapped, Swaps, restore
+from .swapped import Swaps, restore
 
 __all__ = ["difference"]
 
@@ -43,7 +43,7 @@ def difference(module: nn.Module, swaps: Swaps) -> str | None:
 def _both(module: nn.Module, swaps: Swaps) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(0)
     copied = _randomised(module, random)
-    trial = _swap(swaps, module).trial
+    trial = swaps[type(module)].trial
     results = []
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         for swap in (True, False):
@@ -60,16 +60,14 @@ def _both(module: nn.Module, swaps: Swaps) -> tuple[Tensor, Tensor]:
     return results[0], results[1]
 
 
-def _swap(swaps: Swaps, module: nn.Module) -> type[Swapped]:
-    return type(module) if isinstance(module, Swapped) else swaps[type(module)]
-
-
 def _randomised(module: nn.Module, random: torch.Generator) -> Any:
     """A copy whose every parameter matters: fresh models start with zeros and ones."""
     copied = copy.deepcopy(module).to("cpu", torch.float64).eval()
     with torch.no_grad():
         for parameter in copied.parameters():
             width = max(1, parameter.shape[-1] if parameter.ndim > 1 else 1)
-            values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            values = torch.randn(
+                parameter.shape, generator=random, dtype=torch.float64, device="cpu"
+            )
             parameter.copy_(values / width**0.5)
     return copied

@@ -13,7 +13,8 @@ __all__ = ["mask_of", "windows"]
 
 def windows(num_tokens: int, dim: int, randn: Randn) -> tuple[Tensor, Tensor]:
     """Two images of two windows each, and a mild mask: -100 would hide what happens behind it."""
-    regions = (torch.arange(num_tokens) % 3)[None] * torch.tensor([[0], [1]])
+    thirds = torch.arange(num_tokens, device="cpu") % 3
+    regions = torch.stack((torch.zeros_like(thirds), thirds))
     mask = dense_mask(regions, torch.float64)
     assert mask is not None
     return randn(4, num_tokens, dim), mask / 100
