@@ -48,7 +48,9 @@ TINY_POOL = Setting("a pool of 14 blocks", num_blocks=14, max_num_batched_tokens
 
 @cache
 def _model(family: str, device: str = "cpu") -> Any:
-    return tiny_model(family).to(device)
+    model = tiny_model(family).to(device)
+    model.set_attn_implementation("eager")  # some releases' others leave out soft caps
+    return model
 
 
 @cache

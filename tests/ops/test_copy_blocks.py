@@ -218,12 +218,22 @@ def test_layers_of_different_shapes_and_types_are_copied_together():
 
 
 @pytest.mark.gpu
-def test_nobody_waits_for_a_copy_on_the_gpu_or_to_pinned_memory():
-    cache, host = blocks().cuda(), blocks().pin_memory()
-    pairs = torch.tensor(PAIRS["a ring"])
-    copy_blocks([cache, (cache, host)], pairs)  # compiles
+def test_caches_on_the_gpu_and_on_the_host_are_copied_together_and_nobody_waits():
+    def make():
+        pinned = [blocks(seed=seed).pin_memory() for seed in (4, 5)]
+        here, there, back = (blocks(seed=seed).cuda() for seed in (1, 2, 3))
+        return [here, (there, pinned[0]), (pinned[1], back)]
+
+    pairs = PAIRS["a ring"]
+    copy_blocks(make(), torch.tensor(pairs))  # compiles
+    caches = make()
+    both = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
+    expected = [copied_by_hand(source.cpu(), to.cpu(), pairs) for source, to in both]
     with refusing_to_wait():
-        copy_blocks([cache, (cache, host), (host, cache)], pairs)
+        copy_blocks(caches, torch.tensor(pairs))
+    torch.cuda.synchronize()
+    for (_, to), wanted in zip(both, expected, strict=True):
+        assert_same_memory(to.cpu(), wanted)
 
 
 @pytest.mark.gpu

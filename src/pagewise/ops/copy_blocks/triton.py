@@ -75,8 +75,9 @@ def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
     risky = _find_overwritten(caches, pairs)
     if risky.any():
         numbers = np.arange(np.count_nonzero(risky))
+        device = _find_device(caches)
         shelves = [
-            torch.empty((len(numbers), *to.shape[1:]), dtype=to.dtype, device=to.device)
+            torch.empty((len(numbers), *to.shape[1:]), dtype=to.dtype, device=device)
             for _, to in caches
         ]
         to_shelves = [(source, shelf) for (source, _), shelf in zip(caches, shelves, strict=True)]
@@ -105,7 +106,7 @@ def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: np.ndarray) -> None:
     """Copy pairs whose sources nobody writes."""
     if not len(pairs):
         return
-    device = next((cache.device for pair in caches for cache in pair if cache.is_cuda), CPU)
+    device = _find_device(caches)
     described = tuple(
         (
             source.data_ptr(), to.data_ptr(), source.stride(0), to.stride(0),
@@ -121,6 +122,11 @@ def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: np.ndarray) -> None:
     parts = -(-num_words // launcher.constants["TILE"])
     on_device = send(np.ascontiguousarray(pairs), device)
     launcher((len(pairs) * parts, len(caches), 1), table, on_device, parts)
+
+
+def _find_device(caches: Sequence[tuple[Tensor, Tensor]]) -> torch.device:
+    """The GPU; the CPU under the interpreter."""
+    return next((cache.device for pair in caches for cache in pair if cache.is_cuda), CPU)
 
 
 @functools.lru_cache(maxsize=64)
