@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -105,7 +106,8 @@ def _try_all(contest: Contest) -> tuple[dict[str, float], dict[str, str]]:
     errors, reasons = {}, {}
     for name, call in contest.contestants.items():
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of kernels that PyTorch does not choose
                 errors[name] = _largest_error(call(), contest.expected)
         except (RuntimeError, NotImplementedError) as error:
             reasons[name] = str(error).strip().splitlines()[0] if str(error) else repr(error)

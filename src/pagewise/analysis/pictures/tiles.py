@@ -164,4 +164,4 @@ def _add_legend(figure: Figure, walk: TileWalk, query_tile: int) -> None:
         handles.append(Line2D([], [], color=INK, label="edge of what rows see"))
     label = f"walk of query tile {query_tile}"
     handles.append(Line2D([], [], color=COLOURS[0], linewidth=2.4, label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)

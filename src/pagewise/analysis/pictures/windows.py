@@ -23,6 +23,7 @@ MAX_LINED = 32  # tokens along an axis, to draw a line between any two
 FILLS = ("#DCEBF5", "#56B4E9", "#0072B2", "#FBE3B5", "#E69F00", "#B36B00", "#CDEBDD", "#009E73",
          "#005C43")  # fmt: skip
 PADDING = "xxxx"
+ENTRY_WIDTH, MAX_ENTRIES = 1.4, 13  # of the legend: inches of one, and how many there can be
 
 
 @styled
@@ -46,8 +47,14 @@ def draw_windows(grid: WindowGrid) -> Figure:
     return _draw_slices(grid)
 
 
+def _wide_figure(width: float) -> Figure:
+    """A row of panels and, below, as many rows of legend as it may take."""
+    rows = -(-MAX_ENTRIES // int(width / ENTRY_WIDTH))
+    return new_figure(width, 3.6 + 0.25 * rows)
+
+
 def _draw_plane(grid: WindowGrid) -> Figure:
-    figure = new_figure(10.0, 4.1)
+    figure = _wide_figure(10.0)
     before, after, mask = figure.subplots(1, 3)
     rolled = grid.region_map()
     _draw_map(before, grid, rolled.roll(grid.shift, dims=(0, 1)), is_rolled=False)
@@ -68,7 +75,7 @@ def _draw_slices(grid: WindowGrid) -> Figure:
     ]  # fmt: skip
     ends = [*starts[1:], len(rolled)]
     plane = WindowGrid(grid.size[1:], grid.window[1:], grid.shift[1:])
-    figure = new_figure(3.2 * (len(starts) + 1) + 0.4, 4.1)
+    figure = _wide_figure(3.2 * (len(starts) + 1) + 0.4)
     *panels, mask = figure.subplots(1, len(starts) + 1)
     for axes, start, end in zip(panels, starts, ends, strict=True):
         # Ids of a slice differ from another's by the band of the first axis alone.
@@ -158,4 +165,5 @@ def _add_legend(figure: Figure, grid: WindowGrid, labels: dict[int, str]) -> Non
         handles.append(Patch(facecolor="white", edgecolor=INK, hatch=PADDING, label=label))
     handles.append(Patch(facecolor=COLOURS[4], edgecolor=GREY, label="sees each other"))
     handles.append(Patch(facecolor="white", edgecolor=GREY, label="-100 added"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=7, frameon=False)
+    columns = int(figure.get_figwidth() / ENTRY_WIDTH)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
