@@ -181,7 +181,7 @@ def test_layers_that_share_keys_write_nothing(monkeypatch):
     model = load_model(tiny_model("gemma3n"))
     written = []
     monkeypatch.setattr(
-        attention_module, "write_kv", lambda k, v, k_cache, *args: written.append(k_cache)
+        attention_module, "write_kv", lambda k, v, cache, *args, **scales: written.append(cache)
     )
     packing = Packing(model, sequences_of(96), 4, seed=0)
     model.forward(packing.step([1, 1, 1]))
@@ -282,9 +282,9 @@ def test_queries_keys_and_values_are_not_copied(monkeypatch):
         passed.append(q)
         return paged_attention(q, *args, **options)
 
-    def write(k, v, *args):
+    def write(k, v, *args, **scales):
         written.extend((k, v))
-        write_kv(k, v, *args)
+        write_kv(k, v, *args, **scales)
 
     monkeypatch.setattr(attention_module, "paged_attention", attend)
     monkeypatch.setattr(attention_module, "write_kv", write)

@@ -40,7 +40,9 @@ class LLM:
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
         max_model_len: The most tokens of a sequence. ``None``: what the model and the cache allow.
-        kv_cache_dtype: Element type of the cache; ``"auto"`` is that of the weights.
+        kv_cache_dtype: Element type of the cache; ``"auto"`` is that of the weights. ``"int8"``,
+            ``"fp8_e4m3"`` and ``"fp8_e5m2"`` round keys and values, with a scale for each token's
+            head: twice the tokens in the memory, and no longer exactly the model's results.
         enable_prefix_caching: Whether requests share the blocks of common beginnings.
         enforce_eager: On a GPU, launch the kernels of decode steps one by one. Otherwise they are
             recorded as CUDA graphs, each number of sequences when it first occurs.
@@ -94,7 +96,7 @@ class LLM:
             dtype = torch.float32
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
         tokenizer = load_tokenizer(model) if is_path else None
-        cache_dtype = paged.dtype if kv_cache_dtype == "auto" else _dtype(kv_cache_dtype)
+        cache_dtype = paged.dtype if kv_cache_dtype == "auto" else _cache_dtype(kv_cache_dtype)
         longest = max_model_len or paged.max_model_len
         if num_blocks is None:
             num_blocks = _fit(
@@ -229,11 +231,24 @@ def _check_size(name: str, size: int, most: int | None = None) -> None:
         raise RequestError(f"{name}={size}: expected {allowed}")
 
 
-def _dtype(name: torch.dtype | str) -> torch.dtype:
-    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise RequestError(f"dtype {name!r}: expected float32, float16 or bfloat16")
-    return dtype
+_CACHE_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+
+
+def _cache_dtype(name: torch.dtype | str) -> torch.dtype:
+    if name in _CACHE_DTYPES.values():
+        return name  # type: ignore[return-value]
+    if name not in _CACHE_DTYPES:
+        raise RequestError(
+            f"kv_cache_dtype={name!r}: expected 'auto', {', '.join(map(repr, _CACHE_DTYPES))}"
+        )
+    return _CACHE_DTYPES[name]
 
 
 def _fit(

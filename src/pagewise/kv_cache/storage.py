@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import OutOfBlocksError, ShapeError
 from ..ops.copy_blocks import copy_blocks
+from ..ops.scales import LARGEST_CODE
 
 __all__ = ["KVCache", "LayerSpec"]
 
@@ -25,12 +26,24 @@ class LayerSpec:
     """Number of visible keys, the query's own included; ``None`` sees all."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's key and value in this layer."""
-        return self.num_kv_heads * (self.head_size + self.v_head_size) * dtype.itemsize
+        """Bytes of one token's key and value in this layer, and of their scales if it has any."""
+        scale_bytes = 2 * torch.float32.itemsize if dtype in LARGEST_CODE else 0
+        head_bytes = (self.head_size + self.v_head_size) * dtype.itemsize + scale_bytes
+        return self.num_kv_heads * head_bytes
 
 
 class KVCache:
     """Key and value blocks of all layers; block ``b`` of every layer belongs to the same tokens.
+
+    In 8 bits (float8_e4m3fn, float8_e5m2, int8) every token's head has a scale of its own, which
+    ``write_kv`` computes: no calibration.
+
+    Attributes:
+        k: A layer's keys, ``[num_blocks, block_size, num_kv_heads, head_size]`` each.
+        v: A layer's values, ``[num_blocks, block_size, num_kv_heads, v_head_size]`` each.
+        k_scale: The keys' scales, float32 ``[num_blocks, block_size, num_kv_heads]``; ``None``
+            for each layer of a cache that is not of 8 bits.
+        v_scale: The values' scales.
 
     Example:
         >>> layer = LayerSpec(num_kv_heads=2, head_size=64, v_head_size=64)
@@ -56,10 +69,19 @@ class KVCache:
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
         self.k = [self._blocks(layer.num_kv_heads, layer.head_size, device) for layer in layers]
         self.v = [self._blocks(layer.num_kv_heads, layer.v_head_size, device) for layer in layers]
+        self.k_scale, self.v_scale = (
+            [self._scales(layer.num_kv_heads, device) for layer in layers] for _ in range(2)
+        )
 
     def _blocks(self, num_kv_heads: int, size: int, device: torch.device | str) -> Tensor:
         shape = (self.num_blocks, self.block_size, num_kv_heads, size)
         return torch.empty(shape, dtype=self.dtype, device=device)
+
+    def _scales(self, num_kv_heads: int, device: torch.device | str) -> Tensor | None:
+        if self.dtype not in LARGEST_CODE:
+            return None
+        shape = (self.num_blocks, self.block_size, num_kv_heads)
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
     @staticmethod
     def blocks_that_fit(
@@ -75,7 +97,7 @@ class KVCache:
             raise OutOfBlocksError(
                 f"{memory_bytes:,} bytes are free for the KV cache, but one block of {block_size} "
                 f"tokens takes {block_bytes:,}: {block_bytes - memory_bytes:,} bytes are missing. "
-                "Free memory, or use a smaller block_size or a 16-bit kv_cache_dtype"
+                "Free memory, or use a smaller block_size or an 8-bit kv_cache_dtype"
             )
         return memory_bytes // block_bytes
 
@@ -93,4 +115,5 @@ class KVCache:
         """Copy blocks of every layer, as copy-on-write asks for."""
         if src_to_dst:
             pairs = torch.tensor(src_to_dst, dtype=torch.int64)
-            copy_blocks([*self.k, *self.v], pairs)
+            scales = [scale for scale in (*self.k_scale, *self.v_scale) if scale is not None]
+            copy_blocks([*self.k, *self.v, *scales], pairs)

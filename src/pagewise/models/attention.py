@@ -68,18 +68,24 @@ class AttentionLayer:
         writes: Whether it writes that layer. One that shares another's keys only reads.
     """
 
-    __slots__ = ("index", "k_cache", "module", "step", "v_cache", "writes")
+    __slots__ = (
+        "index", "k_cache", "k_scale", "module", "step", "v_cache", "v_scale", "writes",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module, index: int, *, writes: bool) -> None:
         self.module, self.index, self.writes = module, index, writes
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
         self.step: ForwardBatch | None = None
 
     def bind(self, cache: KVCache | None) -> None:
         """Read and write this cache from now on, or none."""
         self.k_cache = None if cache is None else cache.k[self.index]
         self.v_cache = None if cache is None else cache.v[self.index]
+        self.k_scale = None if cache is None else cache.k_scale[self.index]
+        self.v_scale = None if cache is None else cache.v_scale[self.index]
 
 
 def attend(
@@ -130,7 +136,9 @@ def attend(
         )
     if layer.writes:
         k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
-        write_kv(k, v, k_cache, v_cache, step.slot_mapping)
+        write_kv(
+            k, v, k_cache, v_cache, step.slot_mapping, k_scale=layer.k_scale, v_scale=layer.v_scale
+        )
     result = paged_attention(
         q,
         k_cache,
@@ -140,6 +148,8 @@ def attend(
         sliding_window=sliding_window,
         logits_soft_cap=softcap,
         sinks=s_aux,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
     )
     return result.out.unsqueeze(0), None
 

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from pagewise.errors import OutOfBlocksError
+from pagewise.kv_cache.storage import KVCache, LayerSpec
+
+LAYERS = [LayerSpec(2, 64, 64), LayerSpec(1, 32, 8)]
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+
+
+def tensors(cache):
+    return [t for t in (*cache.k, *cache.v, *cache.k_scale, *cache.v_scale) if t is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *EIGHT_BITS], ids=str)
+def test_bytes_are_those_of_all_tensors(dtype):
+    cache = KVCache(LAYERS, num_blocks=5, block_size=4, dtype=dtype)
+    assert cache.num_bytes == sum(t.numel() * t.element_size() for t in tensors(cache))
+    one_block = cache.num_bytes // 5
+
+    def fit(memory):
+        return KVCache.blocks_that_fit(LAYERS, memory, block_size=4, dtype=dtype)
+
+    assert (fit(one_block), fit(3 * one_block - 1), fit(3 * one_block)) == (1, 2, 3)
+    with pytest.raises(OutOfBlocksError, match="1 bytes are missing"):
+        fit(one_block - 1)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_8_bits_have_a_scale_for_each_tokens_head(dtype):
+    cache = KVCache(LAYERS, num_blocks=5, block_size=4, dtype=dtype)
+    for scales in (cache.k_scale, cache.v_scale):
+        assert [scale.shape for scale in scales] == [(5, 4, 2), (5, 4, 1)]
+        assert all(scale.dtype == torch.float32 for scale in scales)
+
+
+def test_16_bits_have_no_scales():
+    cache = KVCache(LAYERS, num_blocks=5, dtype=torch.bfloat16)
+    assert cache.k_scale == cache.v_scale == [None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *EIGHT_BITS], ids=str)
+def test_a_copied_block_is_copied_in_every_layer_with_its_scales(dtype):
+    cache = KVCache(LAYERS, num_blocks=5, block_size=4, dtype=dtype)
+    for i, tensor in enumerate(tensors(cache)):
+        tensor.view(torch.uint8).random_(generator=torch.Generator().manual_seed(i))
+    before = [tensor.view(torch.uint8).clone() for tensor in tensors(cache)]
+    cache.copy([(3, 0), (3, 4)])
+    for tensor, old in zip(tensors(cache), before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), old[[3, 1, 2, 3, 3]])
