@@ -72,7 +72,7 @@ def window_attention(
             ``logit_scale``.
         logit_scale: ``[num_heads]`` or ``[num_heads, 1, 1]``, the logarithm of Swin v2's scale.
         qk_norm_eps: Least norm that q and k are divided by.
-        impl: ``"auto"``, or one of ``"reference"``: a named one runs or raises.
+        impl: ``"auto"``, or one of ``"triton"``, ``"reference"``: a named one runs or raises.
 
     Returns:
         ``AttentionOutput(out, lse)``: ``out`` like ``q``, with the heads of a token side by side
@@ -130,6 +130,7 @@ def explain_window_attention(
     Example:
         >>> q = torch.zeros(4, 3, 49, 32, dtype=torch.float64)
         >>> print(explain_window_attention(q, q, q))
+        triton: no, float64 is for the reference
         reference: yes
     """
     x = _operands(q, k, v, **options)

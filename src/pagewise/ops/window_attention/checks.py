@@ -45,6 +45,9 @@ def check(x: Operands) -> Problem:
         num_biases=sizes.get("num_biases", 0),
         num_masks=sizes.get("num_masks", 0),
         has_regions=x.regions is not None,
+        learned_dtypes=tuple(
+            tensor.dtype for tensor in (x.bias_table, x.bias, x.logit_scale) if tensor is not None
+        ),
         mask_dtype=None if x.mask is None else x.mask.dtype,
         cosine=x.logit_scale is not None,
     )

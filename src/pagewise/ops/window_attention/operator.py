@@ -14,11 +14,11 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ..dispatch import choose
 from .checks import check, check_values
-from .problem import Gradients, Operands
+from .problem import Gradients, Operands, Problem
 
 __all__ = ["IMPLEMENTATIONS", "forward", "operands"]
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("triton", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
 _INPUTS = (
@@ -42,7 +42,8 @@ def operands(*inputs: Any) -> Operands:
 def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``AttentionOutput`` as a plain pair."""
     x = operands(*inputs)
-    out, lse = _choose(x, inputs[-1]).forward(x)
+    problem, module = _choose(x, inputs[-1])
+    out, lse = module.forward(problem, x)
     return _like(out, x.q), lse.contiguous()
 
 
@@ -57,7 +58,8 @@ def _backward(*inputs: Any) -> list[Tensor]:
     x = operands(*call)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    gradients: Gradients = _choose(x, call[-1]).backward(x, out, lse, dout, dlse)
+    problem, module = _choose(x, call[-1])
+    gradients: Gradients = module.backward(problem, x, out, lse, dout, dlse)
     found = [getattr(gradients, name) for name in _LEARNED]
     for i in range(3):
         found[i] = _like(found[i], x.q)
@@ -108,11 +110,12 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def _choose(x: Operands, impl: str) -> Any:
+def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:
     problem = check(x)
     check_values(x)
     assert __package__ is not None
-    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.q.device), impl)
+    device = DeviceInfo.of(x.q.device)
+    return problem, choose(__package__, IMPLEMENTATIONS, problem, device, impl)
 
 
 def _empty_like(q: Tensor) -> Tensor:

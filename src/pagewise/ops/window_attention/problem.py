@@ -67,6 +67,8 @@ class Problem:
     """Windows of an image, whose regions or masks repeat from image to image."""
     has_regions: bool = False
     mask_dtype: torch.dtype | None = None
+    learned_dtypes: tuple[torch.dtype, ...] = ()
+    """Of the table or bias and the logit_scale, as far as they are given."""
     cosine: bool = False
     """Whether q and k are normalised, as Swin v2 does."""
 

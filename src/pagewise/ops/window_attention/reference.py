@@ -15,7 +15,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return None
 
 
-def forward(x: Operands) -> AttentionOutput:
+def forward(problem: Problem, x: Operands) -> AttentionOutput:
     """Score, add, softmax, mix. Autograd can differentiate it, which proves ``backward``."""
     scores, _, _ = _scores(x)
     lse = torch.logsumexp(scores, dim=-1)
@@ -23,7 +23,9 @@ def forward(x: Operands) -> AttentionOutput:
     return AttentionOutput(out.to(x.q.dtype), lse)
 
 
-def backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+def backward(
+    problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
     """The gradient of ``forward``, from the inputs, the result and what flows back into it.
 
     ::

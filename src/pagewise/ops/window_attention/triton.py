@@ -1,0 +1,269 @@
+"""Window attention on a GPU: what can run, and the launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...tiles.state import AttentionOutput
+from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...tiles.triton.online_softmax import LOG2_E
+from . import triton_backward, triton_forward, triton_tiles
+from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
+from .triton_plan import Plan, make_plan
+
+_MOST_TOKENS, _WIDEST = 1024, 128
+_HALVES = (torch.float32, torch.float16, torch.bfloat16)
+_KINDS = {
+    **POINTERS,
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+}
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    if problem.dtype not in _HALVES or torch.float64 in problem.learned_dtypes:
+        return "float64 is for the reference"
+    if problem.num_tokens > _MOST_TOKENS:
+        return f"num_tokens is {problem.num_tokens}; up to {_MOST_TOKENS} run"
+    if problem.head_size > _WIDEST:
+        return f"head_size is {problem.head_size}; up to {_WIDEST} run"
+    return refuse(device)
+
+
+def forward(problem: Problem, x: Operands) -> AttentionOutput:
+    """One launch, and a small one to find the windows that a mask concerns."""
+    plan, call = make_plan(problem, DeviceInfo.of(x.q.device)), _Call(problem, x)
+    out = _empty_like(x.q)
+    lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
+    launcher = _attend(problem, plan, call.kinds)
+    programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks
+    launcher((programs, 1, 1), out, lse, *call.qkv, *call.added, *call.scalars(plan.chunks),
+             *call.strides)  # fmt: skip
+    return AttentionOutput(out, lse)
+
+
+def backward(
+    problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    """By rows, a launch for each group of keys; by columns; and the sums over windows."""
+    plan = make_plan(problem, DeviceInfo.of(x.q.device))
+    call = _Call(problem, x, dout)
+    dq, dk, dv = (_empty_like(x.q) for _ in range(3))
+    chunks, num_tokens, num_heads = plan.chunks_backward, problem.num_tokens, problem.num_heads
+    num_tiles = -(-num_tokens // plan.tile_m)
+    grid = (num_tiles * num_heads * chunks, 1, 1)
+    so_far = torch.empty_like(dq, dtype=torch.float32) if len(plan.groups) > 1 else dq
+    delta = torch.empty_like(lse)
+    sums = lse.new_empty((chunks, num_heads, num_tokens, num_tokens) if problem.has_bias else 1)
+    shares = lse.new_empty((chunks, num_heads, num_tiles) if problem.cosine else 1)
+    first = 0
+    for group in plan.groups:
+        is_last = group is plan.groups[-1]
+        launcher = _row_gradients(
+            problem, plan, call.kinds, group, first, is_last, dlse is not None
+        )
+        launcher(grid, dq, so_far, sums, shares, delta, *call.qkv, out, lse,
+                 lse if dlse is None else dlse.contiguous(), *call.added,
+                 *call.scalars(chunks), *call.strides)  # fmt: skip
+        first += sum(group)
+    launcher = _column_gradients(problem, plan, call.kinds)
+    launcher(grid, dk, dv, *call.qkv, lse, delta, *call.added, *call.scalars(chunks),
+             *call.strides)  # fmt: skip
+    table = bias = scale = None
+    if x.bias_table is not None:
+        table = _sum_table(x, sums.sum(dim=0))
+    if x.bias is not None:
+        bias = sums.view(-1, *x.bias.shape).sum(dim=0).to(x.bias.dtype)
+    if x.logit_scale is not None:
+        clamped = x.logit_scale > MAX_LOGIT_SCALE
+        scale = shares.sum(dim=(0, 2)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
+    return Gradients(dq, dk, dv, table, bias, scale)
+
+
+def _empty_like(q: Tensor) -> Tensor:
+    num_windows, num_heads, num_tokens, head_size = q.shape
+    return q.new_empty(num_windows, num_tokens, num_heads, head_size).transpose(1, 2)
+
+
+class _Call:
+    """The operands in the kernels' order, and the types they are compiled for."""
+
+    def __init__(self, problem: Problem, x: Operands, dout: Tensor | None = None) -> None:
+        self.problem, self.x = problem, x
+        self.qkv = [x.q, x.k, x.v] + ([] if dout is None else [dout])
+        anything = x.q
+        bias = x.bias_table if x.bias is None else x.bias
+        if bias is not None:
+            bias = bias.contiguous()
+        mask, mixed = _mask(x)
+        self.added = [
+            anything if bias is None else bias,
+            anything if x.rel_offsets is None else x.rel_offsets.contiguous(),
+            anything if mixed is None else mixed,
+            anything if mask is None else mask,
+            anything if x.logit_scale is None else x.logit_scale.contiguous(),
+        ]
+        num_tokens, row = problem.num_tokens, problem.num_heads * problem.head_size
+        self.strides = [
+            num_tokens * row,
+            num_tokens * problem.num_heads,
+            0 if mask is None else mask.stride(0),
+            0 if mask is None else mask.stride(1),
+            0 if x.bias is None else problem.num_heads * num_tokens * num_tokens,
+        ]
+        for rows in self.qkv:
+            self.strides += rows.stride()[:3]
+        # Elements that 16 bytes hold, where every row begins at a multiple of them.
+        in_rows = [stride for rows in self.qkv for stride in rows.stride()[:3]]
+        factor = math.gcd(16 // x.q.element_size(), problem.head_size, *in_rows)
+        is_aligned = all(rows.data_ptr() % 16 == 0 for rows in self.qkv)
+        self.kinds = (tuple(_KINDS[t.dtype] for t in self.added), factor, is_aligned)
+
+    def scalars(self, num_chunks: int) -> list[Any]:
+        """What the kernels take between tensors and strides."""
+        x, table_size = self.x, self.problem.table_size
+        return [
+            self.problem.num_windows,
+            num_chunks,
+            max(1, self.problem.num_masks),
+            max(1, self.problem.num_biases),
+            0 if table_size is None else (table_size - 1) // 2,
+            x.softmax_scale,
+            x.mask_value * LOG2_E.value,
+            x.qk_norm_eps,
+        ]
+
+
+def _mask(x: Operands) -> tuple[Tensor | None, Tensor | None]:
+    """Regions or a matrix to be added, and which windows of regions are mixed."""
+    if x.regions is not None:
+        regions = x.regions.contiguous()
+        num_masks, num_tokens = regions.shape
+        mixed = torch.empty(num_masks, dtype=torch.int32, device=regions.device)
+        types = {"mixed": "*i32", "regions": _KINDS[regions.dtype], "num_tokens": "i32",
+                 "window_stride": "i64"}  # fmt: skip
+        launcher = _small(triton_tiles.find_mixed, tuple(types.items()),
+                          (("WIDTH", triton.next_power_of_2(num_tokens)),))  # fmt: skip
+        launcher((num_masks, 1, 1), mixed, regions, num_tokens, num_tokens)
+        return regions, mixed
+    if x.mask is not None and x.mask.dtype == torch.bool:
+        added = torch.zeros(x.mask.shape, dtype=torch.float32, device=x.mask.device)
+        return added.masked_fill_(~x.mask, x.mask_value), None
+    return None if x.mask is None else x.mask.contiguous(), None
+
+
+def _sum_table(x: Operands, dbias: Tensor) -> Tensor:
+    """The table's gradient from the bias's: each entry its own sum, in one order."""
+    assert x.bias_table is not None
+    assert x.rel_offsets is not None
+    table_size, num_heads = x.bias_table.shape
+    num_tokens, offsets = len(x.rel_offsets), x.rel_offsets.contiguous()
+    size = (table_size - 1) // 2 + 1
+    tokens = torch.empty(size, dtype=torch.int32, device=dbias.device)
+    width = ("WIDTH", triton.next_power_of_2(num_tokens))
+    types = {"tokens": "*i32", "offsets": "*i32", "num_tokens": "i32", "size": "i32"}
+    launcher = _small(triton_backward.invert_offsets, tuple(types.items()), (("TILE", 16), width))
+    launcher((-(-size // 16), 1, 1), tokens, offsets, num_tokens, size)
+    dtable = torch.empty_like(x.bias_table, memory_format=torch.contiguous_format)
+    types = {"dtable": _KINDS[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
+             "offsets": "*i32", "num_tokens": "i32", "table_size": "i32"}  # fmt: skip
+    launcher = _small(triton_backward.table_gradient, tuple(types.items()),
+                      (("NUM_HEADS", num_heads), ("TILE", 32), ("TILE_N", 64), width))  # fmt: skip
+    launcher((-(-table_size // 32), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
+             table_size)  # fmt: skip
+    return dtable
+
+
+_Kinds = tuple[tuple[str, ...], int, bool]
+
+
+@functools.lru_cache(maxsize=256)
+def _small(kernel: Any, types: tuple[Any, ...], constants: tuple[Any, ...]) -> Launcher:
+    return Launcher(kernel, dict(types), dict(constants), num_warps=4)
+
+
+@functools.lru_cache(maxsize=256)
+def _attend(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
+    types = _types(problem, kinds, ("out", "lse"), ("q", "k", "v"), ())
+    constants = {
+        **_features(problem), "KEPT": plan.kept, **_tiles(problem, plan.tile_m, plan.tiles),
+        "STAGES": plan.stages,
+    }  # fmt: skip
+    return Launcher(triton_forward.attend, types, constants, num_warps=_num_warps(plan))
+
+
+@functools.lru_cache(maxsize=256)
+def _row_gradients(
+    problem: Problem, plan: Plan, kinds: _Kinds, group: tuple[int, ...], first: int,
+    is_last: bool, has_dlse: bool,
+) -> Launcher:  # fmt: skip
+    results = ("dq", "dq_so_far", "dbias", "dscale", "delta")
+    types = _types(problem, kinds, results, ("q", "k", "v", "dout"), ("out", "lse", "dlse"))
+    if is_last and first == 0:
+        types["dq_so_far"] = types["dq"]
+    constants = {
+        **_features(problem), "KEPT": plan.kept_backward, "SUMS": problem.has_bias,
+        "HAS_DLSE": has_dlse, "FIRST_KEY": first, "IS_LAST": is_last,
+        **_tiles(problem, plan.tile_m, group), "STAGES": plan.stages,
+    }  # fmt: skip
+    return Launcher(triton_backward.row_gradients, types, constants, num_warps=_num_warps(plan))
+
+
+@functools.lru_cache(maxsize=256)
+def _column_gradients(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
+    types = _types(problem, kinds, ("dk", "dv"), ("q", "k", "v", "dout"), ("lse", "delta"))
+    tiles = sum(plan.groups, ())
+    constants = {
+        **_features(problem), "KEPT": plan.kept_backward, **_tiles(problem, plan.tile_m, tiles),
+        "STAGES": plan.stages if len(tiles) == 1 else min(plan.stages, 2),
+    }  # fmt: skip
+    return Launcher(triton_backward.column_gradients, types, constants, num_warps=_num_warps(plan))
+
+
+def _types(
+    problem: Problem, kinds: _Kinds, results: tuple[str, ...], rows: tuple[str, ...],
+    others: tuple[str, ...],
+) -> dict[str, str]:  # fmt: skip
+    """The types of all parameters but the constants, in the order that the kernels share."""
+    added, factor, is_aligned = kinds
+    own, stride = _KINDS[problem.dtype], f"i64:{factor}"
+    floats = ("lse", "dlse", "delta", "dq_so_far", "dbias", "dscale")
+    types = {name: "*fp32" if name in floats else own + ":16" for name in results}
+    types |= {name: own + ":16" * is_aligned for name in rows}
+    types |= {name: "*fp32" if name in floats else own + ":16" for name in others}
+    names = ("bias", "offsets", "mixed", "mask", "logit_scale")
+    types |= dict(zip(names, added, strict=True))
+    integers = ("num_windows", "num_chunks", "num_masks", "num_biases", "centre")
+    types |= dict.fromkeys(integers, "i32")
+    types |= dict.fromkeys(("softmax_scale", "mask_value", "eps"), "fp32")
+    own_row = math.gcd(8, problem.num_heads * problem.head_size * problem.num_tokens)
+    types |= {"out_window": f"i64:{own_row}", "lse_window": "i64", "mask_window": "i64",
+              "mask_row": "i64", "bias_window": "i64"}  # fmt: skip
+    axes = ("window", "head", "token")
+    return types | {f"{name}_{axis}": stride for name in rows for axis in axes}
+
+
+def _features(problem: Problem) -> dict[str, Any]:
+    bias = 1 if problem.table_size is not None else 2 if problem.num_biases else 0
+    mask = 1 if problem.has_regions else 2 if problem.num_masks else 0
+    return {
+        "NUM_HEADS": problem.num_heads, "NUM_TOKENS": problem.num_tokens,
+        "HEAD_SIZE": problem.head_size, "BIAS": bias, "MASK": mask, "COSINE": problem.cosine,
+    }  # fmt: skip
+
+
+def _tiles(problem: Problem, tile_m: int, tiles: tuple[int, ...]) -> dict[str, Any]:
+    d = max(16, triton.next_power_of_2(problem.head_size))
+    return {"TILE_M": tile_m, "TILES": tiles, "D": d}
+
+
+def _num_warps(plan: Plan) -> int:
+    return 4 if plan.tile_m == 64 else 1

@@ -1,0 +1,120 @@
+"""Window attention on a GPU: a tile of queries walks the windows, its bias in registers.
+
+::
+
+    s = (scale q) kᵀ + B + M        out = softmax(s) v        lse = log Σ exp s
+
+A program owns one head and ``TILE_M`` tokens, and takes every ``num_chunks``-th window. What it
+adds to the scores is the same in each of them, but for the mask: it is read once. Keys and values
+of a window arrive two windows ahead::
+
+    program (tokens 64…127, head 1):   window 5      window 5 + num_chunks     …
+                                       k0 k1 k2 …    k0 k1 k2 …
+                                       └ online softmax over a row's tiles, all unrolled
+
+Grid: tiles of tokens × heads × chunks of windows, neighbours in one window at a time, so that
+its keys are read from memory once and from L2 by the others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...tiles.triton.online_softmax import LN_2, LOG2_E, finish, weigh
+from .triton_tiles import (
+    NOWHERE,
+    add_bias,
+    add_mask,
+    head_scale,
+    is_mixed,
+    load_biases,
+    load_rows,
+    scale_rows,
+)
+
+
+@triton.jit
+def attend(
+    out,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS]
+    q,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE], like k and v
+    k,
+    v,
+    bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    offsets,  # int32 [NUM_TOKENS]
+    mixed,  # int32 [num_masks]
+    mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
+    logit_scale,  # [NUM_HEADS]
+    num_windows,
+    num_chunks,
+    num_masks,
+    num_biases,
+    centre,
+    softmax_scale,
+    mask_value,
+    eps,
+    out_window, lse_window, mask_window, mask_row, bias_window,
+    q_window, q_head, q_token,
+    k_window, k_head, k_token,
+    v_window, v_head, v_token,
+    NUM_HEADS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    COSINE: tl.constexpr,
+    KEPT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILES: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    # which tile am I
+    program = tl.program_id(0)
+    NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
+    rows = program % NUM_TILES * TILE_M + tl.arange(0, TILE_M)
+    head = program // NUM_TILES % NUM_HEADS
+    chunk = program // (NUM_TILES * NUM_HEADS)
+    is_row = rows < NUM_TOKENS
+    q, k, v = q + head * q_head, k + head * k_head, v + head * v_head
+    bias += chunk % num_biases * bias_window
+    scale = head_scale(logit_scale, softmax_scale, head, COSINE)
+    kept = load_biases(
+        bias, offsets, rows, 0, head, centre, TILES, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False
+    )
+    for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
+        # load q
+        q_tile = load_rows(q + window * q_window, rows, q_token, D, HEAD_SIZE, NUM_TOKENS)
+        q_tile = scale_rows(q_tile, scale * LOG2_E, eps, COSINE)
+        mask_at = mask + window % num_masks * mask_window
+        is_masked = is_mixed(mixed, window % num_masks, MASK, len(TILES) == 1)
+        # tiles
+        m = tl.full([TILE_M], float("-inf"), tl.float32)
+        l = tl.zeros([TILE_M], tl.float32)
+        acc = tl.zeros([TILE_M, D], tl.float32)
+        first = 0
+        for t in tl.static_range(len(TILES)):
+            keys = first + tl.arange(0, TILES[t])
+            k_tile = load_rows(k + window * k_window, keys, k_token, D, HEAD_SIZE, NUM_TOKENS)
+            v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
+            if COSINE:
+                k_tile = scale_rows(k_tile, 1.0, eps, True)
+            s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")
+            s = add_bias(
+                s, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys, head, centre,
+                KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
+            )  # fmt: skip
+            s = add_mask(
+                s, mask_at, is_masked, rows, keys, mask_value, mask_row, NUM_TOKENS, MASK, False
+            )
+            p, decay, m, l = weigh(s, m, l)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="tf32x3")
+            first += TILES[t]
+        # finish and store
+        result, row_lse = finish(m, l, acc)
+        d = tl.arange(0, D)
+        at = out + window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
+        inside = is_row[:, None] & (d < HEAD_SIZE)[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+        tl.store(lse + window * lse_window + head * NUM_TOKENS + rows, row_lse, mask=is_row)

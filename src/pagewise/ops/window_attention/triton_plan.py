@@ -1,0 +1,102 @@
+"""How window attention is cut up for a GPU: a pure function of host integers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ...device import DeviceInfo
+from .problem import Problem
+
+__all__ = ["Plan", "cover", "make_plan"]
+
+_NOWHERE, _REGISTERS, _SHARED = 0, 1, 2
+_MOST_KEPT = 576
+"""Tokens beyond which a row of bias no longer fits into registers beside its scores."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of the three kernels, and how many programs of each share the windows."""
+
+    tile_m: int
+    tiles: tuple[int, ...]
+    """Of the other side: keys, or rows for the gradients by columns."""
+    groups: tuple[tuple[int, ...], ...]
+    """The same, cut for the gradients by rows: a launch each."""
+    kept: int
+    """Where the forward kernel keeps its tile of bias."""
+    kept_backward: int
+    stages: int
+    chunks: int
+    chunks_backward: int
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
+    """Choose tiles and programs.
+
+    Example:
+        >>> problem = Problem(343, 3, 343, 16, torch.float16, table_size=2197)
+        >>> plan = make_plan(problem, DeviceInfo("cuda", 132))
+        >>> plan.tiles, plan.groups, plan.chunks
+        ((64, 64, 64, 64, 64, 32), ((64, 64, 64), (64, 64, 32)), 29)
+    """
+    num_tokens, is_wide = problem.num_tokens, problem.dtype == torch.float32
+    tile_m = min(64, max(16, _next_power_of_2(num_tokens)))
+    width = 128 if num_tokens > _MOST_KEPT and not is_wide else tile_m
+    tiles = cover(num_tokens, width)
+    is_one = len(tiles) == 1
+    is_kept = not is_wide and num_tokens <= _MOST_KEPT and problem.has_bias
+    is_kept = is_kept or (is_one and not is_wide)
+    backward = cover(num_tokens, tile_m)
+    groups = tuple(tuple(backward[at : at + 3]) for at in range(0, len(backward), 3))
+    programs = -(-num_tokens // tile_m) * problem.num_heads
+    return Plan(
+        tile_m=tile_m,
+        tiles=tiles,
+        groups=groups if problem.has_bias else (backward,),
+        kept=_REGISTERS if is_kept else _NOWHERE,
+        kept_backward=(_REGISTERS if is_one else _SHARED) if is_kept else _NOWHERE,
+        stages=_stages(problem, sum(tiles)),
+        chunks=_chunks(problem, 4 * device.num_workers // programs),
+        chunks_backward=_chunks(problem, 2 * device.num_workers // programs),
+    )
+
+
+def cover(num_tokens: int, width: int) -> tuple[int, ...]:
+    """Powers of two up to ``width`` that together reach ``num_tokens``, with little to spare.
+
+    Example:
+        >>> cover(343, 128), cover(49, 64), cover(392, 64)
+        ((128, 128, 64, 32), (64,), (64, 64, 64, 64, 64, 64, 16))
+    """
+    tiles, left = [], num_tokens
+    while left > 0:
+        tile = min(width, max(16, _next_power_of_2(left)))
+        if tile > 32 and 4 * (tile - left) > tile:
+            tile //= 2
+        tiles.append(tile)
+        left -= tile
+    return tuple(tiles)
+
+
+def _next_power_of_2(number: int) -> int:
+    return int(1 << (number - 1).bit_length())
+
+
+def _chunks(problem: Problem, wanted: int) -> int:
+    """Programs that share the windows of a tile, each of which meets one bias only."""
+    chunks = max(1, min(problem.num_windows, wanted))
+    if problem.num_biases > 1:
+        chunks = max(1, chunks // problem.num_biases) * problem.num_biases
+    return chunks
+
+
+def _stages(problem: Problem, num_keys: int) -> int:
+    """How many windows' keys and values may lie in shared memory at once."""
+    d = max(16, _next_power_of_2(problem.head_size))
+    window = 2 * num_keys * d * problem.dtype.itemsize
+    return 3 if 3 * window <= 100_000 else 2 if 2 * window <= 100_000 else 1
