@@ -141,7 +141,7 @@ class CopyBlocksCase:
             caches, pairs = self._make_inputs()
             copy_blocks(caches, pairs, impl=impl)
             torch.cuda.synchronize()
-            results.append([_bytes(to).cpu() for _, to in caches])
+            results.append([_bytes(to) for _, to in caches])
         same = [torch.equal(a, b) for a, b in zip(*results, strict=True)]
         return [Check("caches", all(same), f"{sum(same)} of {len(same)} equal to the reference")]
 
