@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,7 +92,7 @@ def attention(
     )
     from ..analysis.contests import attention_contest
 
-    _run(attention_contest(shape, dtype=element, device=where), iterations, warmup)
+    _run(lambda: attention_contest(shape, dtype=element, device=where), iterations, warmup)
 
 
 @bench.command(epilog=SCORES)
@@ -112,15 +113,9 @@ def scores(
     shape = AttentionShape(num_tokens, head_size, num_heads=num_heads, batch=batch)
     from ..analysis.contests import scores_contest
 
-    contest = scores_contest(
-        shape.batch,
-        shape.num_heads,
-        shape.query_len,
-        shape.head_size,
-        dtype=_element(dtype),
-        device=where,
-    )
-    _run(contest, iterations, warmup)
+    sizes = (shape.batch, shape.num_heads, shape.query_len, shape.head_size)
+    element = _element(dtype)
+    _run(lambda: scores_contest(*sizes, dtype=element, device=where), iterations, warmup)
 
 
 @bench.command(epilog=WINDOWS)
@@ -148,15 +143,9 @@ def windows(
     plan.shape(num_images=num_images, num_heads=num_heads, head_size=head_size)  # refuses zeros
     from ..analysis.contests import windows_contest
 
-    contest = windows_contest(
-        plan,
-        num_images=num_images,
-        num_heads=num_heads,
-        head_size=head_size,
-        dtype=_element(dtype),
-        device=where,
-    )
-    _run(contest, iterations, warmup)
+    sizes = {"num_images": num_images, "num_heads": num_heads, "head_size": head_size}
+    element = _element(dtype)
+    _run(lambda: windows_contest(plan, **sizes, dtype=element, device=where), iterations, warmup)
 
 
 def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
@@ -185,13 +174,15 @@ def _element(dtype: ElementName) -> torch.dtype:
     return element
 
 
-def _run(contest: Contest, iterations: int, warmup: int) -> None:
+def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
     from tqdm import tqdm
 
     from ..analysis.measure import measure_machine
     from ..analysis.side_by_side import compare
 
     status = Console(stderr=True, highlight=False)
+    with status.status("Computing in float64"):
+        contest = make()
     with status.status("Measuring this machine"):
         machine = measure_machine(contest.expected.device)
     rounds = iterations + warmup
