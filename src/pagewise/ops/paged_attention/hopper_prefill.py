@@ -1,0 +1,63 @@
+"""Paged attention of many new tokens a sequence on Hopper: see ``tiles.hopper.forward``.
+
+::
+
+    rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
+    keys of a tile = boxes of min(block_size, tile) rows, straight from their pages by TMA
+
+Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
+blocks of a multiple of 8 slots, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi,
+sinks and 8-bit caches are for the Triton kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...tiles.hopper.launch import attend, refuse
+from ...tiles.state import AttentionOutput
+from .plan import Plan
+from .problem import Options, PagedBatch, Problem
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    reason = refuse(device, problem.q_dtype, problem.head_size, problem.v_head_size)
+    if reason is None and problem.kv_dtype != problem.q_dtype:
+        reason = f"q is {problem.q_dtype} and k_cache {problem.kv_dtype}; equal types run"
+    if reason is None and problem.block_size % 8:
+        reason = f"k_cache has block_size={problem.block_size}; multiples of 8 run"
+    return reason
+
+
+def run(
+    problem: Problem,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    options: Options,
+    out: Tensor,
+    plan: Plan | None = None,
+) -> AttentionOutput:
+    """Fill ``out``."""
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    attend(
+        out,
+        lse,
+        q,
+        k_cache,
+        v_cache,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        batch.block_tables,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        softmax_scale=options.softmax_scale,
+        causal=options.causal,
+        sliding_window=options.sliding_window,
+        num_programs=DeviceInfo.of(q.device).num_workers,
+    )
+    return AttentionOutput(out, lse)

@@ -1,0 +1,548 @@
+"""Attention forward on Hopper: one warp loads, two or three warpgroups compute.
+
+::
+
+    out[r] = Σ_n p[r, n] v[n] / l[r],  p[r, n] = 2 ** (s[r, n] - m[r]),  s = q · k · scale · log2 e
+
+A program takes tiles of queries one after another (``schedule``). Each warpgroup has 64 of a
+tile's rows, tokens × ``PACK`` heads, and walks the keys from right to left, masked tiles first::
+
+    loading warp    Q K₃ K₂ V₃ K₁ V₂ K₀ V₁ V₀ │ Q' K₃' ...       over rings of slots
+    warpgroup 0     S₃ softmax │ S₂ O₃ softmax │ S₁ O₂ softmax │ S₀ O₁ ...
+    warpgroup 1        S₃ softmax │ S₂ O₃ softmax │ ...          products in turn
+
+The scores of the next tile and the values of this one are multiplied while a softmax runs.
+Keys and values come in boxes of ``BOX`` rows × 64 columns: a page, a part of one, or, in ragged
+tensors, a whole tile. What lies past a sequence's end is read as zeros or, inside its last box,
+overwritten with zeros, so no NaN in unused slots comes into a product.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from .ring import make_ring
+from .schedule import Batch, find_tile, key_tiles, make_orders, tile_of_turn
+from .softmax import hide, pass_turn, take_turn, weigh
+
+__all__ = ["forward_kernel"]
+
+LN_2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)  # of a warpgroup
+COLUMNS = gl.constexpr(64)  # of a box: what a swizzled row of 128 bytes holds
+
+# What is told of a tile of queries. Keys count from the first of its rightmost tile.
+NUM_TILES = gl.constexpr(0)  # of keys; 0: there is no more work
+NUM_RIGHT = gl.constexpr(1)  # that need a mask, beside the rightmost
+NUM_FULL = gl.constexpr(2)  # that need none
+REACH = gl.constexpr(3)  # the first token's own key
+LAST = gl.constexpr(4)  # number of keys
+TOKEN = gl.constexpr(5)  # the first token's row in q
+NUM_TOKENS = gl.constexpr(6)  # from there to the sequence's end
+HEAD = gl.constexpr(7)
+
+
+@aggregate
+class Form:
+    """What a kernel is compiled for."""
+
+    HEAD_SIZE: gl.constexpr
+    BLOCK_SIZE: gl.constexpr  # 0: keys are ragged, not paged
+    BOX: gl.constexpr
+    ATOMS: gl.constexpr
+    PACK: gl.constexpr
+    WARPGROUPS: gl.constexpr
+    CAUSAL: gl.constexpr
+    HAS_WINDOW: gl.constexpr
+    UNIFORM: gl.constexpr
+    TAKE_TURNS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        BOX,
+        ATOMS,
+        PACK,
+        WARPGROUPS,
+        CAUSAL,
+        HAS_WINDOW,
+        UNIFORM,
+        TAKE_TURNS,
+    ):
+        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
+        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
+        self.BOX = gl.constexpr(BOX)
+        self.ATOMS = gl.constexpr(ATOMS)
+        self.PACK = gl.constexpr(PACK)
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
+        self.UNIFORM = gl.constexpr(UNIFORM)
+        self.TAKE_TURNS = gl.constexpr(TAKE_TURNS)
+
+
+@gluon.jit
+def _next_tile(batch, turn, form):
+    """Where this program's tile of a turn lies, and whether there is one."""
+    TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
+    number = tile_of_turn(turn)
+    known = gl.minimum(number, batch.num_tiles - 1)
+    seq, token, head = find_tile(batch, known, TOKENS, form.UNIFORM)
+    q_start = gl.load(batch.cu_seqlens_q + seq)
+    query_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
+    k_start = 0
+    seq_len = gl.load(batch.lengths + seq)
+    if form.BLOCK_SIZE == 0:
+        k_start = seq_len
+        seq_len = gl.load(batch.lengths + seq + 1) - k_start
+    exists = (number < batch.num_tiles) & (token < query_len)
+    table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
+    kv_head = head * form.PACK // batch.group
+    keys = (table, k_start, seq_len, batch.block_rows, batch.num_rows, kv_head)
+    return exists, q_start, query_len, token, head, keys
+
+
+@gluon.jit
+def _load_keys_role(q_desc, k_desc, batch, orders, q_ring, k_ring, form):
+    """One warp: find tiles of queries, tell of them, load them and their keys."""
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
+    tile_use = 0
+    use = 0
+    for turn in range(gl.cdiv(batch.num_tiles, gl.num_programs(0))):
+        exists, q_start, query_len, token, head, keys = _next_tile(batch, turn, form)
+        if exists:
+            seq_len = keys[2]
+            position = seq_len - query_len + token
+            begin, full_begin, full_end, end = key_tiles(
+                position, seq_len, batch.window, TOKENS, TILE_N, form.CAUSAL, form.HAS_WINDOW
+            )
+            origin = (end - 1) * TILE_N
+            q_ring.wait_empty(tile_use)
+            orders.write(tile_use, NUM_TILES, end - begin)
+            orders.write(tile_use, NUM_RIGHT, end - 1 - full_end)
+            orders.write(tile_use, NUM_FULL, full_end - full_begin)
+            orders.write(tile_use, REACH, position - origin)
+            orders.write(tile_use, LAST, seq_len - origin)
+            orders.write(tile_use, TOKEN, q_start + token)
+            orders.write(tile_use, NUM_TOKENS, query_len - token)
+            orders.write(tile_use, HEAD, head)
+            _load_queries(q_desc, q_ring, tile_use, q_start + token, head, form)
+            tile_use += 1
+            for n in range(end - 1, begin - 1, -1):
+                _load_tile(k_desc, k_ring, use, n * TILE_N, keys, form)
+                use += 1
+    q_ring.wait_empty(tile_use)
+    orders.write(tile_use, NUM_TILES, 0)
+    mbarrier.arrive(q_ring.full.index(tile_use % q_ring.STAGES))
+
+
+@gluon.jit
+def _load_values_role(v_desc, batch, v_ring, form):
+    """One warp: find the same tiles of queries, and load their values."""
+    TILE_N: gl.constexpr = v_ring.tiles.shape[1]
+    TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
+    use = 0
+    for turn in range(gl.cdiv(batch.num_tiles, gl.num_programs(0))):
+        exists, q_start, query_len, token, head, keys = _next_tile(batch, turn, form)
+        if exists:
+            seq_len = keys[2]
+            begin, full_begin, full_end, end = key_tiles(
+                seq_len - query_len + token,
+                seq_len,
+                batch.window,
+                TOKENS,
+                TILE_N,
+                form.CAUSAL,
+                form.HAS_WINDOW,
+            )
+            for n in range(end - 1, begin - 1, -1):
+                _load_tile(v_desc, v_ring, use, n * TILE_N, keys, form)
+                use += 1
+
+
+@gluon.jit
+def _load_queries(desc, ring, use, token, head, form):
+    PACK: gl.constexpr = form.PACK
+    CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
+    barrier = ring.expect(use)
+    for part in gl.static_range(form.WARPGROUPS):
+        boxes = ring.tile(use, part)._reinterpret(
+            ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
+        )
+        at = token + part * (ROWS // PACK)
+        for c in gl.static_range(CHUNKS):
+            where = [at, head * PACK, c * COLUMNS]
+            tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(c))
+
+
+@gluon.jit
+def _load_tile(desc, ring, use, key, keys, form):
+    """Start the copies of a tile of keys or values, in boxes; past the end it gets zeros."""
+    BOXES: gl.constexpr = ring.tiles.shape[1] // form.BOX
+    BATCH: gl.constexpr = BOXES if BOXES < 8 else 8
+    rows = _find_rows(keys, key, BATCH, form)
+    ring.wait_empty(use)
+    barrier = ring.expect(use)
+    tile = ring.tile(use, 0)
+    for first in gl.static_range(0, BOXES, BATCH):
+        if first > 0:
+            rows = _find_rows(keys, key + first * form.BOX, BATCH, form)
+        for i in gl.static_range(BATCH):
+            _load_box(desc, tile, first + i, keys[5], rows[i], barrier, form)
+
+
+@gluon.jit
+def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, barrier, form):
+    BOXES: gl.constexpr = tile.shape[0] // form.BOX
+    CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
+    if form.ATOMS:
+        boxes = tile._reinterpret(
+            tile.dtype, [BOXES, 1, form.BOX // 8, CHUNKS, 8, COLUMNS], desc.layout
+        )
+        where = [kv_head, row // 8, 0, 0, 0]
+        tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(INDEX))
+    else:
+        SHARE: gl.constexpr = desc.block_shape[1]  # chunks of a box
+        boxes = tile._reinterpret(
+            tile.dtype, [CHUNKS // SHARE * BOXES, 1, SHARE, form.BOX, COLUMNS], desc.layout
+        )
+        for c in gl.static_range(CHUNKS // SHARE):
+            where = [kv_head, 0, row, c * COLUMNS]
+            tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(c * BOXES + INDEX))
+
+
+@gluon.jit
+def _find_rows(keys, key, COUNT: gl.constexpr, form):
+    """The rows where neighbouring boxes start; for one beyond the last key, a row of nothing."""
+    table, k_start, seq_len, block_rows, num_rows, kv_head = keys
+    rows = ()
+    for i in gl.static_range(COUNT):
+        at = key + i * form.BOX
+        row = k_start + at
+        if form.BLOCK_SIZE > 0:
+            row = num_rows
+            if at < seq_len:
+                block = gl.load(table + at // form.BLOCK_SIZE)
+                row = block * block_rows + at % form.BLOCK_SIZE
+        rows = rows + (row,)
+    return rows
+
+
+@gluon.jit
+def _compute_role(
+    out, lse, num_heads, token_stride, head_stride, window, scale,
+    orders, q_ring, k_ring, v_ring, form, WG: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: its rows of every tile."""
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    WIDTH: gl.constexpr = k_ring.tiles.shape[2]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    if form.TAKE_TURNS and WG == form.WARPGROUPS - 1:
+        pass_turn(0)
+    tile_use = 0
+    use = 0
+    q_ring.wait_full(tile_use)
+    num_tiles = orders.read(tile_use, NUM_TILES)
+    if num_tiles > 0:
+        k_ring.wait_full(use)
+    s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
+    k = k_ring.operand(use, form.ATOMS).permute((1, 0))
+    s = warpgroup_mma(q_ring.tile(tile_use, WG), k, s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if num_tiles > 0:
+        k_ring.release(use)
+    weights, reach, m, l = _begin(s, orders, tile_use, window, scale, form, WG)
+    while num_tiles > 0:
+        q = q_ring.tile(tile_use, WG)
+        p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
+        last = orders.read(tile_use, LAST)
+        if last < TILE_N:
+            v_ring.wait_full(use)
+            _clear_rows(v_ring.tile(use, 0), gl.maximum(last, 0), form)
+        num_right = orders.read(tile_use, NUM_RIGHT)
+        num_full = orders.read(tile_use, NUM_FULL)
+        for _ in range(num_right):
+            reach += TILE_N
+            p, acc, m, l = _attend_tile(
+                q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, True, form, WG
+            )
+            use += 1
+        for _ in range(num_full):
+            p, acc, m, l = _attend_tile(
+                q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, False, form, WG
+            )
+            use += 1
+        if form.HAS_WINDOW:
+            reach += num_full * TILE_N
+            for _ in range(num_tiles - 1 - num_right - num_full):
+                reach += TILE_N
+                p, acc, m, l = _attend_tile(
+                    q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, True, form, WG
+                )
+                use += 1
+        first = orders.read(tile_use, TOKEN)
+        num_tokens = orders.read(tile_use, NUM_TOKENS)
+        head = orders.read(tile_use, HEAD)
+        q_ring.release(tile_use)
+
+        # The last values are multiplied while the next queries begin. After the last of all
+        # tiles, what is in memory plays the next: it costs nothing, and nobody looks at it.
+        tile_use += 1
+        q_ring.wait_full(tile_use)
+        num_tiles = orders.read(tile_use, NUM_TILES)
+        s, acc = _multiply(
+            q_ring.tile(tile_use, WG), k_ring, v_ring, use, p, acc, num_tiles > 0, form, WG
+        )
+        weights, reach, next_m, next_l = _begin(s, orders, tile_use, window, scale, form, WG)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        v_ring.release(use)
+        use += 1
+        _finish(
+            out, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l,
+            form, WG,
+        )  # fmt: skip
+        m = next_m
+        l = next_l
+
+
+@gluon.jit
+def _begin(s, orders, tile_use, window, scale, form, WG: gl.constexpr):
+    """From the scores of a row's rightmost keys to weights, and the state of the softmax."""
+    ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    reach = gl.arange(0, ROWS, ROW) // form.PACK
+    reach += orders.read(tile_use, REACH) + WG * (ROWS // form.PACK)
+    s = hide(s, reach, window, orders.read(tile_use, LAST), form.CAUSAL, form.HAS_WINDOW)
+    m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    l = gl.zeros([ROWS], gl.float32, ROW)
+    weights, decay, m, l = weigh(s, m, l, scale, True)
+    return weights, reach, m, l
+
+
+@gluon.jit
+def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
+    """Scores of the keys of the next use; the product with this use's values goes on."""
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
+    if has_next:
+        k_ring.wait_full(use + 1)
+    if form.TAKE_TURNS:
+        take_turn(WG)
+    k = k_ring.operand(use + 1, form.ATOMS).permute((1, 0))
+    s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+    v_ring.wait_full(use)
+    acc = warpgroup_mma(p, v_ring.operand(use, form.ATOMS), acc, is_async=True)
+    if form.TAKE_TURNS:
+        pass_turn((WG + 1) % form.WARPGROUPS)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    if has_next:
+        k_ring.release(use + 1)
+    return s, acc
+
+
+@gluon.jit
+def _attend_tile(
+    q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale,
+    MASKED: gl.constexpr, form, WG: gl.constexpr,
+):  # fmt: skip
+    """One step to the left: this use's values, and the softmax of the next use's scores."""
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, form, WG)
+    if MASKED:
+        s = hide(s, reach, window, TILE_N, form.CAUSAL, form.HAS_WINDOW)
+    weights, decay, m, l = weigh(s, m, l, scale, MASKED)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    v_ring.release(use)
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+    acc = acc * decay[:, None]
+    p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+    return p, acc, m, l
+
+
+@gluon.jit
+def _clear_rows(tile, first, form):
+    """Zero a tile's rows from ``first`` to the end of its box; every warpgroup for itself."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    EIGHTS: gl.constexpr = tile.shape[0] // 8
+    CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
+    parts = tile._reinterpret(tile.dtype, [CHUNKS * EIGHTS, 8, COLUMNS], tile.layout)
+    row = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))[:, None]
+    for i in range(first // 8, gl.cdiv(first, form.BOX) * (form.BOX // 8)):
+        for c in gl.static_range(CHUNKS):
+            part = parts.index(i * CHUNKS + c if form.ATOMS else c * EIGHTS + i)
+            part.store(gl.where(row < first - i * 8, part.load(LAYOUT), 0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.constexpr_function
+def _wide_rows(width):
+    """As the accumulators, but a thread has 4 neighbours and a quad 16, a whole sector."""
+    columns = [[0, 1 << i] for i in range(int(width).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*columns[:2], [8, 0], *columns[4:]],
+        lane_bases=[*columns[2:4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, int(width)],
+    )
+
+
+@gluon.jit
+def _finish(
+    out, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l, form,
+    WG: gl.constexpr,
+):  # fmt: skip
+    """Divide, and write a warpgroup's rows of ``out`` and ``lse``."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    PACK: gl.constexpr = form.PACK
+    WIDE: gl.constexpr = _wide_rows(WIDTH)
+    empty = l == 0.0
+    row = gl.arange(0, ROWS, m.type.layout)
+    token = WG * (ROWS // PACK) + row // PACK
+    at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
+    value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
+    gl.store(lse + at, value, token < num_tokens)
+    share = gl.convert_layout(gl.where(empty, 0.0, 1.0 / l), gl.SliceLayout(1, acc.type.layout))
+    value = gl.convert_layout((acc * share[:, None]).to(out.dtype.element_ty), WIDE)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    token = WG * (ROWS // PACK) + row // PACK
+    at = (first + token).to(gl.int64) * token_stride + (head * PACK + row % PACK) * head_stride
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
+    inside = (token < num_tokens)[:, None]
+    if WIDTH != form.HEAD_SIZE:
+        inside = inside & (column < form.HEAD_SIZE)
+    gl.store(out + at[:, None] + column, value, inside)
+
+
+@gluon.jit
+def _compute_role_0(
+    out, lse, num_heads, token_stride, head_stride, window, scale,
+    orders, q_ring, k_ring, v_ring, form,
+):  # fmt: skip
+    _compute_role(
+        out, lse, num_heads, token_stride, head_stride, window, scale,
+        orders, q_ring, k_ring, v_ring, form, 0,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _compute_role_1(
+    out, lse, num_heads, token_stride, head_stride, window, scale,
+    orders, q_ring, k_ring, v_ring, form,
+):  # fmt: skip
+    _compute_role(
+        out, lse, num_heads, token_stride, head_stride, window, scale,
+        orders, q_ring, k_ring, v_ring, form, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _compute_role_2(
+    out, lse, num_heads, token_stride, head_stride, window, scale,
+    orders, q_ring, k_ring, v_ring, form,
+):  # fmt: skip
+    _compute_role(
+        out, lse, num_heads, token_stride, head_stride, window, scale,
+        orders, q_ring, k_ring, v_ring, form, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_kernel(
+    # outputs
+    out,  # [num_tokens, num_heads, head_size]
+    lse,  # [num_tokens, num_heads] float32
+    # inputs
+    q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 / PACK, PACK, 64]
+    k_desc,  # [num_blocks, block_size, num_kv_heads, head_size] in boxes of [1, BOX, 1, 64]
+    v_desc,
+    # metadata
+    cu_seqlens_q,  # [num_seqs + 1]
+    lengths,  # [num_seqs] keys of each sequence; or, of ragged ones, cu_seqlens_k [num_seqs + 1]
+    block_tables,  # [num_seqs, max_blocks_per_seq]
+    # scalars
+    num_seqs,
+    block_rows,
+    num_rows,
+    num_heads,
+    group,
+    num_tiles,
+    seq_tiles,
+    section,
+    window,
+    scale,
+    # strides
+    table_stride,
+    token_stride,
+    head_stride,
+    # constants
+    HEAD_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    UNIFORM: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PACK: gl.constexpr,
+    BOX: gl.constexpr,
+    ATOMS: gl.constexpr,
+    TILE_N: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Attention of every sequence's queries over its keys; see the top of the file."""
+    form = Form(HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW, UNIFORM, TAKE_TURNS)
+    batch = Batch(
+        cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows, num_rows, num_tiles,
+        seq_tiles, section, num_heads // PACK, group, window,
+    )  # fmt: skip
+    q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS, WARPGROUPS)
+    k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
+    v_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
+    orders = make_orders(Q_STAGES)
+    fence_async_shared()
+    compute = (
+        out, lse, num_heads, token_stride, head_stride, window, scale,
+        orders, q_ring, k_ring, v_ring,
+    )  # fmt: skip
+    # All registers of a multiprocessor, in multiples of 8 a thread; the loading warps get the rest.
+    LOAD: gl.constexpr = (65536 // (WARPGROUPS + 1) // 128 // 8 * 8) * (WARPGROUPS + 1) - WARPGROUPS * REGISTERS
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_compute_role_0, compute + (form,)),
+                (_compute_role_1, compute + (form,)),
+                (_load_keys_role, (q_desc, k_desc, batch, orders, q_ring, k_ring, form)),
+                (_load_values_role, (v_desc, batch, v_ring, form)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, LOAD, LOAD],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute_role_0, compute + (form,)),
+                (_compute_role_1, compute + (form,)),
+                (_compute_role_2, compute + (form,)),
+                (_load_keys_role, (q_desc, k_desc, batch, orders, q_ring, k_ring, form)),
+                (_load_values_role, (v_desc, batch, v_ring, form)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, LOAD, LOAD],
+        )

@@ -1,0 +1,106 @@
+"""Rings of tiles in shared memory, between a warp that fills them and warpgroups that use them.
+
+A slot goes round: the producer waits until it is *empty*, starts copies into it, and the last
+byte to arrive makes it *full*; every consumer waits for that, reads, and says that it is done::
+
+            wait empty ─ copies ─▶ full
+    slot        ▲                    │
+                └──── done (×C) ◀────┘ wait full
+
+Use number ``n`` of a ring of ``S`` slots is slot ``n % S`` for the ``n // S``-th time.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+__all__ = ["Ring", "make_ring"]
+
+
+@gluon.constexpr_function
+def _atoms(rows, columns):
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
+    bases += [[0, 64 << i] for i in range((int(columns) // 64).bit_length() - 1)]
+    bases += [[8 << i, 0] for i in range((int(rows) // 8).bit_length() - 1)]
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+@aggregate
+class Ring:
+    """``STAGES`` slots of ``PARTS`` tiles each."""
+
+    tiles: gl.shared_memory_descriptor  # [STAGES * PARTS, rows, columns]
+    full: gl.shared_memory_descriptor  # [STAGES, 1]
+    empty: gl.shared_memory_descriptor  # [STAGES, 1]
+    STAGES: gl.constexpr
+    PARTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, STAGES, PARTS):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+        self.PARTS = gl.constexpr(PARTS)
+
+    @gluon.jit
+    def tile(self, use, PART: gl.constexpr):
+        """The memory of one tile of a use."""
+        return self.tiles.index(use % self.STAGES * self.PARTS + PART)
+
+    @gluon.jit
+    def operand(self, use, ATOMS: gl.constexpr):
+        """A use's tile as products take it."""
+        tile = self.tile(use, 0)
+        if ATOMS:
+            ROWS: gl.constexpr = tile.shape[0]
+            COLUMNS: gl.constexpr = tile.shape[1]
+            tile = tile._reinterpret(tile.dtype, [ROWS, COLUMNS], _atoms(ROWS, COLUMNS))
+        return tile
+
+    @gluon.jit
+    def wait_empty(self, use):
+        """Wait until nobody reads the slot's last use; its first time needs no waiting."""
+        mbarrier.wait(self.empty.index(use % self.STAGES), (use // self.STAGES & 1) ^ 1)
+
+    @gluon.jit
+    def expect(self, use):
+        """Announce a whole slot's bytes; the barrier that their copies have to name."""
+        barrier = self.full.index(use % self.STAGES)
+        BYTES: gl.constexpr = (
+            self.PARTS * self.tiles.shape[1] * self.tiles.shape[2] * self.tiles.dtype.primitive_bitwidth
+        )
+        mbarrier.expect(barrier, BYTES // 8)
+        return barrier
+
+    @gluon.jit
+    def wait_full(self, use):
+        """Wait until a use's bytes are there."""
+        mbarrier.wait(self.full.index(use % self.STAGES), use // self.STAGES & 1)
+
+    @gluon.jit
+    def release(self, use):
+        """Say that this consumer will not read the use again."""
+        mbarrier.arrive(self.empty.index(use % self.STAGES))
+
+
+@gluon.jit
+def make_ring(
+    dtype: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
+    """A ring whose slots are all empty."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, ROWS, COLUMNS], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), CONSUMERS)
+    return Ring(tiles, full, empty, STAGES, PARTS)

@@ -1,0 +1,54 @@
+"""Softmax of a tile of scores in registers, and the barrier that lets warpgroups take turns."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["hide", "pass_turn", "take_turn", "weigh"]
+
+
+@gluon.jit
+def hide(s, reach, window, last, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """-inf where a row sees no key. ``reach`` is a row's own key, ``last`` the number of keys."""
+    N: gl.constexpr = s.shape[1]
+    key = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
+    if CAUSAL:
+        seen = key <= gl.minimum(reach, last - 1)[:, None]
+    else:
+        seen = (key < last) & (reach[:, None] >= -1073741824)
+    if HAS_WINDOW:
+        seen = seen & (key > (reach - window)[:, None])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def weigh(s, m, l, scale, MASKED: gl.constexpr):
+    """Weights of a tile's scores, the decay of what came before, and the new state."""
+    new_m = gl.maximum(m, gl.max(s, 1) * scale)
+    pivot = new_m
+    if MASKED:  # where no key was seen yet, -inf - -inf would be no number
+        pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
+    p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))
+    decay = gl.exp2(m - pivot)
+    return p, decay, new_m, l * decay + gl.sum(p, 1)
+
+
+@gluon.constexpr_function
+def _barrier(what, number):
+    # Barriers from 8 on are free: the compiler takes one for each partition from 0 on.
+    return f"barrier.cta.{what}.aligned {8 + number}, 256; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def take_turn(GROUP: gl.constexpr):
+    """Wait until the warpgroup before has issued its products."""
+    gl.inline_asm_elementwise(
+        _barrier("sync", GROUP), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_turn(GROUP: gl.constexpr):
+    """Let a warpgroup issue its products."""
+    gl.inline_asm_elementwise(
+        _barrier("arrive", GROUP), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
+    )
