@@ -62,6 +62,15 @@ def test_ours_comes_first_beside_its_peers(command, run):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_a_training_step_is_timed(run):
+    code, out, _ = run("bench", "windows", "--backward", *RUNS["windows"], *QUICK)
+    assert code == 0
+    assert "forward and backward" in out
+    # Five products of 4 windows x 3 heads x 16 x 16 x 8, head size as 16, on 100 GFLOP/s.
+    [products] = re.findall(r"^least time .* products (\S+),", out, re.MULTILINE)
+    assert float(products) == pytest.approx(14 * 4 * 3 * 16 * 16 * 16 / 1e11 * 1e6, rel=0.01)
+
+
 def test_the_least_time_is_the_analysis(run):
     """2 x 2 x 20 x 20 products of 8: 25.6 kFLOP on 100 GFLOP/s; 5760 bytes on 10 GB/s."""
     _, out, _ = run("bench", "scores", *RUNS["scores"], *QUICK)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from pagewise.analysis.attention_io import AttentionShape, compulsory
-from pagewise.analysis.contests import attention_contest, scores_contest, windows_contest
+from pagewise.analysis.contests import attention_contest, scores_contest
 from pagewise.analysis.roofline import Work
 from pagewise.analysis.side_by_side import Contest, Result, compare
+from pagewise.analysis.window_contest import windows_contest
 from pagewise.analysis.window_grid import WindowGrid
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_everybody_computes_the_same_attention(shape):
 def test_the_expected_attention_is_sdpas_in_float64():
     shape = AttentionShape(30, 8, num_heads=3, causal=True)
     contest = attention_contest(shape, dtype=torch.float64, device=CPU)
-    assert (contest.contestants["PyTorch SDPA"]() - contest.expected).abs().max() < 1e-14
+    assert (contest.contestants["PyTorch SDPA"]() - contest.expected[0]).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize(
@@ -49,25 +50,37 @@ def test_the_expected_attention_is_sdpas_in_float64():
         (WindowGrid.of((8, 6, 4), (4, 3, 4), (0, 0, 0)), 1),
     ],
 )
-def test_everybody_computes_the_same_windows(grid, num_images):
-    contest = windows_contest(
-        grid, num_images=num_images, num_heads=2, head_size=8, dtype=torch.float32, device=CPU
-    )
+@pytest.mark.parametrize("backward", [False, True])
+def test_everybody_computes_the_same_windows(grid, num_images, backward):
+    options = {"num_images": num_images, "num_heads": 2, "head_size": 8, "backward": backward}
+    contest = windows_contest(grid, **options, dtype=torch.float32, device=CPU)
     assert max(errors(contest).values()) < 3e-6
-    assert contest.expected.shape == (grid.num_windows * num_images, 2, grid.num_tokens, 8)
+    shape = (grid.num_windows * num_images, 2, grid.num_tokens, 8)
+    shapes = [shape] * 3 + [(grid.table_size, 2)] if backward else [shape]
+    assert [tuple(tensor.shape) for tensor in contest.expected] == shapes
+
+
+def test_expected_gradients_are_autograds_over_all_windows_at_once():
+    grid = WindowGrid.of((8, 8), (4, 4), (2, 2))
+    options = {"num_images": 2, "num_heads": 2, "head_size": 8, "backward": True}
+    contest = windows_contest(grid, **options, dtype=torch.float64, device=CPU)
+    gradients = contest.contestants["eager, as Swin models"]()
+    for mine, exact in zip(gradients, contest.expected, strict=True):
+        torch.testing.assert_close(mine, exact)
 
 
 def test_everybody_computes_the_same_scores():
     contest = scores_contest(2, 3, 50, 16, dtype=torch.float32, device=CPU)
     assert max(errors(contest).values()) < 1e-5
-    assert contest.expected.dtype == torch.float64
+    assert contest.expected[0].dtype == torch.float64
 
 
 # --- timing ---------------------------------------------------------------------------------
 
 
 def contest_of(**contestants) -> Contest:
-    return Contest("", contestants, torch.zeros(2, dtype=torch.float64), Work(1, 1, 1))
+    expected = torch.tensor([0.0, 4.0], dtype=torch.float64)
+    return Contest("", contestants, [expected], Work(1, 1, 1))
 
 
 def test_rounds_are_counted_and_every_contestant_has_one_call_in_each():
@@ -87,18 +100,26 @@ def test_rounds_are_counted_and_every_contestant_has_one_call_in_each():
     assert set(rounds) == {("a", "b"), ("b", "a")}
 
 
-def test_errors_are_largest_differences():
-    result, wrong, nan = compare(
+def test_errors_are_largest_differences_by_the_largest_value():
+    ours, right, nan = compare(
         contest_of(
-            ours=lambda: torch.tensor([0.5, -2.0]),
-            wrong=lambda: torch.tensor([0.0, 0.0]),
+            ours=lambda: torch.tensor([0.5, 2.0]),
+            right=lambda: (torch.tensor([0.0, 4.0]),),
             nan=lambda: torch.tensor([0.0, math.nan]),
         ),
         iterations=1,
         warmup=0,
     )
-    assert (result.error, wrong.error) == (2.0, 0.0)
+    assert (ours.error, right.error) == (0.5, 0.0)
     assert math.isnan(nan.error)
+
+
+def test_a_nan_in_any_result_is_the_error():
+    zeros, nan = torch.zeros(2), torch.tensor([math.nan, 0.0])
+    for results in ((nan, zeros), (zeros, nan)):
+        contest = Contest("", {"ours": lambda r=results: r}, [torch.ones(2)] * 2, Work(1, 1, 1))
+        [ours] = compare(contest, iterations=1, warmup=0)
+        assert math.isnan(ours.error)
 
 
 def test_who_cannot_run_says_why_and_the_others_run():

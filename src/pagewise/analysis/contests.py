@@ -13,13 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.attention import attention
 from ..ops.attention_scores import attention_scores
-from ..ops.window_attention import rel_offsets, window_attention
 from .attention_io import AttentionShape
-from .roofline import Work, attention_work, window_work
+from .roofline import Work, attention_work
 from .side_by_side import Contest
-from .window_grid import WindowGrid
 
-__all__ = ["attention_contest", "scores_contest", "windows_contest"]
+__all__ = ["attention_contest", "dtype_name", "on_each_backend", "scores_contest"]
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -70,15 +68,15 @@ def attention_contest(
     return Contest(
         f"{shape.batch} x {shape.query_len:,} queries, {shape.key_len:,} keys, "
         f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_size}"
-        f"{', causal' * shape.causal}, {_name(dtype)}",
+        f"{', causal' * shape.causal}, {dtype_name(dtype)}",
         {
             "pagewise.attention": ours,
             "eager": lambda: _eager(wide[0], wide[1], wide[2], hidden),
             "PyTorch SDPA": fused,
-            **_on_each_backend(fused, device),
+            **on_each_backend(fused, device),
         },
-        torch.stack([_exact(a, b, c, hidden) for a, b, c in zip(*wide, strict=True)]),
-        attention_work(shape, dtype=_name(dtype)),
+        (torch.stack([_exact(a, b, c, hidden) for a, b, c in zip(*wide, strict=True)]),),
+        attention_work(shape, dtype=dtype_name(dtype)),
         ("eager and SDPA get keys and values repeated for every query head",) * (group > 1),
     )
 
@@ -97,7 +95,7 @@ def scores_contest(
 
     Example:
         >>> contest = scores_contest(2, 3, 7, 8, dtype=torch.float32, device=torch.device("cpu"))
-        >>> contest.expected.shape, contest.work.bytes  # q, k and the scores, once
+        >>> contest.expected[0].shape, contest.work.bytes  # q, k and the scores, once
         (torch.Size([2, 3, 7, 7]), 3864)
     """
     random = torch.Generator(device).manual_seed(seed)
@@ -106,84 +104,23 @@ def scores_contest(
     elements = 2 * q.numel() + q.numel() // head_size * num_tokens
     flops = 2 * q.numel() * num_tokens
     return Contest(
-        f"{batch:,} x {num_heads} heads of {num_tokens} tokens x {head_size}, {_name(dtype)}",
+        f"{batch:,} x {num_heads} heads of {num_tokens} tokens x {head_size}, {dtype_name(dtype)}",
         {
             "pagewise.attention_scores": lambda: attention_scores(q, k),
             "torch.matmul": lambda: q @ k.mT,
             "torch.einsum": lambda: torch.einsum("bhid,bhjd->bhij", q, k),
         },
-        q.double() @ k.double().mT,
-        Work(elements * dtype.itemsize, flops, 0, _name(dtype)),
+        (q.double() @ k.double().mT,),
+        Work(elements * dtype.itemsize, flops, 0, dtype_name(dtype)),
     )
 
 
-def windows_contest(
-    grid: WindowGrid,
-    *,
-    num_images: int,
-    num_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int = 0,
-) -> Contest:
-    """``pagewise.window_attention`` beside what Swin models run: bias table and shift mask.
-
-    Example:
-        >>> grid = WindowGrid.of((8, 8), (4, 4), (2, 2))
-        >>> contest = windows_contest(
-        ...     grid, num_images=1, num_heads=2, head_size=8,
-        ...     dtype=torch.float32, device=torch.device("cpu"),
-        ... )
-        >>> contest.expected.shape
-        torch.Size([4, 2, 16, 8])
-    """
-    random = torch.Generator(device).manual_seed(seed)
-    windows = grid.num_windows * num_images
-    sizes = (3, windows, num_heads, grid.num_tokens, head_size)
-    q, k, v = torch.randn(sizes, dtype=dtype, device=device, generator=random).unbind()
-    table = torch.randn(grid.table_size, num_heads, dtype=dtype, device=device, generator=random)
-    offsets = rel_offsets(grid.window).to(device)
-    index = (offsets[:, None] - offsets[None, :] + grid.table_size // 2).long()
-    is_shifted = any(grid.shift)
-    regions = grid.regions.to(device) if is_shifted else None
-    mask = None if regions is None else _shift_mask(regions, dtype)
-
-    def bias() -> Tensor:
-        return table[index].permute(2, 0, 1)
-
-    def ours() -> Tensor:
-        return window_attention(q, k, v, bias_table=table, rel_offsets=offsets, regions=regions).out
-
-    def fused() -> Tensor:
-        dense = bias() if mask is None else (bias() + mask[:, None]).repeat(num_images, 1, 1, 1)
-        return scaled_dot_product_attention(q, k, v, attn_mask=dense)
-
-    shape = grid.shape(
-        num_images=num_images,
-        num_heads=num_heads,
-        head_size=head_size,
-        element_bytes=dtype.itemsize,
-    )
-    return Contest(
-        f"{windows:,} windows x {num_heads} heads x {grid.num_tokens} tokens x {head_size}"
-        f"{', shifted' * is_shifted}, {_name(dtype)}",
-        {
-            "pagewise.window_attention": ours,
-            "eager, as Swin models": lambda: _eager_windows(q, k, v, bias(), mask),
-            "PyTorch SDPA, dense mask": fused,
-            **_on_each_backend(fused, device),
-        },
-        _exact_windows(q, k, v, bias(), mask),
-        window_work(shape, dtype=_name(dtype)),
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` of ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def _on_each_backend(
+def on_each_backend(
     call: Callable[[], Tensor], device: torch.device
 ) -> dict[str, Callable[[], Tensor]]:
     """The same call on each of PyTorch's GPU kernels."""
@@ -236,34 +173,3 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
         for head_q, head_k, head_v in zip(*wide, strict=True)
     ]
     return torch.stack(heads)
-
-
-def _shift_mask(regions: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[windows of an image, tokens, tokens]``: -100 between regions, as Swin models keep it."""
-    same = regions[:, :, None] == regions[:, None, :]
-    return torch.where(same, 0.0, -100.0).to(dtype)
-
-
-def _eager_windows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores, bias and mask one after the other, as Swin models have it."""
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.mT) + bias
-    if mask is not None:
-        by_image = scores.view(-1, *mask.shape[:1], *scores.shape[1:]) + mask[:, None]
-        scores = by_image.flatten(0, 1)
-    return torch.matmul(scores.softmax(-1), v)
-
-
-def _exact_windows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
-    """The same in float64, one window after the other."""
-    wide = bias.double()
-    windows = [
-        _eager_windows(
-            q[at : at + 1].double(),
-            k[at : at + 1].double(),
-            v[at : at + 1].double(),
-            wide,
-            None if mask is None else mask[at % len(mask)][None].double(),
-        )
-        for at in range(len(q))
-    ]
-    return torch.cat(windows)

@@ -19,10 +19,19 @@ from importlib.resources import files
 from ..errors import RequestError
 from .attention_io import AttentionShape
 from .attention_io import compulsory as attention_bytes
-from .window_io import WindowShape
+from .window_io import WindowShape, backward_compulsory
 from .window_io import compulsory as window_bytes
 
-__all__ = ["Machine", "Roofs", "Work", "attention_work", "machine", "machine_names", "window_work"]
+__all__ = [
+    "Machine",
+    "Roofs",
+    "Work",
+    "attention_work",
+    "machine",
+    "machine_names",
+    "window_training_work",
+    "window_work",
+]
 
 PRODUCT_STEP = 16  # matrix units multiply whole steps of this many elements
 
@@ -120,6 +129,20 @@ def window_work(shape: WindowShape, *, dtype: str = "bfloat16") -> Work:
     """
     scores = shape.num_scores
     return Work(window_bytes(shape).bytes, 4 * scores * _padded(shape.head_size), scores, dtype)
+
+
+def window_training_work(shape: WindowShape, *, dtype: str = "bfloat16") -> Work:
+    """Of a forward and a backward pass: five products instead of two, and every weight again.
+
+    Example:
+        >>> swin_unetr = WindowShape(343, 3, 343, 16, num_region_windows=343)
+        >>> work = window_training_work(swin_unetr)
+        >>> work.flops / window_work(swin_unetr).flops, work.exps // swin_unetr.num_scores
+        (3.5, 2)
+    """
+    scores = shape.num_scores
+    moved = window_bytes(shape, with_lse=True).bytes + backward_compulsory(shape).bytes
+    return Work(moved, 14 * scores * _padded(shape.head_size), 2 * scores, dtype)
 
 
 def machine(name: str) -> Machine:

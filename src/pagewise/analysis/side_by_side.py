@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,10 @@ class Contest:
     """A problem, its float64 result, and who computes it."""
 
     title: str
-    contestants: Mapping[str, Callable[[], Tensor]]
-    """By name; ours first."""
-    expected: Tensor
-    """float64, of the shape of everyone's result."""
+    contestants: Mapping[str, Callable[[], Tensor | Sequence[Tensor]]]
+    """By name; ours first. Each returns a tensor, or several."""
+    expected: Sequence[Tensor]
+    """float64, of the shapes of everyone's results."""
     work: Work
     """For the least time."""
     notes: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Result:
     seconds: tuple[float, ...] = ()
     """Of each timed call."""
     error: float = 0.0
-    """The largest absolute difference from float64."""
+    """The largest difference from float64, as a part of the largest value."""
     reason: str = ""
     """Why it could not run; then there are no times."""
 
@@ -77,22 +77,21 @@ def compare(
 
     Example:
         >>> x = torch.rand(1000)
-        >>> contest = Contest("a sum", {"ours": x.sum}, x.double().sum(), Work(4000, 0, 0))
+        >>> contest = Contest("a sum", {"ours": x.sum}, [x.double().sum()], Work(4000, 0, 0))
         >>> [result] = compare(contest, iterations=3, warmup=1)
         >>> len(result.seconds), result.error < 1e-3
         (3, True)
     """
-    device = contest.expected.device
+    device = contest.expected[0].device
     errors, reasons = _try_all(contest)
     seconds: dict[str, list[float]] = {name: [] for name in errors}
     shuffle = random.Random(0)
-    with torch.no_grad():
-        for turn in range(warmup + iterations):
-            for name in shuffle.sample(list(errors), len(errors)):
-                elapsed = seconds_of(contest.contestants[name], device)
-                if turn >= warmup:
-                    seconds[name].append(elapsed)
-            tick()
+    for turn in range(warmup + iterations):
+        for name in shuffle.sample(list(errors), len(errors)):
+            elapsed = seconds_of(contest.contestants[name], device)
+            if turn >= warmup:
+                seconds[name].append(elapsed)
+        tick()
     return [
         Result(name, reason=reasons[name])
         if name in reasons
@@ -106,17 +105,24 @@ def _try_all(contest: Contest) -> tuple[dict[str, float], dict[str, str]]:
     errors, reasons = {}, {}
     for name, call in contest.contestants.items():
         try:
-            with torch.no_grad(), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of kernels that PyTorch does not choose
-                errors[name] = _largest_error(call(), contest.expected)
+                results = call()
         except (RuntimeError, NotImplementedError) as error:
             reasons[name] = str(error).strip().splitlines()[0] if str(error) else repr(error)
+            continue
+        tensors = [results] if isinstance(results, Tensor) else results
+        pairs = zip(tensors, contest.expected, strict=True)
+        # torch's maximum, unlike Python's, of anything with a NaN is NaN.
+        errors[name] = float(torch.stack([_largest_error(*pair) for pair in pairs]).max())
     return errors, reasons
 
 
-def _largest_error(result: Tensor, expected: Tensor) -> float:
+def _largest_error(result: Tensor, expected: Tensor) -> Tensor:
     """Piece by piece: the difference of all in float64 may not fit into memory."""
     pieces = -(-expected.numel() // PIECE)
-    pairs = zip(*(torch.chunk(t.flatten(), pieces) for t in (result, expected)), strict=True)
-    errors = [(mine.double() - exact).abs().max() for mine, exact in pairs]
-    return float(torch.stack(errors).max())
+    pairs = zip(
+        *(torch.chunk(t.detach().flatten(), pieces) for t in (result, expected)), strict=True
+    )
+    errors = torch.stack([(mine.double() - exact).abs().max() for mine, exact in pairs])
+    return errors.max() / expected.abs().max()
