@@ -206,7 +206,7 @@ def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
         results = compare(contest, iterations=iterations, warmup=warmup, tick=bar.update)
     roofs = contest.work.on(machine)
     console = Console(highlight=False)
-    console.print(f"[bold]{contest.title}[/bold], {machine.title}\n")
+    console.print(f"[bold]{contest.title}[/bold]\n{machine.title}\n")
     shortest = min((result.median for result in results if result.seconds), default=1.0)
     unit = "µs" if shortest < 1e-3 else "ms"
     console.print(_table(results, roofs, unit))

@@ -71,6 +71,7 @@ def generate(
     ] = False,
     model: Model = None,
     dtype: Dtype = DtypeName.auto,
+    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
     block_size: BlockSize = 16,
     num_blocks: Annotated[
         int | None, option(MODEL, "N", "Blocks of the cache. Without it, what fits into memory.")
@@ -110,6 +111,7 @@ def generate(
         llm = _load(
             model=model,
             dtype=dtype.value,
+            device=device,
             block_size=block_size,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
