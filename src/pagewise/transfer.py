@@ -7,8 +7,9 @@ Torch keeps such memory until then, and hands it out again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ __all__ = ["pack", "send", "unpack"]
 _ALIGNMENT = 64  # bytes: where an array begins, so that kernels can read it in wide words
 
 
-def send(array: np.ndarray, device: torch.device) -> Tensor:
+def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """An array as a tensor on the device; on a CPU it is the array itself."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
@@ -25,7 +26,7 @@ def send(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def pack(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+def pack(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
     """Several arrays one after another in host memory, pinned for a GPU: bytes ``[n]``.
 
     Example:
@@ -42,7 +43,7 @@ def pack(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+def unpack(packed: Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
     """Views of packed arrays of these shapes and types, wherever they have been brought."""
     return [
         packed[start : start + array.nbytes]
@@ -52,7 +53,7 @@ def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     ]
 
 
-def _lay_out(arrays: Sequence[np.ndarray]) -> list[int]:
+def _lay_out(arrays: Sequence[npt.NDArray[Any]]) -> list[int]:
     """Where each array begins, and the end of all."""
     starts = [0]
     for array in arrays:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,19 +22,19 @@ __all__ = ["StepInputs", "make_batch"]
 class StepInputs:
     """A step's tokens and where they belong: the arrays of a ``ForwardBatch``."""
 
-    token_ids: np.ndarray
+    token_ids: npt.NDArray[Any]
     """int64 ``[num_tokens]``"""
-    positions: np.ndarray
+    positions: npt.NDArray[Any]
     """int64 ``[num_tokens]``"""
-    slot_mapping: np.ndarray
+    slot_mapping: npt.NDArray[Any]
     """int64 ``[num_tokens]``"""
-    logits_rows: np.ndarray
+    logits_rows: npt.NDArray[Any]
     """int64 ``[n]``"""
-    seq_lens: np.ndarray
+    seq_lens: npt.NDArray[Any]
     """int32 ``[num_seqs]``"""
-    starts: np.ndarray
+    starts: npt.NDArray[Any]
     """int32 ``[num_seqs + 1]``: ``cu_seqlens_q``"""
-    block_tables: np.ndarray
+    block_tables: npt.NDArray[Any]
     """int32 ``[num_seqs, max_blocks_per_seq]``"""
 
     @property
@@ -46,7 +48,7 @@ class StepInputs:
         return len(self.token_ids) == self.num_seqs == len(self.logits_rows)
 
     @property
-    def arrays(self) -> Sequence[np.ndarray]:
+    def arrays(self) -> Sequence[npt.NDArray[Any]]:
         """All of them, in order."""
         return tuple(vars(self).values())
 

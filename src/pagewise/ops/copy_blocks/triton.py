@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -88,7 +89,9 @@ def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
     _launch(caches, pairs)
 
 
-def _find_overwritten(caches: Sequence[tuple[Tensor, Tensor]], pairs: np.ndarray) -> np.ndarray:
+def _find_overwritten(
+    caches: Sequence[tuple[Tensor, Tensor]], pairs: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
     """Which pairs read what some pair writes; all of them, if two views may overlap anyhow."""
     for source, to in caches:
         if source is not to and _memory(source) == _memory(to):
@@ -102,7 +105,7 @@ def _memory(cache: Tensor) -> int:
     return cache.untyped_storage().data_ptr()
 
 
-def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: np.ndarray) -> None:
+def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: npt.NDArray[Any]) -> None:
     """Copy pairs whose sources nobody writes."""
     if not len(pairs):
         return
