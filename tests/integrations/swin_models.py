@@ -112,7 +112,8 @@ def gradients(model, x):
     model.zero_grad()
     x = x.clone().requires_grad_()
     out = result(model(x))
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
+    (out.flatten() * weights).sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     return {"out": out.detach(), "x": x.grad, **found}

@@ -93,30 +93,35 @@ def test_training_with_every_other_dropout_draws_the_same(name):
 # --- lower precision: as close to float64 as the original is ---------------------------------
 
 
-def errors(case, run):
+def errors(case, run, device="cpu"):
     """Errors against float64 of the original and of the patched model, by name."""
     x = case.input()
     exact = gradients(case.model().double(), x.double())
     found = []
     for patched in (False, True):
-        model = case.model()
+        model = case.model().to(device)
         if patched:
             assert swin.patch(model).attentions
-        found.append(run(model, x))
+        found.append(run(model, x.to(device)))
     return [
-        {name: (value.double() - exact[name]).norm() for name, value in each.items()}
+        {name: (value.double().cpu() - exact[name]).norm() for name, value in each.items()}
         for each in found
     ], {name: value.norm() for name, value in exact.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_float32_is_as_close_to_float64_as_the_original(name):
-    (original, patched), sizes = errors(CASES[name], gradients)
+def assert_as_close(found, rounding):
+    """Twice the original's error, and a band: single errors of few numbers say little."""
+    (original, patched), sizes = found
     largest = max(sizes.values())
     for key, error in patched.items():
         # A scale's gradient sums rows that are zero in sum, up to the rounding of the output.
-        band = 64 * 2**-24 * max(sizes[key], 1e-2 * largest)
+        band = rounding * max(sizes[key], 1e-2 * largest)
         assert error <= 2 * original[key] + band, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_is_as_close_to_float64_as_the_original(name):
+    assert_as_close(errors(CASES[name], gradients), 64 * 2**-24)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,8 +130,7 @@ def test_autocast_is_as_close_to_float64_as_the_original(name):
         with torch.autocast("cpu", torch.bfloat16):
             return {"out": result(model(x)).detach()}
 
-    (original, patched), sizes = errors(CASES[name], run)
-    assert patched["out"] <= 2 * original["out"] + 2**-8 * sizes["out"]
+    assert_as_close(errors(CASES[name], run), 2**-8)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,6 +145,18 @@ def test_gradients_under_autocast_reach_every_parameter_in_its_type(name):
         if any(part in key for part in ATTENTION):
             assert parameter.grad.dtype == torch.float32
             assert parameter.grad.isfinite().all(), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_is_as_close_to_float64_as_the_original(name, dtype):
+    def run(model, x):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            return gradients(model, x)
+
+    rounding = {torch.float32: 64 * 2**-24, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    assert_as_close(errors(CASES[name], run, "cuda"), rounding)
 
 
 # --- checkpointing, compilation ---------------------------------------------------------------
