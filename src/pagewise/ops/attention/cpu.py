@@ -24,7 +24,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def run(problem, q, k, v, lengths, options):
     """Say where each sequence begins, and attend."""
     plan = make_plan(problem, DeviceInfo.of(q.device))
-    rows = q.reshape(-1, *q.shape[-2:])  # copies what no strides describe
+    rows = q if problem.is_ragged else q.flatten(0, 1)  # copies what no strides describe
     out = torch.empty(*rows.shape[:2], problem.v_head_size, dtype=q.dtype)
     lse = torch.empty(rows.shape[:2], dtype=torch.float32)
     if problem.is_ragged:
@@ -42,4 +42,4 @@ def run(problem, q, k, v, lengths, options):
         cu_seqlens_q=starts_q, block_size=block_size, k_strides=strides[0], v_strides=strides[1],
     )  # fmt: skip
     attend(call, problem.num_kv_heads, plan)
-    return AttentionOutput(out.view(*q.shape[:-1], -1), lse.view(q.shape[:-1]))
+    return AttentionOutput(out.view(*q.shape[:-1], out.shape[-1]), lse.view(q.shape[:-1]))

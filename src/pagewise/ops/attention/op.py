@@ -16,10 +16,15 @@ from ..dispatch import choose
 from .checks import check, check_starts
 from .problem import Lengths, Options
 
-IMPLEMENTATIONS = ("cpu", "reference")
+IMPLEMENTATIONS = ("triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
-BACKWARD = {"auto": "auto", "cpu": "cpu_backward", "reference": "reference"}
+BACKWARD = {
+    "auto": "auto",
+    "triton": "triton_backward",
+    "cpu": "cpu_backward",
+    "reference": "reference",
+}
 """Whose gradients go with whose forward pass."""
 
 

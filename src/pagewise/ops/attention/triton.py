@@ -1,0 +1,112 @@
+"""Attention on a GPU by Triton: ``tiles.triton.forward`` over keys and values in a row."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...tiles.state import AttentionOutput
+from ...tiles.triton.forward import forward_kernel
+from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from .problem import Lengths, Options, Problem
+
+_DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_EVERYTHING = 1 << 30  # a window that no sequence fills
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    if problem.dtype not in _DOTS:
+        given = str(problem.dtype).removeprefix("torch.")
+        return f"q is {given}; float32, float16 and bfloat16 run"
+    return refuse(device)
+
+
+def run(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
+) -> AttentionOutput:
+    """One launch; a dense tensor whose sequences do not follow each other is copied before."""
+    shape = q.shape[:-1]
+    if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
+        starts, key_starts = (
+            torch.arange(t.shape[0] + 1, dtype=torch.int32, device=t.device) * t.shape[1]
+            for t in (q, k)
+        )
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    else:
+        starts, key_starts = lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_k.contiguous()
+    out = q.new_empty(*q.shape[:2], problem.v_head_size)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    strides = *out.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+    width = 16 // q.element_size()
+    launcher = make_launcher(
+        problem.dtype, problem.group, problem.head_size, problem.v_head_size, options.causal,
+        options.logits_soft_cap is not None, options.alibi_slopes is not None,
+        options.sinks is not None, not any(stride % width for stride in strides),
+        all(t.data_ptr() % 16 == 0 for t in (q, k, v)),
+    )  # fmt: skip
+    tiles = problem.num_tokens * problem.group // launcher.constants["TILE_M"] + problem.num_seqs
+    launcher(
+        (problem.num_kv_heads * (len(q) > 0), tiles, 1),
+        out, lse, q, k, v, starts, starts, key_starts, starts,
+        _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse,
+        problem.num_seqs, problem.num_kv_heads,
+        options.softmax_scale, options.logits_soft_cap or 0.0,
+        options.sliding_window or _EVERYTHING, 0,
+        *strides[:4], 0, *strides[4:6], 0, *strides[6:], *(0,) * 7,
+    )  # fmt: skip
+    return AttentionOutput(out.view(*shape, out.shape[-1]), lse.view(shape))
+
+
+def _floats(biases: Tensor | None, other: Tensor) -> Tensor:
+    """As the kernel reads them; something else to point at if there are none."""
+    return other if biases is None else biases.detach().float().contiguous()
+
+
+@functools.lru_cache(maxsize=256)
+def make_launcher(
+    dtype: torch.dtype, group: int, head_size: int, v_head_size: int, causal: bool,
+    has_cap: bool, has_alibi: bool, has_sinks: bool, has_whole_strides: bool, is_aligned: bool,
+) -> Launcher:  # fmt: skip
+    """The kernel for one form of call."""
+    given = POINTERS[dtype] + ":16" * is_aligned
+    stride = f"i64:{16 // dtype.itemsize}" if has_whole_strides else "i64"
+    integers = ("block_tables", "seq_lens", "cu_seqlens_k", "cu_seqlens_q")
+    strides = (
+        "out_token", "out_head", "q_token", "q_head",
+        "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "table_stride",
+        "ks_block", "ks_slot", "ks_head", "vs_block", "vs_slot", "vs_head",
+    )  # fmt: skip
+    types = {
+        "out": POINTERS[dtype] + ":16", "lse": "*fp32:16", "q": given, "k_cache": given,
+        "v_cache": given, **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
+        "num_seqs": "i32", "num_kv_heads": "i32", "softmax_scale": "fp32", "soft_cap": "fp32",
+        "window": "i32", "block_size": "i32", **dict.fromkeys(strides, stride),
+    }  # fmt: skip
+    tile_m, tile_n, num_warps, num_stages = _tiles(dtype, max(head_size, v_head_size))
+    d, d_v = (max(16, triton.next_power_of_2(size)) for size in (head_size, v_head_size))
+    constants = {
+        "GROUP": group, "SIZE": head_size, "V_SIZE": v_head_size, "BLOCK_SIZE": 0,
+        "PAGED": False, "CAUSAL": causal, "HAS_CAP": has_cap, "HAS_ALIBI": has_alibi,
+        "HAS_SINKS": has_sinks, "SCALES": "none", "TILE_M": tile_m, "TILE_N": tile_n, "D": d,
+        # Triton 3.6 multiplies wrongly by values much narrower than the keys.
+        "V": max(d_v, 64 if head_size > 64 else 16), "DOT": _DOTS[dtype],
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    return Launcher(forward_kernel, types, constants, **options)
+
+
+def _tiles(dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages."""
+    if dtype == torch.float32:
+        return (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
+    if width <= 128:
+        return 128, 64, 8 if width > 64 else 4, 3
+    return (64, 64, 4, 2) if width <= 256 else (64, 32, 8, 1)

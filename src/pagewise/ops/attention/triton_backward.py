@@ -1,0 +1,253 @@
+"""The gradients of attention on a GPU: which tiles, and the launches. See ``triton_gradients``."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from .problem import Lengths, Options, Problem
+from .triton_gradients import key_gradients_kernel, prepare_kernel, query_gradients_kernel
+
+_EVERYTHING = 1 << 30  # a window that no sequence fills
+_HOPPER = (9, 0)  # has the copy engine
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of one kernel: ``m`` queries by ``n`` keys."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+    by_tma: bool = False
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        given = str(problem.dtype).removeprefix("torch.")
+        return f"q is {given}; float32, float16 and bfloat16 run"
+    for name in ("head_size", "v_head_size"):
+        if getattr(problem, name) > 256:
+            return f"{name} is {getattr(problem, name)}; up to 256 run"
+    return refuse(device)
+
+
+def key_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
+    """Of the kernel that holds keys and walks queries."""
+    widest = max(problem.head_size, problem.v_head_size)
+    if problem.dtype == torch.float32:
+        return Tiles(32, 32, 4, 1) if widest > 64 else Tiles(32, 64, 4, 1)
+    by_tma = device.capability >= _HOPPER
+    if widest > 128:
+        return Tiles(32, 64, 8, 1, by_tma)
+    return Tiles(64, 64, 4, 2, by_tma)
+
+
+def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
+    """Of the kernel that holds queries and walks keys."""
+    widest = max(problem.head_size, problem.v_head_size)
+    if problem.dtype == torch.float32:
+        return Tiles(32, 32, 4, 1) if widest > 64 else Tiles(64, 32, 4, 1)
+    by_tma = device.capability >= _HOPPER
+    if widest > 128:
+        return Tiles(64, 32, 8, 1, by_tma)
+    return Tiles(128, 64, 8, 3, by_tma)
+
+
+def run_backward(
+    problem: Problem,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three launches: prepare rows, gradients of keys and values, gradients of queries."""
+    device = DeviceInfo.of(q.device)
+    d_q, d_k, d_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    launchers = make_launchers(
+        _Kind(
+            problem.dtype, problem.group, problem.head_size, problem.v_head_size,
+            problem.is_ragged, options.causal, options.logits_soft_cap is not None,
+            options.alibi_slopes is not None, d_lse is not None,
+            all(_is_aligned(t) for t in (q, k, v, d_out)),
+        ),
+        key_tiles(problem, device), query_tiles(problem, device),
+    )  # fmt: skip
+    delta = torch.empty(
+        (problem.num_heads, lse[..., 0].numel()), dtype=torch.float32, device=q.device
+    )
+    lse2 = torch.empty_like(delta)
+    _prepare(launchers.prepare, problem, delta, lse2, out, d_out, lse, d_lse)
+    slopes = options.alibi_slopes
+    slopes = lse2 if slopes is None else slopes.detach().float().contiguous()
+    cu_q, cu_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
+    shared = (
+        lse2, delta, lse2 if cu_q is None else cu_q.contiguous(),
+        lse2 if cu_k is None else cu_k.contiguous(), slopes,
+        delta.shape[1], problem.max_query_len, problem.max_seq_len,
+    )  # fmt: skip
+    scalars = (
+        options.softmax_scale, options.logits_soft_cap or 0.0,
+        options.sliding_window or _EVERYTHING,
+    )  # fmt: skip
+    strides = [s for t in (q, k, v, d_out) for s in _strides(t)]
+    n, m = launchers.keys.constants["TILE_N"], launchers.queries.constants["TILE_M"]
+
+    def launch() -> None:
+        triton.set_allocator(_allocate)
+        launchers.keys(
+            (-(-problem.max_seq_len // n), problem.num_seqs * problem.num_kv_heads, 1),
+            d_k, d_v, q, k, v, d_out, *shared, problem.num_kv_heads, *scalars,
+            *strides, *_strides(d_k), *_strides(d_v),
+        )  # fmt: skip
+        launchers.queries(
+            (-(-problem.max_query_len // m), problem.num_seqs * problem.num_heads, 1),
+            d_q, q, k, v, d_out, *shared, problem.num_heads, *scalars, *strides, *_strides(d_q),
+        )  # fmt: skip
+
+    # Triton's allocator is a variable of the context: whoever has set one keeps it.
+    contextvars.copy_context().run(launch)
+    return d_q, d_k, d_v
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where kernels describe tensors to the copy engine."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _prepare(
+    launcher: Launcher,
+    problem: Problem,
+    delta: Tensor,
+    lse2: Tensor,
+    out: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
+) -> None:
+    num_rows = delta.shape[1]
+    launcher(
+        (-(-num_rows // launcher.constants["TILE_M"]), problem.num_heads, 1),
+        delta, lse2, out, d_out, lse, lse if d_lse is None else d_lse,
+        num_rows, num_rows if problem.is_ragged else problem.max_query_len, problem.num_heads,
+        *out.stride()[-3:-1], *_strides(d_out),
+        *(0, 0, 0) if d_lse is None else _strides(d_lse[..., None]),
+    )  # fmt: skip
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Of sequence, token and head; a ragged tensor's sequences are found by their starts."""
+    return (0,) * (4 - tensor.dim()) + tensor.stride()[:-1]
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in tensor.stride()[:-1])
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a kernel is compiled for, beside its tiles."""
+
+    dtype: torch.dtype
+    group: int
+    head_size: int
+    v_head_size: int
+    is_ragged: bool
+    is_causal: bool
+    is_capped: bool
+    is_tilted: bool
+    has_d_lse: bool
+    is_aligned: bool
+
+
+@dataclass(frozen=True)
+class _Launchers:
+    prepare: Launcher
+    keys: Launcher
+    queries: Launcher
+
+
+@functools.lru_cache(maxsize=256)
+def make_launchers(kind: _Kind, keys: Tiles, queries: Tiles) -> _Launchers:
+    """The three kernels for one kind of problem."""
+    d, d_v = (max(16, triton.next_power_of_2(n)) for n in (kind.head_size, kind.v_head_size))
+    # Triton 3.6 multiplies wrongly by values much narrower than the keys, or the other way.
+    d, d_v = max(d, 64 if d_v > 64 else 16), max(d_v, 64 if d > 64 else 16)
+    pointer = POINTERS[kind.dtype]
+    ours = f"{pointer}:16"  # what we allocate is aligned, and its rows are multiples of 8
+    given, stride = (ours, "i64:8") if kind.is_aligned else (pointer, "i64")
+    tensors = dict.fromkeys(("q", "k", "v", "d_out"), given)
+    shared = {
+        "lse2": "*fp32:16", "delta": "*fp32:16", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32",
+        "alibi_slopes": "*fp32", "num_rows": "i64", "query_len": "i32", "seq_len": "i32",
+    }  # fmt: skip
+    scalars = {"scale": "fp32", "cap": "fp32", "window": "i32"}
+    strides = _stride_types(("q", "k", "v", "do"), stride)
+    constants = {
+        "GROUP": kind.group, "HEAD_SIZE": kind.head_size, "V_HEAD_SIZE": kind.v_head_size,
+        "RAGGED": kind.is_ragged, "CAUSAL": kind.is_causal, "CAPPED": kind.is_capped,
+        "TILTED": kind.is_tilted,
+    }  # fmt: skip
+    precision = "ieee" if kind.dtype == torch.float32 else "tf32"
+
+    def make(kernel: Any, types: dict[str, str], tiles: Tiles) -> Launcher:
+        sizes = {"TILE_M": tiles.m, "TILE_N": tiles.n, "D": d, "DV": d_v}
+        more = {
+            "STAGES": tiles.num_stages,
+            "PRECISION": precision,
+            "TMA": kind.is_aligned and tiles.by_tma,
+        }
+        return Launcher(kernel, types, {**constants, **sizes, **more}, num_warps=tiles.num_warps)
+
+    return _Launchers(
+        _make_prepare(kind, given, stride, d_v),
+        make(
+            key_gradients_kernel,
+            {"d_k": ours, "d_v": ours, **tensors, **shared, "num_kv_heads": "i32", **scalars,
+             **strides, **_stride_types(("dk", "dv"), "i64:8")},
+            keys,
+        ),
+        make(
+            query_gradients_kernel,
+            {"d_q": ours, **tensors, **shared, "num_heads": "i32", **scalars,
+             **strides, **_stride_types(("dq",), "i64:8")},
+            queries,
+        ),
+    )  # fmt: skip
+
+
+def _make_prepare(kind: _Kind, given: str, stride: str, d_v: int) -> Launcher:
+    types = {
+        "delta": "*fp32:16", "lse2": "*fp32:16", "out": POINTERS[kind.dtype] + ":16",
+        "d_out": given, "lse": "*fp32:16", "d_lse": "*fp32",
+        "num_rows": "i64", "query_len": "i32", "num_heads": "i32",
+        "o_token": "i64:8", "o_head": "i64:8", **_stride_types(("do",), stride),
+        **_stride_types(("dlse",), "i64"),
+    }  # fmt: skip
+    constants = {
+        "HAS_D_LSE": kind.has_d_lse,
+        "V_HEAD_SIZE": kind.v_head_size,
+        "TILE_M": 64,
+        "DV": d_v,
+    }
+    return Launcher(prepare_kernel, types, constants, num_warps=4)
+
+
+def _stride_types(names: tuple[str, ...], kind: str) -> dict[str, str]:
+    return {f"{name}_{axis}": kind for name in names for axis in ("seq", "token", "head")}

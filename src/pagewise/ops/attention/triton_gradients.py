@@ -1,0 +1,371 @@
+"""The gradients of attention on a GPU: two kernels that compute the scores once more each.
+
+::
+
+    P = exp(S - lse)    dS = P ∘ (dout Vᵀ - delta)    delta = Σ dout ∘ out - dlse, one a row
+
+    key gradients                            query gradients
+              queries  0   M   2M   3M                 keys  0   N   2N   3N
+    keys ┌─────┐      ┌───┬───┬───┬───┐      queries ┌───┐  ┌───┬───┬───┬───┐
+         │dK dV│  ←   │ · │ / │ ■ │ ■ │              │dQ │← │ ■ │ ■ │ / │ · │
+         └─────┘      └───┴───┴───┴───┘              └───┘  └───┴───┴───┴───┘
+                  · not visible, skipped   / masked   ■ without a mask
+
+One program of the first holds a tile of keys and values of one KV head and walks the queries of
+all heads of its group; one of the second holds a tile of queries. So every sum has one order,
+nothing is added by atomics, and two runs give the same bits. A third kernel comes before both:
+it makes ``delta``, and brings ``lse`` into powers of two.
+
+Supports float32, float16 and bfloat16, head sizes up to 256, every option of ``attention``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...tiles.triton.online_softmax import LOG2_E, tanh
+from ...tiles.triton.rows import describe, find_sequence, load_tile, store_tile
+
+
+@triton.jit
+def differentiate(
+    s, dp, lse2, delta, position, key, end, scale, cap, slope2, window,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Weights and gradients of a tile's scores, from ``q · k`` and ``dout · v``.
+
+    ``lse2``, ``delta`` and ``position`` lie along the queries and ``key`` along the keys,
+    whichever of them are the rows; ``end`` is where visible keys end at the latest.
+    """
+    slope_of_cap = 1.0
+    if CAPPED:
+        bent = tanh(s * (scale / cap))
+        s = bent * (cap * LOG2_E)
+        slope_of_cap = 1.0 - bent * bent
+    else:
+        s = s * (scale * LOG2_E)
+    if TILTED:
+        s += slope2 * (key - position).to(tl.float32)
+    p = tl.exp2(s - lse2)
+    if MASKED:
+        visible = (key < end) & (key > position - window)
+        if CAUSAL:
+            visible = visible & (key <= position)
+        p = tl.where(visible, p, 0.0)
+    ds = p * (dp - delta)
+    if CAPPED:
+        ds = ds * slope_of_cap
+    return p, ds
+
+
+@triton.jit
+def prepare_kernel(
+    delta,  # float32 [num_heads, num_rows]
+    lse2,  # float32 [num_heads, num_rows]
+    out,  # [num_rows, num_heads, V_HEAD_SIZE]
+    d_out,  # [num_seqs, query_len, num_heads, V_HEAD_SIZE]
+    lse,  # float32 [num_rows, num_heads]
+    d_lse,  # float32 [num_seqs, query_len, num_heads]
+    num_rows,
+    query_len,
+    num_heads,
+    o_token, o_head,
+    do_seq, do_token, do_head,
+    dlse_seq, dlse_token, dlse_head,
+    HAS_D_LSE: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    DV: tl.constexpr,
+):  # fmt: skip
+    """``delta`` and ``lse2`` of ``TILE_M`` rows of one head."""
+    row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, DV)
+    inside = row < num_rows
+    wanted = inside[:, None] & (column < V_HEAD_SIZE)[None, :]
+    seq, token = row // query_len, row % query_len
+
+    o_at = out + row * o_token + head * o_head
+    do_at = d_out + seq * do_seq + token * do_token + head * do_head
+    o = tl.load(o_at[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
+    do = tl.load(do_at[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
+    total = tl.sum(o * do, 1)
+    if HAS_D_LSE:
+        dlse_at = d_lse + seq * dlse_seq + token * dlse_token + head * dlse_head
+        total -= tl.load(dlse_at, mask=inside, other=0.0)
+    x = tl.load(lse + row * num_heads + head, mask=inside, other=0.0) * LOG2_E
+    # A row that sees no key has no weights: 2 ** (s - inf) is 0.
+    x = tl.where(x == float("-inf"), float("inf"), x)
+    tl.store(delta + head * num_rows + row, total, mask=inside)
+    tl.store(lse2 + head * num_rows + row, x, mask=inside)
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, kt, vt, q, d_out, lse2, delta, first, num_tiles, turn, jump, n0, query_len, seq_len,
+    scale, cap, slope2, window, q_token, do_token,
+    HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``num_tiles`` tiles of queries from ``first`` on; tile ``turn`` is ``jump`` rows further."""
+    key = n0 + tl.arange(0, TILE_N)[:, None]
+    rows = tl.arange(0, TILE_M)
+    for i in tl.range(0, num_tiles, num_stages=1 if MASKED else STAGES):
+        m = first + i * TILE_M
+        if MASKED:
+            m += tl.where(i >= turn, jump, 0)
+            inside = m + rows < query_len
+            x = tl.load(lse2 + m + rows, mask=inside, other=float("inf"))[None, :]
+            mean = tl.load(delta + m + rows, mask=inside, other=0.0)[None, :]
+        else:
+            x = tl.load(lse2 + m + rows)[None, :]
+            mean = tl.load(delta + m + rows)[None, :]
+        qt = load_tile(q, m, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
+        s = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+        dot_out = load_tile(d_out, m, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
+        dp = tl.dot(vt, tl.trans(dot_out), input_precision=PRECISION)
+        position = m + rows[None, :] + seq_len - query_len
+        p, ds = differentiate(
+            s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
+            CAUSAL, CAPPED, TILTED, MASKED,
+        )  # fmt: skip
+        dv = tl.dot(p.to(dot_out.dtype), dot_out, dv, input_precision=PRECISION)
+        dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def key_gradients_kernel(
+    d_k,  # [num_seqs, seq_len, num_kv_heads, HEAD_SIZE]; without num_seqs if RAGGED, as below
+    d_v,  # [num_seqs, seq_len, num_kv_heads, V_HEAD_SIZE]
+    q,  # [num_seqs, query_len, num_heads, HEAD_SIZE]
+    k,  # as d_k
+    v,  # as d_v
+    d_out,  # [num_seqs, query_len, num_heads, V_HEAD_SIZE]
+    lse2,  # float32 [num_heads, num_rows]
+    delta,  # float32 [num_heads, num_rows]
+    cu_seqlens_q,  # int32 [num_seqs + 1], if RAGGED
+    cu_seqlens_k,  # int32 [num_seqs + 1], if RAGGED
+    alibi_slopes,  # float32 [num_heads], if TILTED
+    num_rows,
+    query_len,
+    seq_len,
+    num_kv_heads,
+    scale, cap, window,
+    q_seq, q_token, q_head,
+    k_seq, k_token, k_head,
+    v_seq, v_token, v_head,
+    do_seq, do_token, do_head,
+    dk_seq, dk_token, dk_head,
+    dv_seq, dv_token, dv_head,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILTED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """``dK`` and ``dV`` of one tile of keys. See the module, here and below."""
+    # Which tile am I?
+    n0 = tl.program_id(0) * TILE_N
+    seq, kv_head = tl.program_id(1).to(tl.int64) // num_kv_heads, tl.program_id(1) % num_kv_heads
+    first_key, seq_len = find_sequence(cu_seqlens_k, seq, seq_len, RAGGED)
+    first_row, query_len = find_sequence(cu_seqlens_q, seq, query_len, RAGGED)
+    if n0 >= seq_len:
+        return
+
+    # Load the keys and values.
+    k += seq * k_seq + first_key * k_token + kv_head * k_head
+    v += seq * v_seq + first_key * v_token + kv_head * v_head
+    k = describe(k, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
+    v = describe(v, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
+    kt = load_tile(k, n0, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
+    vt = load_tile(v, n0, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
+    dk = tl.zeros([TILE_N, D], tl.float32)
+    dv = tl.zeros([TILE_N, DV], tl.float32)
+
+    # Queries that see one of the keys: lo ≤ masked < some ≤ see all < most ≤ masked < end.
+    shift = seq_len - query_len
+    last = tl.minimum(n0 + TILE_N, seq_len) - 1
+    lo, some = 0, 0
+    if CAUSAL:
+        lo = tl.maximum(n0 - shift, 0) // TILE_M * TILE_M
+        some = tl.cdiv(tl.maximum(last - shift, 0), TILE_M) * TILE_M
+    end = tl.cdiv(tl.maximum(tl.minimum(query_len, last + window - shift), 0), TILE_M) * TILE_M
+    most = tl.maximum(tl.minimum(query_len, n0 + window - shift), 0) // TILE_M * TILE_M
+    some = tl.minimum(some, end)
+    most = tl.minimum(tl.maximum(most, some), end)
+    first_masked = tl.maximum(some - lo, 0) // TILE_M
+    num_masked = first_masked + (end - most) // TILE_M
+
+    for g in range(GROUP):
+        head = (kv_head * GROUP + g).to(tl.int64)
+        q_head_at = q + seq * q_seq + first_row * q_token + head * q_head
+        q_head_at = describe(q_head_at, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
+        do_head_at = d_out + seq * do_seq + first_row * do_token + head * do_head
+        do_head_at = describe(do_head_at, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
+        row_at = head * num_rows + first_row + (0 if RAGGED else seq * query_len)
+        slope2 = 0.0
+        if TILTED:
+            slope2 = tl.load(alibi_slopes + head) * LOG2_E
+        # Tiles without a mask; then those with one, before and after them.
+        dk, dv = _walk_queries(
+            dk, dv, kt, vt, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
+            some, (most - some) // TILE_M, 0, 0, n0, query_len, seq_len,
+            scale, cap, slope2, window, q_token, do_token,
+            HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, False,
+            TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+        )  # fmt: skip
+        dk, dv = _walk_queries(
+            dk, dv, kt, vt, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
+            lo, num_masked, first_masked, most - some, n0, query_len, seq_len,
+            scale, cap, slope2, window, q_token, do_token,
+            HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, True,
+            TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+        )  # fmt: skip
+
+    # Store.
+    d_k += seq * dk_seq + first_key * dk_token + kv_head * dk_head
+    d_v += seq * dv_seq + first_key * dv_token + kv_head * dv_head
+    store_tile(d_k, dk * scale, n0, dk_token, seq_len, TILE_N, D, HEAD_SIZE)
+    store_tile(d_v, dv, n0, dv_token, seq_len, TILE_N, DV, V_HEAD_SIZE)
+
+
+@triton.jit
+def _walk_keys(
+    dq, qt, dot_out, x, mean, k, v, first, num_tiles, turn, jump, m0, query_len, seq_len,
+    scale, cap, slope2, window, k_token, v_token,
+    HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``num_tiles`` tiles of keys from ``first`` on; tile ``turn`` is ``jump`` keys further."""
+    position = m0 + tl.arange(0, TILE_M)[:, None] + seq_len - query_len
+    for i in tl.range(0, num_tiles, num_stages=1 if MASKED else STAGES):
+        n = first + i * TILE_N
+        if MASKED:
+            n += tl.where(i >= turn, jump, 0)
+        kt = load_tile(k, n, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
+        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        vt = load_tile(v, n, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
+        dp = tl.dot(dot_out, tl.trans(vt), input_precision=PRECISION)
+        key = n + tl.arange(0, TILE_N)[None, :]
+        _, ds = differentiate(
+            s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
+            CAUSAL, CAPPED, TILTED, MASKED,
+        )  # fmt: skip
+        dq = tl.dot(ds.to(kt.dtype), kt, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def query_gradients_kernel(
+    d_q,  # [num_seqs, query_len, num_heads, HEAD_SIZE]; without num_seqs if RAGGED, as below
+    q,  # as d_q
+    k,  # [num_seqs, seq_len, num_kv_heads, HEAD_SIZE]
+    v,  # [num_seqs, seq_len, num_kv_heads, V_HEAD_SIZE]
+    d_out,  # [num_seqs, query_len, num_heads, V_HEAD_SIZE]
+    lse2,  # float32 [num_heads, num_rows]
+    delta,  # float32 [num_heads, num_rows]
+    cu_seqlens_q,  # int32 [num_seqs + 1], if RAGGED
+    cu_seqlens_k,  # int32 [num_seqs + 1], if RAGGED
+    alibi_slopes,  # float32 [num_heads], if TILTED
+    num_rows,
+    query_len,
+    seq_len,
+    num_heads,
+    scale, cap, window,
+    q_seq, q_token, q_head,
+    k_seq, k_token, k_head,
+    v_seq, v_token, v_head,
+    do_seq, do_token, do_head,
+    dq_seq, dq_token, dq_head,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILTED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """``dQ`` of one tile of queries."""
+    # Which tile am I? The last see the most keys, and begin.
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
+    seq, head = tl.program_id(1).to(tl.int64) // num_heads, tl.program_id(1) % num_heads
+    first_key, seq_len = find_sequence(cu_seqlens_k, seq, seq_len, RAGGED)
+    first_row, query_len = find_sequence(cu_seqlens_q, seq, query_len, RAGGED)
+    if m0 >= query_len:
+        return
+
+    # Load the queries.
+    kv_head = (head // GROUP).to(tl.int64)
+    head = head.to(tl.int64)
+    q += seq * q_seq + first_row * q_token + head * q_head
+    d_out += seq * do_seq + first_row * do_token + head * do_head
+    d_q += seq * dq_seq + first_row * dq_token + head * dq_head
+    row = m0 + tl.arange(0, TILE_M)
+    row_at = head * num_rows + first_row + (0 if RAGGED else seq * query_len) + row
+    q = describe(q, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
+    d_out = describe(d_out, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
+    qt = load_tile(q, m0, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
+    dot_out = load_tile(d_out, m0, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
+    x = tl.load(lse2 + row_at, mask=row < query_len, other=float("inf"))[:, None]
+    mean = tl.load(delta + row_at, mask=row < query_len, other=0.0)[:, None]
+    slope2 = 0.0
+    if TILTED:
+        slope2 = tl.load(alibi_slopes + head) * LOG2_E
+    dq = tl.zeros([TILE_M, D], tl.float32)
+
+    # Keys that one of the queries sees: lo ≤ masked < some ≤ seen by all < most ≤ masked < end.
+    shift = seq_len - query_len
+    last = tl.minimum(m0 + TILE_M, query_len) - 1 + shift
+    hi, most = seq_len, seq_len
+    if CAUSAL:
+        hi = tl.maximum(tl.minimum(hi, last + 1), 0)
+        most = tl.maximum(tl.minimum(most, m0 + shift + 1), 0)
+    lo = tl.maximum(m0 + shift - window + 1, 0) // TILE_N * TILE_N
+    end = tl.maximum(tl.cdiv(hi, TILE_N) * TILE_N, lo)
+    some = tl.minimum(tl.cdiv(tl.maximum(last - window + 1, 0), TILE_N) * TILE_N, end)
+    most = tl.maximum(most // TILE_N * TILE_N, some)
+    first_masked = (some - lo) // TILE_N
+    num_masked = first_masked + (end - most) // TILE_N
+
+    # Tiles without a mask; then those with one, before and after them.
+    k += seq * k_seq + first_key * k_token + kv_head * k_head
+    v += seq * v_seq + first_key * v_token + kv_head * v_head
+    k = describe(k, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
+    v = describe(v, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
+    dq = _walk_keys(
+        dq, qt, dot_out, x, mean, k, v, some, (most - some) // TILE_N, 0, 0, m0, query_len, seq_len,
+        scale, cap, slope2, window, k_token, v_token,
+        HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, False,
+        TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+    )  # fmt: skip
+    dq = _walk_keys(
+        dq, qt, dot_out, x, mean, k, v, lo, num_masked, first_masked, most - some,
+        m0, query_len, seq_len, scale, cap, slope2, window, k_token, v_token,
+        HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, True,
+        TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+    )  # fmt: skip
+
+    # Store.
+    store_tile(d_q, dq * scale, m0, dq_token, query_len, TILE_M, D, HEAD_SIZE)

@@ -1,0 +1,532 @@
+"""attention against float64, forward and backward, on every implementation that runs here."""
+
+import itertools
+import math
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pagewise import AttentionOutput, UnsupportedError, attention, explain_attention
+from pagewise.testing import poisoned_memory
+from pagewise.tiles.eager import attend
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+GRADIENTS = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: ragged, or dense if all sequences are to be alike (``batch`` of the first)."""
+
+    query_lens: tuple[int, ...] = (5,)
+    seq_lens: tuple[int, ...] = (7,)
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 16
+    v_head_size: int | None = None
+    dtype: torch.dtype = F32
+    batch: int = 0
+    causal: bool = False
+    softmax_scale: float | None = None
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+
+    def __str__(self):
+        kind = f"b{self.batch}" if self.batch else "ragged"
+        lens = f"{max(self.query_lens, default=0)}x{max(self.seq_lens, default=0)}"
+        heads = f"h{self.num_heads}/{self.num_kv_heads}"
+        words = [kind, lens, heads, f"d{self.head_size}", str(self.dtype).removeprefix("torch.")]
+        words += ["v" + str(self.v_head_size)] * (self.v_head_size is not None)
+        words += ["causal"] * self.causal + [f"w{self.sliding_window}"] * bool(self.sliding_window)
+        words += ["cap"] * bool(self.logits_soft_cap) + ["alibi"] * self.has_alibi
+        return "-".join(words + ["sinks"] * self.has_sinks)
+
+
+class Inputs:
+    """A case's tensors: strided, with NaN wherever nobody should look."""
+
+    def __init__(self, case, device="cpu"):
+        self.case, self.device = case, device
+        self.random = torch.Generator().manual_seed(len(str(case)) + sum(case.seq_lens))
+        rows, keys = self.shape(case.query_lens), self.shape(case.seq_lens)
+        v_size = case.v_head_size or case.head_size
+        self.q = self.tensor(*rows, case.num_heads, case.head_size)
+        self.k = self.tensor(*keys, case.num_kv_heads, case.head_size)
+        self.v = self.tensor(*keys, case.num_kv_heads, v_size)
+        self.d_out = self.tensor(*rows, case.num_heads, v_size)
+        self.d_lse = self.normal(*rows, case.num_heads).to(device)
+        self.options = {"causal": case.causal, "softmax_scale": case.softmax_scale}
+        self.options |= {"sliding_window": case.sliding_window}
+        self.options |= {"logits_soft_cap": case.logits_soft_cap}
+        slopes, sinks = self.normal(case.num_heads) / 4, self.normal(case.num_heads)
+        self.options |= {"alibi_slopes": slopes.to(device) if case.has_alibi else None}
+        self.options |= {"sinks": sinks.to(device) if case.has_sinks else None}
+        self.lengths = {}
+        if not case.batch:
+            self.lengths = {
+                "cu_seqlens_q": starts(case.query_lens).to(device),
+                "cu_seqlens_k": starts(case.seq_lens).to(device),
+                "max_query_len": max(case.query_lens, default=0),
+                "max_seq_len": max(case.seq_lens, default=0),
+            }
+
+    def shape(self, lens):
+        return (self.case.batch, lens[0]) if self.case.batch else (sum(lens),)
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.random)
+
+    def tensor(self, *shape):
+        """Every other row of a larger tensor of NaN, its heads before its rows."""
+        *outer, heads, size = shape
+        buffer = torch.full((heads + 1, *outer, size + 8), math.nan, dtype=self.case.dtype)
+        view = buffer[1:, ..., :size].movedim(0, -2)
+        view.copy_(self.normal(*shape))
+        moved = buffer.to(self.device)
+        return moved[1:, ..., :size].movedim(0, -2)
+
+    def sequences(self):
+        if self.case.batch:
+            return [(i, i) for i in range(self.case.batch)]
+        bounds = starts(self.case.query_lens).tolist(), starts(self.case.seq_lens).tolist()
+        cut = [[slice(*pair) for pair in itertools.pairwise(b)] for b in bounds]
+        return list(zip(*cut, strict=True))
+
+    def run(self, impl, dtype=None):
+        """``out``, ``lse`` and the gradients of q, k, v and the sinks."""
+        leaves = [t.detach().to(dtype or t.dtype) for t in (self.q, self.k, self.v)]
+        if dtype is None:  # as they lie, with NaN between
+            leaves = [self.q.detach(), self.k.detach(), self.v.detach()]
+        sinks = self.options["sinks"]
+        options = {**self.options, "sinks": sinks if sinks is None else sinks.clone()}
+        wanted = [t.requires_grad_() for t in (*leaves, options["sinks"]) if t is not None]
+        result = attention(*leaves, **self.lengths, **options, impl=impl)
+        d_out = self.d_out if dtype is None else self.d_out.to(dtype)
+        grads = torch.autograd.grad(result, wanted, (d_out, self.d_lse))
+        return result, grads
+
+
+def starts(lens):
+    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
+
+
+@dataclass
+class Expected:
+    tensors: dict
+    allowed: dict
+
+
+def expect(inputs):
+    """Results in float64, and how far from them one may lie: twice eager torch's own error, and
+    what rounding alone does to the sums that these are. ``lse`` is float32 throughout."""
+    case = inputs.case
+    result, grads = inputs.run("reference", F64)
+    exact = dict(zip(("out", "lse", *GRADIENTS, "sinks"), (*result, *grads), strict=False))
+    eager = {name: torch.zeros_like(tensor) for name, tensor in exact.items()}
+    spread, scores = dict.fromkeys(exact, 0.0), 1.0
+    for rows, keys in inputs.sequences():
+        parts = run_eager(inputs, rows, keys, case.dtype)
+        parts |= {"lse": run_eager(inputs, rows, keys, F32)["lse"]}
+        for name, part in parts.items():
+            where = ... if name == "sinks" else keys if name in "kv" else rows
+            eager[name][where] += part.to(eager[name].dtype)
+        sizes = spreads(inputs, rows, keys)
+        scores = max(scores, sizes.pop("scores", 0.0))
+        spread |= {name: max(spread[name], sizes[name]) for name in sizes if name in spread}
+    u, u32 = torch.finfo(case.dtype).eps / 2, torch.finfo(F32).eps / 2
+    allowed = {}
+    for name, tensor in exact.items():
+        largest = max(tensor[tensor.isfinite()].abs().tolist(), default=0.0)
+        error = max(differences(eager[name], tensor).flatten().tolist(), default=0.0)
+        own = u32 if name == "lse" else u
+        allowed[name] = 2 * error + 2 * own * (largest + spread[name])
+        allowed[name] += 8 * u32 * (1 + scores) * (spread[name] if name != "lse" else 1.0)
+    return Expected(exact, allowed)
+
+
+def run_eager(inputs, rows, keys, dtype):
+    """One sequence as model code writes it, every step rounded to ``dtype``, by autograd."""
+    places = zip("qkv", (rows, keys, keys), strict=True)
+    leaves = {name: getattr(inputs, name)[where].detach().to(dtype) for name, where in places}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
+    options = settle(inputs)
+    if options["sinks"] is not None:
+        leaves["sinks"] = options["sinks"] = options["sinks"].clone().requires_grad_()
+    out, lse = attend(*(leaves[name] for name in "qkv"), **options)
+    d_out, d_lse = inputs.d_out[rows].to(out.dtype), inputs.d_lse[rows].to(lse.dtype)
+    pairs = [(o, g) for o, g in ((out, d_out), (lse, d_lse)) if o.requires_grad]
+    outs, given = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(outs, list(leaves.values()), given, allow_unused=True)
+    parts = {"out": out.detach(), "lse": lse.detach()}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        parts[name] = torch.zeros_like(leaf) if grad is None else grad.nan_to_num(0.0)
+    return parts
+
+
+def settle(inputs):
+    """The options of a call, with the default scale filled in."""
+    scale = inputs.options["softmax_scale"]
+    return {
+        **inputs.options,
+        "softmax_scale": inputs.case.head_size**-0.5 if scale is None else scale,
+    }
+
+
+def spreads(inputs, rows, keys):
+    """How far each result moves when its terms are rounded by one part in one, independently."""
+    case, options = inputs.case, settle(inputs)
+    group = case.num_heads // case.num_kv_heads
+    q, d_out = inputs.q[rows].double(), inputs.d_out[rows].double()
+    k, v = (t[keys].double().repeat_interleave(group, 1) for t in (inputs.k, inputs.v))
+    if not q.numel() or not k.numel():
+        return {}
+    scale = options["softmax_scale"]
+    s = torch.einsum("qhd,khd->hqk", q, k) * scale
+    sinks = options["sinks"]
+    options |= {"sinks": sinks if sinks is None else sinks.double()}
+    one_hot = torch.eye(len(k), dtype=F64, device=q.device)[:, None].expand(-1, q.shape[1], -1)
+    p = attend(q, k, one_hot, **options)[0].movedim(1, 0)  # values that show the weights
+    d_p = torch.einsum("qhd,khd->hqk", d_out, v)
+    out = torch.einsum("hqk,khd->qhd", p, v)
+    mean = (d_out * out).sum(-1).T[..., None]
+    rounded = (d_out**2 * out**2).sum(-1).sqrt().T[..., None]
+    d_s = p * ((d_p - mean + inputs.d_lse[rows].double().T[..., None]).abs() + rounded)
+
+    def root(terms, a, b, fold=False):
+        total = torch.einsum(terms, a**2, b**2)
+        return (total.unflatten(1, (-1, group)).sum(2) if fold else total).max().sqrt().item()
+
+    longest = q.norm(dim=-1).max() * k.norm(dim=-1).max() * abs(scale)
+    tilt = (len(k) + len(q)) * (0.0 if not case.has_alibi else options["alibi_slopes"].abs().max())
+    return {
+        "scores": float(max(longest, s.abs().max()) + tilt),
+        "out": root("hqk,khd->qhd", p, v),
+        "v": root("hqk,qhd->khd", p, d_out, True),
+        "q": abs(scale) * root("hqk,khd->qhd", d_s, k),
+        "k": abs(scale) * root("hqk,qhd->khd", d_s, q, True),
+        "sinks": (rounded**2).sum(1).max().sqrt().item() + (mean**2).sum(1).max().sqrt().item(),
+    }
+
+
+def differences(result, expected):
+    """Absolute, in float64; infinite where only one side is -inf, or either is NaN."""
+    assert result.shape == expected.shape
+    result, expected = result.double().cpu(), expected.double().cpu()
+    errors = torch.where(result == expected, 0.0, (result - expected).abs())
+    return errors.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def assert_matches(inputs, result, grads, expected=None):
+    expected = expected or expect(inputs)
+    got = dict(zip(expected.tensors, (*result, *grads), strict=True))
+    for name, tensor in got.items():
+        wanted = F32 if name in ("lse", "sinks") else inputs.case.dtype
+        assert tensor.dtype == wanted, name
+        error = differences(tensor, expected.tensors[name])
+        worst = error.max().item() if error.numel() else 0.0
+        assert worst <= expected.allowed[name], (
+            f"{inputs.case}: {name} is off by {worst:.3g}, allowed {expected.allowed[name]:.3g}"
+        )
+
+
+IMPLEMENTATIONS = [
+    "reference",
+    "cpu",
+    pytest.param("triton", marks=pytest.mark.interpret),
+]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request):
+    return request.param
+
+
+def device_of(impl):
+    return "cuda" if impl == "triton" and ON_GPU else "cpu"
+
+
+def check(case, impl):
+    inputs = Inputs(case, device_of(impl))
+    with poisoned_memory():
+        result, grads = inputs.run(impl)
+    assert_matches(inputs, result, grads)
+
+
+TINY = [
+    Case(batch=2),
+    Case((5,), (7,), batch=1, causal=True),
+    Case((9,), (4,), batch=2, causal=True),  # queries that see no key
+    Case((3, 0, 6, 2), (5, 4, 6, 0)),
+    Case((3, 0, 6, 2), (5, 4, 6, 0), causal=True, has_sinks=True),
+    Case((2, 17), (40, 17), 6, 2, causal=True),
+    Case((20,), (40,), batch=1, causal=True, sliding_window=7),
+    Case((20,), (40,), batch=1, sliding_window=7),
+    Case((20,), (40,), batch=1, causal=True, sliding_window=1),
+    Case((6, 9), (20, 9), logits_soft_cap=1.0, has_alibi=True),
+    Case((6, 9), (20, 9), 2, 1, 24, 40, logits_soft_cap=1.0, softmax_scale=2.0, causal=True),
+    Case((6,), (20,), 2, 2, 8, 72, batch=1, dtype=F16),
+    Case((6, 0, 40), (20, 3, 40), 2, 1, 40, dtype=F16, causal=True, has_sinks=True),
+    Case((6,), (6,), batch=1, softmax_scale=0.0),
+    Case((), ()),
+    Case((0,), (3,), batch=1),
+    Case((3,), (0,), batch=2),
+]
+LARGE = [
+    *(Case((n,), (n,), batch=1, causal=True, head_size=8) for n in (63, 64, 65, 130)),
+    *(Case((70,), (200,), 8, 2, d, batch=2, causal=True) for d in (8, 24, 64, 96, 128, 256)),
+    Case((1, 300, 64, 0, 5), (700, 300, 65, 9, 0), 6, 2, 64, causal=True),
+    Case((1, 300, 64, 0, 5), (700, 300, 65, 9, 0), 6, 2, 64, causal=True, sliding_window=70),
+    Case((150,), (150,), 4, 4, 80, 128, batch=3),
+    Case((600,), (600,), 1, 1, 32, batch=1, causal=True),  # cut into pieces
+    Case((600,), (600,), 3, 1, 32, batch=1, sliding_window=100),
+    Case((90,), (120,), 4, 2, 64, batch=1, logits_soft_cap=5.0, has_alibi=True, causal=True),
+]
+DTYPES = [F32, F16, BF16]
+
+
+@pytest.mark.parametrize("case", TINY, ids=str)
+def test_tiny_cases_match_float64(case, impl):
+    check(case, impl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_larger_cases_match_float64_on_a_cpu(case, dtype):
+    check(replace(case, dtype=dtype), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*TINY, *LARGE], ids=str)
+def test_all_cases_match_float64_on_a_gpu(case, dtype):
+    check(replace(case, dtype=dtype), "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sequences_match_torch_on_a_gpu(causal):
+    q, k, v, d = (torch.randn(2, 2100, h, 128, dtype=BF16, device="cuda") for h in (8, 2, 2, 8))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    ours = attention(*leaves, causal=causal).out
+    theirs = scaled_dot_product_attention(
+        *(t.float().transpose(1, 2) for t in leaves), is_causal=causal, enable_gqa=True
+    ).transpose(1, 2)
+    grads = [torch.autograd.grad(out, leaves, d.to(out.dtype)) for out in (ours, theirs)]
+    assert (ours - theirs).abs().max() < 0.02
+    for ours, theirs in zip(*grads, strict=True):
+        assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
+
+
+# --- the reference, and what the others are measured with -----------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reference_is_torch_attention(causal):
+    q, k, v = (torch.randn(2, 9, h, 16, dtype=F64) for h in (4, 2, 2))
+    ours = attention(q, k, v, causal=causal, impl="reference").out
+    theirs = scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal, enable_gqa=True
+    )
+    torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=0, atol=1e-14)
+
+
+GRADCHECKED = [
+    Case((4,), (6,), batch=1, dtype=F64),
+    Case((4,), (6,), batch=1, dtype=F64, causal=True, sliding_window=2),
+    Case((5,), (3,), batch=1, dtype=F64, causal=True),
+    Case((3, 0, 2), (4, 2, 0), dtype=F64, causal=True, has_sinks=True),
+    Case((4,), (6,), 2, 1, 8, 16, batch=1, dtype=F64, logits_soft_cap=0.7, has_alibi=True),
+]
+
+
+@pytest.mark.parametrize("case", GRADCHECKED, ids=str)
+def test_gradients_of_the_reference_are_slopes(case):
+    inputs = Inputs(case)
+    leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    sinks = inputs.options.pop("sinks")
+    if sinks is not None:
+        leaves.append(sinks.double().requires_grad_())
+
+    def call(q, k, v, sinks=None):
+        return attention(q, k, v, sinks=sinks, **inputs.lengths, **inputs.options).out
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_gradients_through_lse_are_autograds():
+    inputs = Inputs(replace(TINY[1], dtype=F64))
+    q, k = (t.clone().requires_grad_() for t in (inputs.q, inputs.k))
+    lse = attention(q, k, inputs.v, causal=True).lse.double()
+    direct = attend(q[0], k[0], inputs.v[0], softmax_scale=0.25, causal=True)[1]
+    got, wanted = (torch.autograd.grad(x.sin().sum(), (q, k)) for x in (lse, direct))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_wrong_gradient_is_refused():
+    inputs = Inputs(Case((40,), (40,), batch=1, causal=True, dtype=BF16))
+    result, grads = inputs.run("reference")
+    expected = expect(inputs)
+    assert_matches(inputs, result, grads, expected)
+    for name, bound in expected.allowed.items():
+        assert 0 < bound < 0.1 * expected.tensors[name].abs().max(), name
+    for i, name in enumerate(GRADIENTS):
+        wrong = [g.clone() for g in grads]
+        wrong[i][0, 3, 1, 2] += 2.5 * expected.allowed[name]
+        with pytest.raises(AssertionError, match=f"{name} is off by"):
+            assert_matches(inputs, result, wrong, expected)
+
+
+def test_inputs_are_poisoned_between():
+    inputs = Inputs(TINY[3])
+    for tensor in (inputs.q, inputs.k, inputs.v, inputs.d_out):
+        buffer = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        assert buffer.isnan().sum() == buffer.numel() - tensor.numel()
+        assert tensor.isfinite().all()
+
+
+# --- properties ------------------------------------------------------------------------------
+
+
+def test_the_same_inputs_give_the_same_bits(impl):
+    inputs = Inputs(Case((3, 30), (50, 30), causal=True), device_of(impl))
+    first, second = (inputs.run(impl) for _ in range(2))
+    for a, b in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_a_sequence_does_not_see_its_neighbours(impl):
+    inputs = Inputs(Case((4, 5, 3), (6, 9, 3)), device_of(impl))
+    alone, alone_grads = inputs.run(impl)
+    for tensor in (inputs.q, inputs.d_out):
+        tensor[4:9] = math.nan
+    for tensor in (inputs.k, inputs.v):
+        tensor[6:15] = math.nan
+    together, grads = inputs.run(impl)
+    for rows in (slice(0, 4), slice(9, 12)):
+        for a, b in zip((*alone, alone_grads[0]), (*together, grads[0]), strict=True):
+            assert torch.equal(a[rows], b[rows])
+    for rows in (slice(0, 6), slice(15, 18)):
+        for a, b in zip(alone_grads[1:], grads[1:], strict=True):
+            assert torch.equal(a[rows], b[rows])
+
+
+def test_upper_bounds_of_lengths_are_enough(impl):
+    inputs = Inputs(Case((4, 5), (6, 9), causal=True), device_of(impl))
+    exact = inputs.run(impl)[0]
+    for name in ("max_query_len", "max_seq_len"):
+        del inputs.lengths[name]
+    for a, b in zip(exact, inputs.run(impl)[0], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_keys_are_where_queries_are_if_nobody_says_otherwise():
+    inputs = Inputs(Case((4, 5), (4, 5), causal=True))
+    wanted = inputs.run("reference")[0]
+    del inputs.lengths["cu_seqlens_k"], inputs.lengths["max_seq_len"]
+    assert torch.equal(inputs.run("reference")[0].out, wanted.out)
+
+
+# --- torch's machinery -----------------------------------------------------------------------
+
+
+def leaves_of(*heads, dtype=F32, tokens=6):
+    return [torch.randn(1, tokens, h, 16, dtype=dtype).requires_grad_() for h in heads]
+
+
+def test_the_operation_keeps_torchs_contract():
+    from pagewise.ops.attention.op import attention_op
+
+    inputs = Inputs(Case((3, 4), (5, 4), causal=True))
+    leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    ragged = inputs.lengths["cu_seqlens_q"], inputs.lengths["cu_seqlens_k"]
+    sinks = torch.randn(4, requires_grad=True)
+    arguments = (*leaves, *ragged, None, sinks, 4, 5, 0.3, True, None, None, "reference")
+    torch.library.opcheck(attention_op, arguments)
+
+
+def test_it_compiles_as_one_node():
+    leaves = leaves_of(4, 2, 2)
+
+    def call(q, k, v):
+        return attention(q * 2, k, v, causal=True).out.square().sum()
+
+    whole = torch.compile(call, fullgraph=True, backend="aot_eager")
+    got, wanted = (torch.autograd.grad(f(*leaves), leaves) for f in (whole, call))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_checkpoints_compute_it_again():
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = leaves_of(4, 2, 2)
+
+    def call(*leaves):
+        return attention(*leaves, causal=True).out
+
+    got = checkpoint(call, *leaves, use_reentrant=False)
+    grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (got, call(*leaves))]
+    for ours, theirs in zip(*grads, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_autocast_casts_as_torchs_attention_does():
+    q, k, v = leaves_of(4, 2, 2)
+    with torch.autocast("cpu", BF16):
+        result = attention(q, k.to(F16), v)
+    assert result.out.dtype == BF16
+    result.out.float().sum().backward()
+    assert [t.grad.dtype for t in (q, k, v)] == [F32] * 3
+    assert all(t.grad.abs().sum() > 0 for t in (q, k, v))
+
+
+def test_nothing_but_arguments_out_and_lse_is_saved():
+    leaves = leaves_of(4, 2, 2, tokens=50)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape), lambda t: t):
+        attention(*leaves)
+    assert sum(shape.numel() for shape in saved) == 50 * 16 * (4 + 2 + 2 + 4) + 50 * 4
+
+
+def test_only_one_of_out_and_lse_may_be_used():
+    leaves = leaves_of(4, 2, 2)
+    for i in range(2):
+        result = attention(*leaves)
+        grads = torch.autograd.grad(result[i].sum(), leaves, allow_unused=True)
+        assert grads[0].abs().sum() > 0
+
+
+def test_the_output_has_names():
+    assert isinstance(attention(*leaves_of(4, 2, 2)), AttentionOutput)
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+def test_slopes_have_no_gradient():
+    slopes = torch.ones(4, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"alibi_slopes requires a gradient.*detach"):
+        attention(*leaves_of(4, 2, 2), alibi_slopes=slopes)
+    with torch.no_grad():
+        attention(*leaves_of(4, 2, 2), alibi_slopes=slopes)
+
+
+def test_a_named_implementation_never_falls_back():
+    with pytest.raises(UnsupportedError, match="cpu cannot run this: q is float64"):
+        attention(*leaves_of(4, 2, 2, dtype=F64), impl="cpu")
+    with pytest.raises(UnsupportedError, match="expected 'auto' or one of triton, cpu, reference"):
+        attention(*leaves_of(4, 2, 2), impl="flash")
+
+
+def test_explain_names_each_with_its_reason():
+    lines = explain_attention(*leaves_of(4, 2, 2), causal=True).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["triton", "cpu", "reference"]
+    assert lines[1:] == ["cpu: yes", "reference: yes"]
