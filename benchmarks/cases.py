@@ -12,8 +12,9 @@ from pagewise.testing import PagedCase
 
 from .attention import AttentionCase
 from .cache_ops import CopyBlocksCase, WriteKVCase
-from .case import Case, at_least, at_most
+from .case import Case, Target, at_least, at_most
 from .engine import EngineCase
+from .gpu_attention import GpuDecodeCase, GpuPrefillCase, Shape
 from .swin_unetr import SwinUnetrCase
 
 __all__ = ["can_run", "find_cases"]
@@ -100,6 +101,88 @@ SWIN_CASES: tuple[Case, ...] = (
     SwinUnetrCase("swin-unetr-96-fs24", (96, 96, 96), 24),
     SwinUnetrCase("swin-unetr-128-fs24", (128, 128, 128), 24),
 )
+LLAMA = Shape()
+E4M3 = replace(LLAMA, kv_dtype=torch.float8_e4m3fn, scales="head")
+SKEW = (131072, *[512] * 63)
+EVEN = (sum(SKEW) // 64,) * 64
+
+
+def _share(bound: float) -> tuple[Target, ...]:
+    return (at_least("share of read bandwidth", bound),)
+
+
+# Shares of the read ceiling, and TFLOP/s: the best of today on an H200, and what lies beyond.
+GPU_CASES: tuple[Case, ...] = (
+    GpuDecodeCase(
+        "gpu-decode-64x4096",
+        (4096,) * 64,
+        LLAMA,
+        (*_share(0.96), at_most("host, microseconds", 15)),
+    ),
+    GpuDecodeCase("gpu-decode-256x2048", (2048,) * 256, LLAMA, _share(0.98)),
+    GpuDecodeCase("gpu-decode-16x32768", (32768,) * 16, LLAMA, _share(0.99)),
+    GpuDecodeCase("gpu-decode-1x131072", (131072,), LLAMA, _share(0.93)),
+    GpuDecodeCase("gpu-decode-1x8192", (8192,), LLAMA, _share(0.45)),
+    GpuDecodeCase("gpu-decode-8x4096", (4096,) * 8, LLAMA, _share(0.75)),
+    GpuDecodeCase("gpu-decode-64x1024", (1024,) * 64, LLAMA, _share(0.84)),
+    GpuDecodeCase("gpu-decode-mha", (4096,) * 32, replace(LLAMA, num_kv_heads=32), _share(0.99)),
+    GpuDecodeCase("gpu-decode-64-heads", (2048,) * 128, replace(LLAMA, num_heads=64), _share(0.95)),
+    GpuDecodeCase(
+        "gpu-decode-size-64",
+        (4096,) * 64,
+        replace(LLAMA, num_heads=16, head_size=64),
+        _share(0.90),
+    ),
+    GpuDecodeCase(
+        "gpu-decode-size-256",
+        (4096,) * 32,
+        replace(LLAMA, num_heads=16, num_kv_heads=2, head_size=256),
+        _share(0.86),
+    ),
+    GpuDecodeCase("gpu-decode-e4m3-64x4096", (4096,) * 64, E4M3, _share(0.84)),
+    GpuDecodeCase("gpu-decode-e4m3-16x32768", (32768,) * 16, E4M3, _share(0.90)),
+    GpuDecodeCase(
+        "gpu-decode-e4m3-64-heads", (2048,) * 128, replace(E4M3, num_heads=64), _share(0.79)
+    ),
+    GpuDecodeCase("gpu-decode-e4m3-token-scales", (4096,) * 64, replace(E4M3, scales="token")),
+    GpuDecodeCase("gpu-decode-int8", (4096,) * 64, replace(E4M3, kv_dtype=torch.int8)),
+    GpuDecodeCase(
+        "gpu-decode-skewed",
+        SKEW,
+        LLAMA,
+        (at_least("GB/s / even", 0.85),),
+        beside=("even", EVEN, LLAMA),
+    ),
+    *(
+        GpuDecodeCase(
+            f"gpu-decode-block-{size}",
+            (4096,) * 64,
+            replace(LLAMA, block_size=size),
+            (at_least("GB/s / block 128", 0.95),),
+            beside=("block 128", (4096,) * 64, replace(LLAMA, block_size=128)),
+        )
+        for size in (1, 8, 16, 64)
+    ),
+    *(
+        GpuPrefillCase(
+            f"gpu-prefill-{name}",
+            lengths,
+            replace(LLAMA, num_heads=heads, num_kv_heads=kv_heads, head_size=size),
+            causal,
+            (at_least("TFLOP/s in order", dense), at_least("TFLOP/s", paged)),
+        )
+        for name, lengths, heads, kv_heads, size, causal, dense, paged in (
+            ("1x16384", (16384,), 16, 16, 128, True, 660, 640),
+            ("1x16384-full", (16384,), 16, 16, 128, False, 690, 660),
+            ("4x4096-gqa", (4096,) * 4, 32, 8, 128, True, 610, 590),
+            ("16x1024", (1024,) * 16, 16, 16, 128, True, 470, 440),
+            ("32x512", (512,) * 32, 16, 16, 128, True, 370, 340),
+            ("1x16384-size-64", (16384,), 32, 32, 64, True, 510, 480),
+            ("1x16384-size-256", (16384,), 8, 8, 256, True, 740, 680),
+        )
+    ),
+)
+CASES += GPU_CASES
 if find_spec("monai"):  # is no dependency
     CASES += SWIN_CASES
 

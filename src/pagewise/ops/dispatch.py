@@ -15,6 +15,7 @@ _HOMES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
 """The kind of device that an implementation is for: elsewhere it is not even imported."""
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(
     package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo, impl: str
 ) -> Any:

@@ -11,7 +11,7 @@ from ...tiles.state import AttentionOutput
 from ...tiles.triton.launch import Launcher, refuse
 from .hopper_decode import decode_kernel
 from .problem import Options, PagedBatch, Problem
-from .triton import launch_decode
+from .triton import DecodeKernel, launch_decode
 from .triton_plan import HOPPER_ROWS, GpuPlan, make_gpu_plan
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -21,6 +21,9 @@ class GluonLauncher(Launcher):
     """A launcher of kernels that are written in Gluon."""
 
     source = GluonASTSource
+
+
+SPECIALISED = DecodeKernel(decode_kernel, GluonLauncher, takes_pairs=True)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -58,8 +61,5 @@ def run(
     """Launch over the plan's programs."""
     plan = plan or make_gpu_plan(problem, DeviceInfo.of(q.device), hopper=True)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launch_decode(
-        problem, q, k_cache, v_cache, batch, options, out, lse, plan,
-        decode_kernel, GluonLauncher, paired=problem.kv_dtype.itemsize == 1,
-    )  # fmt: skip
+    launch_decode(problem, q, k_cache, v_cache, batch, options, out, lse, plan, SPECIALISED)
     return AttentionOutput(out, lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -89,6 +89,14 @@ class Problem:
     """What has a scale of its own: ``"head"``, ``"token"`` (a token's KV head), or ``"none"``."""
     is_aligned: bool = True
     """Whether every token's head begins at a multiple of 16 bytes in both caches."""
+
+    def __hash__(self) -> int:
+        """Computed once: a call looks several things up by its problem."""
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, field.name) for field in fields(self)))
+            self.__dict__["_hash"] = known
+        return int(known)
 
     @property
     def group(self) -> int:

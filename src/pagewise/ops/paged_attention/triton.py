@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,9 +50,25 @@ def run(
     """Launch the kernel of the plan's path."""
     plan = plan or make_gpu_plan(problem, DeviceInfo.of(q.device))
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launch = launch_decode if plan.path == "decode" else _launch_prefill
-    launch(problem, q, k_cache, v_cache, batch, options, out, lse, plan)
+    call = problem, q, k_cache, v_cache, batch, options, out, lse, plan
+    if plan.path == "decode":
+        launch_decode(*call, PORTABLE)
+    else:
+        _launch_prefill(*call)
     return AttentionOutput(out, lse)
+
+
+@dataclass(frozen=True, eq=False)  # a key by what it is, not by what is in it
+class DecodeKernel:
+    """A kernel with the parameters of ``triton_decode``'s."""
+
+    kernel: Any
+    launcher: type[Launcher] = Launcher
+    takes_pairs: bool = False
+    """Whether it takes 8-bit caches as pairs of codes, in int16."""
+
+
+PORTABLE = DecodeKernel(decode_kernel)
 
 
 def launch_decode(
@@ -64,55 +81,80 @@ def launch_decode(
     out: Tensor,
     lse: Tensor,
     plan: GpuPlan,
-    kernel: Any = decode_kernel,
-    launcher_of: Any = Launcher,
-    paired: bool = False,
+    kernel: DecodeKernel,
 ) -> None:
-    """Share a batch's keys out over the plan's programs.
-
-    ``kernel`` is ``triton_decode``'s or has the same parameters, ``launcher_of`` launches it, and
-    ``paired`` is whether it takes 8-bit caches as pairs, in int16.
-    """
+    """Share a batch's keys out over the plan's programs."""
     if problem.num_tokens == 0:
         return
-    strides = (
-        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+    slopes, sinks = _floats(options.alibi_slopes), _floats(options.sinks)
+    k_scale, v_scale = options.k_scale, options.v_scale
+    call = _prepare_decode(
+        kernel, problem, plan, options.causal, options.logits_soft_cap is not None,
+        slopes is not None, sinks is not None, _is_aligned(out, q, k_cache, v_cache),
+        out.stride(), q.stride(), k_cache.stride(), v_cache.stride(),
+        batch.block_tables.stride(0),
+        None if k_scale is None else k_scale.stride(),
+        None if v_scale is None else v_scale.stride(),
     )  # fmt: skip
+    parts, part_sums, arrivals = borrow(q.device, *call.workspace)
+    call.launcher(
+        call.grid,
+        out, lse, parts, part_sums, arrivals, q, k_cache, v_cache,
+        batch.block_tables, batch.seq_lens, batch.cu_seqlens_q,
+        _or(slopes, lse), _or(sinks, lse), _or(k_scale, lse), _or(v_scale, lse),
+        problem.num_seqs, problem.num_kv_heads, call.max_splits,
+        options.softmax_scale, options.logits_soft_cap or 0.0,
+        options.sliding_window or _NO_WINDOW, problem.block_size,
+        *call.strides,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _DecodeCall:
+    """All of a decode launch that is the same in every call of one form."""
+
+    launcher: Launcher
+    grid: tuple[int, int, int]
+    max_splits: int
+    workspace: tuple[int, int, int]
+    strides: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_decode(
+    kernel: DecodeKernel, problem: Problem, plan: GpuPlan, causal: bool, has_cap: bool,
+    has_alibi: bool, has_sinks: bool, is_aligned: bool,
+    out: tuple[int, ...], q: tuple[int, ...], k_cache: tuple[int, ...], v_cache: tuple[int, ...],
+    table: int, k_scale: tuple[int, ...] | None, v_scale: tuple[int, ...] | None,
+) -> _DecodeCall:  # fmt: skip
+    per_pair = 2 if _is_paired(kernel, problem) else 1  # codes
+    k_cache, v_cache = (tuple(s // per_pair for s in cache[:3]) for cache in (k_cache, v_cache))
+    strides = (*out[:2], *q[:2], *k_cache, *v_cache)
     launcher = make_decode_launcher(
-        kernel, launcher_of, _settle(problem), plan, options.causal,
-        options.logits_soft_cap is not None, options.alibi_slopes is not None,
-        options.sinks is not None, strides, _is_aligned(out, q, k_cache, v_cache),
-        power_of_2(min(max(problem.num_seqs, 128), 1024)), _rows(problem), paired,
+        kernel, _settle(problem), plan, causal, has_cap, has_alibi, has_sinks, strides,
+        is_aligned, power_of_2(min(max(problem.num_seqs, 128), 1024)), _rows(problem),
     )  # fmt: skip
     rows, v_width = launcher.constants["ROWS"], launcher.constants["V"]
     pairs = problem.num_seqs * problem.num_kv_heads
     max_splits = -(-problem.max_seq_len // plan.split_size) + 1 if plan.split_size else 0
     slots = pairs * max_splits if plan.split_size else 2 * plan.num_programs
-    sums_at = slots * rows * v_width
-    floats, arrivals = borrow(q.device, sums_at + 2 * slots * rows, pairs)
-    k_scale, v_scale, scale_strides = _scales(options, lse)
-    if paired:
-        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
-    launcher(
+    return _DecodeCall(
+        launcher,
         (plan.num_programs, 1, 1),
-        out, lse, floats, floats[sums_at:], arrivals, q, k_cache, v_cache,
-        batch.block_tables, batch.seq_lens, batch.cu_seqlens_q,
-        _or(_floats(options.alibi_slopes), lse), _or(_floats(options.sinks), lse), k_scale, v_scale,
-        problem.num_seqs, problem.num_kv_heads, max_splits,
-        options.softmax_scale, options.logits_soft_cap or 0.0,
-        options.sliding_window or _NO_WINDOW, problem.block_size,
-        *strides[:4], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        batch.block_tables.stride(0), *scale_strides,
-    )  # fmt: skip
+        max_splits,
+        (slots * rows * v_width, 2 * slots * rows, pairs),
+        (*strides, table, *_three(k_scale), *_three(v_scale)),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def make_decode_launcher(
-    kernel: Any, launcher_of: Any, problem: Problem, plan: GpuPlan, causal: bool,
-    has_cap: bool, has_alibi: bool, has_sinks: bool, strides: tuple[int, ...], is_aligned: bool,
-    seqs: int, rows: int, paired: bool,
+    kernel: DecodeKernel, problem: Problem, plan: GpuPlan, causal: bool, has_cap: bool,
+    has_alibi: bool, has_sinks: bool, strides: tuple[int, ...], is_aligned: bool, seqs: int,
+    rows: int,
 ) -> Launcher:  # fmt: skip
-    """The decode kernel for one form of call."""
+    """A decode kernel for one form of call."""
+    paired = _is_paired(kernel, problem)
     factor = 16 // min(problem.q_dtype.itemsize, problem.kv_dtype.itemsize)
     width = _stride_type(strides, factor)
     cache = torch.int16 if paired else problem.kv_dtype
@@ -131,7 +173,7 @@ def make_decode_launcher(
         "table_stride": "i32",
         **dict.fromkeys(_SCALE_STRIDES, "i64"),
     }
-    v_width = _pad(problem.v_head_size, paired)
+    v_width = _pad_values(problem, plan, paired)
     constants = {
         **_sizes(problem),
         "CODE": _code(problem.kv_dtype) if paired else "none",
@@ -151,12 +193,11 @@ def make_decode_launcher(
     options = {"num_warps": plan.num_warps}
     if plan.max_registers:
         options["maxnreg"] = plan.max_registers
-    if paired or "FETCH_REGS" in kernel.arg_names:
+    if "FETCH_REGS" in kernel.kernel.arg_names:
         constants["FETCH_REGS"] = plan.fetch_registers
     else:
         constants["PREFETCH"] = not INTERPRETED
-    launcher: Launcher = launcher_of(kernel, types, constants, **options)
-    return launcher
+    return kernel.launcher(kernel.kernel, types, constants, **options)
 
 
 def _launch_prefill(
@@ -178,18 +219,21 @@ def _launch_prefill(
         options.alibi_slopes is not None, options.sinks is not None, strides,
         _is_aligned(out, q, k_cache, v_cache),
     )  # fmt: skip
-    k_scale, v_scale, scale_strides = _scales(options, lse)
+    k_scale, v_scale = options.k_scale, options.v_scale
+    slopes, sinks = _floats(options.alibi_slopes), _floats(options.sinks)
     # As many tiles as there can be, however the tokens are spread over sequences.
     tiles = problem.num_tokens * problem.group // plan.tile_m + problem.num_seqs
     launcher(
         (problem.num_kv_heads, tiles, 1),
         out, lse, q, k_cache, v_cache,
         batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.cu_seqlens_q,
-        _or(_floats(options.alibi_slopes), lse), _or(_floats(options.sinks), lse), k_scale, v_scale,
+        _or(slopes, lse), _or(sinks, lse), _or(k_scale, lse), _or(v_scale, lse),
         problem.num_seqs, problem.num_kv_heads,
         options.softmax_scale, options.logits_soft_cap or 0.0,
         options.sliding_window or _NO_WINDOW, problem.block_size,
-        *strides, batch.block_tables.stride(0), *scale_strides,
+        *strides, batch.block_tables.stride(0),
+        *_three(None if k_scale is None else k_scale.stride()),
+        *_three(None if v_scale is None else v_scale.stride()),
     )  # fmt: skip
 
 
@@ -221,8 +265,7 @@ def make_prefill_launcher(
         "TILE_M": plan.tile_m,
         "TILE_N": plan.tile_n,
         "D": _pad(problem.head_size),
-        # Triton 3.6 multiplies wrongly by values much narrower than the keys.
-        "V": max(_pad(problem.v_head_size), 64 if problem.head_size > 64 else 16),
+        "V": _pad_values(problem, plan),
         "DOT": _dot(problem),
     }
     return Launcher(
@@ -237,6 +280,10 @@ def _settle(problem: Problem) -> Problem:
         0, 0, 0, 0, problem.group, 1, problem.head_size, problem.v_head_size, problem.block_size,
         problem.q_dtype, problem.kv_dtype, problem.scale_kind,
     )  # fmt: skip
+
+
+def _is_paired(kernel: DecodeKernel, problem: Problem) -> bool:
+    return kernel.takes_pairs and problem.kv_dtype.itemsize == 1
 
 
 def _rows(problem: Problem) -> int:
@@ -290,6 +337,12 @@ def _pad(size: int, paired: bool = False) -> int:
     return max(32 if paired else 16, power_of_2(size))
 
 
+def _pad_values(problem: Problem, plan: GpuPlan, paired: bool = False) -> int:
+    """The width of a tile of values. From 64 rows on warps multiply in groups of four, and then
+    Triton 3.6 is wrong where values are narrow: 16 and 32 columns beside keys of 64 and 128."""
+    return max(_pad(problem.v_head_size, paired), 64 if plan.tile_m >= 64 else 16)
+
+
 def _dot(problem: Problem) -> Any:
     """What is multiplied: the elements as they are, 8 bits as float16, a mixture as float32."""
     if problem.kv_dtype.itemsize == 1:
@@ -302,21 +355,16 @@ def _code(dtype: torch.dtype) -> str:
     return names.get(dtype, "none")
 
 
-def _scales(options: Options, other: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Both scales with their strides of block, slot and head."""
-    k_scale, v_scale = options.k_scale, options.v_scale
-    if k_scale is None or v_scale is None:
-        return other, other, (0,) * 6
-    return k_scale, v_scale, (*_three(k_scale), *_three(v_scale))
-
-
-def _three(scale: Tensor) -> tuple[int, ...]:
-    return (0, 0, *scale.stride())[-3:]
+def _three(scale: tuple[int, ...] | None) -> tuple[int, ...]:
+    """A scale's strides of block, slot and head."""
+    return (0, 0, 0, *(scale or ()))[-3:]
 
 
 def _floats(biases: Tensor | None) -> Tensor | None:
     """ALiBi's slopes and sinks as the kernels read them; float32 already, as a rule."""
-    return biases if biases is None else biases.float().contiguous()
+    if biases is None or (biases.dtype == torch.float32 and biases.stride(0) == 1):
+        return biases
+    return biases.float().contiguous()
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -78,18 +78,36 @@ def make_gpu_plan(
         tile_n=tile_n,
         num_warps=num_warps,
         num_stages=num_stages,
-        num_programs=per_worker * device.num_workers,
+        num_programs=_align(
+            per_worker * device.num_workers, problem.num_seqs * problem.num_kv_heads
+        ),
         split_size=SPLIT_SIZE if batch_invariant else 0,
         max_registers=registers,
         fetch_registers=fetch_registers,
     )
 
 
+def _align(programs: int, pairs: int) -> int:
+    """Nearly as many programs, but so that shares end where heads do if all lengths are equal.
+
+    ``pairs`` of a sequence and a KV head are the heads' number in a batch. A share that ends
+    within a head costs a state that is stored and merged.
+    """
+    if pairs < programs:
+        fitting = programs // max(1, pairs) * pairs
+    else:
+        fitting = next(n for n in range(programs, 0, -1) if pairs % n == 0)
+    # With many heads a share few of them are cut, and every multiprocessor counts.
+    return fitting if fitting >= 0.9 * programs and pairs <= 4 * programs else programs
+
+
 def _hopper_tiles(problem: Problem) -> tuple[int, int, int, int, int, int]:
     """Measured on an H200: `python -m benchmarks tune`."""
     width = max(problem.head_size, problem.v_head_size)
+    if problem.kv_dtype.itemsize == 1 and problem.scale_kind == "token" and width <= 128:
+        return 64, 4, 2, 2, 128, 80
     if problem.kv_dtype.itemsize == 1:
-        return (64, 4, 4, 2, 128, 80) if width <= 128 else (32, 4, 6, 1, 168, 88)
+        return (128, 4, 2, 2, 128, 80) if width <= 128 else (64, 4, 3, 1, 168, 88)
     if width <= 64:
         return 64, 4, 3, 2, 128, 80
     return (64, 4, 2, 2, 128, 80) if width <= 128 else (32, 4, 6, 1, 168, 88)
