@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -103,7 +104,7 @@ class _Call:
         bias = x.bias_table if x.bias is None else x.bias
         if bias is not None:
             bias = bias.contiguous()
-        mask, mixed = _mask(x)
+        mask, mixed = _mask(x, is_one_tile=problem.num_tokens <= 64)
         self.added = [
             anything if bias is None else bias,
             anything if x.rel_offsets is None else x.rel_offsets.contiguous(),
@@ -142,8 +143,10 @@ class _Call:
         ]
 
 
-def _mask(x: Operands) -> tuple[Tensor | None, Tensor | None]:
+def _mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | None]:
     """Regions or a matrix to be added, and which windows of regions are mixed."""
+    if x.regions is not None and is_one_tile:
+        return x.regions.contiguous(), None
     if x.regions is not None:
         regions = x.regions.contiguous()
         num_masks, num_tokens = regions.shape
@@ -220,7 +223,7 @@ def _row_gradients(
 @functools.lru_cache(maxsize=256)
 def _column_gradients(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
     types = _types(problem, kinds, ("dk", "dv"), ("q", "k", "v", "dout"), ("lse", "delta"))
-    tiles = sum(plan.groups, ())
+    tiles = tuple(itertools.chain(*plan.groups))
     constants = {
         **_features(problem), "KEPT": plan.kept_backward, **_tiles(problem, plan.tile_m, tiles),
         "STAGES": plan.stages if len(tiles) == 1 else min(plan.stages, 2),
@@ -241,6 +244,7 @@ def _types(
     types |= {name: "*fp32" if name in floats else own + ":16" for name in others}
     names = ("bias", "offsets", "mixed", "mask", "logit_scale")
     types |= dict(zip(names, added, strict=True))
+    types["mixed"] = "*i32"  # or not read
     integers = ("num_windows", "num_chunks", "num_masks", "num_biases", "centre")
     types |= dict.fromkeys(integers, "i32")
     types |= dict.fromkeys(("softmax_scale", "mask_value", "eps"), "fp32")

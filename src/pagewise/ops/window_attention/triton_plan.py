@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,24 +43,24 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         >>> problem = Problem(343, 3, 343, 16, torch.float16, table_size=2197)
         >>> plan = make_plan(problem, DeviceInfo("cuda", 132))
         >>> plan.tiles, plan.groups, plan.chunks
-        ((64, 64, 64, 64, 64, 32), ((64, 64, 64), (64, 64, 32)), 29)
+        ((128, 128, 64, 32), ((64, 64), (64, 64), (64, 32)), 29)
     """
     num_tokens, is_wide = problem.num_tokens, problem.dtype == torch.float32
     tile_m = min(64, max(16, _next_power_of_2(num_tokens)))
-    width = 128 if num_tokens > _MOST_KEPT and not is_wide else tile_m
-    tiles = cover(num_tokens, width)
-    is_one = len(tiles) == 1
-    is_kept = not is_wide and num_tokens <= _MOST_KEPT and problem.has_bias
-    is_kept = is_kept or (is_one and not is_wide)
-    backward = cover(num_tokens, tile_m)
-    groups = tuple(tuple(backward[at : at + 3]) for at in range(0, len(backward), 3))
+    tiles = backward = (tile_m,)
+    if num_tokens > tile_m:
+        tiles = cover(num_tokens, 64 if is_wide else 128)
+        backward = cover(num_tokens, 64)
+    groups = tuple(backward[at : at + 2] for at in range(0, len(backward), 2))
+    can_keep = not is_wide and num_tokens <= _MOST_KEPT
+    is_kept = can_keep and (problem.has_bias or len(tiles) == 1)
     programs = -(-num_tokens // tile_m) * problem.num_heads
     return Plan(
         tile_m=tile_m,
         tiles=tiles,
         groups=groups if problem.has_bias else (backward,),
         kept=_REGISTERS if is_kept else _NOWHERE,
-        kept_backward=(_REGISTERS if is_one else _SHARED) if is_kept else _NOWHERE,
+        kept_backward=_NOWHERE if not is_kept else _REGISTERS if num_tokens <= 400 else _SHARED,
         stages=_stages(problem, sum(tiles)),
         chunks=_chunks(problem, 4 * device.num_workers // programs),
         chunks_backward=_chunks(problem, 2 * device.num_workers // programs),
@@ -88,10 +89,16 @@ def _next_power_of_2(number: int) -> int:
 
 
 def _chunks(problem: Problem, wanted: int) -> int:
-    """Programs that share the windows of a tile, each of which meets one bias only."""
+    """Programs that share the windows of a tile, each of which meets one bias only.
+
+    A prime number: windows at the border of a map cost more, for their mask, and they stand at
+    multiples of its sides. Program ``i`` of 14 would get all or none of those of 14 × 14 × 14.
+    """
     chunks = max(1, min(problem.num_windows, wanted))
     if problem.num_biases > 1:
-        chunks = max(1, chunks // problem.num_biases) * problem.num_biases
+        return max(1, chunks // problem.num_biases) * problem.num_biases
+    while any(chunks % divisor == 0 for divisor in range(2, math.isqrt(chunks) + 1)):
+        chunks -= 1
     return chunks
 
 

@@ -1,0 +1,206 @@
+"""The inner loops of window attention on a CPU: four rows of scores at a time.
+
+A window's keys and values lie transposed, ``[head_size, width]``, so that sixteen lanes are
+sixteen keys whatever the head size is: 4 as well as 64. ``width`` is the number of keys, padded
+to a multiple of 32; a padded key has a bias of -inf. Rows of four queries lie one after another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...tiles.cpu.compile import inner
+from ...tiles.cpu.microkernels import store_4x4
+from ...tiles.cpu.online_softmax import exp2_scalar
+from ...tiles.cpu.simd import (
+    add,
+    exp2,
+    fma,
+    load,
+    max_lanes,
+    maximum,
+    mul,
+    splat,
+    store,
+    sub,
+    sum_each,
+    sum_lanes,
+    where_less,
+    zeros,
+)
+
+
+@inner()
+def inverse_norm(x, at, size, eps):
+    """``1 / max(norm, eps)`` of one row."""
+    total = np.float32(0)
+    for d in range(size):
+        total += x[at + d] * x[at + d]
+    return np.float32(1) / max(np.sqrt(total), np.float32(eps))
+
+
+@inner()
+def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
+    """Some tokens' rows as ``[depth, width]``, divided by their norms if ``eps`` is not negative."""
+    into[at : at + depth * width] = 0
+    for n in range(num_tokens):
+        row = x_at + n * x_token
+        factor = inverse_norm(x, row, size, eps) if eps >= 0 else np.float32(1)
+        for d in range(size):
+            into[at + d * width + n] = x[row + d] * factor
+
+
+@inner()
+def gather_rows(into, x, x_at, x_token, first, num_rows, size, depth, scale, eps):
+    """Four rows from token ``first`` on, ``[4, depth]``, times ``scale``; 0 past the last."""
+    into[: 4 * depth] = 0
+    for r in range(num_rows):
+        row = x_at + (first + r) * x_token
+        factor = scale * inverse_norm(x, row, size, eps) if eps >= 0 else scale
+        for d in range(size):
+            into[r * depth + d] = x[row + d] * factor
+
+
+@inner()
+def gather_bias(into, table, table_at, offsets, first, num_rows, width, centre):
+    """Four rows of bias, ``[4, width]``, -inf past the last key."""
+    num_tokens = len(offsets)
+    into[: 4 * width] = -np.inf
+    for r in range(4):
+        u = offsets[first + min(r, num_rows - 1)] + centre
+        for n in range(num_tokens):
+            into[r * width + n] = table[table_at + u - offsets[n]]
+
+
+@inner()
+def score(s, rows, keys, at, width, depth):
+    """``s[r, n] = Σ_d rows[r, d] · keys[d, n]``."""
+    r1, r2, r3 = depth, 2 * depth, 3 * depth
+    for n in range(0, width, 32):
+        s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zeros()
+        for d in range(depth):
+            b0, b1 = load(keys, at + d * width + n), load(keys, at + d * width + n + 16)
+            a = splat(rows[d])
+            s00, s01 = fma(a, b0, s00), fma(a, b1, s01)
+            a = splat(rows[r1 + d])
+            s10, s11 = fma(a, b0, s10), fma(a, b1, s11)
+            a = splat(rows[r2 + d])
+            s20, s21 = fma(a, b0, s20), fma(a, b1, s21)
+            a = splat(rows[r3 + d])
+            s30, s31 = fma(a, b0, s30), fma(a, b1, s31)
+        store(s, n, s00)
+        store(s, n + 16, s01)
+        store(s, width + n, s10)
+        store(s, width + n + 16, s11)
+        store(s, 2 * width + n, s20)
+        store(s, 2 * width + n + 16, s21)
+        store(s, 3 * width + n, s30)
+        store(s, 3 * width + n + 16, s31)
+
+
+@inner()
+def mix(result, weights, values, at, width, depth):
+    """``result[r, d] = Σ_n weights[r, n] · values[d, n]``, ``depth`` a multiple of 4."""
+    for d in range(0, depth, 4):
+        v0 = at + d * width
+        v1, v2, v3 = v0 + width, v0 + 2 * width, v0 + 3 * width
+        a00 = a01 = a02 = a03 = zeros()
+        a10 = a11 = a12 = a13 = zeros()
+        a20 = a21 = a22 = a23 = zeros()
+        a30 = a31 = a32 = a33 = zeros()
+        for n in range(0, width, 16):
+            b0, b1 = load(values, v0 + n), load(values, v1 + n)
+            b2, b3 = load(values, v2 + n), load(values, v3 + n)
+            w = load(weights, n)
+            a00, a01, a02, a03 = fma(w, b0, a00), fma(w, b1, a01), fma(w, b2, a02), fma(w, b3, a03)
+            w = load(weights, width + n)
+            a10, a11, a12, a13 = fma(w, b0, a10), fma(w, b1, a11), fma(w, b2, a12), fma(w, b3, a13)
+            w = load(weights, 2 * width + n)
+            a20, a21, a22, a23 = fma(w, b0, a20), fma(w, b1, a21), fma(w, b2, a22), fma(w, b3, a23)
+            w = load(weights, 3 * width + n)
+            a30, a31, a32, a33 = fma(w, b0, a30), fma(w, b1, a31), fma(w, b2, a32), fma(w, b3, a33)
+        sums = sum_each(
+            (a00, a01, a02, a03, a10, a11, a12, a13, a20, a21, a22, a23, a30, a31, a32, a33)
+        )
+        store_4x4(result, d, depth, sums)
+
+
+@inner()
+def add_outer(into, at, weights, rows, width, depth):
+    """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: what ``mix`` and ``score`` hand back."""
+    r1, r2, r3 = depth, 2 * depth, 3 * depth
+    for n in range(0, width, 16):
+        w0, w1 = load(weights, n), load(weights, width + n)
+        w2, w3 = load(weights, 2 * width + n), load(weights, 3 * width + n)
+        for d in range(depth):
+            here = at + d * width + n
+            acc = fma(splat(rows[d]), w0, load(into, here))
+            acc = fma(splat(rows[r1 + d]), w1, acc)
+            acc = fma(splat(rows[r2 + d]), w2, acc)
+            store(into, here, fma(splat(rows[r3 + d]), w3, acc))
+
+
+@inner()
+def add_bias_and_mask(s, bias, regions, regions_at, first, num_rows, width, mask_value):
+    """Add to four rows of scores; ``regions_at`` is -1 for a window of one region."""
+    for r in range(4):
+        at = r * width
+        if regions_at < 0:
+            for n in range(0, width, 16):
+                store(s, at + n, add(load(s, at + n), load(bias, at + n)))
+            continue
+        mine = splat(regions[regions_at + first + min(r, num_rows - 1)])
+        for n in range(0, width, 16):
+            value = add(load(s, at + n), load(bias, at + n))
+            apart = sub(load(regions, regions_at + n), mine)
+            masked = add(value, splat(mask_value))
+            value = where_less(mul(apart, apart), splat(np.float32(0.5)), value, masked)
+            store(s, at + n, value)
+
+
+@inner()
+def soften(s, at, width):
+    """One row of scores (powers of two) into weights that add up to 1; returns its lse."""
+    highest = splat(np.float32(-np.inf))
+    for n in range(at, at + width, 16):
+        highest = maximum(load(s, n), highest)
+    m = max_lanes(highest)
+    pivot = splat(m if m > -np.inf else np.float32(0))
+    sums = zeros()
+    for n in range(at, at + width, 16):
+        p = exp2(sub(load(s, n), pivot))
+        store(s, n, p)
+        sums = add(sums, p)
+    return m, sum_lanes(sums)
+
+
+@inner()
+def soften_again(s, at, width, lse):
+    """One row of scores into the weights that the forward pass had."""
+    pivot = splat(lse if lse > -np.inf else np.float32(0))
+    for n in range(at, at + width, 16):
+        store(s, n, exp2(sub(load(s, n), pivot)))
+
+
+@inner()
+def score_gradient(ds, weights, at, width, delta):
+    """``ds = weights · (ds - delta)`` for one row."""
+    shift = splat(delta)
+    for n in range(at, at + width, 16):
+        store(ds, n, mul(load(weights, n), sub(load(ds, n), shift)))
+
+
+@inner()
+def accumulate(into, x, size):
+    """``into += x``."""
+    for n in range(0, size, 16):
+        store(into, n, add(load(into, n), load(x, n)))
+
+
+@inner()
+def head_scale(logit_scale, softmax_scale, head):
+    """What multiplies q·k of a head; without ``logit_scale`` (no entries) the same for all."""
+    if len(logit_scale) == 0:
+        return np.float32(softmax_scale)
+    learned = min(logit_scale[head], np.float32(4.605170185988092))
+    return np.float32(softmax_scale) * exp2_scalar(learned * np.float32(1.4426950408889634))
