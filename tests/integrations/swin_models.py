@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ def framework(name):
         return import_module(name)
     except ImportError as error:
         pytest.skip(f"{root} is not installed ({error}): pip install 'pagewise[swin-test]'")
+
+
+def torchvision_loads():
+    """Whether torchvision, where it is installed, imports without the help below."""
+    return find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "_cuda_version")
 
 
 def _load_torchvision():
