@@ -41,7 +41,7 @@ def inverse_norm(x, at, size, eps):
 
 @inner()
 def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
-    """Some tokens' rows as ``[depth, width]``, divided by their norms if ``eps`` is not negative."""
+    """Tokens' rows as ``[depth, width]``, divided by their norms if ``eps`` is not negative."""
     into[at : at + depth * width] = 0
     for n in range(num_tokens):
         row = x_at + n * x_token

@@ -240,7 +240,7 @@ def _types(
     own, stride = _KINDS[problem.dtype], f"i64:{factor}"
     floats = ("lse", "dlse", "delta", "dq_so_far", "dbias", "dscale")
     types = {name: "*fp32" if name in floats else own + ":16" for name in results}
-    types |= {name: own + ":16" * is_aligned for name in rows}
+    types |= dict.fromkeys(rows, own + ":16" * is_aligned)
     types |= {name: "*fp32" if name in floats else own + ":16" for name in others}
     names = ("bias", "offsets", "mixed", "mask", "logit_scale")
     types |= dict(zip(names, added, strict=True))

@@ -79,6 +79,7 @@ def row_gradients(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Of q, by tiles of tokens; of the bias and the scale, by chunks of windows."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -99,7 +100,7 @@ def row_gradients(
     )  # fmt: skip
     sums = ()
     for t in tl.static_range(len(TILES) if SUMS else 0):
-        sums = sums + (tl.full([TILE_M, TILES[t]], 0.0, tl.float32),)
+        sums += (tl.full([TILE_M, TILES[t]], 0.0, tl.float32),)
     scale_sum = tl.zeros([TILE_M], tl.float32)
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load q and what came back for it
@@ -143,7 +144,7 @@ def row_gradients(
             dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
             ds = p * (dp - row_delta[:, None])
             if SUMS:
-                new_sums = new_sums + (sums[t] + ds,)
+                new_sums += (sums[t] + ds,)
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="tf32x3")
             first += TILES[t]
         # finish and store
@@ -210,6 +211,7 @@ def column_gradients(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Of k and v, by tiles of keys."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...tiles.triton.online_softmax import LN_2, LOG2_E, finish, weigh
+from ...tiles.triton.online_softmax import LOG2_E, finish, weigh
 from .triton_tiles import (
     NOWHERE,
     add_bias,
@@ -70,6 +70,7 @@ def attend(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """The kernel; see above."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M

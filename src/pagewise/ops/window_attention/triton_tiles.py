@@ -103,7 +103,7 @@ def load_biases(
         )
         if KEPT == SHARED:
             tile = tl.maximum(tile, -60000.0)  # 0 · -inf is no number
-        tiles = tiles + (tile.to(tl.float16),)
+        tiles += (tile.to(tl.float16),)
         first_column += TILES[t]
     return tiles
 
@@ -134,7 +134,7 @@ def add_mask(
     NUM_TOKENS: tl.constexpr, MASK: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """A tile of scores plus a window's mask; a window of one region (not ``mixed``) has none."""
-    if MASK == REGIONS:
+    if MASK == REGIONS:  # noqa: SIM102
         if mixed != 0:
             mine = tl.load(mask + rows, mask=rows < NUM_TOKENS, other=0)
             theirs = tl.load(mask + columns, mask=columns < NUM_TOKENS, other=0)

@@ -1,0 +1,514 @@
+"""window_attention against float64, forward and backward, on all that runs here."""
+
+import itertools
+import math
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pagewise import (
+    AttentionOutput,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    explain_window_attention,
+    rel_offsets,
+    shift_regions,
+    window_attention,
+)
+from pagewise.testing import poisoned_memory
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+LEARNED = ("bias_table", "bias", "logit_scale")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Windows of a shifted map, a number of images of it."""
+
+    window: tuple[int, ...] = (3, 3)
+    num_heads: int = 2
+    head_size: int = 8
+    dtype: torch.dtype = F32
+    images: int = 2
+    bias: str = "table"
+    mask: str = "regions"
+    cosine: bool = False
+    num_tokens: int | None = None
+    mask_value: float = -100.0
+    softmax_scale: float | None = None
+
+    def __str__(self):
+        window = "x".join(map(str, self.window))
+        words = [window, f"h{self.num_heads}", f"d{self.head_size}", str(self.dtype)[6:]]
+        words += [f"n{self.num_tokens}"] * bool(self.num_tokens)
+        words += [self.bias, self.mask] + ["cosine"] * self.cosine
+        return "-".join(words + [f"{self.mask_value:g}"] * (self.mask_value != -100))
+
+
+class Inputs:
+    """A case's tensors: q, k and v are views of one packed tensor with NaN between its rows."""
+
+    def __init__(self, case, device="cpu"):
+        self.case = case
+        self.random = torch.Generator().manual_seed(len(str(case)) + case.head_size)
+        num_tokens = case.num_tokens or math.prod(case.window)
+        grid, shift = [2 * n for n in case.window], [n // 2 for n in case.window]
+        num_masks = 2 ** len(case.window)
+        self.num_windows, heads = num_masks * case.images, case.num_heads
+        packed = torch.full((self.num_windows, num_tokens, 3, heads + 1, case.head_size), math.nan)
+        packed = packed.to(case.dtype)
+        packed[..., :heads, :] = self.normal(*packed[..., :heads, :].shape)
+        views = packed.to(device)[..., :heads, :].permute(2, 0, 3, 1, 4).unbind(0)
+        self.tensors = dict(zip("qkv", views, strict=True))
+        self.options = {"mask_value": case.mask_value, "softmax_scale": case.softmax_scale}
+        pairs = (num_tokens, num_tokens)
+        if case.bias == "table":
+            rows = math.prod(2 * n - 1 for n in case.window)
+            self.tensors["bias_table"] = self.normal(rows, heads).to(device)
+            self.options["rel_offsets"] = rel_offsets(case.window, num_tokens=num_tokens).to(device)
+        elif case.bias == "dense":
+            self.tensors["bias"] = self.normal(2, heads, *pairs).to(device)
+        if case.mask == "regions":
+            regions = shift_regions(grid, case.window, shift)[:, :num_tokens]
+            self.options["regions"] = regions.to(device)
+        elif case.mask == "float":
+            self.options["mask"] = self.normal(num_masks, *pairs).to(device)
+        elif case.mask == "bool":
+            hidden = torch.rand(num_masks, *pairs, generator=self.random) < 0.3
+            self.options["mask"] = ~hidden.to(device)
+        if case.cosine:
+            scales = torch.tensor([1.0, 4.0, 5.0]).repeat(heads)[:heads]  # the last is clamped
+            self.tensors["logit_scale"] = scales.to(device)
+        self.dout = self.normal(*views[0].shape).to(device)
+        self.dlse = self.normal(*views[0].shape[:3]).to(device)
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.random)
+
+    def leaves(self, dtype=None):
+        """The tensors again, as leaves; with their strides if their type stays."""
+        return {
+            name: (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_()
+            for name, tensor in self.tensors.items()
+        }
+
+    def attend(self, impl, dtype=None, attend=window_attention, **more):
+        """The result, and its gradients by name."""
+        leaves = self.leaves(dtype)
+        options = {
+            name: value.to(dtype)
+            if dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for name, value in self.options.items()
+        }
+        result = attend(**leaves, **options, **({"impl": impl} if impl else {}), **more)
+        total = (result.out * self.dout.to(result.out.dtype)).sum()
+        total = total + (result.lse * self.dlse.to(result.lse.dtype)).sum()
+        gradients = torch.autograd.grad(total, leaves.values())
+        found = {"out": result.out.detach(), "lse": result.lse.detach()}
+        return found | dict(zip(leaves, gradients, strict=True))
+
+
+def eager(
+    q, k, v, *, bias_table=None, rel_offsets=None, bias=None, regions=None, mask=None,
+    mask_value=-100.0, softmax_scale=None, logit_scale=None,
+):  # fmt: skip
+    """Swin's attention as model code writes it, with its index and its dense mask."""
+    dtype, num_windows, num_tokens = q.dtype, q.shape[0], q.shape[2]
+    if logit_scale is None:
+        scores = q * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) @ k.mT
+    else:
+        eps = max(1e-12, torch.finfo(dtype).tiny)
+        q, k = (torch.nn.functional.normalize(t, dim=-1, eps=eps) for t in (q, k))
+        scores = q @ k.mT * logit_scale.clamp(max=math.log(100)).exp().to(dtype)[:, None, None]
+    if bias_table is not None:
+        index = rel_offsets[:, None] - rel_offsets[None, :] + (len(bias_table) - 1) // 2
+        rows = bias_table[index.flatten().long()].view(num_tokens, num_tokens, -1)
+        scores = scores + rows.permute(2, 0, 1).to(dtype)
+    if bias is not None:
+        scores = scores + bias.to(dtype).repeat(num_windows // len(bias), 1, 1, 1)
+    if regions is not None:
+        apart = regions[:, :, None] != regions[:, None, :]
+        mask = torch.zeros(apart.shape, dtype=dtype, device=q.device)
+        mask = mask.masked_fill(apart, mask_value)
+    elif mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=q.device).masked_fill(~mask, mask_value)
+    if mask is not None:
+        scores = scores + mask.to(dtype).repeat(num_windows // len(mask), 1, 1)[:, None]
+    return AttentionOutput(scores.softmax(dim=-1) @ v, scores.float().logsumexp(dim=-1))
+
+
+def errors(found, expected):
+    return {name: (found[name].double() - expected[name]).abs().max().item() for name in expected}
+
+
+def assert_matches(inputs, found):
+    """At most twice as wrong as model code in the same type, plus a rounding of the largest.
+
+    A gradient's weights come from the lse, whose own rounding in float32 counts as well.
+    """
+    expected = inputs.attend("reference", F64)
+    common = inputs.attend(None, inputs.case.dtype, eager)
+    allowed, mistakes = errors(common, expected), errors(found, expected)
+    lse_unit = torch.finfo(F32).eps / 2 * (1 + expected["lse"].abs().max().item())
+    for name, mistake in mistakes.items():
+        unit = torch.finfo(F32 if name == "lse" else inputs.case.dtype).eps
+        band = (4 * unit + lse_unit) * (1 + expected[name].abs().max().item())
+        assert mistake <= 2 * allowed[name] + band, (
+            f"{name} of {inputs.case} is off by {mistake:.3g}; model code by {allowed[name]:.3g}"
+        )
+        wanted = inputs.tensors.get(name, inputs.tensors["q"]).dtype
+        assert found[name].dtype == (F32 if name == "lse" else wanted), name
+
+
+def skip_what_cannot_run(impl, case):
+    if impl == "triton" and case.dtype == BF16 and not ON_GPU:
+        pytest.skip("Triton 3.6's interpreter does not round to bfloat16 as a GPU does")
+    if impl == "cpu" and (case.bias == "dense" or case.mask in ("float", "bool")):
+        pytest.skip("dense biases and masks are the reference's on a CPU")
+
+
+IMPLEMENTATIONS = ["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request):
+    return request.param
+
+
+def make(case, impl):
+    skip_what_cannot_run(impl, case)
+    return Inputs(case, "cuda" if impl == "triton" and ON_GPU else "cpu")
+
+
+CASES = [
+    # Head sizes and types.
+    *(Case(head_size=d) for d in (4, 10, 12, 16, 24, 30, 32, 64)),
+    *(Case((4, 4), head_size=d, dtype=F16) for d in (4, 10, 16, 30, 64)),
+    Case((4, 4), dtype=BF16),
+    # Token counts: one tile, several, ragged ones, a single token.
+    Case((1, 1)),
+    Case((7, 7), dtype=F16),
+    Case((2, 3, 5)),
+    Case((5, 4, 4), dtype=F16),
+    Case((9, 9), head_size=4),
+    # What is added.
+    Case(bias="none", mask="none"),
+    Case(bias="none"),
+    Case(mask="none", num_heads=3),
+    Case(bias="dense", mask="bool"),
+    Case(bias="dense", mask="float", dtype=F16),
+    Case((3, 4, 2), num_tokens=17),  # a clamped window
+    Case(mask_value=-math.inf),
+    Case(mask_value=-3.0, dtype=F16),
+    Case((9, 8), mask_value=-3.0, dtype=F16, images=1),
+    Case(softmax_scale=0.0),
+    Case(softmax_scale=-1.5),
+    # Swin v2.
+    Case(cosine=True, num_heads=3),
+    Case((4, 4), cosine=True, num_heads=3, dtype=F16),
+    Case((9, 8), cosine=True, num_heads=1, images=1),
+    Case(cosine=True, bias="none", mask="none", head_size=30),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_float64(case, impl):
+    inputs = make(case, impl)
+    with poisoned_memory():
+        found = inputs.attend(impl)
+    assert_matches(inputs, found)
+
+
+LARGE = [
+    *(
+        Case((n, n), head_size=32, dtype=dtype)
+        for n in (8, 12, 14, 16, 24)
+        for dtype in (F16, BF16)
+    ),
+    *(Case((7, 7, 7), head_size=d, dtype=F16, images=1) for d in (4, 8, 12, 16, 24)),
+    Case((6, 6, 6), head_size=16, dtype=F16, images=1),
+    Case((8, 7, 7), head_size=32, dtype=BF16, images=1),
+    Case((8, 8, 8), head_size=32, dtype=F16, images=1),
+    Case((32, 32), head_size=64, dtype=F16, images=1),
+    Case((7, 7, 7), images=1),
+    Case((16, 16), head_size=32, dtype=BF16, cosine=True, num_heads=3),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_matches_float64_at_full_size(case):
+    inputs = make(case, "triton")
+    assert_matches(inputs, inputs.attend("triton"))
+
+
+@pytest.mark.parametrize("case", [Case((7, 7, 7), images=1), Case((12, 12), cosine=True)], ids=str)
+def test_the_cpu_matches_float64_at_full_size(case):
+    inputs = make(case, "cpu")
+    assert_matches(inputs, inputs.attend("cpu"))
+
+
+def test_a_wrong_result_is_refused():
+    inputs = Inputs(Case())
+    found = inputs.attend("reference")
+    for name in found:
+        wrong = {**found, name: found[name].clone()}
+        wrong[name][(0,) * wrong[name].dim()] += 0.01
+        with pytest.raises(AssertionError, match=f"^{name} of"):
+            assert_matches(inputs, wrong)
+
+
+# --- the gradient is the function's ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 3), head_size=3, mask_value=-2.0, images=1),
+        Case((2, 2), head_size=3, cosine=True, mask_value=-2.0, images=1),
+        Case((2, 2), head_size=3, bias="dense", mask="bool", mask_value=-2.0, images=1),
+    ],
+    ids=str,
+)
+def test_gradcheck_in_float64(case):
+    inputs = Inputs(case)
+    leaves = inputs.leaves(F64)
+
+    def attend(*tensors):
+        return tuple(window_attention(**dict(zip(leaves, tensors, strict=True)), **inputs.options))
+
+    assert torch.autograd.gradcheck(attend, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("case", [Case((7, 7), dtype=F16), Case((5, 4, 4), cosine=True)], ids=str)
+def test_two_runs_give_the_same_bits(case, impl):
+    inputs = make(case, impl)
+    first, second = inputs.attend(impl), inputs.attend(impl)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_number_of_threads_does_not_show_on_a_cpu():
+    inputs, before = Inputs(Case((7, 7), images=3)), torch.get_num_threads()
+    results = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        results.append(inputs.attend("cpu"))
+    torch.set_num_threads(before)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_only_one_result_may_be_used(impl):
+    inputs = make(Case(), impl)
+    for name in ("out", "lse"):
+        leaves = inputs.leaves()
+        result = window_attention(**leaves, **inputs.options, impl=impl)
+        wide = inputs.leaves(F64)
+        expected = window_attention(**wide, **inputs.options, impl="reference")
+        found = torch.autograd.grad(getattr(result, name).sum(), leaves["q"])[0]
+        wanted = torch.autograd.grad(getattr(expected, name).sum(), wide["q"])[0]
+        assert (found - wanted).abs().max() < 1e-5
+
+
+# --- corners ----------------------------------------------------------------------------------
+
+
+def test_a_row_that_sees_nothing_is_zero():
+    q = torch.randn(1, 1, 3, 8, requires_grad=True)
+    mask = torch.zeros(1, 3, 3).index_fill(1, torch.tensor([1]), -math.inf)
+    result = window_attention(q, q, q, mask=mask)
+    assert result.lse[0, 0, 1] == -math.inf
+    assert (result.out[0, 0, 1] == 0).all()
+    (gradient,) = torch.autograd.grad(result.out.sum(), q)
+    assert gradient.isfinite().all()
+
+
+def test_tokens_of_zeros_are_normalised_to_zeros_in_half_precision(impl):
+    """Half-precision model code gives NaN: its epsilon rounds to 0, and padded tokens are zeros."""
+    inputs = make(Case((4, 4), cosine=True, num_heads=3, dtype=F16), impl)
+    for name in "qk":
+        inputs.tensors[name][:, :, 5:9] = 0
+    found, expected = inputs.attend(impl), inputs.attend("reference", F64)
+    for name in ("out", "lse", "v", "bias_table", "logit_scale"):
+        assert (found[name] - expected[name]).abs().max() < 0.02 * expected[name].abs().max()
+    kept = [n for n in range(16) if not 5 <= n < 9]
+    for name in "qk":
+        difference = (found[name] - expected[name])[:, :, kept].abs().max()
+        assert difference < 0.02 * expected[name][:, :, kept].abs().max()
+
+
+def test_more_windows_than_a_grid_has_rows(impl):
+    device = "cuda" if impl == "triton" and ON_GPU else "cpu"
+    if impl == "triton" and not ON_GPU:
+        pytest.skip("minutes under the interpreter")
+    q, k, v = torch.randn(3, 65_537, 1, 4, 4, device=device).unbind(0)
+    found = window_attention(q, k, v, impl=impl)
+    expected = torch.nn.functional.scaled_dot_product_attention(q[-3:], k[-3:], v[-3:])
+    assert (found.out[-3:] - expected).abs().max() < 1e-5
+
+
+def test_no_windows(impl):
+    if impl == "triton" and not ON_GPU:
+        pytest.skip("the interpreter cannot hold an empty tensor")
+    q = torch.empty(0, 2, 9, 8, device="cuda" if impl == "triton" else "cpu", requires_grad=True)
+    result = window_attention(q, q, q, impl=impl)
+    assert result.out.shape == q.shape
+    assert torch.autograd.grad(result.out.sum(), q)[0].shape == q.shape
+
+
+def test_heads_of_a_token_lie_side_by_side(impl):
+    inputs = make(Case(), impl)
+    out = window_attention(**inputs.tensors, **inputs.options, impl=impl).out
+    assert out.transpose(1, 2).is_contiguous()
+
+
+# --- as torch sees it -------------------------------------------------------------------------
+
+
+def call(case):
+    inputs = Inputs(case)
+    x = {**inputs.tensors, **inputs.options}
+    names = ("q", "k", "v", "bias_table", "rel_offsets", "bias", "regions", "mask", "logit_scale")
+    tensors = tuple(x.get(name) for name in names)
+    for tensor in tensors[:4]:
+        tensor.requires_grad_()
+    return *tensors, case.mask_value, 0.3, 1e-12, "auto"
+
+
+@pytest.mark.parametrize("case", [Case(), Case(cosine=True, dtype=F16)], ids=str)
+def test_the_operator_is_one_that_torch_can_trace(case):
+    operator = torch.ops.pagewise.window_attention.default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, call(case), test_utils=checks)
+
+
+def test_compiled_it_is_one_piece():
+    inputs = Inputs(Case())
+    compiled = torch.compile(window_attention, fullgraph=True, backend="aot_eager")
+    found = inputs.attend("auto", attend=compiled)
+    expected = inputs.attend("auto")
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_checkpointing_runs_it_twice():
+    inputs = Inputs(Case())
+    leaves = inputs.leaves()
+    result = torch.utils.checkpoint.checkpoint(
+        lambda q: window_attention(**{**leaves, "q": q}, **inputs.options).out,
+        leaves["q"],
+        use_reentrant=False,
+    )
+    result.backward(inputs.dout)
+    plain = inputs.leaves()
+    window_attention(**plain, **inputs.options).out.backward(inputs.dout)
+    assert all(torch.equal(leaves[name].grad, plain[name].grad) for name in leaves)
+
+
+def test_under_autocast_rows_are_cast_and_the_table_is_not():
+    inputs = Inputs(Case())
+    leaves = inputs.leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        result = window_attention(**leaves, **inputs.options)
+    assert result.out.dtype == BF16
+    result.out.float().sum().backward()
+    assert leaves["q"].grad.dtype == leaves["bias_table"].grad.dtype == F32
+
+
+def test_between_forward_and_backward_only_the_lse_is_new():
+    inputs = Inputs(Case((7, 7)))
+    leaves = inputs.leaves()
+    result = window_attention(**leaves, **inputs.options)
+    given = [*leaves.values(), inputs.options["rel_offsets"], inputs.options["regions"]]
+    own = {tensor.untyped_storage().data_ptr() for tensor in given}
+    kept = [tensor for tensor in result.out.grad_fn.saved_tensors if tensor is not None]
+    new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in own]
+    assert {tuple(tensor.shape) for tensor in new} == {
+        tuple(result.out.shape), tuple(result.lse.shape)
+    }  # fmt: skip
+
+
+# --- what cannot be ---------------------------------------------------------------------------
+
+
+def table_of(rows, heads=2):
+    return torch.zeros(rows, heads)
+
+
+SHAPE, DTYPE = ShapeError, DTypeError
+WRONG = {
+    "token counts": ({"k": torch.zeros(8, 2, 10, 8)}, SHAPE, "k has num_tokens=10 but q has 9"),
+    "head counts": ({"bias_table": table_of(25, 3)}, SHAPE, "bias_table has num_heads=3 but q has"),
+    "even table": ({"bias_table": table_of(24)}, SHAPE, "bias_table has 24 rows.*num_tokens=9"),
+    "short table": ({"bias_table": table_of(15)}, SHAPE, "bias_table has 15 rows.*at least 17"),
+    "small table": ({"bias_table": table_of(23)}, SHAPE, "bias_table has 23 rows.*needs 25"),
+    "twice": ({"rel_offsets": torch.zeros(9, dtype=torch.int32)}, SHAPE, "rel_offsets.*twice"),
+    "other offsets": ({"rel_offsets": rel_offsets((2, 2))}, SHAPE, "rel_offsets has num_tokens=4"),
+    "no offsets": ({"rel_offsets": None}, SHAPE, "bias_table is given without rel_offsets"),
+    "no table": ({"bias_table": None}, SHAPE, "rel_offsets is given without bias_table"),
+    "two biases": ({"bias": torch.zeros(2, 9, 9)}, SHAPE, "both bias_table and bias"),
+    "two masks": ({"mask": torch.zeros(4, 9, 9)}, SHAPE, "both regions and mask"),
+    "regions' windows": (
+        {"regions": torch.zeros(3, 9, dtype=torch.uint8)},
+        SHAPE,
+        "regions is for 3 windows but q has num_windows=8",
+    ),
+    "mask's windows": (
+        {"regions": None, "mask": torch.zeros(5, 9, 9)},
+        SHAPE,
+        "mask is for 5 windows but q has num_windows=8",
+    ),
+    "mask's tokens": (
+        {"regions": None, "mask": torch.zeros(4, 9, 8)},
+        SHAPE,
+        "mask has num_tokens=8 but",
+    ),
+    "types": ({"v": torch.zeros(8, 2, 9, 8, dtype=F16)}, DTYPE, "v is float16, expected float32"),
+    "offset type": ({"rel_offsets": rel_offsets((3, 3)).long()}, DTYPE, "rel_offsets is int64"),
+    "region type": ({"regions": torch.zeros(4, 9)}, DTYPE, "regions is float32"),
+    "strides": ({"q": torch.zeros(8, 2, 8, 9).transpose(2, 3)}, SHAPE, "q has stride"),
+    "a name": ({"impl": "cuda"}, UnsupportedError, "impl is 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_name_the_argument_and_both_sizes(what):
+    changes, error, message = WRONG[what]
+    inputs = Inputs(Case())
+    arguments = {**inputs.tensors, **inputs.options, **changes}
+    with pytest.raises(error, match=message):
+        window_attention(**arguments)
+
+
+def test_a_named_implementation_says_why_it_cannot():
+    q = torch.zeros(2, 2, 9, 8, dtype=F64)
+    with pytest.raises(UnsupportedError, match="cpu cannot run this: q is float64"):
+        window_attention(q, q, q, impl="cpu")
+    with pytest.raises(UnsupportedError, match="dense bias or mask is left to the reference"):
+        window_attention(q.float(), q.float(), q.float(), mask=torch.zeros(1, 9, 9), impl="cpu")
+
+
+def test_explain_lists_what_could_run():
+    q = torch.zeros(2, 2, 9, 8)
+    text = explain_window_attention(q, q, q, mask=torch.zeros(1, 9, 9))
+    assert text.splitlines()[0] == "cpu: no, a dense bias or mask is left to the reference"
+    assert text.splitlines()[-1] == "reference: yes"
+
+
+def test_every_option_has_an_effect():
+    """Each changes the result, so none is silently dropped."""
+    plain = Inputs(Case(cosine=True))
+    base = plain.attend("reference")["out"]
+    inputs = {**plain.tensors, **plain.options}
+    changes = itertools.chain(
+        ({name: inputs[name] + 1} for name in ("logit_scale",)),
+        [{"regions": None}, {"mask_value": -1.0}, {"softmax_scale": 0.5}, {"qk_norm_eps": 10.0}],
+        [{"bias_table": None, "rel_offsets": None}],
+    )
+    for change in changes:
+        changed = window_attention(**{**inputs, **change}, impl="reference").out
+        assert (changed - base).abs().max() > 1e-3, change
