@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .engine import LLM, SamplingParams
     from .kv_cache.storage import KVCache, LayerSpec
     from .ops.attention import attention, explain_attention
+    from .ops.attention_scores import attention_scores
     from .ops.copy_blocks import copy_blocks
     from .ops.merge_states import merge_states
     from .ops.paged_attention import PagedBatch, explain_paged_attention, paged_attention
@@ -47,6 +48,7 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "attention",
+    "attention_scores",
     "copy_blocks",
     "explain_attention",
     "explain_paged_attention",
@@ -69,6 +71,7 @@ _HOMES = {
     "AttentionOutput": "tiles.state",
     "PagedBatch": "ops.paged_attention",
     "attention": "ops.attention",
+    "attention_scores": "ops.attention_scores",
     "copy_blocks": "ops.copy_blocks",
     "explain_attention": "ops.attention",
     "explain_paged_attention": "ops.paged_attention",

@@ -26,7 +26,7 @@ import torch
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import entry, inner
-from ...tiles.cpu.gemm import multiply, transpose
+from ...tiles.cpu.gemm import load_rows, multiply, transpose
 from ...tiles.cpu.simd import (
     LOG2_E,
     add,
@@ -34,7 +34,6 @@ from ...tiles.cpu.simd import (
     fma,
     lane_numbers,
     load,
-    load_half,
     mul,
     splat,
     store,
@@ -130,27 +129,15 @@ def _store_rows(into, row, tile, rows, width, call):
 
 
 @inner()
-def _load_rows(tile, width, source, at, token, rows, size):
-    """Copy rows into contiguous float32, with zeros beside and below them."""
-    whole = size // 16 * 16
-    for r in range(rows):
-        for d in range(0, whole, 16):
-            store(tile, r * width + d, load(source, at + r * token + d))
-        if whole < size:
-            store(tile, r * width + whole, load_half(source, at + r * token + whole))
-    tile[rows * width : TILE * width] = 0
-
-
-@inner()
 def _load_keys(call, scratch, item, n, keys):
     ragged = len(call.starts) > 0
     row = item.first_key + n if ragged else n
     seq = 0 if ragged else item.seq
     at = seq * call.v_seq + row * call.v_token + item.kv_head * call.v_head
-    _load_rows(scratch.d_out, call.v_width, call.v, at, call.v_token, keys, call.v_head_size)
+    load_rows(scratch.d_out, call.v_width, call.v, at, call.v_token, keys, call.v_head_size, TILE)
     transpose(scratch.v_turned, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
     at = seq * call.k_seq + row * call.k_token + item.kv_head * call.k_head
-    _load_rows(scratch.k, call.width, call.k, at, call.k_token, keys, call.head_size)
+    load_rows(scratch.k, call.width, call.k, at, call.k_token, keys, call.head_size, TILE)
     transpose(scratch.k_turned, TILE, scratch.k, call.width, TILE, call.width)
 
 
@@ -160,9 +147,11 @@ def _load_queries(call, scratch, item, head, m, rows):
     row = item.first_row + m if ragged else m
     seq = 0 if ragged else item.seq
     at = seq * call.q_seq + row * call.q_token + head * call.q_head
-    _load_rows(scratch.q, call.width, call.q, at, call.q_token, rows, call.head_size)
+    load_rows(scratch.q, call.width, call.q, at, call.q_token, rows, call.head_size, TILE)
     at = seq * call.do_seq + row * call.do_token + head * call.do_head
-    _load_rows(scratch.d_out, call.v_width, call.d_out, at, call.do_token, rows, call.v_head_size)
+    load_rows(
+        scratch.d_out, call.v_width, call.d_out, at, call.do_token, rows, call.v_head_size, TILE
+    )
     for r in range(rows):
         at = (item.first_row + m + r) * call.num_heads + head
         # A row that sees no key has no weights: 2 ** (s - inf) is 0.

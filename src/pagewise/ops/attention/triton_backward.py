@@ -43,14 +43,14 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def key_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
-    """Of the kernel that holds keys and walks queries."""
+    """Of the kernel that holds keys and walks queries. Measured on an H200, here and below."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
         return Tiles(32, 32, 4, 1) if widest > 64 else Tiles(32, 64, 4, 1)
     by_tma = device.capability >= _HOPPER
     if widest > 128:
-        return Tiles(32, 64, 8, 1, by_tma)
-    return Tiles(64, 64, 4, 2, by_tma)
+        return Tiles(64, 64, 8, 1, by_tma)
+    return Tiles(64, 64, 4, 2 if widest > 64 else 3, by_tma)
 
 
 def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
@@ -60,8 +60,11 @@ def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
         return Tiles(32, 32, 4, 1) if widest > 64 else Tiles(64, 32, 4, 1)
     by_tma = device.capability >= _HOPPER
     if widest > 128:
-        return Tiles(64, 32, 8, 1, by_tma)
-    return Tiles(128, 64, 8, 3, by_tma)
+        return Tiles(128, 32, 8, 2, by_tma)
+    if widest <= 64:
+        return Tiles(64, 64, 4, 3, by_tma)
+    is_long = problem.max_query_len >= 8192
+    return Tiles(128, 64, 8, 3, by_tma) if is_long else Tiles(64, 64, 4, 2, by_tma)
 
 
 def run_backward(

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from .compile import inner
 from .microkernels import store_64
-from .simd import fma, load, splat, store, zeros
+from .simd import fma, load, load_half, splat, store, zeros
 
-__all__ = ["multiply", "transpose"]
+__all__ = ["load_rows", "multiply", "transpose"]
 
 
 @inner()
@@ -88,3 +88,18 @@ def transpose(into, into_row, matrix, row, rows, columns):
     for r in range(rows):
         for c in range(columns):
             into[c * into_row + r] = matrix[r * row + c]
+
+
+@inner()
+def load_rows(tile, width, source, at, step, rows, size, all_rows):
+    """Copy ``rows`` rows, ``step`` apart, into contiguous float32: zeros beside and below them.
+
+    ``size`` is a multiple of 8, ``width`` the next one of 16.
+    """
+    whole = size // 16 * 16
+    for r in range(rows):
+        for d in range(0, whole, 16):
+            store(tile, r * width + d, load(source, at + r * step + d))
+        if whole < size:
+            store(tile, r * width + whole, load_half(source, at + r * step + whole))
+    tile[rows * width : all_rows * width] = 0

@@ -1,0 +1,5 @@
+"""Scores of attention, and nothing else: a tiled product of queries and keys."""
+
+from .api import attention_scores
+
+__all__ = ["attention_scores"]

@@ -1,0 +1,59 @@
+"""The public operation: contract, checks, and the choice of an implementation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError
+from ...shapes import bind, check_device, check_dtype
+from ..attention_checks import check_contiguous_rows
+from ..dispatch import choose
+from .problem import Problem
+
+IMPLEMENTATIONS = ("triton", "cpu", "reference")
+"""In the order in which ``impl="auto"`` tries them."""
+
+
+def attention_scores(
+    q: Tensor, k: Tensor, *, softmax_scale: float = 1.0, impl: str = "auto"
+) -> Tensor:
+    """Every query's product with every key: ``q kᵀ * softmax_scale``, and nothing else.
+
+    No softmax, no mask: this is for looking at scores, and for methods that are made of them.
+    Attention itself never stores them (see ``attention``). Gradients are the reference's.
+
+    Args:
+        q: ``[batch, num_heads, q_len, head_size]`` float32, float16 or bfloat16. Last dimension
+            contiguous; other strides are free.
+        k: ``[batch, num_heads, k_len, head_size]``, of the same type.
+        softmax_scale: Multiplies every product.
+        impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``: a named one runs or
+            raises.
+
+    Returns:
+        ``[batch, num_heads, q_len, k_len]`` in the type of ``q``, accumulated in float32.
+
+    Raises:
+        ShapeError: Sizes disagree; the message names both arguments.
+        DTypeError: ``q`` is not floating, or ``k`` of another type.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> q, k = torch.randn(2, 4, 12, 343, 16).unbind()
+        >>> attention_scores(q, k, softmax_scale=0.25).shape
+        torch.Size([4, 12, 343, 343])
+    """
+    sizes = bind(q=(q, "batch num_heads q_len head_size"), k=(k, "batch num_heads k_len head_size"))
+    check_dtype("q", q, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    check_dtype("k", k, q.dtype)
+    check_device("q", q.device, k=k)
+    check_contiguous_rows(q=q, k=k)
+    if sizes["head_size"] == 0:
+        raise ShapeError("q has head_size=0, expected at least 1")
+    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient)
+    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
+    scores: Tensor = module.run(problem, q, k, softmax_scale)
+    return scores

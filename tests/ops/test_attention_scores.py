@@ -1,0 +1,142 @@
+"""attention_scores against float64, with poison around its inputs and in its output."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from pagewise import DTypeError, ShapeError, UnsupportedError, attention_scores
+from pagewise.testing import poisoned_memory
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+
+SHAPES = [  # batch, heads, q_len, k_len, head_size
+    (2, 3, 23, 43, 16),
+    (1, 2, 70, 200, 8),
+    (2, 2, 5, 8, 24),
+    (3, 1, 9, 3, 4),
+    (1, 3, 20, 17, 30),
+    (1, 1, 1, 1, 64),
+    (2, 1, 33, 150, 10),
+    (0, 2, 3, 4, 8),
+    (1, 2, 0, 7, 8),
+    (1, 2, 7, 0, 8),
+]
+IMPLEMENTATIONS = ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpret)]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request):
+    return request.param
+
+
+def strided(*shape, dtype, device="cpu"):
+    """Rows and heads in another order, and NaN between the rows."""
+    batch, heads, rows, size = shape
+    random = torch.Generator().manual_seed(rows)
+    buffer = torch.full((batch, rows, heads + 1, size + 8), math.nan, dtype=dtype)
+    view = buffer[:, :, 1:, :size]
+    view.copy_(torch.randn(view.shape, generator=random))
+    return buffer.to(device)[:, :, 1:, :size].transpose(1, 2)
+
+
+def check(shape, dtype, impl, scale=0.3):
+    batch, heads, q_len, k_len, size = shape
+    device = "cuda" if impl == "triton" and ON_GPU else "cpu"
+    q = strided(batch, heads, q_len, size, dtype=dtype, device=device)
+    k = strided(batch, heads, k_len, size, dtype=dtype, device=device)
+    with poisoned_memory():
+        scores = attention_scores(q, k, softmax_scale=scale, impl=impl)
+    assert scores.dtype == dtype
+    assert scores.is_contiguous()
+    exact = q.double() @ k.double().mT * scale
+    assert scores.shape == exact.shape
+    # One rounding to the element type, and float32's of a sum of ``head_size`` terms.
+    terms = q.double().abs() @ k.double().abs().mT * scale
+    u, u32 = torch.finfo(dtype).eps / 2, torch.finfo(F32).eps / 2
+    allowed = 1.01 * u * exact.abs() + (size + 2) * u32 * terms + torch.finfo(dtype).tiny
+    assert ((scores.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_score_is_rounded_once(shape, dtype, impl):
+    k_len, size = shape[3:]
+    if impl == "cpu" and (k_len < 16 or size % 8):
+        with pytest.raises(UnsupportedError, match=r"cpu cannot run this: (k_len|head_size) is"):
+            check(shape, dtype, impl)
+    else:
+        check(shape, dtype, impl)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_bfloat16(impl):
+    check(SHAPES[0], BF16, impl)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 200, 520, 24), (3, 2, 70, 513, 16)], ids=str)
+def test_tiles_of_keys_and_pieces_of_heads_on_a_cpu(shape):
+    check(shape, F32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 3, 343, 343, 16), (3, 4, 49, 49, 32), (2, 1, 600, 1001, 128)]
+)
+def test_windows_on_a_gpu(shape, dtype):
+    check(shape, dtype, "triton")
+
+
+@pytest.mark.gpu
+def test_more_scores_than_32_bits_count_on_a_gpu():
+    q = torch.randn(1, 2, 40_000, 8, dtype=F16, device="cuda")
+    k = torch.randn(1, 2, 40_001, 8, dtype=F16, device="cuda")
+    scores = attention_scores(q, k, impl="triton")
+    assert scores.numel() > 2**31
+    torch.testing.assert_close(scores[:, :, -3:], q[:, :, -3:] @ k.mT, rtol=1e-3, atol=1e-3)
+
+
+def test_two_calls_give_the_same_bits(impl):
+    device = "cuda" if impl == "triton" and ON_GPU else "cpu"
+    q = strided(2, 3, 40, 16, dtype=F16, device=device)
+    assert torch.equal(*(attention_scores(q, q, impl=impl) for _ in range(2)))
+
+
+def test_the_default_scale_is_one():
+    q = torch.randn(1, 1, 3, 8)
+    torch.testing.assert_close(attention_scores(q, q), q @ q.mT)
+
+
+def test_gradients_are_the_references():
+    q, k = (torch.randn(1, 2, 3, 8, dtype=F64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda q, k: attention_scores(q, k, softmax_scale=0.5), (q, k))
+
+
+@pytest.mark.interpret
+def test_triton_leaves_gradients_to_the_reference():
+    device = "cuda" if ON_GPU else "cpu"
+    q = torch.randn(1, 2, 3, 8, device=device, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="triton cannot run this: a gradient is wanted"):
+        attention_scores(q, q, impl="triton")
+    attention_scores(q, q).sum().backward()
+
+
+def test_wrong_arguments_are_named():
+    q = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ShapeError, match="k has head_size=16 but q has 8"):
+        attention_scores(q, torch.zeros(1, 2, 3, 16))
+    with pytest.raises(ShapeError, match="k has num_heads=1 but q has 2"):
+        attention_scores(q, torch.zeros(1, 1, 3, 8))
+    with pytest.raises(ShapeError, match=r"q has 3 dimensions.*expected 4"):
+        attention_scores(q[0], q)
+    with pytest.raises(ShapeError, match=r"k has stride 3 in its last dimension.*contiguous\(\)"):
+        attention_scores(q, torch.zeros(1, 2, 8, 3).mT)
+    with pytest.raises(DTypeError, match="k is float16, expected float32"):
+        attention_scores(q, q.half())
+    with pytest.raises(DTypeError, match="q is int64"):
+        attention_scores(q.long(), q.long())
+    with pytest.raises(UnsupportedError, match="expected 'auto' or one of triton, cpu, reference"):
+        attention_scores(q, q, impl="fast")
