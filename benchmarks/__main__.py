@@ -58,6 +58,8 @@ def run(
             others = bystanders.share
             report.print_measurement(console, case, measurement, others)
             records.append(report.record(case, checks, measurement, others))
+            if out is not None:  # after every case: a long run may be cut off
+                report.write(RESULTS / f"{out}.json", records)
         else:
             is_right = False
     if out is not None:

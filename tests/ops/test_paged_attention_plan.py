@@ -132,3 +132,46 @@ def test_wide_keys_take_fewer_heads_at_once():
 @pytest.mark.parametrize("bf16_dot", [False, True])
 def test_bfloat16_is_multiplied_where_the_machine_can(bf16_dot):
     assert make_plan(DECODE, replace(SMALL_CPU, bf16_dot=bf16_dot)).bf16_dot is bf16_dot
+
+
+# --- GPUs --------------------------------------------------------------------------------------
+
+H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+A100 = DeviceInfo("cuda", 108, "NVIDIA A100", capability=(8, 0))
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=["h200", "a100"])
+def test_a_gpu_s_tiles_are_powers_of_two_that_hold_the_rows(device):
+    for problem in PROBLEMS:
+        plan = make_plan(problem, device)
+        rows = problem.max_query_len * problem.group
+        assert plan.path == ("decode" if rows <= 64 else "prefill")
+        for size in (plan.tile_m, plan.tile_n, plan.num_warps):
+            assert size & (size - 1) == 0
+        if plan.path == "decode":
+            assert plan.tile_m >= rows
+            assert 0 < plan.num_programs <= 3 * device.num_workers
+
+
+def test_a_captured_launch_has_the_programs_of_its_bounds_whatever_the_lengths():
+    for max_seq_len in (1, 100, 131072):
+        plan = make_plan(replace(DECODE, max_seq_len=max_seq_len), H200)
+        assert plan == make_plan(DECODE, H200)
+
+
+def test_shares_end_where_heads_do_if_that_leaves_few_multiprocessors_idle():
+    def programs(num_seqs):
+        return make_plan(replace(DECODE, num_seqs=num_seqs), H200).num_programs
+
+    assert programs(8) == 256  # 64 heads of 4 shares each
+    assert programs(64) == 256  # two of the 512 heads a share
+    assert programs(1) == 264  # 33 shares a head
+    assert programs(300) == 264  # so many heads that few of them are cut
+
+
+def test_invariant_splits_are_the_same_for_every_batch():
+    plans = [make_plan(problem, H200, batch_invariant=True) for problem in PROBLEMS]
+    sizes = {plan.split_size for plan in plans if plan.path == "decode"}
+    assert len(sizes) == 1
+    assert all(sizes.pop() % plan.tile_n == 0 for plan in plans[:1])
+    assert {make_plan(problem, H200).split_size for problem in PROBLEMS} == {0}

@@ -175,7 +175,7 @@ class PagedInputs:
         return dataclasses.replace(self, **changes)
 
     def to(self, device: torch.device | str) -> PagedInputs:
-        """These inputs on another device, with the strides they have, poison between them."""
+        """A copy of these inputs on a device, with the strides they have, poison between them."""
         batch = dataclasses.replace(
             self.batch,
             block_tables=_move(self.batch.block_tables, device),
@@ -196,7 +196,9 @@ class PagedInputs:
 
 def _move(tensor: Tensor, device: torch.device | str) -> Tensor:
     memory = tensor.new_empty(0).set_(tensor.untyped_storage())
-    return memory.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return memory.to(device, copy=True).as_strided(
+        tensor.shape, tensor.stride(), tensor.storage_offset()
+    )
 
 
 def make_inputs(case: PagedCase) -> PagedInputs:

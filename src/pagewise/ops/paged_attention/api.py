@@ -71,7 +71,7 @@ def paged_attention(
             ``[num_blocks, block_size, num_kv_heads]``, any strides.
         v_scale: The same for ``v_cache``, of the same kind.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
-        plan: How to cut the work (``make_plan``); ``None`` chooses.
+        plan: How to cut the work (``make_plan``); ``None`` chooses, for speed.
         impl: ``"auto"``, or one of ``"hopper"``, ``"triton"``, ``"cpu"``, ``"reference"``: a named
             one runs or raises.
 

@@ -127,6 +127,7 @@ def _check_forms(plain: Any, numbers: Any, is_aligned: bool) -> Problem:
         q_dtype=forms.q.dtype,
         kv_dtype=forms.k_cache.dtype,
         is_aligned=is_aligned and all(stride % row_unit == 0 for stride in rows),
+        is_plain=(forms.alibi_slopes, forms.sinks, numbers.logits_soft_cap) == (None, None, None),
     )
 
 

@@ -7,9 +7,9 @@ import torch
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import refuse
 from ...tiles.cpu.forward import attend, make_call
+from ...tiles.cpu.plan import make_plan
 from ...tiles.state import AttentionOutput
 from .cpu_checks import check_values
-from .plan import make_plan
 from .problem import Problem
 
 

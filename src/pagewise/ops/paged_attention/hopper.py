@@ -1,4 +1,4 @@
-"""Paged attention on Hopper by Gluon: decode with warps of its own for fetching."""
+"""Paged attention on Hopper by Gluon: warps of their own fetch what the others compute on."""
 
 from __future__ import annotations
 
@@ -33,13 +33,27 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return reason
     if device.capability != (9, 0):
         return f"{device.name or device.kind} is not a Hopper GPU"
+    if _is_decode(problem):
+        return _refuse_decode(problem)
+    if not problem.is_plain:
+        return "capped or biased scores and sinks run in decode only"
+    if not problem.is_aligned:
+        return "rows of the caches do not begin at multiples of 16 bytes"
+    from . import hopper_prefill
+
+    return hopper_prefill.supports(problem, device)
+
+
+def _is_decode(problem: Problem) -> bool:
+    return problem.max_query_len * problem.group <= HOPPER_ROWS
+
+
+def _refuse_decode(problem: Problem) -> str | None:
+    q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
     if problem.q_dtype not in _HALVES:
-        return f"q is {str(problem.q_dtype)[6:]}; float16 and bfloat16 run"
+        return f"q is {q}; float16 and bfloat16 run"
     if problem.kv_dtype != problem.q_dtype and problem.kv_dtype.itemsize != 1:
-        return f"q is {str(problem.q_dtype)[6:]} but k_cache is {str(problem.kv_dtype)[6:]}"
-    rows = problem.max_query_len * problem.group
-    if rows > HOPPER_ROWS:
-        return f"{rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
+        return f"q is {q} but k_cache is {kv}: equal types, and 8 bits, run"
     if max(problem.head_size, problem.v_head_size) > 256:
         return f"a head of {max(problem.head_size, problem.v_head_size)} is wider than 256"
     unit = 16 // problem.kv_dtype.itemsize
@@ -58,7 +72,11 @@ def run(
     out: Tensor,
     plan: GpuPlan | None = None,
 ) -> AttentionOutput:
-    """Launch over the plan's programs."""
+    """Launch the kernel for few or for many rows a sequence."""
+    if not _is_decode(problem):
+        from . import hopper_prefill
+
+        return hopper_prefill.run(problem, q, k_cache, v_cache, batch, options, out)
     plan = plan or make_gpu_plan(problem, DeviceInfo.of(q.device), hopper=True)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     launch_decode(problem, q, k_cache, v_cache, batch, options, out, lse, plan, SPECIALISED)

@@ -2,6 +2,41 @@
 
 from __future__ import annotations
 
-from ...tiles.cpu.plan import SPLIT_SIZE, Plan, make_plan
+import functools
 
-__all__ = ["SPLIT_SIZE", "Plan", "make_plan"]
+from ...device import DeviceInfo
+from ...tiles.cpu.plan import SPLIT_SIZE
+from ...tiles.cpu.plan import Plan as CpuPlan
+from ...tiles.cpu.plan import make_plan as make_cpu_plan
+from .problem import Problem
+from .triton_plan import HOPPER_ROWS, GpuPlan, make_gpu_plan
+
+__all__ = ["SPLIT_SIZE", "CpuPlan", "GpuPlan", "Plan", "make_plan"]
+
+Plan = CpuPlan | GpuPlan
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False) -> Plan:
+    """How a device's implementation would cut a problem.
+
+    Args:
+        problem: A call.
+        device: Where it would run; it need not be this machine's.
+        batch_invariant: Whether a sequence's result must have the same bits whoever else is in
+            the batch. On a CPU it always has; on a GPU it costs some of decode's speed.
+
+    Example:
+        >>> import torch
+        >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
+        >>> h200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+        >>> make_plan(problem, h200).split_size  # as many keys for each program
+        0
+        >>> make_plan(problem, h200, batch_invariant=True).split_size
+        1024
+    """
+    if device.kind != "cuda":
+        return make_cpu_plan(problem, device)
+    rows = problem.max_query_len * problem.group
+    hopper = device.capability == (9, 0) and rows <= HOPPER_ROWS
+    return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=hopper)

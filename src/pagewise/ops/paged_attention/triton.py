@@ -338,8 +338,11 @@ def _pad(size: int, paired: bool = False) -> int:
 
 
 def _pad_values(problem: Problem, plan: GpuPlan, paired: bool = False) -> int:
-    """The width of a tile of values. From 64 rows on warps multiply in groups of four, and then
-    Triton 3.6 is wrong where values are narrow: 16 and 32 columns beside keys of 64 and 128."""
+    """The width of a tile of values.
+
+    From 64 rows on warps multiply in groups of four, and then Triton 3.6 is wrong where values
+    are narrow: 16 columns beside keys of 128, and 32 beside 64.
+    """
     return max(_pad(problem.v_head_size, paired), 64 if plan.tile_m >= 64 else 16)
 
 

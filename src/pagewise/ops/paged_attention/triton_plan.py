@@ -119,7 +119,9 @@ def _decode_tiles(problem: Problem, rows: int) -> tuple[int, int, int, int, int,
     if itemsize == 4:
         return (32, 4, 2, 2, 0, 0) if width <= 128 else (16, 4, 2, 1, 0, 0)
     if width <= 128:
-        return 64, 4, 3, 2, 0, 0
+        # More warps where one would not hold its part of the rows or of the scales.
+        num_warps = 8 if rows > 16 or problem.kv_dtype.itemsize == 1 else 4
+        return 64, num_warps, 3, 2, 0, 0
     return (64, 4, 2, 2, 0, 0) if width <= 256 and rows <= 16 else (32, 4, 2, 1, 0, 0)
 
 
@@ -129,8 +131,10 @@ def _plan_prefill(problem: Problem) -> GpuPlan:
         tile_m, tile_n, num_warps, num_stages = (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
     elif width <= 128:
         tile_m, tile_n, num_warps, num_stages = 128, 64, 8 if width > 64 else 4, 3
+        if problem.kv_dtype.itemsize == 1:
+            tile_n, num_stages = 32, 2
     elif width <= 256:
-        tile_m, tile_n, num_warps, num_stages = 64, 64, 4, 2
+        tile_m, tile_n, num_warps, num_stages = 64, 64, 8, 2
     else:
         tile_m, tile_n, num_warps, num_stages = 64, 32, 8, 1
     return GpuPlan("prefill", tile_m, tile_n, num_warps, num_stages, 0)

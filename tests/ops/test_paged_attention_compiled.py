@@ -1,0 +1,103 @@
+"""Every shipped configuration of the paged attention kernels compiles for Hopper, without a GPU.
+
+Few registers are left free by design: one that spills fails here.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+
+from test_compiled import assert_fits
+
+from pagewise.device import DeviceInfo
+from pagewise.ops.paged_attention import Problem
+from pagewise.ops.paged_attention.hopper import SPECIALISED
+from pagewise.ops.paged_attention.triton import (
+    PORTABLE,
+    make_decode_launcher,
+    make_prefill_launcher,
+)
+from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+STRIDES = (1024, 128, 1024, 128, 16384, 1024, 128, 16384, 1024, 128)
+
+
+def problem(group, size, kv_dtype=BF16, scales="none", query_len=1, block_size=16, dtype=BF16):
+    return Problem(
+        64, 64 * query_len, query_len, 4096, 8 * group, 8, size, size, block_size, dtype, kv_dtype,
+        scales,
+    )  # fmt: skip
+
+
+def decode_launcher(kernel, question, *, features=False, batch_invariant=False):
+    plan = make_gpu_plan(
+        question, H200, hopper=kernel is SPECIALISED, batch_invariant=batch_invariant
+    )
+    assert plan.path == "decode"
+    rows = 1 << (question.max_query_len * question.group - 1).bit_length()
+    return make_decode_launcher(
+        kernel, question, plan, True, features, features, features, STRIDES, True, 128, rows
+    )
+
+
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
+@pytest.mark.parametrize(
+    ("group", "size", "kv_dtype", "scales"),
+    [
+        (2, 64, BF16, "none"),
+        (4, 128, BF16, "none"),
+        (8, 256, BF16, "none"),
+        (4, 128, E4M3, "head"),
+        (4, 128, E4M3, "token"),
+        (4, 128, E5M2, "head"),
+        (4, 128, INT8, "token"),
+    ],
+    ids=str,
+)
+def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
+    launcher = decode_launcher(
+        SPECIALISED, problem(group, size, kv_dtype, scales), features=features
+    )
+    ptx = assert_fits(launcher, tmp_path)
+    assert "cp.async.cg.shared.global" in ptx
+    assert "setmaxnreg" in ptx
+
+
+def test_decode_on_hopper_with_fixed_splits(tmp_path):
+    assert_fits(decode_launcher(SPECIALISED, problem(4, 128), batch_invariant=True), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "kv_dtype", "scales", "query_len", "block_size"),
+    [
+        (4, 128, BF16, "none", 1, 16),
+        (4, 128, BF16, "none", 1, 100),
+        (4, 128, BF16, "none", 16, 16),
+        (1, 64, BF16, "none", 1, 1),
+        (4, 128, E4M3, "token", 1, 16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
+def test_decode_by_triton(group, size, kv_dtype, scales, query_len, block_size, features, tmp_path):
+    question = problem(group, size, kv_dtype, scales, query_len, block_size)
+    ptx = assert_fits(decode_launcher(PORTABLE, question, features=features), tmp_path)
+    assert "cp.async" in ptx
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_dtype", "scales"),
+    [(64, BF16, "none"), (128, BF16, "none"), (256, BF16, "none"), (128, E4M3, "token")],
+    ids=str,
+)
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
+def test_prefill_by_triton(size, kv_dtype, scales, features, tmp_path):
+    question = problem(4, size, kv_dtype, scales, query_len=512)
+    plan = make_gpu_plan(question, H200)
+    assert plan.path == "prefill"
+    launcher = make_prefill_launcher(question, plan, True, *[features] * 3, STRIDES, True)
+    assert_fits(launcher, tmp_path)

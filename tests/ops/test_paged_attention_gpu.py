@@ -1,0 +1,224 @@
+"""The GPU's implementations: the case table on a GPU, tiny cases under the interpreter."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from test_paged_attention import CASES
+
+from pagewise import PagedBatch
+from pagewise.device import DeviceInfo
+from pagewise.errors import UnsupportedError
+from pagewise.testing import (
+    PagedCase,
+    assert_matches,
+    make_inputs,
+    oracle,
+    random_case,
+)
+from pagewise.tiles.state import AttentionOutput
+
+pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
+
+F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TINY = 12_000  # scores that the interpreter computes in some tenths of a second
+IMPLEMENTATIONS = [
+    pytest.param("triton", marks=pytest.mark.interpret),
+    pytest.param("hopper", marks=pytest.mark.gpu),
+]
+
+
+def attend(inputs, impl, **changes):
+    """A call where ``impl`` can run; skipped where it says that it cannot."""
+    there = inputs.to(DEVICE)
+    try:
+        out, lse = there.attend(impl=impl, out=there.out, **changes)
+    except UnsupportedError as error:
+        if "k_cache" in str(error) or impl == "triton":
+            raise
+        pytest.skip(str(error))
+    return AttentionOutput(out.cpu(), lse.cpu())
+
+
+def plan(inputs, impl, **changes):
+    from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
+
+    device = DeviceInfo.of(torch.device("cuda", 0)) if ON_GPU else DeviceInfo("cpu", 3)
+    return make_gpu_plan(inputs.problem, device, hopper=impl == "hopper", **changes)
+
+
+def is_tiny(case):
+    work = sum(a * b for a, b in zip(case.query_lens, case.seq_lens, strict=True)) * case.num_heads
+    return work <= TINY and max((*case.seq_lens, 0)) <= 150 and case.head_size <= 128
+
+
+def is_interpreted(case):
+    """Triton 3.6's interpreter multiplies bfloat16 wrongly."""
+    return is_tiny(case) and BF16 not in (case.dtype, case.cache_dtype)
+
+
+def assert_same_bits(result, expected):
+    for got, wanted in zip(result, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if ON_GPU or is_interpreted(case)], ids=str
+)
+def test_the_case_table_matches_float64(case):
+    inputs = make_inputs(case)
+    assert_matches(attend(inputs, "triton"), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_the_case_table_matches_float64_on_hopper(case, dtype):
+    kv_dtype = case.kv_dtype if case.cache_dtype.itemsize == 1 else None
+    inputs = make_inputs(replace(case, dtype=dtype, kv_dtype=kv_dtype))
+    assert_matches(attend(inputs, "hopper"), inputs)
+
+
+def random_inputs(count, accepts, seed):
+    rng = random.Random(f"gpu-{seed}")
+    found = 0
+    while found < count:
+        case = random_case(rng)
+        if accepts(case):
+            found += 1
+            yield make_inputs(case)
+
+
+@pytest.mark.interpret
+def test_random_cases_match_float64():
+    accepts = (lambda case: True) if ON_GPU else is_interpreted
+    for inputs in random_inputs(100 if ON_GPU else 8, accepts, seed=0):
+        assert_matches(attend(inputs, "triton"), inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("query_lens", [(1, 1, 1), (1, 20, 3)], ids=str)
+def test_the_same_call_gives_the_same_bits(impl, query_lens):
+    inputs = make_inputs(PagedCase(query_lens, (150, 40, 3), dtype=F16, head_size=64))
+    first = attend(inputs, impl)
+    for _ in range(20 if ON_GPU else 1):
+        assert_same_bits(attend(inputs, impl), first)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_shares_of_any_size_agree(impl):
+    inputs = make_inputs(PagedCase((1, 1, 1), (150, 70, 1), dtype=F16))
+    expected = oracle(inputs)
+    base = plan(inputs, impl)
+    for programs in (1, 2, 5, 64, 1000 if ON_GPU else 100):
+        result = attend(inputs, impl, plan=replace(base, num_programs=programs))
+        assert_matches(result, inputs, expected)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_with_splits_at_fixed_keys_a_sequence_does_not_depend_on_its_neighbours(impl):
+    lengths = (2500, 1, 700, 64) if ON_GPU else (150, 1, 70, 64)
+    inputs = make_inputs(PagedCase((1,) * 4, lengths, dtype=F16))
+    split = {} if ON_GPU else {"split_size": 64}
+    together = attend(inputs, impl, plan=replace(plan(inputs, impl, batch_invariant=True), **split))
+    batch = inputs.batch
+    for seq in range(batch.num_seqs):
+        rows = slice(*batch.cu_seqlens_q[seq : seq + 2].tolist())
+        alone = inputs.replace(
+            q=inputs.q[rows],
+            out=inputs.out[rows],
+            batch=PagedBatch(
+                batch.block_tables[seq : seq + 1],
+                batch.seq_lens[seq : seq + 1],
+                torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+                batch.max_query_len,
+                batch.max_seq_len,
+            ),
+        )
+        fixed = replace(plan(alone, impl, batch_invariant=True), **split)
+        assert_same_bits(attend(alone, impl, plan=fixed), [tensor[rows] for tensor in together])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("seq_len", [20, 150])
+def test_a_nan_that_a_row_sees_shows_in_its_result_and_in_no_other(seq_len):
+    inputs = make_inputs(PagedCase((1, 3), (seq_len, 9), 4, 2, dtype=F16))
+    expected = attend(inputs, "triton")
+    seq = inputs.batch.seq_lens.tolist().index(seq_len)
+    row = int(inputs.batch.cu_seqlens_q[seq])
+    spoilt = inputs.k_cache.clone()
+    spoilt[int(inputs.batch.block_tables[seq, 1]), 3, 0, 5] = torch.nan
+    result = attend(inputs.replace(k_cache=spoilt), "triton")
+    for got, wanted in zip(result, expected, strict=True):
+        assert got[row, :2].isnan().all()  # the heads of KV head 0
+        got[row, :2] = wanted[row, :2]
+        assert torch.equal(got, wanted)
+
+
+def test_a_gpu_s_implementation_refuses_a_cpu_s_tensors():
+    inputs = make_inputs(PagedCase())
+    for impl in ("triton", "hopper"):
+        with pytest.raises(
+            UnsupportedError, match=f"{impl} cannot run this: the tensors are on cpu"
+        ):
+            inputs.attend(impl=impl)
+
+
+# --- on a GPU only ---------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_a_captured_call_is_valid_for_other_lengths(impl):
+    inputs = make_inputs(PagedCase((1,) * 3, (900, 70, 300), dtype=BF16)).to("cuda")
+    longest = replace(inputs.batch, max_seq_len=4096)
+    inputs = inputs.replace(batch=longest)
+    result = inputs.attend(impl=impl, out=inputs.out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = inputs.attend(impl=impl, out=inputs.out)
+    for shorter in (0, 1, 50, 69):
+        lengths = inputs.batch.seq_lens.clone()
+        inputs.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
+        inputs.out.fill_(torch.nan)
+        graph.replay()
+        eager = inputs.replace(out=torch.empty_like(inputs.out))
+        assert_same_bits(result, eager.attend(impl=impl, out=eager.out))
+        inputs.batch.seq_lens.copy_(lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_a_call_takes_memory_for_its_result_only_and_never_waits(impl):
+    inputs = make_inputs(PagedCase((1,) * 3, (900, 70, 300), dtype=BF16)).to("cuda")
+    inputs.attend(impl=impl)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs.attend(impl=impl)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 2  # out and lse
+
+
+@pytest.mark.gpu
+def test_a_cache_of_more_elements_than_32_bits_count():
+    num_blocks = (1 << 31) // (16 * 8 * 128) + 8
+    cache = torch.zeros(num_blocks, 16, 8, 128, dtype=BF16, device="cuda")
+    table = torch.arange(num_blocks - 4, num_blocks, device="cuda").int()[None]
+    cache[table[0].long()] = torch.randn(4, 16, 8, 128, dtype=BF16, device="cuda")
+    q = torch.randn(1, 32, 128, dtype=BF16, device="cuda")
+    from pagewise import paged_attention
+
+    lengths = torch.tensor([60], device="cuda").int()
+    batch = PagedBatch.decode(table, lengths, 60)
+    small = PagedBatch.decode(torch.arange(4, device="cuda").int()[None], lengths, 60)
+    tail = cache[-4:].clone()
+    for impl in ("triton", "hopper"):
+        result = paged_attention(q, cache, cache, batch, impl=impl)
+        assert_same_bits(result, paged_attention(q, tail, tail, small, impl=impl))
