@@ -46,7 +46,7 @@ def key_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     """Of the kernel that holds keys and walks queries. Measured on an H200, here and below."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if widest > 64 else Tiles(32, 64, 4, 1)
+        return Tiles(16, 16, 8, 1) if widest > 128 else Tiles(32, 32, 8, 1)
     by_tma = device.capability >= _HOPPER
     if widest > 128:
         return Tiles(64, 64, 8, 1, by_tma)
@@ -57,7 +57,7 @@ def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     """Of the kernel that holds queries and walks keys."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if widest > 64 else Tiles(64, 32, 4, 1)
+        return Tiles(16, 16, 8, 1) if widest > 128 else Tiles(32, 32, 8, 1)
     by_tma = device.capability >= _HOPPER
     if widest > 128:
         return Tiles(128, 32, 8, 2, by_tma)
