@@ -38,8 +38,9 @@ def patch(model: nn.Module) -> PatchReport:
 
     The model's own code runs where ours has no answer: under ``torch.export``, ``torch.jit.trace``,
     ``torch.fx`` and ``torch.onnx``; while training with dropout on attention weights; when
-    attention weights are asked for. ``torch.jit.script`` unpatches what it compiles. Before a
-    module is patched, a copy of it proves that it computes the same both ways.
+    attention weights are asked for. ``torch.jit.script`` unpatches what it compiles. Second
+    derivatives raise: unpatch for them. Before a module is patched, a copy of it proves that it
+    computes the same both ways.
 
     Args:
         model: Any module; the modules inside it that we know are patched.
