@@ -11,9 +11,11 @@ from rich.console import Console
 from . import report
 from .case import Case, Check
 from .cases import can_run, find_cases
+from .document import fill
 from .machine import Bystanders
 
 RESULTS = Path(__file__).parent / "results"
+PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
 
 app = typer.Typer(
     help="Benchmarks: correctness first, every figure beside its peers.",
@@ -75,6 +77,15 @@ def compare(
 ) -> None:
     """Show two results side by side."""
     report.compare(console, before, after)
+
+
+@app.command()
+def document(
+    pages: Annotated[list[Path] | None, typer.Argument(exists=True, dir_okay=False)] = None,
+) -> None:
+    """Make the tables of docs/performance.md anew from the records."""
+    for page in pages or [PERFORMANCE]:
+        page.write_text(fill(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 
 
 def _find(names: list[str] | None) -> list[Case]:

@@ -11,6 +11,7 @@ from benchmarks import cases, timing, workload
 from benchmarks.attention import AttentionCase
 from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
+from benchmarks.document import fill
 from benchmarks.timing import Contestant, Times, ratio, take_turns
 from typer.testing import CliRunner
 
@@ -189,3 +190,15 @@ def test_a_ratio_is_taken_round_by_round():
 def test_quantiles_are_interpolated():
     times = Times((4.0, 1.0, 2.0, 3.0, 5.0))
     assert (times.quantile(0.0), times.median, times.quantile(0.9)) == (1.0, 3.0, 4.6)
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_records():
+    page = command_line.PERFORMANCE.read_text(encoding="utf-8")
+    assert page.count("<!-- table:") == page.count("<!-- end -->") > 2
+    assert fill(page, command_line.RESULTS) == page
+
+
+def test_a_table_of_cases_that_were_not_run_is_refused():
+    page = "<!-- table: h200-decode nothing- | GB/s -->\n<!-- end -->"
+    with pytest.raises(ValueError, match="h200-decode has no case whose name begins with nothing-"):
+        fill(page, command_line.RESULTS)
