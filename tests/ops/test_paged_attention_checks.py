@@ -277,3 +277,15 @@ def test_explain_checks_as_a_call_does():
     arguments = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
     with pytest.raises(ShapeError, match="k_cache has head_size=8 but q has 16"):
         explain_paged_attention(*arguments)
+
+
+def test_a_gpu_s_values_are_checked_on_the_host_when_debugging():
+    from pagewise.ops.paged_attention.api import check_on_host
+
+    inputs = inputs_with()
+    check_on_host(inputs.problem, inputs.batch, inputs.k_cache.shape[0])
+    with pytest.raises(ShapeError, match=r"block_tables\[\d, 0\] is \d, expected 0 to 0"):
+        check_on_host(inputs.problem, inputs.batch, 1)
+    longer = replace(inputs.batch, max_seq_len=1)
+    with pytest.raises(ShapeError, match="max_seq_len is 1 but seq_lens"):
+        check_on_host(replace(inputs.problem, max_seq_len=1), longer, inputs.k_cache.shape[0])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose, explain
 from .checks import check
 from .plan import Plan
-from .problem import Options, PagedBatch
+from .problem import Options, PagedBatch, Problem
 
 IMPLEMENTATIONS = ("hopper", "triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
@@ -85,6 +87,9 @@ def paged_attention(
             no scales.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
+    On a GPU the values of lengths and tables are checked under ``PAGEWISE_DEBUG=1`` only, since
+    that waits for the device; without it a wrong one reads or writes memory that is not its own.
+
     Example:
         >>> k_cache, v_cache = torch.randn(2, 10, 16, 2, 64).unbind(0)
         >>> tables = torch.tensor([[3, 8], [5, 0]], dtype=torch.int32)
@@ -106,11 +111,30 @@ def paged_attention(
         v_scale,
     )
     problem, options = check(q, k_cache, v_cache, batch, options, out)
+    if q.is_cuda and is_debugging():
+        check_on_host(problem, batch, k_cache.shape[0])
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     if out is None:
         out = torch.empty(*q.shape[:2], problem.v_head_size, dtype=q.dtype, device=q.device)
     result: AttentionOutput = module.run(problem, q, k_cache, v_cache, batch, options, out, plan)
     return result
+
+
+def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
+    """Raise ShapeError for a length or block id that leads out of the tensors; waits for a GPU."""
+    from ...tiles.cpu.arrays import flat
+    from .cpu_checks import check_values
+
+    host = dataclasses.replace(
+        batch,
+        block_tables=batch.block_tables.cpu(),
+        seq_lens=batch.seq_lens.cpu(),
+        cu_seqlens_q=batch.cu_seqlens_q.cpu(),
+    )
+    check_values(
+        problem, host, num_blocks, block_tables=flat(host.block_tables),
+        seq_lens=host.seq_lens.numpy(), cu_seqlens_q=host.cu_seqlens_q.numpy(),
+    )  # fmt: skip
 
 
 def explain_paged_attention(
