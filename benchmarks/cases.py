@@ -16,6 +16,8 @@ from .case import Case, Target, at_least, at_most
 from .engine import EngineCase
 from .gpu_attention import GpuDecodeCase, GpuPrefillCase, Shape
 from .swin_unetr import SwinUnetrCase
+from .tile_cases import TILE_CASES
+from .windows import WindowCase
 
 __all__ = ["can_run", "find_cases"]
 
@@ -182,7 +184,60 @@ GPU_CASES: tuple[Case, ...] = (
         )
     ),
 )
-CASES += GPU_CASES
+VOLUME, IMAGE = (7, 7, 7), (7, 7)
+WINDOW_CASES: tuple[Case, ...] = (
+    WindowCase(
+        "windows-cpu-343",
+        (49, 49, 49),
+        VOLUME,
+        3,
+        8,
+        dtype=torch.float32,
+        targets=(at_least("x best peer", 2), at_least("x best peer, both", 2)),
+        device="cpu",
+    ),
+    WindowCase("windows-cpu-swin-t", (56, 56), IMAGE, 3, 32, dtype=torch.float32, device="cpu"),
+    WindowCase(
+        "windows-2744x3x343x16",
+        (98, 98, 98),
+        VOLUME,
+        3,
+        16,
+        targets=(at_most("microseconds", 450), at_most("backward / forward", 3)),
+    ),
+    WindowCase(
+        "windows-343x6x343x16",
+        (49, 49, 49),
+        VOLUME,
+        6,
+        16,
+        targets=(at_most("microseconds", 130), at_most("backward / forward", 3)),
+    ),
+    WindowCase(
+        "windows-4096x3x49x32",
+        (56, 56),
+        IMAGE,
+        3,
+        32,
+        images=64,
+        targets=(at_most("microseconds", 70), at_most("backward / forward", 3)),
+    ),
+    *(
+        WindowCase(f"windows-{name}", *sizes, targets=(at_least("x best peer", 1),))
+        for name, *sizes in (
+            ("unetr-fs24-128-s1", (70, 70, 70), VOLUME, 3, 8),
+            ("unetr-fs48-96-s2", (28, 28, 28), VOLUME, 6, 16),
+            ("unetr-fs48-96-s3", (14, 14, 14), VOLUME, 12, 16),
+            ("swin-b-384-s1", (96, 96), (12, 12), 4, 32, 32),
+            ("swinv2-b-256-s1", (64, 64), (16, 16), 4, 32, 32, torch.bfloat16),
+            ("swinv2-b-384-s1", (96, 96), (24, 24), 4, 32, 16, torch.bfloat16),
+            ("video-swin-t-s1", (16, 56, 56), (8, 7, 7), 3, 32),
+            ("swinir", (512, 512), (8, 8), 6, 30),
+            ("8x8x8", (64, 64, 64), (8, 8, 8), 3, 32),
+        )
+    ),
+)
+CASES += GPU_CASES + TILE_CASES + WINDOW_CASES
 if find_spec("monai"):  # is no dependency
     CASES += SWIN_CASES
 

@@ -45,6 +45,7 @@ from .cpu_tiles import (
     transpose,
 )
 from .problem import MAX_LOGIT_SCALE, Gradients
+from .reference import saturate
 
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _GROUP_FLOATS = 64 * 1024
@@ -308,7 +309,7 @@ def backward(problem, x, out, lse, dout, dlse):
     if x.logit_scale is not None:
         clamped = x.logit_scale > MAX_LOGIT_SCALE
         scale = dscale.sum(dim=0).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
-    dq, dk, dv = (t.transpose(1, 2).to(problem.dtype) for t in (dq, dk, dv))
+    dq, dk, dv = (saturate(t.transpose(1, 2), problem.dtype) for t in (dq, dk, dv))
     return Gradients(dq, dk, dv, table, None, scale)
 
 
@@ -330,21 +331,23 @@ def _prepare(problem, x):
         mixed = (x.regions != x.regions[:, :1]).any(dim=1).to(torch.uint8)
         regions = torch.nn.functional.pad(x.regions.float(), (0, width - problem.num_tokens))
     scale = none if x.logit_scale is None else x.logit_scale.detach().float()
-    inputs = _Inputs(
-        *(flat(t) for t in (q, k, v)),
-        *(np.array(t.stride()[:3]) for t in (q, k, v)),
-        table=flat(table.contiguous()),
-        table_size=problem.table_size or 0,
-        offsets=offsets.to(torch.int64).numpy(),
-        regions=flat(regions.contiguous()),
-        mixed=mixed.numpy(),
-        logit_scale=flat(scale.contiguous()),
-        softmax_scale=np.float32(x.softmax_scale),
-        mask_value=np.float32(x.mask_value * _LOG2_E.item()),
-        eps=np.float32(x.qk_norm_eps if problem.cosine else -1),
-        size=problem.head_size,
-        parts=max(1, min(problem.num_windows, _PARTS)),
-        counter=np.zeros(1, np.int64),
-    )
+    arrays = [flat(t) for t in (q, k, v)]
+    strides = [np.array(t.stride()[:3]) for t in (q, k, v)]
+    added = [
+        flat(table.contiguous()),
+        problem.table_size or 0,
+        offsets.to(torch.int64).numpy(),
+        flat(regions.contiguous()),
+        mixed.numpy(),
+        flat(scale.contiguous()),
+    ]
+    numbers = [
+        np.float32(x.softmax_scale),
+        np.float32(x.mask_value * _LOG2_E.item()),
+        np.float32(x.qk_norm_eps if problem.cosine else -1),
+    ]
+    parts = max(1, min(problem.num_windows, _PARTS))
+    counter = np.zeros(1, np.int64)
+    inputs = _Inputs(*arrays, *strides, *added, *numbers, problem.head_size, parts, counter)  # type: ignore[call-arg]
     work = problem.num_windows * problem.num_heads * problem.num_tokens**2 * problem.head_size
     return inputs, torch.get_num_threads() if work > 1 << 18 else 1

@@ -45,8 +45,8 @@ def backward(
     if x.logit_scale is not None:
         clamped = x.logit_scale > MAX_LOGIT_SCALE
         dlogit_scale = (dq * q).sum(dim=(0, 2, 3)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
-        dq = _unnormalise(dq, x.q.to(dq.dtype), x.qk_norm_eps)
-        dk = _unnormalise(dk, x.k.to(dk.dtype), x.qk_norm_eps)
+        dq = saturate(_unnormalise(dq, x.q.to(dq.dtype), x.qk_norm_eps), x.q.dtype)
+        dk = saturate(_unnormalise(dk, x.k.to(dk.dtype), x.qk_norm_eps), x.k.dtype)
     return Gradients(
         q=dq.to(x.q.dtype),
         k=dk.to(x.k.dtype),
@@ -114,6 +114,17 @@ def _unnormalise(gradient: Tensor, rows: Tensor, eps: float) -> Tensor:
     along = (gradient * unit).sum(dim=-1, keepdim=True)
     result: Tensor = (gradient - along * unit) / norm.clamp(min=eps)
     return result
+
+
+def saturate(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of normalised rows in their own type, finite in float16.
+
+    A row of zeros has a gradient of up to 1 / eps. It meets zeros again further back (that row's
+    input was padding), and 0 · inf is no number.
+    """
+    if dtype == torch.float16:
+        gradient = gradient.clamp(-65504, 65504)
+    return gradient.to(dtype)
 
 
 def _table_gradient(x: Operands, dbias: Tensor) -> Tensor:

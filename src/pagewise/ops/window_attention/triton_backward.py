@@ -20,13 +20,13 @@ import triton.language as tl
 from ...tiles.triton.online_softmax import LOG2_E
 from .triton_tiles import (
     NOWHERE,
-    add_bias,
     add_mask,
     head_scale,
     is_mixed,
     load_biases,
     load_rows,
-    scale_rows,
+    normalise,
+    scale_and_add_bias,
     unnormalise,
 )
 
@@ -100,12 +100,12 @@ def row_gradients(
     )  # fmt: skip
     sums = ()
     for t in tl.static_range(len(TILES) if SUMS else 0):
-        sums += (tl.full([TILE_M, TILES[t]], 0.0, tl.float32),)
+        sums += (tl.full([TILE_M, TILES[t]], 0.0, tl.float32),)  # type: ignore[assignment]
     scale_sum = tl.zeros([TILE_M], tl.float32)
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load q and what came back for it
         q_raw = load_rows(q + window * q_window, rows, q_token, D, HEAD_SIZE, NUM_TOKENS)
-        q_tile = scale_rows(q_raw, scale * LOG2_E, eps, COSINE)
+        q_tile = normalise(q_raw, eps, COSINE)
         dout_tile = load_rows(
             dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
         )
@@ -130,12 +130,11 @@ def row_gradients(
             keys = first + tl.arange(0, TILES[t])
             k_tile = load_rows(k + window * k_window, keys, k_token, D, HEAD_SIZE, NUM_TOKENS)
             v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
-            if COSINE:
-                k_tile = scale_rows(k_tile, 1.0, eps, True)
+            k_tile = normalise(k_tile, eps, COSINE)
             s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")
-            s = add_bias(
-                s, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys, head, centre,
-                KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
+            s = scale_and_add_bias(
+                s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys,
+                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
             )  # fmt: skip
             s = add_mask(
                 s, mask_at, is_masked, rows, keys, mask_value, mask_row, NUM_TOKENS, MASK, False
@@ -144,7 +143,7 @@ def row_gradients(
             dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
             ds = p * (dp - row_delta[:, None])
             if SUMS:
-                new_sums += (sums[t] + ds,)
+                new_sums += (sums[t] + ds,)  # type: ignore[assignment]
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="tf32x3")
             first += TILES[t]
         # finish and store
@@ -230,7 +229,7 @@ def column_gradients(
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load k and v
         k_raw = load_rows(k + window * k_window, keys, k_token, D, HEAD_SIZE, NUM_TOKENS)
-        k_tile = scale_rows(k_raw, scale * LOG2_E, eps, COSINE)
+        k_tile = normalise(k_raw, eps, COSINE)
         v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
         mask_at = mask + window % num_masks * mask_window
         is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
@@ -249,12 +248,11 @@ def column_gradients(
             # Rows past the end have weights; what came back for them, and delta, is 0.
             pivot = _pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
-            if COSINE:
-                q_tile = scale_rows(q_tile, 1.0, eps, True)
+            q_tile = normalise(q_tile, eps, COSINE)
             s = tl.dot(k_tile, q_tile.T, input_precision="tf32x3")
-            s = add_bias(
-                s, 0 if KEPT == NOWHERE else kept[t], bias, offsets, keys, rows, head, centre,
-                KEPT, NUM_HEADS, NUM_TOKENS, BIAS, True,
+            s = scale_and_add_bias(
+                s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, keys, rows,
+                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, True,
             )  # fmt: skip
             s = add_mask(
                 s, mask_at, is_masked, keys, rows, mask_value, mask_row, NUM_TOKENS, MASK, True

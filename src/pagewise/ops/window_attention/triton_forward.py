@@ -24,13 +24,13 @@ import triton.language as tl
 from ...tiles.triton.online_softmax import LOG2_E, finish, weigh
 from .triton_tiles import (
     NOWHERE,
-    add_bias,
     add_mask,
     head_scale,
     is_mixed,
     load_biases,
     load_rows,
-    scale_rows,
+    normalise,
+    scale_and_add_bias,
 )
 
 
@@ -87,7 +87,7 @@ def attend(
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load q
         q_tile = load_rows(q + window * q_window, rows, q_token, D, HEAD_SIZE, NUM_TOKENS)
-        q_tile = scale_rows(q_tile, scale * LOG2_E, eps, COSINE)
+        q_tile = normalise(q_tile, eps, COSINE)
         mask_at = mask + window % num_masks * mask_window
         is_masked = is_mixed(mixed, window % num_masks, MASK, len(TILES) == 1)
         # tiles
@@ -99,12 +99,11 @@ def attend(
             keys = first + tl.arange(0, TILES[t])
             k_tile = load_rows(k + window * k_window, keys, k_token, D, HEAD_SIZE, NUM_TOKENS)
             v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
-            if COSINE:
-                k_tile = scale_rows(k_tile, 1.0, eps, True)
+            k_tile = normalise(k_tile, eps, COSINE)
             s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")
-            s = add_bias(
-                s, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys, head, centre,
-                KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
+            s = scale_and_add_bias(
+                s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys,
+                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
             )  # fmt: skip
             s = add_mask(
                 s, mask_at, is_masked, rows, keys, mask_value, mask_row, NUM_TOKENS, MASK, False

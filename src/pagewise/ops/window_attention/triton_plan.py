@@ -47,7 +47,8 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     """
     num_tokens, is_wide = problem.num_tokens, problem.dtype == torch.float32
     tile_m = min(64, max(16, _next_power_of_2(num_tokens)))
-    tiles = backward = (tile_m,)
+    tiles: tuple[int, ...] = (tile_m,)
+    backward = tiles
     if num_tokens > tile_m:
         tiles = cover(num_tokens, 64 if is_wide else 128)
         backward = cover(num_tokens, 64)

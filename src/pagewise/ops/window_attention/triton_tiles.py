@@ -1,7 +1,7 @@
 """What the GPU kernels of window attention share: tiles of rows, of bias and of mask.
 
-Scores live in powers of two: q is multiplied by ``scale · log2(e)`` when it is loaded, the bias
-by ``log2(e)``. A tile of bias is the same for every window, so a program loads it once, rounded to
+Scores live in powers of two: products are multiplied by ``scale · log2(e)``, the bias by
+``log2(e)``. A tile of bias is the same for every window, so a program loads it once, rounded to
 float16 as the products' operands are, and keeps it in registers. Most windows of a shifted map
 hold one region: those pay for no mask.
 """
@@ -29,7 +29,7 @@ def load_rows(at, rows, stride, D: tl.constexpr, HEAD_SIZE: tl.constexpr, NUM_TO
 
 @triton.jit
 def head_scale(logit_scale, softmax_scale, head, COSINE: tl.constexpr):
-    """What multiplies q·k of a head."""
+    """What multiplies a head's q·k."""
     scale = softmax_scale
     if COSINE:
         learned = tl.minimum(tl.load(logit_scale + head).to(tl.float32), MAX_LOGIT_SCALE)
@@ -38,12 +38,12 @@ def head_scale(logit_scale, softmax_scale, head, COSINE: tl.constexpr):
 
 
 @triton.jit
-def scale_rows(x, scale, eps, COSINE: tl.constexpr):
-    """Rows as they enter a product: normalised if that is asked for, times ``scale``."""
-    wide = x.to(tl.float32)
+def normalise(x, eps, COSINE: tl.constexpr):
+    """Rows as they enter a product."""
     if COSINE:
-        wide = wide * inverse_norm(wide, eps)[:, None]
-    return (wide * scale).to(x.dtype)
+        wide = x.to(tl.float32)
+        x = (wide * inverse_norm(wide, eps)[:, None]).to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -60,7 +60,12 @@ def unnormalise(gradient, x, eps):
     unit = wide * inverse[:, None]
     along = tl.sum(unit * gradient, 1)
     kept = tl.where(inverse * eps < 1.0, along, 0.0)  # below eps the norm is a constant
-    return (gradient - unit * kept[:, None]) * inverse[:, None], along
+    result = (gradient - unit * kept[:, None]) * inverse[:, None]
+    if x.dtype == tl.float16:
+        # A row of zeros has a gradient of up to 1 / eps, which must not become infinite: what
+        # made it is 0 as well, and 0 · inf is no number.
+        result = tl.minimum(tl.maximum(result, -65504.0), 65504.0)
+    return result, along
 
 
 @triton.jit
@@ -103,27 +108,28 @@ def load_biases(
         )
         if KEPT == SHARED:
             tile = tl.maximum(tile, -60000.0)  # 0 · -inf is no number
-        tiles += (tile.to(tl.float16),)
+        tiles += (tile.to(tl.float16),)  # type: ignore[assignment]
         first_column += TILES[t]
     return tiles
 
 
 @triton.jit
-def add_bias(
-    s, kept, bias, offsets, rows, columns, head, centre, KEPT: tl.constexpr,
+def scale_and_add_bias(
+    s, scale, kept, bias, offsets, rows, columns, head, centre, KEPT: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores plus its bias.
+    """A tile of products into scores with their bias.
 
-    From shared memory it comes by a product with the unit matrix: no register holds it then.
+    The scale comes after the product, in float32: all kernels must find the same scores. From
+    shared memory the bias comes by a product with the unit matrix: no register holds it then.
     """
     if KEPT == SHARED:
         row, column = tl.arange(0, s.shape[0]), tl.arange(0, s.shape[0])
         unit = (row[:, None] == column[None, :]).to(tl.float16)
-        return tl.dot(unit, kept, s)
+        return tl.dot(unit, kept, s * scale)
     if KEPT == REGISTERS:
-        return s + kept.to(tl.float32)
-    return s + load_bias(
+        return s * scale + kept.to(tl.float32)
+    return s * scale + load_bias(
         bias, offsets, rows, columns, head, centre, NUM_HEADS, NUM_TOKENS, BIAS, FLIPPED
     )
 

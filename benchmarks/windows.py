@@ -1,0 +1,236 @@
+"""Window attention with its learned bias and a shifted map's mask, beside the peers' best forms.
+
+The peers are handed what they need, made beforehand and not timed: the dense sum of bias and
+mask for SDPA, the gathered bias and the dense mask for eager code. Backward passes end at the
+bias; what remains to the table, ours included alone, is ours to lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from pagewise import rel_offsets, shift_regions, window_attention
+
+from .case import Check, Measurement, Target
+from .gpu_timing import time_gpu
+from .timing import Contestant, Times, ratio, take_turns
+
+__all__ = ["WindowCase"]
+
+_BACKENDS = {
+    "sdpa, cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa, efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_MOST_PEER_BYTES = 32 << 30
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class WindowCase:
+    """One call over a map that was shifted by half a window; windows × heads × tokens × size.
+
+    Metrics: ``microseconds`` and, for a call with its gradients, ``both, microseconds``;
+    ``x best peer``, forward, and ``x best peer, both``; ``backward / forward``.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    window: tuple[int, ...]
+    num_heads: int
+    head_size: int
+    images: int = 1
+    dtype: torch.dtype = torch.float16
+    targets: tuple[Target, ...] = ()
+    device: str = "cuda"
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        count = self.images * math.prod(g // w for g, w in zip(self.grid, self.window, strict=True))
+        sizes = f"{count} × {self.num_heads} × {math.prod(self.window)} × {self.head_size}"
+        return f"windows: {sizes}, {self.dtype}, bias and regions, on {self.device}"
+
+    def verify(self) -> list[Check]:
+        """The first and the last windows, and their gradients, against float64."""
+        inputs = _Inputs(self)
+        picked = [*range(4), *range(len(inputs.regions) - 4, len(inputs.regions))]
+        found, exact, eager = (
+            inputs.pick(picked).results(how) for how in ("ours", "float64", "eager")
+        )
+        checks = []
+        for name, wanted in exact.items():
+            unit = torch.finfo(self.dtype).eps
+            allowed = 2 * _gap(eager[name], wanted) + 4 * unit * wanted.abs().max().item()
+            gap = _gap(found[name], wanted)
+            checks.append(Check(name, gap <= allowed, f"error {gap:.1e}, allowed {allowed:.1e}"))
+        again = inputs.pick(picked).results("ours")
+        same = all(torch.equal(found[name], again[name]) for name in found)
+        checks.append(Check("two runs give the same bits", same, ""))
+        return checks
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Forward, and forward with backward, of all; on a GPU by replayed graphs."""
+        inputs = _Inputs(self)
+        calls = {"pagewise": inputs.ours, **inputs.peers()}
+        forward = self._time({name: inputs.forward(call) for name, call in calls.items()}, repeats)
+        both = self._time({name: inputs.both(call) for name, call in calls.items()}, repeats)
+        ours, ours_both = forward.pop("pagewise"), both.pop("pagewise")
+        metrics = {
+            "microseconds": ours.median * 1e6,
+            "both, microseconds": ours_both.median * 1e6,
+            "backward / forward": ours_both.median / ours.median - 1,
+        }
+        if forward:
+            metrics["x best peer"] = _best(forward, ours)
+            metrics["x best peer, both"] = _best(both, ours_both)
+        times = {"pagewise": ours, **forward, "pagewise, both": ours_both}
+        return Measurement(times | {f"{name}, both": t for name, t in both.items()}, metrics)
+
+    def _time(
+        self, calls: dict[str, Callable[[], object]], repeats: int | None
+    ) -> dict[str, Times]:
+        if self.device == "cuda":
+            return {name: time_gpu(call) for name, call in calls.items()}
+        contestants = {name: Contestant(call) for name, call in calls.items()}
+        return take_turns(contestants, repeats=repeats or 7)
+
+
+def _best(peers: dict[str, Times], ours: Times) -> float:
+    """How many times the time of the fastest peer is ours, round by round where there are any."""
+    best = min(peers.values(), key=lambda times: times.median)
+    if len(best.seconds) == len(ours.seconds):
+        return ratio(best, ours)
+    return best.median / ours.median
+
+
+def _gap(found: Tensor, wanted: Tensor) -> float:
+    return (found.double() - wanted).abs().max().item()
+
+
+class _Inputs:
+    """A call on random numbers: views of one packed tensor, as a model's linear layer leaves it."""
+
+    def __init__(self, case: WindowCase) -> None:
+        generator = torch.Generator(case.device).manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=case.device)
+
+        self.dtype = case.dtype
+        self.offsets = rel_offsets(case.window).to(case.device)
+        shift = tuple(n // 2 for n in case.window)
+        self.regions = shift_regions(case.grid, case.window, shift).to(case.device)
+        num_masks, num_tokens = self.regions.shape
+        size = (num_masks * case.images, num_tokens, 3, case.num_heads, case.head_size)
+        packed = draw(*size).to(case.dtype)
+        self.rows = [t.detach() for t in packed.permute(2, 0, 3, 1, 4).unbind(0)]
+        self.table = draw(math.prod(2 * n - 1 for n in case.window), case.num_heads)
+        self.dout = draw(*self.rows[0].shape).to(case.dtype)
+        self.images = case.images
+
+    def pick(self, windows: list[int]) -> _Inputs:
+        """The same on a few windows of the first image."""
+        few = object.__new__(_Inputs)
+        few.__dict__ |= self.__dict__
+        few.images, few.regions = 1, self.regions[windows]
+        few.rows, few.dout = [t[windows] for t in self.rows], self.dout[windows]
+        return few
+
+    def bias(self) -> Tensor:
+        """Gathered from the table, ``[num_heads, num_tokens, num_tokens]``."""
+        centre = (len(self.table) - 1) // 2
+        index = self.offsets[:, None] - self.offsets[None, :] + centre
+        return self.table[index.long()].permute(2, 0, 1).contiguous()
+
+    def mask(self) -> Tensor:
+        """Dense, ``[windows, 1, num_tokens, num_tokens]``."""
+        apart = self.regions[:, :, None] != self.regions[:, None, :]
+        dense = torch.zeros(apart.shape, dtype=self.dtype, device=apart.device)
+        return dense.masked_fill_(apart, -100.0).repeat(self.images, 1, 1)[:, None]
+
+    def results(self, how: str) -> dict[str, Tensor]:
+        """The result and all gradients, by name."""
+        wide = how == "float64"
+        leaves = [t.double() if wide else t for t in (*self.rows, self.table)]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        q, k, v, table = leaves
+        if how == "eager":
+            index = self.offsets[:, None] - self.offsets[None, :] + (len(table) - 1) // 2
+            bias = table[index.long()].permute(2, 0, 1).to(self.dtype)
+            out = _eager(q, k, v, bias, self.mask())
+        else:
+            out = window_attention(
+                q, k, v, bias_table=table, rel_offsets=self.offsets, regions=self.regions,
+                impl="reference" if wide else "auto",
+            ).out  # fmt: skip
+        gradients = torch.autograd.grad(out, leaves, self.dout.to(out.dtype))
+        names = ("out", "gradient of q", "of k", "of v", "of the table")
+        return dict(zip(names, (out.detach(), *gradients), strict=True))
+
+    def ours(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The call that is timed."""
+        return window_attention(
+            q, k, v, bias_table=self.table, rel_offsets=self.offsets, regions=self.regions
+        ).out
+
+    def peers(self) -> dict[str, Call]:
+        """Eager code as in MONAI and timm, and SDPA with a dense mask: those that can run here."""
+        bias, mask = self.bias().to(self.dtype), self.mask()
+        if mask.numel() * bias.shape[0] * bias.element_size() > _MOST_PEER_BYTES:
+            return {}
+        peers: dict[str, Call] = {"eager": lambda q, k, v: _eager(q, k, v, bias, mask)}
+        dense = bias + mask
+        if bias.device.type == "cpu":
+            return peers | {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=dense)}
+        for name, backend in _BACKENDS.items():
+            call = _with_backend(backend, dense)
+            if _runs(call, self.rows):
+                peers[name] = call
+        return peers
+
+    def forward(self, call: Call) -> Callable[[], object]:
+        """A call without gradients."""
+
+        def timed() -> Tensor:
+            with torch.no_grad():
+                return call(*self.rows)
+
+        return timed
+
+    def both(self, call: Call) -> Callable[[], object]:
+        """A call and its gradients; ours down to the table."""
+        leaves = [t.detach().requires_grad_() for t in self.rows]
+        more = [self.table.requires_grad_()] if call == self.ours else []
+
+        def timed() -> object:
+            return torch.autograd.grad(call(*leaves), [*leaves, *more], self.dout)
+
+        return timed
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT + bias
+    return (scores + mask).softmax(dim=-1) @ v
+
+
+def _with_backend(backend: SDPBackend, dense: Tensor) -> Call:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v, attn_mask=dense)
+
+    return call
+
+
+def _runs(call: Call, rows: list[Tensor]) -> bool:
+    try:
+        call(*rows)
+    except RuntimeError:
+        return False
+    return True
