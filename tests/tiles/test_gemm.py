@@ -1,0 +1,72 @@
+"""Products in scratch memory against NumPy's, at every edge of a block."""
+
+import numpy as np
+import pytest
+from numba import njit
+
+from pagewise.tiles.cpu.gemm import load_rows, multiply, transpose
+
+RANDOM = np.random.default_rng(0)
+
+
+@njit
+def run(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds):
+    multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "steps"), [(4, 16, 1), (8, 64, 3), (4, 80, 0), (12, 144, 17)]
+)
+def test_products_are_numpys(rows, columns, steps, turned, adds):
+    a = RANDOM.standard_normal((steps, rows) if turned else (rows, steps)).astype(np.float32)
+    b = RANDOM.standard_normal((steps, columns + 16)).astype(np.float32)
+    c = np.full((rows + 1, columns + 32), np.nan, np.float32)
+    c[:rows, 16 : columns + 16] = before = RANDOM.standard_normal((rows, columns))
+    if not adds:
+        c[:rows, 16 : columns + 16] = np.nan  # what was there does not matter
+    flat = np.concatenate([np.full(3, np.nan, np.float32), a.ravel()])
+    strides = (1, rows) if turned else (steps, 1)
+    run(
+        c.reshape(-1), 16, columns + 32, flat, 3, *strides, b.reshape(-1), columns + 16,
+        rows, columns, steps, adds,
+    )  # fmt: skip
+    wanted = (a.T if turned else a) @ b[:, :columns] + (before if adds else 0)
+    np.testing.assert_allclose(c[:rows, 16 : columns + 16], wanted, rtol=1e-5, atol=1e-5)
+    assert np.isnan(c[rows]).all()
+    assert np.isnan(c[:, :16]).all()
+    assert np.isnan(c[:, columns + 16 :]).all()
+
+
+@njit
+def turn(into, into_row, matrix, row, rows, columns):
+    transpose(into, into_row, matrix, row, rows, columns)
+
+
+def test_transpose():
+    matrix = RANDOM.standard_normal((5, 9)).astype(np.float32)
+    into = np.zeros((9, 8), np.float32)
+    turn(into.reshape(-1), 8, matrix.reshape(-1), 9, 5, 7)
+    assert (into[:7, :5] == matrix[:, :7].T).all()
+    assert (into[7:] == 0).all()
+    assert (into[:, 5:] == 0).all()
+
+
+@njit
+def rows_of(tile, width, source, at, step, rows, size, all_rows):
+    load_rows(tile, width, source, at, step, rows, size, all_rows)
+
+
+@pytest.mark.parametrize("size", [8, 16, 24, 40])
+def test_rows_are_followed_by_zeros(size):
+    width = -(-size // 16) * 16
+    source = np.full((6, 50), np.nan, np.float32)
+    source[1:5, 1 : size + 1] = RANDOM.standard_normal((4, size))
+    tile = np.full((7, width), np.nan, np.float32)
+    tile[:, size:] = 0  # as made: nobody writes there
+    rows_of(tile.reshape(-1), width, source.reshape(-1), 51, 50, 4, size, 6)
+    assert (tile[:4, :size] == source[1:5, 1 : size + 1]).all()
+    assert (tile[:4, size:] == 0).all()
+    assert (tile[4:6] == 0).all()
+    assert np.isnan(tile[6, :size]).all()
