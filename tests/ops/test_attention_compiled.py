@@ -1,0 +1,71 @@
+"""The kernels of attention, its gradients and its scores compile for Hopper, without a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+
+from test_compiled import HOPPER, assert_fits, resources
+
+from pagewise.device import DeviceInfo
+from pagewise.ops.attention import triton as forward
+from pagewise.ops.attention import triton_backward as backward
+from pagewise.ops.attention.problem import Problem
+from pagewise.ops.attention_scores import triton as scores
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+
+
+def launchers(dtype, size, *, group=1, causal=True, length=16384, **features):
+    problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, False)
+    kind = {"is_ragged": False, "is_capped": False, "is_tilted": False, "has_d_lse": False}
+    kind = backward._Kind(
+        dtype, group, size, size, is_causal=causal, is_aligned=True, **{**kind, **features}
+    )
+    tiles = backward.key_tiles(problem, H200), backward.query_tiles(problem, H200)
+    return backward.make_launchers(kind, *tiles)
+
+
+@pytest.mark.parametrize("length", [1000, 16384])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
+    found = launchers(BF16, size, causal=causal, length=length)
+    ptx = assert_fits(found.queries, tmp_path)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx  # tiles come by the copy engine
+    assert_fits(found.prepare, tmp_path)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_of_keys_spill_little(size, group, tmp_path):
+    """A head of 128 leaves no register free; what spills lies between the loops."""
+    compiled = launchers(BF16, size, group=group).keys.compile(HOPPER)
+    assert resources(compiled, tmp_path)["STACK"] <= (0 if size == 64 else 320)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_gradients_with_every_feature(dtype):
+    features = dict.fromkeys(("is_ragged", "is_capped", "is_tilted", "has_d_lse"), True)
+    found = launchers(dtype, 72, group=3, **features)
+    for launcher in (found.prepare, found.keys, found.queries):
+        assert launcher.compile(HOPPER).asm["cubin"]
+
+
+@pytest.mark.parametrize("features", [False, True])
+@pytest.mark.parametrize("size", [64, 128])
+def test_forward(size, features, tmp_path):
+    launcher = forward.make_launcher(
+        BF16, 4, size, size, True, features, features, features, True, True
+    )
+    assert "wgmma.mma_async" in assert_fits(launcher, tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "places"), [(F16, 8), (F16, 1), (BF16, 8), (F32, 4)], ids=str)
+def test_scores_are_stored_in_whole_vectors(dtype, places, tmp_path):
+    ptx = assert_fits(scores.make_launcher(dtype, 16, places, 16 // dtype.itemsize), tmp_path)
+    assert "st.global.v4.b32" in ptx
