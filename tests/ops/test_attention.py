@@ -441,15 +441,17 @@ def leaves_of(*heads, dtype=F32, tokens=6):
     return [torch.randn(1, tokens, h, 16, dtype=dtype).requires_grad_() for h in heads]
 
 
-def test_the_operation_keeps_torchs_contract():
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("case", [Case((3, 4), (5, 4)), Case((3,), (5,), batch=2, head_size=24)])
+def test_the_operation_keeps_torchs_contract(case, impl):
     from pagewise.ops.attention.op import attention_op
 
-    inputs = Inputs(Case((3, 4), (5, 4), causal=True))
-    leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    ragged = inputs.lengths["cu_seqlens_q"], inputs.lengths["cu_seqlens_k"]
+    inputs = Inputs(replace(case, causal=True))
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    lengths = list(inputs.lengths.values()) or [None] * 4
     sinks = torch.randn(4, requires_grad=True)
-    arguments = (*leaves, *ragged, None, sinks, 4, 5, 0.3, True, None, None, "reference")
-    torch.library.opcheck(attention_op, arguments)
+    options = (None, sinks, *lengths[2:], 0.3, True, None, None, impl)
+    torch.library.opcheck(attention_op, (*leaves, *lengths[:2], *options))
 
 
 def test_it_compiles_as_one_node():

@@ -41,7 +41,7 @@ def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("size", [64, 128])
 def test_gradients_of_keys_spill_little(size, group, tmp_path):
-    """A head of 128 leaves no register free; what spills lies between the loops."""
+    """A head of 128 leaves no register free; what spills does so outside the longest loop."""
     compiled = launchers(BF16, size, group=group).keys.compile(HOPPER)
     assert resources(compiled, tmp_path)["STACK"] <= (0 if size == 64 else 320)
     assert "wgmma.mma_async" in compiled.asm["ptx"]

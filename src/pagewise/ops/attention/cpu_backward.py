@@ -271,10 +271,11 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
     counter = np.zeros(1, np.int64)
     sizes = problem.num_seqs, problem.num_kv_heads, num_chunks
     run_together(lambda: _take_items(call, *sizes, counter), num_threads)
-    d_q = dq[..., : problem.head_size].to(q.dtype)
     d_k, d_v = (d[0] if num_chunks == 1 else d.sum(dim=0) for d in (dk, dv))
-    d_k, d_v = d_k[..., : problem.head_size], d_v[..., : problem.v_head_size]
-    return d_q.view(q.shape), d_k.to(k.dtype).view(k.shape), d_v.to(v.dtype).view(v.shape)
+    return tuple(
+        d[..., : t.shape[-1]].to(t.dtype).contiguous().view(t.shape)
+        for d, t in ((dq, q), (d_k, k), (d_v, v))
+    )
 
 
 def _cut(problem, device):

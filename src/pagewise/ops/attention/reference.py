@@ -51,7 +51,7 @@ def run_backward(
     """The gradients of ``q``, ``k`` and ``v``; ``out`` and ``lse`` are computed once more."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     # Keys of no sequence, between or after those of others, have the gradient 0.
-    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_q, d_k, d_v = (t.new_zeros(t.shape) for t in (q, k, v))
     for rows, keys in sequences(lengths, problem.num_seqs):
         wide = q[rows].to(dtype), k[keys].to(dtype), v[keys].to(dtype), d_out[rows].to(dtype)
         d_row = 0.0 if d_lse is None else d_lse[rows].to(dtype).T[..., None]
