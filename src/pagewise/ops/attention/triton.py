@@ -96,8 +96,8 @@ def make_launcher(
         "GROUP": group, "SIZE": head_size, "V_SIZE": v_head_size, "BLOCK_SIZE": 0,
         "PAGED": False, "CAUSAL": causal, "HAS_CAP": has_cap, "HAS_ALIBI": has_alibi,
         "HAS_SINKS": has_sinks, "SCALES": "none", "TILE_M": tile_m, "TILE_N": tile_n, "D": d,
-        # Triton 3.6 multiplies wrongly by values much narrower than the keys.
-        "V": max(d_v, 64 if head_size > 64 else 16), "DOT": _DOTS[dtype],
+        # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
+        "V": max(d_v, min(d, 64)), "DOT": _DOTS[dtype],
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     return Launcher(forward_kernel, types, constants, **options)

@@ -191,8 +191,8 @@ class _Launchers:
 def make_launchers(kind: _Kind, keys: Tiles, queries: Tiles) -> _Launchers:
     """The three kernels for one kind of problem."""
     d, d_v = (max(16, triton.next_power_of_2(n)) for n in (kind.head_size, kind.v_head_size))
-    # Triton 3.6 multiplies wrongly by values much narrower than the keys, or the other way.
-    d, d_v = max(d, 64 if d_v > 64 else 16), max(d_v, 64 if d > 64 else 16)
+    # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
+    d, d_v = max(d, min(d_v, 64)), max(d_v, min(d, 64))
     pointer = POINTERS[kind.dtype]
     ours = f"{pointer}:16"  # what we allocate is aligned, and its rows are multiples of 8
     given, stride = (ours, "i64:8") if kind.is_aligned else (pointer, "i64")
