@@ -185,6 +185,20 @@ GPU_CASES: tuple[Case, ...] = (
     ),
 )
 VOLUME, IMAGE = (7, 7, 7), (7, 7)
+F16, BF16 = torch.float16, torch.bfloat16
+AHEAD_OF_PEERS = (at_least("x best peer", 1),)
+WindowSizes = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int, torch.dtype]
+WINDOW_WORKLOADS: tuple[WindowSizes, ...] = (
+    ("unetr-fs24-128-s1", (70, 70, 70), VOLUME, 3, 8, 1, F16),
+    ("unetr-fs48-96-s2", (28, 28, 28), VOLUME, 6, 16, 1, F16),
+    ("unetr-fs48-96-s3", (14, 14, 14), VOLUME, 12, 16, 1, F16),
+    ("swin-b-384-s1", (96, 96), (12, 12), 4, 32, 32, F16),
+    ("swinv2-b-256-s1", (64, 64), (16, 16), 4, 32, 32, BF16),
+    ("swinv2-b-384-s1", (96, 96), (24, 24), 4, 32, 16, BF16),
+    ("video-swin-t-s1", (16, 56, 56), (8, 7, 7), 3, 32, 1, F16),
+    ("swinir", (512, 512), (8, 8), 6, 30, 1, F16),
+    ("8x8x8", (64, 64, 64), (8, 8, 8), 3, 32, 1, F16),
+)
 WINDOW_CASES: tuple[Case, ...] = (
     WindowCase(
         "windows-cpu-343",
@@ -223,18 +237,10 @@ WINDOW_CASES: tuple[Case, ...] = (
         targets=(at_most("microseconds", 70), at_most("backward / forward", 3)),
     ),
     *(
-        WindowCase(f"windows-{name}", *sizes, targets=(at_least("x best peer", 1),))
-        for name, *sizes in (
-            ("unetr-fs24-128-s1", (70, 70, 70), VOLUME, 3, 8),
-            ("unetr-fs48-96-s2", (28, 28, 28), VOLUME, 6, 16),
-            ("unetr-fs48-96-s3", (14, 14, 14), VOLUME, 12, 16),
-            ("swin-b-384-s1", (96, 96), (12, 12), 4, 32, 32),
-            ("swinv2-b-256-s1", (64, 64), (16, 16), 4, 32, 32, torch.bfloat16),
-            ("swinv2-b-384-s1", (96, 96), (24, 24), 4, 32, 16, torch.bfloat16),
-            ("video-swin-t-s1", (16, 56, 56), (8, 7, 7), 3, 32),
-            ("swinir", (512, 512), (8, 8), 6, 30),
-            ("8x8x8", (64, 64, 64), (8, 8, 8), 3, 32),
+        WindowCase(
+            f"windows-{name}", grid, window, num_heads, head_size, images, dtype, AHEAD_OF_PEERS
         )
+        for name, grid, window, num_heads, head_size, images, dtype in WINDOW_WORKLOADS
     ),
 )
 CASES += GPU_CASES + TILE_CASES + WINDOW_CASES

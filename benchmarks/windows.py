@@ -217,7 +217,8 @@ class _Inputs:
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
     scores = (q * q.shape[-1] ** -0.5) @ k.mT + bias
-    return (scores + mask).softmax(dim=-1) @ v
+    weights: Tensor = (scores + mask).softmax(dim=-1)
+    return weights @ v
 
 
 def _with_backend(backend: SDPBackend, dense: Tensor) -> Call:

@@ -48,7 +48,7 @@ from .problem import MAX_LOGIT_SCALE, Gradients
 from .reference import saturate
 
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
-_GROUP_FLOATS = 64 * 1024
+_GROUP_FLOATS = 65536
 """Room for a group's keys and values (and their gradients): a quarter of a 1 MiB cache."""
 _PARTS = 32
 """Parts of the windows, at most: so many shares in the gradient of a head's table are kept."""
@@ -116,9 +116,45 @@ def _scores(s, rows, x, keys, at, bias, window, head, first, num_rows, width, de
     add_bias_and_mask(s, bias, x.regions, regions_at, first, num_rows, width, x.mask_value)
 
 
+@inner()
+def _attend_part(item, out, lse, x, keys, values, bias, s, rows, result, width, depth, group):
+    """One head of one part of the windows."""
+    num_windows, num_heads, num_tokens = lse.shape
+    head, part = item % num_heads, item // num_heads
+    scale = head_scale(x.logit_scale, x.softmax_scale, head) * _LOG2_E
+    end = num_windows * (part + 1) // x.parts
+    for start in range(num_windows * part // x.parts, end, group):
+        stop = min(end, start + group)
+        for window in range(start, stop):
+            at = (window - start) * depth * width
+            _load_keys(keys, values, at, x, window, head, num_tokens, width, depth)
+        for first in range(0, num_tokens, 4):
+            num_rows = min(4, num_tokens - first)
+            _bias_rows(bias, x, head, first, num_rows, width)
+            for window in range(start, stop):
+                at = (window - start) * depth * width
+                _scores(
+                    s, rows, x, keys, at, bias, window, head, first, num_rows, width, depth,
+                    scale,
+                )  # fmt: skip
+                for r in range(4):
+                    m, total = soften(s, r * width, width)
+                    rows[r] = total
+                    if r < num_rows:
+                        seen = total != 0
+                        row_lse = (m + np.log2(total)) * _LN_2 if seen else np.float32(-np.inf)
+                        lse[window, head, first + r] = row_lse
+                mix(result, s, values, at, width, depth)
+                for r in range(num_rows):
+                    factor = np.float32(1) / rows[r] if rows[r] != 0 else np.float32(0)
+                    to = ((window * num_tokens + first + r) * num_heads + head) * x.size
+                    for d in range(x.size):
+                        out[to + d] = result[r * depth + d] * factor
+
+
 @entry()
 def _forward(out, lse, x):
-    num_windows, num_heads, num_tokens = lse.shape
+    _, num_heads, num_tokens = lse.shape
     width, depth, group = _sizes(x, num_tokens, 2)
     keys = np.empty(group * depth * width, np.float32)
     values, bias = np.empty_like(keys), np.empty(4 * width, np.float32)
@@ -128,112 +164,7 @@ def _forward(out, lse, x):
         item = take_number(x.counter)
         if item >= num_heads * x.parts:
             return
-        head, part = item % num_heads, item // num_heads
-        scale = head_scale(x.logit_scale, x.softmax_scale, head) * _LOG2_E
-        end = num_windows * (part + 1) // x.parts
-        for start in range(num_windows * part // x.parts, end, group):
-            stop = min(end, start + group)
-            for window in range(start, stop):
-                at = (window - start) * depth * width
-                _load_keys(keys, values, at, x, window, head, num_tokens, width, depth)
-            for first in range(0, num_tokens, 4):
-                num_rows = min(4, num_tokens - first)
-                _bias_rows(bias, x, head, first, num_rows, width)
-                for window in range(start, stop):
-                    at = (window - start) * depth * width
-                    _scores(
-                        s, rows, x, keys, at, bias, window, head, first, num_rows, width, depth,
-                        scale,
-                    )  # fmt: skip
-                    for r in range(4):
-                        m, total = soften(s, r * width, width)
-                        rows[r] = total
-                        if r < num_rows:
-                            seen = total != 0
-                            row_lse = (m + np.log2(total)) * _LN_2 if seen else np.float32(-np.inf)
-                            lse[window, head, first + r] = row_lse
-                    mix(result, s, values, at, width, depth)
-                    for r in range(num_rows):
-                        factor = np.float32(1) / rows[r] if rows[r] != 0 else np.float32(0)
-                        to = ((window * num_tokens + first + r) * num_heads + head) * x.size
-                        for d in range(x.size):
-                            out[to + d] = result[r * depth + d] * factor
-
-
-@entry()
-def _backward(dq, dk, dv, dtable, dscale, out, lse, dout, dout_strides, dlse, x):
-    num_windows, num_heads, num_tokens = lse.shape
-    width, depth, group = _sizes(x, num_tokens, 4)
-    keys = np.empty(group * depth * width, np.float32)
-    values, dkeys, dvalues = np.empty_like(keys), np.empty_like(keys), np.empty_like(keys)
-    bias = np.empty(4 * width, np.float32)
-    s, ds, dbias = np.empty_like(bias), np.empty_like(bias), np.empty_like(bias)
-    rows = np.empty(4 * depth, np.float32)
-    back, result = np.empty_like(rows), np.empty_like(rows)
-    while True:
-        item = take_number(x.counter)
-        if item >= num_heads * x.parts:
-            return
-        head, part = item % num_heads, item // num_heads
-        scale = head_scale(x.logit_scale, x.softmax_scale, head)
-        end = num_windows * (part + 1) // x.parts
-        for start in range(num_windows * part // x.parts, end, group):
-            stop = min(end, start + group)
-            for window in range(start, stop):
-                at = (window - start) * depth * width
-                _load_keys(keys, values, at, x, window, head, num_tokens, width, depth)
-            dkeys[:] = 0
-            dvalues[:] = 0
-            for first in range(0, num_tokens, 4):
-                num_rows = min(4, num_tokens - first)
-                _bias_rows(bias, x, head, first, num_rows, width)
-                dbias[:] = 0
-                for window in range(start, stop):
-                    at = (window - start) * depth * width
-                    _scores(
-                        s, rows, x, keys, at, bias, window, head, first, num_rows, width, depth,
-                        scale * _LOG2_E,
-                    )  # fmt: skip
-                    back_at = window * dout_strides[0] + head * dout_strides[1]
-                    gather_rows(
-                        back, dout, back_at, dout_strides[2], first, num_rows, x.size, depth,
-                        np.float32(1), np.float32(-1),
-                    )  # fmt: skip
-                    score(ds, back, values, at, width, depth)
-                    for r in range(4):
-                        if r >= num_rows:
-                            s[r * width : (r + 1) * width] = 0
-                            ds[r * width : (r + 1) * width] = 0
-                            continue
-                        row = ((window * num_tokens + first + r) * num_heads + head) * x.size
-                        delta = np.float32(0)
-                        for d in range(x.size):
-                            delta += back[r * depth + d] * out[row + d]
-                        if len(dlse):
-                            delta -= dlse[window, head, first + r]
-                        soften_again(s, r * width, width, lse[window, head, first + r] * _LOG2_E)
-                        score_gradient(ds, s, r * width, width, delta)
-                    mix(result, ds, keys, at, width, depth)
-                    add_outer(dkeys, at, ds, rows, width, depth)
-                    add_outer(dvalues, at, s, back, width, depth)
-                    accumulate(dbias, ds, 4 * width)
-                    along = _store_rows(
-                        dq, result, x, window, head, first, num_rows, num_heads, num_tokens, depth,
-                        scale,
-                    )  # fmt: skip
-                    dscale[part * num_heads + head] += along
-                if x.table_size:
-                    centre = (x.table_size - 1) // 2
-                    table_at = (part * num_heads + head) * x.table_size + centre
-                    for r in range(num_rows):
-                        for n in range(num_tokens):
-                            to = table_at + x.offsets[first + r] - x.offsets[n]
-                            dtable[to] += dbias[r * width + n]
-            for window in range(start, stop):
-                at = (window - start) * depth * width
-                _store_keys(
-                    dk, dv, dkeys, dvalues, keys, at, x, window, head, num_heads, num_tokens, width
-                )
+        _attend_part(item, out, lse, x, keys, values, bias, s, rows, result, width, depth, group)
 
 
 @inner()
@@ -279,6 +210,143 @@ def _store_keys(
             here = at + d * width + n
             dk[to + d] = (dkeys[here] * _LN_2 - keys[here] * kept) * inverse
             dv[to + d] = dvalues[here]
+
+
+@inner()
+def _differentiate_part(
+    item,
+    dq,
+    dk,
+    dv,
+    dtable,
+    dscale,
+    out,
+    lse,
+    dout,
+    dout_strides,
+    dlse,
+    x,
+    keys,
+    values,
+    dkeys,
+    dvalues,
+    bias,
+    s,
+    ds,
+    dbias,
+    rows,
+    back,
+    result,
+    width,
+    depth,
+    group,
+):
+    """One head of one part of the windows: its gradients, and its share of the table's."""
+    num_windows, num_heads, num_tokens = lse.shape
+    head, part = item % num_heads, item // num_heads
+    scale = head_scale(x.logit_scale, x.softmax_scale, head)
+    end = num_windows * (part + 1) // x.parts
+    for start in range(num_windows * part // x.parts, end, group):
+        stop = min(end, start + group)
+        for window in range(start, stop):
+            at = (window - start) * depth * width
+            _load_keys(keys, values, at, x, window, head, num_tokens, width, depth)
+        dkeys[:] = 0
+        dvalues[:] = 0
+        for first in range(0, num_tokens, 4):
+            num_rows = min(4, num_tokens - first)
+            _bias_rows(bias, x, head, first, num_rows, width)
+            dbias[:] = 0
+            for window in range(start, stop):
+                at = (window - start) * depth * width
+                _scores(
+                    s, rows, x, keys, at, bias, window, head, first, num_rows, width, depth,
+                    scale * _LOG2_E,
+                )  # fmt: skip
+                back_at = window * dout_strides[0] + head * dout_strides[1]
+                gather_rows(
+                    back, dout, back_at, dout_strides[2], first, num_rows, x.size, depth,
+                    np.float32(1), np.float32(-1),
+                )  # fmt: skip
+                score(ds, back, values, at, width, depth)
+                for r in range(4):
+                    if r >= num_rows:
+                        s[r * width : (r + 1) * width] = 0
+                        ds[r * width : (r + 1) * width] = 0
+                        continue
+                    row = ((window * num_tokens + first + r) * num_heads + head) * x.size
+                    delta = np.float32(0)
+                    for d in range(x.size):
+                        delta += back[r * depth + d] * out[row + d]
+                    if len(dlse):
+                        delta -= dlse[window, head, first + r]
+                    soften_again(s, r * width, width, lse[window, head, first + r] * _LOG2_E)
+                    score_gradient(ds, s, r * width, width, delta)
+                mix(result, ds, keys, at, width, depth)
+                add_outer(dkeys, at, ds, rows, width, depth)
+                add_outer(dvalues, at, s, back, width, depth)
+                accumulate(dbias, ds, 4 * width)
+                along = _store_rows(
+                    dq, result, x, window, head, first, num_rows, num_heads, num_tokens, depth,
+                    scale,
+                )  # fmt: skip
+                dscale[part * num_heads + head] += along
+            if x.table_size:
+                centre = (x.table_size - 1) // 2
+                table_at = (part * num_heads + head) * x.table_size + centre
+                for r in range(num_rows):
+                    for n in range(num_tokens):
+                        to = table_at + x.offsets[first + r] - x.offsets[n]
+                        dtable[to] += dbias[r * width + n]
+        for window in range(start, stop):
+            at = (window - start) * depth * width
+            _store_keys(
+                dk, dv, dkeys, dvalues, keys, at, x, window, head, num_heads, num_tokens, width
+            )
+
+
+@entry()
+def _backward(dq, dk, dv, dtable, dscale, out, lse, dout, dout_strides, dlse, x):
+    _, num_heads, num_tokens = lse.shape
+    width, depth, group = _sizes(x, num_tokens, 4)
+    keys = np.empty(group * depth * width, np.float32)
+    values, dkeys, dvalues = np.empty_like(keys), np.empty_like(keys), np.empty_like(keys)
+    bias = np.empty(4 * width, np.float32)
+    s, ds, dbias = np.empty_like(bias), np.empty_like(bias), np.empty_like(bias)
+    rows = np.empty(4 * depth, np.float32)
+    back, result = np.empty_like(rows), np.empty_like(rows)
+    while True:
+        item = take_number(x.counter)
+        if item >= num_heads * x.parts:
+            return
+        _differentiate_part(
+            item,
+            dq,
+            dk,
+            dv,
+            dtable,
+            dscale,
+            out,
+            lse,
+            dout,
+            dout_strides,
+            dlse,
+            x,
+            keys,
+            values,
+            dkeys,
+            dvalues,
+            bias,
+            s,
+            ds,
+            dbias,
+            rows,
+            back,
+            result,
+            width,
+            depth,
+            group,
+        )
 
 
 def forward(problem, x):

@@ -20,6 +20,7 @@ from ...tiles.cpu.simd import (
     max_lanes,
     maximum,
     mul,
+    prefetch,
     splat,
     store,
     sub,
@@ -28,6 +29,9 @@ from ...tiles.cpu.simd import (
     where_less,
     zeros,
 )
+
+_AHEAD = 12
+"""Tokens: their rows lie far apart in memory, and are asked for that much ahead of their use."""
 
 
 @inner()
@@ -45,6 +49,8 @@ def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
     into[at : at + depth * width] = 0
     for n in range(num_tokens):
         row = x_at + n * x_token
+        for d in range(0, size, 16):
+            prefetch(x, row + _AHEAD * x_token + d)
         factor = inverse_norm(x, row, size, eps) if eps >= 0 else np.float32(1)
         for d in range(size):
             into[at + d * width + n] = x[row + d] * factor
@@ -56,6 +62,8 @@ def gather_rows(into, x, x_at, x_token, first, num_rows, size, depth, scale, eps
     into[: 4 * depth] = 0
     for r in range(num_rows):
         row = x_at + (first + r) * x_token
+        for d in range(0, size, 16):
+            prefetch(x, row + _AHEAD * x_token + d)
         factor = scale * inverse_norm(x, row, size, eps) if eps >= 0 else scale
         for d in range(size):
             into[r * depth + d] = x[row + d] * factor

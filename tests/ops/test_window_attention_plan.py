@@ -1,0 +1,110 @@
+"""How windows are cut up for a GPU, and that every shipped kernel compiles for Hopper."""
+
+import itertools
+import os
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagewise.device import DeviceInfo
+from pagewise.ops.window_attention import Problem
+from pagewise.ops.window_attention.triton_plan import cover, make_plan
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+H200 = DeviceInfo("cuda", 132, "H200", capability=(9, 0))
+VOLUME = Problem(2744, 3, 343, 16, F16, table_size=2197, num_masks=2744, has_regions=True)
+IMAGE = Problem(4096, 3, 49, 32, F16, table_size=169, num_masks=64, has_regions=True)
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("num_tokens", range(1, 1025, 31))
+def test_tiles_cover_the_tokens_and_little_more(num_tokens, width):
+    tiles = cover(num_tokens, width)
+    assert num_tokens <= sum(tiles) < num_tokens + 16 + num_tokens // 4
+    assert all(tile & (tile - 1) == 0 and 16 <= tile <= width for tile in tiles)
+
+
+def test_the_groups_of_keys_are_all_keys():
+    for num_tokens in (49, 100, 216, 343, 392, 576, 1024):
+        plan = make_plan(replace(VOLUME, num_tokens=num_tokens), H200)
+        assert sum(itertools.chain(*plan.groups)) >= num_tokens
+        assert sum(plan.tiles) >= num_tokens
+
+
+def test_programs_share_windows_unlike_any_side_of_a_map():
+    """Windows at a border stand at multiples of the sides, and take longer."""
+    for num_heads, num_windows in itertools.product((1, 3, 6, 12), (1, 8, 343, 2744)):
+        plan = make_plan(replace(VOLUME, num_heads=num_heads, num_windows=num_windows), H200)
+        for chunks in (plan.chunks, plan.chunks_backward):
+            assert 1 <= chunks <= num_windows
+            assert not any(chunks % side == 0 for side in range(2, min(chunks, 100)))
+
+
+def test_a_program_meets_one_bias_only():
+    problem = replace(VOLUME, table_size=None, num_biases=4)
+    plan = make_plan(problem, H200)
+    assert plan.chunks % 4 == plan.chunks_backward % 4 == 0
+
+
+def test_float32_keeps_no_rounded_bias():
+    assert make_plan(replace(VOLUME, dtype=F32), H200).kept == 0
+    assert make_plan(VOLUME, H200).kept > 0
+
+
+# --- compiled ---------------------------------------------------------------------------------
+
+# With the bytes that a thread may keep in memory because its registers are full.
+COMPILED = [
+    (IMAGE, 0),
+    (VOLUME, 512),
+    (replace(IMAGE, dtype=BF16, cosine=True), 0),
+    (replace(IMAGE, dtype=F32), 512),
+    (replace(IMAGE, head_size=30, num_tokens=64), 128),
+    (replace(IMAGE, table_size=None, num_biases=2, has_regions=False, mask_dtype=F32), 128),
+    (replace(VOLUME, num_heads=12, num_windows=8, head_size=10), 768),
+    (replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048),
+]
+
+
+def launchers(problem):
+    from pagewise.ops.window_attention import triton as kernels
+
+    plan = make_plan(problem, H200)
+    factor = next(n for n in (8, 4, 2, 1) if problem.head_size % n == 0)
+    if problem.dtype == F32:
+        factor = min(factor, 4)
+    kinds = (("*fp32", "*i32", "*i32", "*u8" if problem.has_regions else "*fp32", "*fp32"),)
+    kinds += (factor, True)
+    first, last = plan.groups[0], plan.groups[-1]
+    yield kernels._attend(problem, plan, kinds)
+    yield kernels._row_gradients(problem, plan, kinds, first, 0, len(plan.groups) == 1, False)
+    if len(plan.groups) > 1:
+        done = sum(itertools.chain(*plan.groups[:-1]))
+        yield kernels._row_gradients(problem, plan, kinds, last, done, True, True)
+    yield kernels._column_gradients(problem, plan, kinds)
+
+
+def resources(compiled, tmp_path):
+    triton = pytest.importorskip("triton")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [os.fspath(tool), "--dump-resource-usage", os.fspath(cubin)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
+
+
+@pytest.mark.parametrize(("problem", "most_spilled"), COMPILED)
+def test_kernels_compile_for_hopper_within_its_memory(problem, most_spilled, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+    from triton.backends.compiler import GPUTarget
+
+    for launcher in launchers(problem):
+        compiled = launcher.compile(GPUTarget("cuda", 90, 32))
+        assert compiled.metadata.shared <= 232_448
+        used = resources(compiled, tmp_path)
+        assert used["STACK"] <= most_spilled, used
