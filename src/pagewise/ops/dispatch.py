@@ -12,7 +12,8 @@ from ..errors import UnsupportedError
 __all__ = ["choose", "explain"]
 
 _HOMES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
-"""The kind of device that an implementation is for: elsewhere it is not even imported."""
+"""The kind of device that an implementation is for, by the first word of its name: elsewhere it is
+not even imported."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -44,7 +45,7 @@ def _find_reason(
     package: str, name: str, problem: Any, device: DeviceInfo, is_named: bool
 ) -> str | None:
     """Why an implementation cannot run; None if it can."""
-    if not is_named and _HOMES.get(name, device.kind) != device.kind:
+    if not is_named and _HOMES.get(name.partition("_")[0], device.kind) != device.kind:
         return f"the tensors are on {device.kind}"
     try:
         module = _load(package, name)

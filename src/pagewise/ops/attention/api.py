@@ -122,7 +122,7 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     Example:
         >>> q = torch.zeros(1, 5, 4, 64)
         >>> print(explain_attention(q.double(), q.double(), q.double()))
-        triton: no, q is float64; float32, float16 and bfloat16 run
+        triton: no, the tensors are on cpu
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes
     """

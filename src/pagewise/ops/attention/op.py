@@ -51,7 +51,8 @@ def attention_op(
     problem = check(q, k, v, lengths, options)
     check_starts(problem, q, k, lengths)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
-    out, lse = module.run(problem, q, k, v, lengths, options)
+    with torch.autocast(q.device.type, enabled=False):  # what is in float32 stays so
+        out, lse = module.run(problem, q, k, v, lengths, options)
     return out, lse
 
 
@@ -109,7 +110,10 @@ def attention_backward_op(
     module = choose(__package__, names, problem, device, BACKWARD[impl])
     if d_out.stride(-1) != 1:
         d_out = d_out.contiguous()
-    d_q, d_k, d_v = module.run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options)
+    with torch.autocast(q.device.type, enabled=False):
+        d_q, d_k, d_v = module.run_backward(
+            problem, d_out, d_lse, q, k, v, out, lse, lengths, options
+        )
     return d_q, d_k, d_v
 
 
