@@ -73,7 +73,7 @@ Call = namedtuple(
 Scratch = namedtuple(
     "Scratch",
     "state total q first_key end_key scores weights decay"
-    " k_rows v_rows k_scale_rows v_scale_rows k_scales v_scales tile_rows k_tile v_tile",
+    " k_rows v_rows k_scale_rows v_scale_rows k_scales v_scales lanes tile_rows k_tile v_tile",
 )
 Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first_key end_key part")
 
@@ -129,7 +129,7 @@ def _make_scratch(items, call):
     most = tile = 1
     for i in range(len(items)):
         rows = _pad_rows(items[i, 2] * call.group)
-        tile = max(tile, rows)
+        tile = max(tile, items[i, 4] if rows == 1 else rows)
         most = max(most, rows * items[i, 4])
     return Scratch(
         make_state(most, call.v_width),
@@ -146,6 +146,7 @@ def _make_scratch(items, call):
         np.zeros((2, TILE_N), np.int64),
         np.zeros(TILE_N, np.float32),
         np.zeros(TILE_N, np.float32),
+        np.zeros(16, np.float32),
         np.zeros(TILE_N, np.int64),
         np.zeros(TILE_N * call.width, call.tile.dtype),
         np.zeros(TILE_N * call.v_width, call.tile.dtype),
@@ -189,8 +190,7 @@ def _attend_item(call, scratch, item, parts):
         start_state(scratch.state, 0, all_rows, call.v_width)
         for tile in range(max(split, low // TILE_N * TILE_N), split_high, TILE_N):
             find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
-            for head in range(item.num_heads):
-                attend_tile(call, scratch, side, item, head, rows, tile, min(TILE_N, high - tile))
+            attend_tile(call, scratch, side, item, rows, tile, min(TILE_N, high - tile))
             side = 1 - side
         if item.part >= 0:
             at = item.part + (split - item.first_key) // call.split_size * all_rows

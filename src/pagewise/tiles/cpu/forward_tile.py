@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from .compile import inner
+from .head_products import mix_heads, score_heads
 from .online_softmax import (
     TILE_N,
     cap_row,
@@ -23,6 +24,7 @@ from .online_softmax import (
     tilt_row,
     weigh_row,
 )
+from .plan import HEADS_BY_KEY
 from .products import mix_tile, score_tile
 from .simd import LOG2_E, load, load_half, prefetch, store
 
@@ -63,8 +65,36 @@ def find_rows(call, scratch, side, item, tile, low, high):
 
 
 @inner()
-def attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
-    """One KV head's rows over one tile of keys: scores, softmax, values."""
+def attend_tile(call, scratch, side, item, rows, tile, num_keys):
+    """An item's rows over one tile of keys: scores, softmax, values."""
+    is_whole = call.head_size == call.width and call.v_head_size == call.v_width
+    if rows == 1 and item.num_heads % HEADS_BY_KEY == 0 and is_whole:
+        _attend_by_key(call, scratch, side, item, tile, num_keys)
+        return
+    for head in range(item.num_heads):
+        _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys)
+
+
+@inner()
+def _attend_by_key(call, scratch, side, item, tile, num_keys):
+    """Heads of one row each: the scores of all, their softmaxes, the values of all."""
+    score_heads(
+        scratch.scores, scratch.lanes, scratch.q, item.num_heads, call.k_cache, call.k_head,
+        scratch.k_rows[side], scratch.k_rows[1 - side], TILE_N, call.width,
+    )  # fmt: skip
+    for head in range(item.num_heads):
+        if call.per_token:
+            _fetch_scales(call, scratch, side, item.first_head + head)
+        _softmax_tile(call, scratch, item, head, 1, tile, head)
+    mix_heads(
+        scratch.state.acc, scratch.decay, item.num_heads, scratch.weights, TILE_N, call.v_cache,
+        call.v_head, scratch.v_rows[side], scratch.v_rows[1 - side], num_keys, call.v_width,
+    )  # fmt: skip
+
+
+@inner()
+def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
+    """One head's rows, which share what is read of it."""
     at = head * rows
     width, v_width = call.width, call.v_width
     k_base, v_base = head * call.k_head, head * call.v_head
@@ -86,7 +116,7 @@ def attend_tile(call, scratch, side, item, head, rows, tile, num_keys):
         )  # fmt: skip
     if call.per_token:
         _fetch_scales(call, scratch, side, item.first_head + head)
-    _softmax_tile(call, scratch, item, head, rows, tile)
+    _softmax_tile(call, scratch, item, head, rows, tile, 0)
     if rows > FEW_ROWS or call.v_head_size != v_width:
         _gather(
             scratch.v_tile,
@@ -136,8 +166,8 @@ def _fetch_scales(call, scratch, side, kv_head):
 
 
 @inner()
-def _softmax_tile(call, scratch, item, head, rows, tile):
-    """Turn a tile's scores into weights; update each row's maximum, sum and decay."""
+def _softmax_tile(call, scratch, item, head, rows, tile, place):
+    """Turn scores into weights, from row ``place`` on; update each row's maximum, sum and decay."""
     s = scratch.scores
     scale = call.softmax_scale / call.soft_cap if call.soft_cap > 0 else call.softmax_scale * LOG2_E
     if not call.per_token:
@@ -147,7 +177,7 @@ def _softmax_tile(call, scratch, item, head, rows, tile):
     query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
     first_position = call.seq_lens[item.seq] - query_len + item.first_token
     for r in range(rows):
-        at = r * TILE_N
+        at = (place + r) * TILE_N
         if call.per_token:
             multiply_row(s, at, s, scratch.k_scales)
         highest = scale_row(s, at, scale)
@@ -161,7 +191,8 @@ def _softmax_tile(call, scratch, item, head, rows, tile):
             highest = mask_row(s, at, np.float32(first), np.float32(end))
         row = head * rows + r
         if call.per_token:
-            scratch.decay[r] = weigh_row(scratch.state, row, s, s, at, highest)
+            decay = weigh_row(scratch.state, row, s, s, at, highest)
             multiply_row(scratch.weights, at, s, scratch.v_scales)
         else:
-            scratch.decay[r] = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
+            decay = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
+        scratch.decay[place + r] = decay

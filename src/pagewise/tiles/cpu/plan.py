@@ -24,6 +24,10 @@ _TILE_BYTES = 8192
 one that is fetched ahead of it then just fill a 1 MiB second-level cache."""
 
 
+HEADS_BY_KEY = 16
+"""A multiple of so many heads of one row each is walked key by key, all heads of a key at once."""
+
+
 class Shape(Protocol):
     """What a plan asks of a problem, paged or not."""
 
@@ -112,6 +116,9 @@ def make_plan(problem: Shape, device: DeviceInfo) -> Plan:
     while tile_m > 64 and rows * problem.num_kv_heads < wanted * tile_m:
         tile_m //= 2
     decode_heads = min(problem.num_kv_heads, max(1, _TILE_BYTES // _bytes_per_key(problem)))
+    has_one_row = problem.group == 1 and problem.num_tokens <= problem.num_seqs
+    if has_one_row and problem.num_kv_heads % HEADS_BY_KEY == 0:
+        decode_heads = problem.num_kv_heads  # no tile waits in a cache then
     while items * -(-problem.num_kv_heads // decode_heads) < wanted and decode_heads > 1:
         decode_heads = -(-decode_heads // 2)
     return Plan(

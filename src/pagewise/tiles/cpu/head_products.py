@@ -1,0 +1,190 @@
+"""The two products of attention for one row of queries in each of many KV heads.
+
+That is a decode step of a model without grouped heads: every key and value is read for one row,
+so nothing counts but memory. Keys are taken outside and heads inside, because the heads of a key
+lie side by side: memory is read in its order, a few keys ahead. Sums are taken in the order of
+``score_tile`` and ``mix_tile``, so that a row gets the same bits::
+
+    key n      head 0 · head 1 · head 2 · …  ─┐ as they lie in a page
+    key n + 1  head 0 · head 1 · head 2 · …  ─┘
+"""
+
+from __future__ import annotations
+
+from numba import types
+from numba.extending import overload
+
+from .compile import inner
+from .simd import (
+    dot_pairs,
+    fma,
+    load,
+    load_pairs,
+    mul,
+    prefetch,
+    splat,
+    splat_pair,
+    store,
+    sum_each,
+    zeros,
+    zip_high,
+    zip_low,
+)
+
+__all__ = ["mix_heads", "score_heads"]
+
+
+@inner()
+def score_heads(scores, lanes, q, num_heads, k, k_head, rows, ahead, tile_n, width):
+    """``scores[h, n] = q[h] · k[rows[n] + h * k_head]`` for a multiple of 16 heads.
+
+    ``lanes`` is room for 16 numbers.
+    """
+    for n in range(tile_n):
+        later = rows[n + 4] if n + 4 < tile_n else ahead[n + 4 - tile_n]
+        for h in range(0, num_heads, 16):
+            row, ahead_row = rows[n] + h * k_head, later + h * k_head
+            store(lanes, 0, _score_16(q, h * width, k, row, ahead_row, k_head, width))
+            for i in range(16):
+                scores[(h + i) * tile_n + n] = lanes[i]
+
+
+@inner()
+def _score_16(q, at, k, row, later, k_head, width):
+    """Lane ``i``: head ``i``'s query times its key."""
+    return sum_each(
+        (
+            _dot_row_of(0, q, at, k, row, later, k_head, width),
+            _dot_row_of(1, q, at, k, row, later, k_head, width),
+            _dot_row_of(2, q, at, k, row, later, k_head, width),
+            _dot_row_of(3, q, at, k, row, later, k_head, width),
+            _dot_row_of(4, q, at, k, row, later, k_head, width),
+            _dot_row_of(5, q, at, k, row, later, k_head, width),
+            _dot_row_of(6, q, at, k, row, later, k_head, width),
+            _dot_row_of(7, q, at, k, row, later, k_head, width),
+            _dot_row_of(8, q, at, k, row, later, k_head, width),
+            _dot_row_of(9, q, at, k, row, later, k_head, width),
+            _dot_row_of(10, q, at, k, row, later, k_head, width),
+            _dot_row_of(11, q, at, k, row, later, k_head, width),
+            _dot_row_of(12, q, at, k, row, later, k_head, width),
+            _dot_row_of(13, q, at, k, row, later, k_head, width),
+            _dot_row_of(14, q, at, k, row, later, k_head, width),
+            _dot_row_of(15, q, at, k, row, later, k_head, width),
+        )
+    )
+
+
+@inner()
+def _dot_row_of(i, q, at, k, row, later, k_head, width):
+    return dot_row(q, at + i * width, k, row + i * k_head, later + i * k_head, width)
+
+
+@inner()
+def mix_heads(acc, decay, num_heads, p, tile_n, v, v_head, rows, ahead, num_keys, width):
+    """``acc[h] = decay[h] * acc[h] + Σ_n p[h, n] * v[rows[n] + h * v_head]``.
+
+    Keys come in pairs as in ``mix_tile``: with an odd ``num_keys`` the next weight must be 0.
+    """
+    for h in range(num_heads):
+        factor = splat(decay[h])
+        for d in range(h * width, (h + 1) * width, 16):
+            store(acc, d, mul(factor, load(acc, d)))
+    whole = num_keys - num_keys % 4
+    for n in range(0, whole, 4):
+        later, m = rows, n + 4
+        if m == tile_n:
+            later, m = ahead, 0
+        for h in range(num_heads):
+            at, p_at, column = h * width, h * tile_n + n, h * v_head
+            mix_4_keys(acc, at, p, p_at, v, rows, n, later, m, column, width)
+    for h in range(num_heads):
+        at, p_at, column = h * width, h * tile_n, h * v_head
+        mix_keys(acc, at, p, p_at, v, rows, whole, num_keys, column, width)
+
+
+# --- by the element type of queries and weights ----------------------------------------------
+
+
+def dot_row(q, at, k, row, later, width):
+    """The lanes whose sum is ``q · k[row]``; asks for the line at ``later``."""
+    raise NotImplementedError
+
+
+def mix_4_keys(acc, at, p, p_at, v, rows, n, later, m, column, width):
+    """``acc += p[n] * v[rows[n]] + …`` for four keys; asks for the lines of four later ones."""
+    raise NotImplementedError
+
+
+def mix_keys(acc, at, p, p_at, v, rows, first, end, column, width):
+    """``acc += Σ p[n] * v[rows[n]]`` for the keys from ``first`` up to ``end``."""
+    raise NotImplementedError
+
+
+@overload(dot_row, jit_options={"_nrt": False})
+def _(q, at, k, row, later, width):
+    def of_float32(q, at, k, row, later, width):
+        s = zeros()
+        for d in range(0, width, 16):
+            prefetch(k, later + d)
+            s = fma(load(q, at + d), load(k, row + d), s)
+        return s
+
+    def of_pairs(q, at, k, row, later, width):
+        s = zeros()
+        for d in range(0, width, 32):
+            prefetch(k, later + d)
+            s = dot_pairs(s, load_pairs(q, at + d), load_pairs(k, row + d))
+        return s
+
+    return of_pairs if q.dtype == types.uint16 else of_float32
+
+
+@overload(mix_4_keys, jit_options={"_nrt": False})
+def _(acc, at, p, p_at, v, rows, n, later, m, column, width):
+    def of_float32(acc, at, p, p_at, v, rows, n, later, m, column, width):
+        k0, k1, k2, k3 = rows[n], rows[n + 1], rows[n + 2], rows[n + 3]
+        w0, w1, w2, w3 = splat(p[p_at]), splat(p[p_at + 1]), splat(p[p_at + 2]), splat(p[p_at + 3])
+        for d in range(column, column + width, 16):
+            for i in range(m, m + 4):
+                prefetch(v, later[i] + d)
+            to = at + d - column
+            a = fma(w1, load(v, k1 + d), fma(w0, load(v, k0 + d), load(acc, to)))
+            store(acc, to, fma(w3, load(v, k3 + d), fma(w2, load(v, k2 + d), a)))
+
+    def of_pairs(acc, at, p, p_at, v, rows, n, later, m, column, width):
+        k0, k1, k2, k3 = rows[n], rows[n + 1], rows[n + 2], rows[n + 3]
+        w0, w1 = splat_pair(p, p_at), splat_pair(p, p_at + 2)
+        for d in range(column, column + width, 32):
+            for i in range(m, m + 4):
+                prefetch(v, later[i] + d)
+            to = at + d - column
+            left, right = load_pairs(v, k0 + d), load_pairs(v, k1 + d)
+            a0 = dot_pairs(load(acc, to), w0, zip_low(left, right))
+            a1 = dot_pairs(load(acc, to + 16), w0, zip_high(left, right))
+            left, right = load_pairs(v, k2 + d), load_pairs(v, k3 + d)
+            store(acc, to, dot_pairs(a0, w1, zip_low(left, right)))
+            store(acc, to + 16, dot_pairs(a1, w1, zip_high(left, right)))
+
+    return of_pairs if p.dtype == types.uint16 else of_float32
+
+
+@overload(mix_keys, jit_options={"_nrt": False})
+def _(acc, at, p, p_at, v, rows, first, end, column, width):
+    def of_float32(acc, at, p, p_at, v, rows, first, end, column, width):
+        for n in range(first, end):
+            w = splat(p[p_at + n])
+            for d in range(0, width, 16):
+                b = load(v, rows[n] + column + d)
+                store(acc, at + d, fma(w, b, load(acc, at + d)))
+
+    def of_pairs(acc, at, p, p_at, v, rows, first, end, column, width):
+        for n in range(first, end, 2):
+            w = splat_pair(p, p_at + n)
+            for d in range(0, width, 32):
+                left = load_pairs(v, rows[n] + column + d)
+                right = load_pairs(v, rows[n + 1] + column + d)
+                to = at + d
+                store(acc, to, dot_pairs(load(acc, to), w, zip_low(left, right)))
+                store(acc, to + 16, dot_pairs(load(acc, to + 16), w, zip_high(left, right)))
+
+    return of_pairs if p.dtype == types.uint16 else of_float32
