@@ -167,6 +167,15 @@ def test_a_wrong_result_is_refused(dtype):
 
 # --- right, against the oracle -------------------------------------------------------------
 
+# One row in each of many KV heads: these are walked key by key, sixteen heads at once.
+MANY_HEADS = [
+    PagedCase((1, 1, 1), (600, 37, 3), 32, 32, 64, strided=True),
+    PagedCase((1, 1, 1), (600, 37, 3), 32, 32, 64, v_head_size=32, dtype=BF16, strided=True),
+    PagedCase((1, 1), (130, 70), 16, 16, 96, dtype=BF16, sliding_window=67, has_sinks=True),
+    PagedCase((1, 1), (99, 70), 16, 16, 32, dtype=BF16, kv_dtype=E4M3, scales="token"),
+    PagedCase((1, 1), (99, 70), 16, 16, 32, dtype=F16, kv_dtype=INT8, scales="head"),
+]
+
 CASES = [
     # sequences of no, one and few keys; nothing at all
     PagedCase((), ()),
@@ -248,6 +257,7 @@ CASES = [
         )
         for scales in ("tensor", "head", "token")
     ),
+    *MANY_HEADS,
     # shared blocks
     PagedCase((1,) * 8, tuple(range(40, 80, 5)), shares_prefix=True),
 ]
@@ -545,6 +555,16 @@ def test_no_choice_of_a_plan_but_split_size_and_bf16_dot_changes_a_bit():
                 num_threads=rng.randint(1, 4),
             )
             assert_same_bits(on_cpu(inputs, plan=other), expected)
+
+
+@pytest.mark.parametrize("case", MANY_HEADS, ids=str)
+def test_heads_walked_together_get_the_bits_of_heads_walked_alone(case):
+    inputs = make_inputs(case)
+    plan = plan_for(inputs)
+    assert plan.decode_heads == case.num_kv_heads
+    for decode_heads in (1, 5, 16):
+        alone = on_cpu(inputs, plan=replace(plan, decode_heads=decode_heads))
+        assert_same_bits(alone, on_cpu(inputs, plan=plan))
 
 
 LONG = PagedCase((1, 1, 40), (2100, 700, 640), 8, 2, dtype=BF16, block_size=7)
