@@ -108,3 +108,13 @@ def test_kernels_compile_for_hopper_within_its_memory(problem, most_spilled, tmp
         assert compiled.metadata.shared <= 232_448
         used = resources(compiled, tmp_path)
         assert used["STACK"] <= most_spilled, used
+
+
+def test_another_number_of_windows_is_the_same_kernel():
+    pytest.importorskip("triton")
+    from pagewise.ops.window_attention import triton as kernels
+
+    first, second = (
+        kernels._cut(replace(VOLUME, num_windows=n, num_masks=n), H200)[1] for n in (343, 1000)
+    )
+    assert first == second

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
     """One launch, and a small one to find the windows that a mask concerns."""
-    plan, call = make_plan(problem, DeviceInfo.of(x.q.device)), _Call(problem, x)
+    plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
+    call = _Call(problem, x)
     out = _empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
-    launcher = _attend(problem, plan, call.kinds)
+    launcher = _attend(*kind, call.kinds)
     programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks
     launcher((programs, 1, 1), out, lse, *call.qkv, *call.added, *call.scalars(plan.chunks),
              *call.strides)  # fmt: skip
@@ -55,7 +57,7 @@ def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """By rows, a launch for each group of keys; by columns; and the sums over windows."""
-    plan = make_plan(problem, DeviceInfo.of(x.q.device))
+    plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
     dq, dk, dv = (_empty_like(x.q) for _ in range(3))
     chunks, num_tokens, num_heads = plan.chunks_backward, problem.num_tokens, problem.num_heads
@@ -68,14 +70,12 @@ def backward(
     first = 0
     for group in plan.groups:
         is_last = group is plan.groups[-1]
-        launcher = _row_gradients(
-            problem, plan, call.kinds, group, first, is_last, dlse is not None
-        )
+        launcher = _row_gradients(*kind, call.kinds, group, first, is_last, dlse is not None)
         launcher(grid, dq, so_far, sums, shares, delta, *call.qkv, out, lse,
                  lse if dlse is None else dlse.contiguous(), *call.added,
                  *call.scalars(chunks), *call.strides)  # fmt: skip
         first += sum(group)
-    launcher = _column_gradients(problem, plan, call.kinds)
+    launcher = _column_gradients(*kind, call.kinds)
     launcher(grid, dk, dv, *call.qkv, lse, delta, *call.added, *call.scalars(chunks),
              *call.strides)  # fmt: skip
     table = bias = scale = None
@@ -87,6 +87,15 @@ def backward(
         clamped = x.logit_scale > MAX_LOGIT_SCALE
         scale = shares.sum(dim=(0, 2)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
     return Gradients(dq, dk, dv, table, bias, scale)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(problem: Problem, device: DeviceInfo) -> tuple[Plan, tuple[Problem, Plan]]:
+    """The plan, and what of problem and plan a kernel is compiled for: not how many windows."""
+    plan = make_plan(problem, device)
+    num_masks, num_biases = min(problem.num_masks, 1), min(problem.num_biases, 1)
+    one = replace(problem, num_windows=1, num_masks=num_masks, num_biases=num_biases)
+    return plan, (one, replace(plan, chunks=1, chunks_backward=1))
 
 
 def _empty_like(q: Tensor) -> Tensor:
