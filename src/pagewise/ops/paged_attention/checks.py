@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, form
+from ..attention_checks import check_heads, check_options
 from ..scales import LARGEST_CODE, bind_scales
 from .problem import Options, PagedBatch, Problem
 
@@ -158,26 +158,11 @@ def _check_types(forms: _Forms) -> None:
 
 
 def _check_sizes(sizes: dict[str, int], numbers: _Numbers) -> None:
-    for name in ("head_size", "v_head_size"):
-        if sizes[name] % 8 or not 8 <= sizes[name] <= 512:
-            raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8 from 8 to 512")
+    heads = {name: sizes[name] for name in ("head_size", "v_head_size")}
+    check_heads(sizes["num_heads"], sizes["num_kv_heads"], "k_cache", **heads)
     if not 1 <= sizes["block_size"] <= 256:
         raise ShapeError(f"k_cache has block_size={sizes['block_size']}, expected 1 to 256")
-    num_heads, num_kv_heads = sizes["num_heads"], sizes["num_kv_heads"]
-    if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ShapeError(
-            f"q has num_heads={num_heads}, expected a multiple of "
-            f"k_cache's num_kv_heads={num_kv_heads}"
-        )
-    if numbers.sliding_window is not None and numbers.sliding_window < 1:
-        raise ShapeError(
-            f"sliding_window is {numbers.sliding_window}, expected at least 1, or None for all keys"
-        )
-    if numbers.logits_soft_cap is not None and not 0 < numbers.logits_soft_cap < math.inf:
-        raise ShapeError(
-            f"logits_soft_cap is {numbers.logits_soft_cap}, expected a finite number more than 0, "
-            "or None for no cap"
-        )
+    check_options(numbers.sliding_window, numbers.logits_soft_cap)
     if numbers.max_query_len < 0 or numbers.max_seq_len < 0:
         raise ShapeError(
             f"max_query_len={numbers.max_query_len} and max_seq_len={numbers.max_seq_len} must "
