@@ -72,7 +72,8 @@ def window_attention(
             ``logit_scale``.
         logit_scale: ``[num_heads]`` or ``[num_heads, 1, 1]``, the logarithm of Swin v2's scale.
         qk_norm_eps: Least norm that q and k are divided by.
-        impl: ``"auto"``, or one of ``"cpu"``, ``"triton"``, ``"reference"``: a named one runs or raises.
+        impl: ``"auto"``, or one of ``"cpu"``, ``"triton"``, ``"reference"``: a named one runs or
+            raises.
 
     Returns:
         ``AttentionOutput(out, lse)``: ``out`` like ``q``, with the heads of a token side by side
