@@ -26,7 +26,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
     reason = refuse(device, problem.q_dtype, problem.head_size, problem.v_head_size)
     if reason is None and problem.kv_dtype != problem.q_dtype:
-        reason = f"q is {problem.q_dtype} and k_cache {problem.kv_dtype}; equal types run"
+        reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
     if reason is None and problem.block_size % 8:
         reason = f"k_cache has block_size={problem.block_size}; multiples of 8 run"
     return reason
@@ -58,6 +58,5 @@ def run(
         softmax_scale=options.softmax_scale,
         causal=options.causal,
         sliding_window=options.sliding_window,
-        num_programs=DeviceInfo.of(q.device).num_workers,
     )
     return AttentionOutput(out, lse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,37 +12,103 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...device import DeviceInfo
 from ..triton.launch import POINTERS, Launcher
+from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 
-ROWS = COLUMNS = 64
+__all__ = ["TILINGS", "Form", "Tiling", "attend", "make_launcher", "refuse", "tiling_of"]
 
-LOG2_E = 1.4426950408889634
-L2_BYTES = 36 << 20  # of keys and values that may be in use at a time
+_LOG2_E = 1 / math.log(2)
+_ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
+_SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the forward kernel is built for a head size."""
+    """How the kernel is built for heads up to a width."""
 
     width: int
     tile_n: int
+    """Keys of a tile."""
     warpgroups: int
+    """Of 64 query rows each."""
     q_stages: int
     stages: int
+    """Slots of the rings of keys and of values."""
     take_turns: bool
+    """Whether warpgroups issue their products in turn."""
     registers: int
+    """Of a computing thread."""
 
 
+# What was fastest on an H200, of what fits: 1 × 16384 causal, heads of 64, 128 and 256.
 TILINGS = (
-    Tiling(64, 128, 3, 2, 2, False, 160),
+    Tiling(64, 128, 3, 2, 2, True, 160),
     Tiling(128, 128, 2, 2, 2, True, 232),
-    Tiling(256, 64, 2, 1, 2, False, 232),
+    Tiling(256, 64, 2, 1, 2, True, 232),
 )
 
 
+@dataclass(frozen=True)
+class Form:
+    """What one compiled kernel is for."""
+
+    dtype: torch.dtype
+    head_size: int
+    block_size: int
+    """0: keys are ragged, not paged."""
+    causal: bool
+    has_window: bool
+    uniform: bool
+    """Whether all sequences have the same number of queries."""
+    pack: int
+    """Heads of a KV head that lie in one tile."""
+
+    @property
+    def tiling(self) -> Tiling:
+        """How its kernel is built."""
+        return tiling_of(self.head_size)
+
+    @property
+    def box(self) -> int:
+        """Rows that one copy brings."""
+        tile_n = self.tiling.tile_n
+        return min(self.block_size & -self.block_size, tile_n) if self.block_size else tile_n
+
+    @property
+    def has_atoms(self) -> bool:
+        """Whether a copy brings all columns of its rows, eight rows at a time."""
+        return self.block_size > 0 and self.head_size % _COLUMNS == 0
+
+    @property
+    def boxes(self) -> list[int]:
+        """The shape of a copy, as the descriptors of keys and values say it."""
+        chunks = self.tiling.width // _COLUMNS
+        if self.has_atoms:
+            return [1, self.box // 8, chunks, 8, _COLUMNS]
+        return [1, chunks if self.head_size % _COLUMNS == 0 else 1, self.box, _COLUMNS]
+
+
 def tiling_of(head_size: int) -> Tiling:
+    """The tiling for a head size up to 256."""
     return next(tiling for tiling in TILINGS if head_size <= tiling.width)
+
+
+def refuse(device: DeviceInfo, dtype: torch.dtype, head_size: int, v_head_size: int) -> str | None:
+    """Why the forward kernel cannot run, or None if it can."""
+    reason = refuse_triton(device)
+    if reason is not None:
+        return reason
+    if device.capability != (9, 0):
+        return f"{device.name or device.kind} is not a Hopper GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"q is {str(dtype).removeprefix('torch.')}; float16 and bfloat16 run"
+    if head_size != v_head_size:
+        return f"head_size is {head_size} and v_head_size {v_head_size}; equal sizes run"
+    if head_size % 8 or head_size > TILINGS[-1].width:
+        return f"head_size is {head_size}; multiples of 8 up to {TILINGS[-1].width} run"
+    return None
 
 
 def attend(
@@ -59,146 +126,197 @@ def attend(
     softmax_scale: float,
     causal: bool,
     sliding_window: int | None,
-    num_programs: int,
-    pack: int = 1,
-    tiling: Tiling | None = None,
-    section: int | None = None,
 ) -> None:
-    num_tokens, num_heads, head_size = q.shape
-    num_kv_heads = k.shape[-2]
-    paged = block_tables is not None
-    num_seqs = cu_seqlens_q.shape[0] - 1
-    tiling = tiling or tiling_of(head_size)
-    if not paged:
+    """Fill ``out`` and ``lse``.
+
+    Args:
+        out: ``[num_tokens, num_heads, head_size]``, last dimension contiguous, here and below.
+        lse: ``[num_tokens, num_heads]`` float32, contiguous.
+        q: As ``out``.
+        k: ``[num_blocks, block_size, num_kv_heads, head_size]``, blocks of a multiple of 8 slots;
+            or, without ``block_tables``, ragged ``[num_keys, num_kv_heads, head_size]``.
+        v: As ``k``.
+        cu_seqlens_q: int32 ``[num_seqs + 1]``.
+        lengths: int32 ``[num_seqs]``, keys of each sequence; of ragged ones ``cu_seqlens_k``,
+            int32 ``[num_seqs + 1]``.
+        block_tables: int32 ``[num_seqs, max_blocks_per_seq]``.
+        max_query_len: At least the most queries of a sequence.
+        max_seq_len: At least the most keys of one; bounds what should share a cache.
+        softmax_scale: Multiplies ``q · k``.
+        causal: Whether a query sees only keys at or before its own.
+        sliding_window: How many keys a query sees; ``None``: all.
+    """
+    if not q.numel():
+        return
+    if not k.numel():
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    if softmax_scale <= 0:  # the largest product has to be the largest score
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
+    q, written = _align(q), out if _is_aligned(out) else torch.empty_like(q)
+    if block_tables is None:
         k, v = k[None], v[None]
-    block_size = k.shape[1] if paged else 0
-    box = min(block_size & -block_size if paged else 256, tiling.tile_n)
-    tokens = 64 * tiling.warpgroups // pack
-    uniform = num_tokens == num_seqs * max_query_len
-    seq_tiles = -(-max_query_len // tokens) if uniform else num_tokens // tokens + num_seqs
-    heads = num_heads // pack
-    num_tiles = seq_tiles * heads * (num_seqs if uniform else 1)
-    kv_bytes = max(1, max_seq_len * head_size * 2 * q.element_size() * num_kv_heads // heads)
-    pairs = num_seqs * heads
-    fits = [n for n in (num_programs // 2, num_programs // 4) if n * kv_bytes < L2_BYTES]
-    section = max(1, section or min([*fits, pairs]))
-    if section == num_programs // 4 and fits[:1] == [num_programs // 2]:
-        section = num_programs // 2
-    atoms = paged and head_size % 64 == 0
-    q_desc = TensorDescriptor.from_tensor(q, [64 // pack, pack, 64], _layout(3))
-    k_desc, v_desc = (_describe(x, box, tiling.width, atoms) for x in (k, v))
-    block_rows = k.stride(0) // k.stride(1) if paged else 0
-    launcher = _launcher(
-        q.dtype,
-        head_size,
-        block_size,
-        causal,
-        sliding_window is not None,
-        uniform,
-        tiling,
-        pack,
-        box,
-        atoms,
+    k, v = _line_up(k, v)
+    block_size = k.shape[1] if block_tables is not None else 0
+    num_heads, group = q.shape[1], q.shape[1] // k.shape[2]
+    form = Form(
+        dtype=q.dtype,
+        head_size=q.shape[2],
+        block_size=block_size,
+        causal=causal,
+        has_window=sliding_window is not None,
+        uniform=q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
+        pack=_pack(group, max_query_len, tiling_of(q.shape[2])),
     )
-    launcher(
-        (min(num_programs, num_tiles), 1, 1),
-        out,
+    num_programs = DeviceInfo.of(q.device).num_workers
+    tiles, seq_tiles, section = _schedule(
+        form, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
+    )
+    box = form.boxes
+    num_rows = (k.shape[0] - 1) * (k.stride(0) // k.stride(1)) + k.shape[1]
+    make_launcher(form)(
+        (min(num_programs, tiles), 1, 1),
+        written,
         lse,
-        q_desc,
-        k_desc,
-        v_desc,
+        TensorDescriptor.from_tensor(q, [_ROWS // form.pack, form.pack, _COLUMNS], _layout(3)),
+        _describe(k, num_rows, box),
+        _describe(v, num_rows, box),
         cu_seqlens_q,
         lengths,
-        block_tables if paged else lengths,
-        num_seqs,
-        block_rows,
-        (k.shape[0] - 1) * block_rows + k.shape[1],
+        lengths if block_tables is None else block_tables,
+        cu_seqlens_q.shape[0] - 1,
+        k.stride(0) // k.stride(1) if block_size else 0,
+        num_rows,
         num_heads,
-        num_heads // num_kv_heads,
-        num_tiles,
+        group,
+        tiles,
         seq_tiles,
         section,
-        sliding_window or 0,
-        softmax_scale * LOG2_E,
-        block_tables.stride(0) if paged else 0,
-        out.stride(0),
-        out.stride(1),
+        min(sliding_window or 0, 1 << 30),
+        softmax_scale * _LOG2_E,
+        0 if block_tables is None else block_tables.stride(0),
+        written.stride(0),
+        written.stride(1),
     )
+    if written is not out:
+        out.copy_(written)
 
 
-def _box(rows: int, width: int, head_size: int, atoms: bool) -> list[int]:
-    if atoms:
-        return [1, rows // 8, width // COLUMNS, 8, COLUMNS]
-    return [1, width // COLUMNS if head_size % COLUMNS == 0 else 1, rows, COLUMNS]
+def _pack(group: int, max_query_len: int, tiling: Tiling) -> int:
+    """Heads beside each other in a tile: more when there are few tokens to fill it."""
+    pack = 1
+    while (
+        pack < _ROWS
+        and group % (2 * pack) == 0
+        and 2 * pack * max_query_len <= tiling.warpgroups * _ROWS
+    ):
+        pack *= 2
+    return pack
 
 
-def _describe(x: Tensor, rows: int, width: int, atoms: bool) -> TensorDescriptor:
-    """Keys or values ``[blocks, rows, heads, size]`` as boxes of rows of one head."""
-    num_blocks, block_size, num_heads, size = x.shape
-    block, row, head, _ = x.stride()
-    num_rows = (num_blocks - 1) * (block // row) + block_size
-    box = _box(rows, width, size, atoms)
-    chunks, columns = (size // COLUMNS, COLUMNS) if size % COLUMNS == 0 else (1, size)
-    if atoms:
-        shape = [num_heads, num_rows // 8, chunks, 8, columns]
-        strides = [head, 8 * row, COLUMNS, row, 1]
+def _schedule(
+    form: Form,
+    q: Tensor,
+    num_seqs: int,
+    max_query_len: int,
+    max_seq_len: int,
+    group: int,
+    num_programs: int,
+) -> tuple[int, int, int]:
+    """Number of tiles, of tiles along a sequence (or all of them), and the size of a section."""
+    tokens = form.tiling.warpgroups * _ROWS // form.pack
+    heads = q.shape[1] // form.pack
+    pairs = num_seqs * heads
+    if not form.uniform:
+        seq_tiles = q.shape[0] // tokens + num_seqs
+        return seq_tiles * heads, seq_tiles, 1
+    seq_tiles = -(-max_query_len // tokens)
+    # Half or a quarter of the programs divide most turns evenly; else everything is one section.
+    head_bytes = 2 * max_seq_len * q.shape[2] * q.element_size() * form.pack // group
+    fitting = [n for n in (num_programs // 2, num_programs // 4) if n * head_bytes < _SHARED_KEYS]
+    return pairs * seq_tiles, seq_tiles, max(1, min([*fitting[:1], pairs]))
+
+
+def _is_aligned(x: Tensor) -> bool:
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
+
+
+def _align(x: Tensor) -> Tensor:
+    """With rows that begin at multiples of 16 bytes, as copies by descriptors need them."""
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """With blocks a multiple of eight rows apart, which a descriptor takes for one line of rows.
+
+    All usual caches are like that, also keys and values interleaved in one tensor; of others,
+    with dimensions in another order, this makes a copy.
+    """
+    if k.shape[0] > 1:
+        strides = [(x.stride(0), x.stride(1)) for x in (k, v)]
+        is_line = all(
+            block % (8 * row) == 0 and block >= k.shape[1] * row for block, row in strides
+        )
+        if not is_line or len({block // row for block, row in strides}) > 1:
+            k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+    return _align(k), _align(v)
+
+
+def _describe(x: Tensor, num_rows: int, box: list[int]) -> TensorDescriptor:
+    """Keys or values ``[num_blocks, block_size, num_kv_heads, head_size]`` in boxes of rows."""
+    _, row, head, _ = x.stride()
+    size = x.shape[3]
+    chunks, columns = (size // _COLUMNS, _COLUMNS) if size % _COLUMNS == 0 else (1, size)
+    if len(box) == 5:
+        shape = [x.shape[2], num_rows // 8, chunks, 8, columns]
+        strides = [head, 8 * row, _COLUMNS, row, 1]
     else:
-        shape = [num_heads, chunks, num_rows, columns]
-        strides = [head, COLUMNS, row, 1]
+        shape = [x.shape[2], chunks, num_rows, columns]
+        strides = [head, _COLUMNS, row, 1]
     return TensorDescriptor(x, shape, strides, box, _layout(len(box)))
 
 
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(128, 16, rank=rank)
+
+
 class GluonLauncher(Launcher):
-    """A launcher of a kernel in Gluon."""
+    """A launcher of kernels that are written in Gluon."""
 
     source = GluonASTSource
 
 
 @functools.cache
-def _launcher(
-    dtype: torch.dtype,
-    head_size: int,
-    block_size: int,
-    causal: bool,
-    has_window: bool,
-    uniform: bool,
-    tiling: Tiling,
-    pack: int,
-    box: int,
-    atoms: bool,
-) -> GluonLauncher:
+def make_launcher(form: Form) -> GluonLauncher:
     """The forward kernel for one form of call."""
-    name = POINTERS[dtype][1:]
-    queries = f"tensordesc<{name}{[ROWS // pack, pack, COLUMNS]},{_layout(3)!r}>"
-    boxes = _box(box, tiling.width, head_size, atoms)
-    keys = f"tensordesc<{name}{boxes},{_layout(len(boxes))!r}>"
+    name, tiling = POINTERS[form.dtype][1:], form.tiling
+    queries = [_ROWS // form.pack, form.pack, _COLUMNS]
     types = {
         "out": f"*{name}:16",
         "lse": "*fp32",
-        "q_desc": queries,
-        "k_desc": keys,
-        "v_desc": keys,
+        "q_desc": f"tensordesc<{name}{queries},{_layout(3)!r}>",
+        "k_desc": f"tensordesc<{name}{form.boxes},{_layout(len(form.boxes))!r}>",
+        "v_desc": f"tensordesc<{name}{form.boxes},{_layout(len(form.boxes))!r}>",
         "cu_seqlens_q": "*i32",
         "lengths": "*i32",
         "block_tables": "*i32",
-        **dict.fromkeys(
-            "num_seqs block_rows num_rows num_heads group num_tiles seq_tiles section window".split(), "i32"
-        ),
-        "scale": "fp32",
-        "table_stride": "i32",
-        "token_stride": "i64:8",
-        "head_stride": "i64:8",
     }
+    scalars = "num_seqs block_rows num_rows num_heads group num_tiles seq_tiles section window"
+    types |= dict.fromkeys(scalars.split(), "i32")
+    types |= {"scale": "fp32", "table_stride": "i32"}
+    types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     constants = {
-        "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size,
-        "CAUSAL": causal,
-        "HAS_WINDOW": has_window,
-        "UNIFORM": uniform,
+        "HEAD_SIZE": form.head_size,
+        "BLOCK_SIZE": form.block_size,
+        "CAUSAL": form.causal,
+        "HAS_WINDOW": form.has_window,
+        "UNIFORM": form.uniform,
         "WIDTH": tiling.width,
-        "PACK": pack,
-        "BOX": box,
-        "ATOMS": atoms,
+        "PACK": form.pack,
+        "BOX": form.box,
+        "ATOMS": form.has_atoms,
         "TILE_N": tiling.tile_n,
         "WARPGROUPS": tiling.warpgroups,
         "Q_STAGES": tiling.q_stages,
@@ -207,7 +325,3 @@ def _launcher(
         "REGISTERS": tiling.registers,
     }
     return GluonLauncher(forward_kernel, types, constants, num_warps=4)
-
-
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(128, 16, rank=rank)

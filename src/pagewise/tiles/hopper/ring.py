@@ -20,6 +20,11 @@ __all__ = ["Ring", "make_ring"]
 
 @gluon.constexpr_function
 def _atoms(rows, columns):
+    """A tile of swizzled atoms of 8 rows × 64 columns, atoms of the same rows side by side.
+
+    A page's part of a tile is then one stretch of memory, and one copy fills it, whatever the
+    number of columns. Where columns come first, it takes a copy for every 64 of them.
+    """
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
     bases += [[0, 64 << i] for i in range((int(columns) // 64).bit_length() - 1)]
     bases += [[8 << i, 0] for i in range((int(rows) // 8).bit_length() - 1)]
@@ -68,10 +73,8 @@ class Ring:
     def expect(self, use):
         """Announce a whole slot's bytes; the barrier that their copies have to name."""
         barrier = self.full.index(use % self.STAGES)
-        BYTES: gl.constexpr = (
-            self.PARTS * self.tiles.shape[1] * self.tiles.shape[2] * self.tiles.dtype.primitive_bitwidth
-        )
-        mbarrier.expect(barrier, BYTES // 8)
+        NUMBERS: gl.constexpr = self.PARTS * self.tiles.shape[1] * self.tiles.shape[2]
+        mbarrier.expect(barrier, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
         return barrier
 
     @gluon.jit

@@ -148,11 +148,14 @@ class Orders:
 
     @gluon.jit
     def write(self, use, FIELD: gl.constexpr, value):
+        """Say one number of a use."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.fields.index(use % self.STAGES * 8 + FIELD).store(gl.full([1], value, gl.int32, LAYOUT))
+        field = self.fields.index(use % self.STAGES * 8 + FIELD)
+        field.store(gl.full([1], value, gl.int32, LAYOUT))
 
     @gluon.jit
     def read(self, use, FIELD: gl.constexpr):
+        """One number of a use, which must be full."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         return gl.max(self.fields.index(use % self.STAGES * 8 + FIELD).load(LAYOUT), 0)
 

@@ -8,13 +8,10 @@ __all__ = ["hide", "pass_turn", "take_turn", "weigh"]
 
 @gluon.jit
 def hide(s, reach, window, last, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr):
-    """-inf where a row sees no key. ``reach`` is a row's own key, ``last`` the number of keys."""
+    """-inf where a row sees no key: ``reach`` is a row's own key, ``last`` the number of keys."""
     N: gl.constexpr = s.shape[1]
     key = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
-    if CAUSAL:
-        seen = key <= gl.minimum(reach, last - 1)[:, None]
-    else:
-        seen = (key < last) & (reach[:, None] >= -1073741824)
+    seen = key <= gl.minimum(reach, last - 1)[:, None] if CAUSAL else key < last
     if HAS_WINDOW:
         seen = seen & (key > (reach - window)[:, None])
     return gl.where(seen, s, float("-inf"))

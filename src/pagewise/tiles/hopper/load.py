@@ -1,0 +1,217 @@
+"""The loading warps of attention on Hopper: which tiles, and their copies into the rings.
+
+One warp finds the tiles of queries, tells the computing warpgroups what they need to know of
+each, and loads queries and keys; another finds the same tiles and loads values. Copies are made
+by the tensor memory accelerator, which needs a descriptor and a place, and no registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+from .schedule import find_tile, key_tiles, tile_of_turn
+
+__all__ = ["COLUMNS", "ROWS", "Form", "load_keys_role", "load_values_role"]
+
+ROWS = gl.constexpr(64)  # of a warpgroup
+COLUMNS = gl.constexpr(64)  # of an atom: what a swizzled row of 128 bytes holds
+
+# What is told of a tile of queries. Keys count from the first of its rightmost tile.
+NUM_TILES = gl.constexpr(0)  # of keys; 0: there is no more work
+NUM_RIGHT = gl.constexpr(1)  # that need a mask, beside the rightmost
+NUM_FULL = gl.constexpr(2)  # that need none
+REACH = gl.constexpr(3)  # the first token's own key
+LAST = gl.constexpr(4)  # number of keys
+TOKEN = gl.constexpr(5)  # the first token's row in q
+NUM_TOKENS = gl.constexpr(6)  # from there to the sequence's end
+HEAD = gl.constexpr(7)
+
+
+@aggregate
+class Form:
+    """What a kernel is compiled for."""
+
+    HEAD_SIZE: gl.constexpr
+    BLOCK_SIZE: gl.constexpr  # 0: keys are ragged, not paged
+    BOX: gl.constexpr
+    ATOMS: gl.constexpr
+    PACK: gl.constexpr
+    WARPGROUPS: gl.constexpr
+    CAUSAL: gl.constexpr
+    HAS_WINDOW: gl.constexpr
+    UNIFORM: gl.constexpr
+    TAKE_TURNS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        BOX,
+        ATOMS,
+        PACK,
+        WARPGROUPS,
+        CAUSAL,
+        HAS_WINDOW,
+        UNIFORM,
+        TAKE_TURNS,
+    ):
+        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
+        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
+        self.BOX = gl.constexpr(BOX)
+        self.ATOMS = gl.constexpr(ATOMS)
+        self.PACK = gl.constexpr(PACK)
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
+        self.UNIFORM = gl.constexpr(UNIFORM)
+        self.TAKE_TURNS = gl.constexpr(TAKE_TURNS)
+
+
+@gluon.jit
+def _next_tile(batch, turn, form):
+    """Where this program's tile of a turn lies, and whether there is one."""
+    TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
+    number = tile_of_turn(turn)
+    known = gl.minimum(number, batch.num_tiles - 1)
+    seq, token, head = find_tile(batch, known, TOKENS, form.UNIFORM)
+    q_start = gl.load(batch.cu_seqlens_q + seq)
+    query_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
+    k_start = 0
+    seq_len = gl.load(batch.lengths + seq)
+    if form.BLOCK_SIZE == 0:
+        k_start = seq_len
+        seq_len = gl.load(batch.lengths + seq + 1) - k_start
+    exists = (number < batch.num_tiles) & (token < query_len)
+    table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
+    kv_head = head * form.PACK // batch.group
+    keys = (table, k_start, seq_len, batch.block_rows, batch.num_rows, kv_head)
+    return exists, q_start, query_len, token, head, keys
+
+
+@gluon.jit
+def load_keys_role(q_desc, k_desc, batch, orders, q_ring, k_ring, form):
+    """One warp: find tiles of queries, tell of them, load them and their keys."""
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
+    tile_use = 0
+    use = 0
+    for turn in range(gl.cdiv(batch.num_tiles, gl.num_programs(0))):
+        exists, q_start, query_len, token, head, keys = _next_tile(batch, turn, form)
+        if exists:
+            seq_len = keys[2]
+            position = seq_len - query_len + token
+            begin, full_begin, full_end, end = key_tiles(
+                position, seq_len, batch.window, TOKENS, TILE_N, form.CAUSAL, form.HAS_WINDOW
+            )
+            origin = (end - 1) * TILE_N
+            q_ring.wait_empty(tile_use)
+            orders.write(tile_use, NUM_TILES, end - begin)
+            orders.write(tile_use, NUM_RIGHT, end - 1 - full_end)
+            orders.write(tile_use, NUM_FULL, full_end - full_begin)
+            orders.write(tile_use, REACH, position - origin)
+            orders.write(tile_use, LAST, seq_len - origin)
+            orders.write(tile_use, TOKEN, q_start + token)
+            orders.write(tile_use, NUM_TOKENS, query_len - token)
+            orders.write(tile_use, HEAD, head)
+            _load_queries(q_desc, q_ring, tile_use, q_start + token, head, form)
+            tile_use += 1
+            for n in range(end - 1, begin - 1, -1):
+                _load_tile(k_desc, k_ring, use, n * TILE_N, keys, form)
+                use += 1
+    q_ring.wait_empty(tile_use)
+    orders.write(tile_use, NUM_TILES, 0)
+    mbarrier.arrive(q_ring.full.index(tile_use % q_ring.STAGES))
+
+
+@gluon.jit
+def load_values_role(v_desc, batch, v_ring, form):
+    """One warp: find the same tiles of queries, and load their values."""
+    TILE_N: gl.constexpr = v_ring.tiles.shape[1]
+    TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
+    use = 0
+    for turn in range(gl.cdiv(batch.num_tiles, gl.num_programs(0))):
+        exists, _, query_len, token, _, keys = _next_tile(batch, turn, form)
+        if exists:
+            seq_len = keys[2]
+            begin, _, _, end = key_tiles(
+                seq_len - query_len + token,
+                seq_len,
+                batch.window,
+                TOKENS,
+                TILE_N,
+                form.CAUSAL,
+                form.HAS_WINDOW,
+            )
+            for n in range(end - 1, begin - 1, -1):
+                _load_tile(v_desc, v_ring, use, n * TILE_N, keys, form)
+                use += 1
+
+
+@gluon.jit
+def _load_queries(desc, ring, use, token, head, form):
+    PACK: gl.constexpr = form.PACK
+    CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
+    barrier = ring.expect(use)
+    for part in gl.static_range(form.WARPGROUPS):
+        boxes = ring.tile(use, part)._reinterpret(
+            ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
+        )
+        at = token + part * (ROWS // PACK)
+        for c in gl.static_range(CHUNKS):
+            where = [at, head * PACK, c * COLUMNS]
+            tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(c))
+
+
+@gluon.jit
+def _load_tile(desc, ring, use, key, keys, form):
+    """Start the copies of a tile of keys or values, in boxes; past the end it gets zeros."""
+    BOXES: gl.constexpr = ring.tiles.shape[1] // form.BOX
+    BATCH: gl.constexpr = BOXES if BOXES < 4 else 4
+    rows = _find_rows(keys, key, BATCH, form)
+    ring.wait_empty(use)
+    barrier = ring.expect(use)
+    tile = ring.tile(use, 0)
+    for first in gl.static_range(0, BOXES, BATCH):
+        if first > 0:
+            rows = _find_rows(keys, key + first * form.BOX, BATCH, form)
+        for i in gl.static_range(BATCH):
+            _load_box(desc, tile, first + i, keys[5], rows[i], barrier, form)
+
+
+@gluon.jit
+def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, barrier, form):
+    BOXES: gl.constexpr = tile.shape[0] // form.BOX
+    CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
+    if form.ATOMS:
+        boxes = tile._reinterpret(
+            tile.dtype, [BOXES, 1, form.BOX // 8, CHUNKS, 8, COLUMNS], desc.layout
+        )
+        where = [kv_head, row // 8, 0, 0, 0]
+        tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(INDEX))
+    else:
+        SHARE: gl.constexpr = desc.block_shape[1]  # chunks of a box
+        boxes = tile._reinterpret(
+            tile.dtype, [CHUNKS // SHARE * BOXES, 1, SHARE, form.BOX, COLUMNS], desc.layout
+        )
+        for c in gl.static_range(CHUNKS // SHARE):
+            where = [kv_head, 0, row, c * COLUMNS]
+            tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(c * BOXES + INDEX))
+
+
+@gluon.jit
+def _find_rows(keys, key, COUNT: gl.constexpr, form):
+    """The rows where neighbouring boxes start; for one beyond the last key, a row of nothing."""
+    table, k_start, seq_len, block_rows, num_rows, _ = keys
+    rows = ()
+    for i in gl.static_range(COUNT):
+        at = key + i * form.BOX
+        row = k_start + at
+        if form.BLOCK_SIZE > 0:
+            row = num_rows
+            if at < seq_len:
+                block = gl.load(table + at // form.BLOCK_SIZE)
+                row = block * block_rows + at % form.BLOCK_SIZE
+        rows = rows + (row,)  # noqa: RUF005, Triton takes no star
+    return rows
