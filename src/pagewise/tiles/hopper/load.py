@@ -213,5 +213,5 @@ def _find_rows(keys, key, COUNT: gl.constexpr, form):
             if at < seq_len:
                 block = gl.load(table + at // form.BLOCK_SIZE)
                 row = block * block_rows + at % form.BLOCK_SIZE
-        rows = rows + (row,)  # noqa: RUF005, Triton takes no star
+        rows = rows + (row,)  # type: ignore[assignment] # noqa: RUF005
     return rows

@@ -1,0 +1,113 @@
+"""Every kind of forward kernel for Hopper compiles without a GPU, and its loops stay in registers.
+
+A computing thread has few registers to spare. What is kept in memory between tiles costs little;
+the loop over keys that need no mask, where the time goes, must not touch it.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+
+from test_compiled import HOPPER, resources  # noqa: E402
+
+from pagewise.device import DeviceInfo  # noqa: E402
+from pagewise.tiles.hopper.launch import (  # noqa: E402
+    TILINGS,
+    Form,
+    make_launcher,
+    refuse,
+    tiling_of,
+)
+
+F16, BF16 = torch.float16, torch.bfloat16
+H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+SHARED_MEMORY = 227 << 10  # that a program may have
+
+FORMS = [
+    # (form, most bytes of memory that a thread keeps between tiles)
+    (Form(BF16, 128, 16, True, False, True, 1), 0),
+    (Form(F16, 128, 8, True, False, False, 1), 0),
+    (Form(BF16, 128, 0, False, False, True, 1), 0),
+    (Form(BF16, 128, 256, True, True, False, 4), 8),
+    (Form(BF16, 256, 16, True, False, True, 1), 16),
+    (Form(BF16, 192, 64, True, False, False, 2), 16),
+    (Form(BF16, 80, 16, True, False, False, 8), 24),
+    (Form(BF16, 64, 16, True, False, True, 1), 40),
+    (Form(F16, 64, 0, False, False, True, 1), 40),
+]
+
+
+def disassemble(compiled, tmp_path):
+    """Addresses and instructions of a kernel."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [os.fspath(tool), "-sass", os.fspath(cubin)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
+    return [(int(address, 16), instruction) for address, instruction in lines]
+
+
+def loops_that_multiply(code):
+    """Innermost loops with tensor core products, as lists of instructions."""
+    loops = []
+    for address, instruction in code:
+        jump = re.search(r"\bBRA 0x([0-9a-f]+)", instruction)
+        if jump and int(jump[1], 16) < address:
+            loops.append((int(jump[1], 16), address))
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any(first <= a and b < last for a, b in loops if (a, b) != (first, last))
+    ]
+    bodies = [[text for address, text in code if a <= address <= b] for a, b in inner]
+    return [body for body in bodies if any("HGMMA" in text for text in body)]
+
+
+@pytest.mark.parametrize(("form", "memory"), FORMS, ids=str)
+def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
+    compiled = make_launcher(form).compile(HOPPER)
+    used = resources(compiled, tmp_path)
+    assert used["STACK"] <= memory, used
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    loops = loops_that_multiply(disassemble(compiled, tmp_path))
+    unmasked = [body for body in loops if not any("-INF" in text for text in body)]
+    assert len(unmasked) == form.tiling.warpgroups  # one each
+    tile_n, width = form.tiling.tile_n, form.tiling.width
+    for body in unmasked:
+        text = "\n".join(body)
+        assert not re.search(r"\b(LDL|STL)", text)
+        products = re.findall(r"HGMMA\.64x(\d+)x16", text)
+        assert sorted(map(int, products)) == sorted(
+            [tile_n] * (width // 16) + [width] * (tile_n // 16)
+        )
+
+
+def test_every_tiling_has_a_kernel_that_is_compiled_here():
+    assert {form.tiling for form, _ in FORMS} == set(TILINGS)
+    assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
+        *(64, 64, 128, 128, 256, 256)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"device": DeviceInfo("cuda", 108, "A100", capability=(8, 0))}, "A100 is not a Hopper"),
+        ({"dtype": torch.float32}, "q is float32; float16 and bfloat16 run"),
+        ({"v_head_size": 64}, "head_size is 128 and v_head_size 64; equal sizes run"),
+        ({"head_size": 512, "v_head_size": 512}, "multiples of 8 up to 256 run"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused_with_a_reason(change, reason):
+    question = {"device": H200, "dtype": BF16, "head_size": 128, "v_head_size": 128} | change
+    answer = refuse(**question)
+    assert answer is None if reason is None else reason in answer
