@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing to compil
 from test_compiled import assert_fits
 
 from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention import Problem
+from pagewise.ops.paged_attention import Problem, triton
 from pagewise.ops.paged_attention.hopper import SPECIALISED
 from pagewise.ops.paged_attention.triton import (
     PORTABLE,
@@ -33,14 +33,16 @@ def problem(group, size, kv_dtype=BF16, scales="none", query_len=1, block_size=1
     )  # fmt: skip
 
 
-def decode_launcher(kernel, question, *, features=False, batch_invariant=False):
+def decode_launcher(
+    kernel, question, *, features=False, batch_invariant=False, strides=STRIDES, is_aligned=True
+):
     plan = make_gpu_plan(
         question, H200, hopper=kernel is SPECIALISED, batch_invariant=batch_invariant
     )
     assert plan.path == "decode"
     rows = 1 << (question.max_query_len * question.group - 1).bit_length()
     return make_decode_launcher(
-        kernel, question, plan, True, features, features, features, STRIDES, True, 128, rows
+        kernel, question, plan, True, features, features, features, strides, is_aligned, 128, rows
     )
 
 
@@ -67,8 +69,25 @@ def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
     assert "setmaxnreg" in ptx
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)], ids=str)
+def test_e4m3_is_refused_where_triton_does_not_compile_it(capability):
+    device = DeviceInfo("cuda", 108, "a GPU", capability=capability)
+    reason = triton.supports(problem(4, 128, E4M3, "head"), device)
+    assert (reason is None) == (capability >= (8, 9))
+    assert triton.supports(problem(4, 128, E5M2, "head"), device) is None
+
+
 def test_decode_on_hopper_with_fixed_splits(tmp_path):
     assert_fits(decode_launcher(SPECIALISED, problem(4, 128), batch_invariant=True), tmp_path)
+
+
+@pytest.mark.parametrize(("kv_dtype", "scales"), [(BF16, "none"), (E4M3, "head")], ids=str)
+def test_decode_on_hopper_copies_pages_however_queries_lie(kv_dtype, scales, tmp_path):
+    strides = (1025, 129, 1025, 129, *STRIDES[4:])
+    launcher = decode_launcher(
+        SPECIALISED, problem(4, 128, kv_dtype, scales), strides=strides, is_aligned=False
+    )
+    assert "cp.async.cg.shared.global" in assert_fits(launcher, tmp_path)
 
 
 @pytest.mark.parametrize(

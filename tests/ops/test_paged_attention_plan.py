@@ -7,6 +7,7 @@ import torch
 from pagewise.device import DeviceInfo
 from pagewise.ops.paged_attention import Problem, make_plan
 from pagewise.ops.paged_attention.plan import SPLIT_SIZE
+from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
 
 # Llama 8B: one new token of each of 64 sequences of 4096.
 DECODE = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
@@ -173,5 +174,25 @@ def test_invariant_splits_are_the_same_for_every_batch():
     plans = [make_plan(problem, H200, batch_invariant=True) for problem in PROBLEMS]
     sizes = {plan.split_size for plan in plans if plan.path == "decode"}
     assert len(sizes) == 1
-    assert all(sizes.pop() % plan.tile_n == 0 for plan in plans[:1])
+    (size,) = sizes
+    assert all(size % plan.tile_n == 0 for plan in plans if plan.path == "decode")
     assert {make_plan(problem, H200).split_size for problem in PROBLEMS} == {0}
+
+
+WIDE = {"head_size": 512, "v_head_size": 512}
+
+
+@pytest.mark.parametrize(
+    "change", [WIDE, {"q_dtype": torch.float32}, {"is_aligned": False}], ids=["wide", "f32", "odd"]
+)
+def test_what_hopper_s_kernel_does_not_take_is_planned_for_the_portable_one(change):
+    problem = replace(DECODE, **change)
+    assert make_plan(DECODE, H200) == make_gpu_plan(DECODE, H200, hopper=True)
+    assert make_plan(problem, H200) == make_gpu_plan(problem, H200)
+
+
+def test_two_types_of_16_bits_are_multiplied_and_planned_as_float32():
+    for problem in (replace(DECODE, max_query_len=16, **WIDE), PREFILL):
+        mixed = replace(problem, kv_dtype=torch.float16)
+        single = replace(problem, q_dtype=torch.float32, kv_dtype=torch.float32)
+        assert make_plan(mixed, H200) == make_plan(single, H200)

@@ -230,8 +230,9 @@ def _write(
     if HAS_SINKS:
         sink = gl.load(sinks + q_head, mask=is_row, other=0.0) * LOG2_E
         new_m = gl.maximum(m, sink)
-        decay = gl.exp2(m - new_m)
-        l = l * decay + gl.exp2(sink - new_m)
+        pivot = _finite(new_m)
+        decay = gl.exp2(m - pivot)
+        l = l * decay + gl.exp2(sink - pivot)
         acc = acc * decay[:, None]
         m = new_m
     seen = l != 0  # NaN counts as seen: it has to show

@@ -9,7 +9,7 @@ from ...tiles.cpu.plan import SPLIT_SIZE
 from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
 from .problem import Problem
-from .triton_plan import HOPPER_ROWS, GpuPlan, make_gpu_plan
+from .triton_plan import GpuPlan, make_gpu_plan, refuse_hopper
 
 __all__ = ["SPLIT_SIZE", "CpuPlan", "GpuPlan", "Plan", "make_plan"]
 
@@ -37,6 +37,5 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
     """
     if device.kind != "cuda":
         return make_cpu_plan(problem, device)
-    rows = problem.max_query_len * problem.group
-    hopper = device.capability == (9, 0) and rows <= HOPPER_ROWS
+    hopper = device.capability == (9, 0) and refuse_hopper(problem) is None
     return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=hopper)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...errors import ShapeError
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
 from ...tiles.triton.launch import INTERPRETED, POINTERS, Launcher, refuse
@@ -26,6 +27,7 @@ _STRIDES = (
 )  # fmt: skip
 _SCALE_STRIDES = ("ks_block", "ks_slot", "ks_head", "vs_block", "vs_slot", "vs_head")
 _NO_WINDOW = 1 << 30
+_OLDEST_E4M3 = (8, 9)
 _NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
 
 
@@ -34,7 +36,11 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     for name, dtype in (("q", problem.q_dtype), ("k_cache", problem.kv_dtype)):
         if dtype == torch.float64:
             return f"{name} is float64; float32, float16, bfloat16 and 8 bits run"
-    return refuse(device)
+    reason = refuse(device)
+    is_e4m3 = problem.kv_dtype == torch.float8_e4m3fn
+    if reason is None and device.kind == "cuda" and is_e4m3 and device.capability < _OLDEST_E4M3:
+        return f"k_cache is float8_e4m3fn, which {device.name} cannot convert; e5m2 and int8 run"
+    return reason
 
 
 def run(
@@ -49,6 +55,7 @@ def run(
 ) -> AttentionOutput:
     """Launch the kernel of the plan's path."""
     plan = plan or make_gpu_plan(problem, DeviceInfo.of(q.device))
+    batch = pack(batch)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     call = problem, q, k_cache, v_cache, batch, options, out, lse, plan
     if plan.path == "decode":
@@ -56,6 +63,15 @@ def run(
     else:
         _launch_prefill(*call)
     return AttentionOutput(out, lse)
+
+
+def pack(batch: PagedBatch) -> PagedBatch:
+    """The batch with its lengths side by side, as kernels read them."""
+    if batch.seq_lens.is_contiguous() and batch.cu_seqlens_q.is_contiguous():
+        return batch
+    return replace(
+        batch, seq_lens=batch.seq_lens.contiguous(), cu_seqlens_q=batch.cu_seqlens_q.contiguous()
+    )
 
 
 @dataclass(frozen=True, eq=False)  # a key by what it is, not by what is in it
@@ -104,7 +120,7 @@ def launch_decode(
         _or(slopes, lse), _or(sinks, lse), _or(k_scale, lse), _or(v_scale, lse),
         problem.num_seqs, problem.num_kv_heads, call.max_splits,
         options.softmax_scale, options.logits_soft_cap or 0.0,
-        options.sliding_window or _NO_WINDOW, problem.block_size,
+        min(options.sliding_window or _NO_WINDOW, _NO_WINDOW), problem.block_size,
         *call.strides,
     )  # fmt: skip
 
@@ -127,14 +143,20 @@ def _prepare_decode(
     out: tuple[int, ...], q: tuple[int, ...], k_cache: tuple[int, ...], v_cache: tuple[int, ...],
     table: int, k_scale: tuple[int, ...] | None, v_scale: tuple[int, ...] | None,
 ) -> _DecodeCall:  # fmt: skip
+    rows = problem.max_query_len * problem.group
+    if plan.path != "decode" or plan.tile_m < rows:
+        raise ShapeError(
+            f"the plan is for {plan.path} with tile_m={plan.tile_m}, but sequences have up to "
+            f"{rows} rows (max_query_len times heads of a group): make_plan of this problem"
+        )
     per_pair = 2 if _is_paired(kernel, problem) else 1  # codes
     k_cache, v_cache = (tuple(s // per_pair for s in cache[:3]) for cache in (k_cache, v_cache))
     strides = (*out[:2], *q[:2], *k_cache, *v_cache)
     launcher = make_decode_launcher(
         kernel, _settle(problem), plan, causal, has_cap, has_alibi, has_sinks, strides,
-        is_aligned, power_of_2(min(max(problem.num_seqs, 128), 1024)), _rows(problem),
+        is_aligned, power_of_2(min(max(problem.num_seqs, 128), 1024)), power_of_2(rows),
     )  # fmt: skip
-    rows, v_width = launcher.constants["ROWS"], launcher.constants["V"]
+    kept, v_width = launcher.constants["ROWS"], launcher.constants["V"]
     pairs = problem.num_seqs * problem.num_kv_heads
     max_splits = -(-problem.max_seq_len // plan.split_size) + 1 if plan.split_size else 0
     slots = pairs * max_splits if plan.split_size else 2 * plan.num_programs
@@ -142,7 +164,7 @@ def _prepare_decode(
         launcher,
         (plan.num_programs, 1, 1),
         max_splits,
-        (slots * rows * v_width, 2 * slots * rows, pairs),
+        (slots * kept * v_width, 2 * slots * kept, pairs),
         (*strides, table, *_three(k_scale), *_three(v_scale)),
     )
 
@@ -155,21 +177,21 @@ def make_decode_launcher(
 ) -> Launcher:  # fmt: skip
     """A decode kernel for one form of call."""
     paired = _is_paired(kernel, problem)
-    factor = 16 // min(problem.q_dtype.itemsize, problem.kv_dtype.itemsize)
-    width = _stride_type(strides, factor)
     cache = torch.int16 if paired else problem.kv_dtype
     types = {
         **_pointers(problem.q_dtype, is_aligned, "out"),
         **dict.fromkeys(("lse", "parts", "part_sums"), "*fp32"),
         "arrivals": "*i32",
         **_pointers(problem.q_dtype, is_aligned, "q"),
-        **_pointers(cache, is_aligned, "k_cache", "v_cache"),
+        **_pointers(cache, is_aligned or problem.is_aligned, "k_cache", "v_cache"),
         **dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "*i32"),
         **dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
         **dict.fromkeys(("num_seqs", "num_kv_heads", "max_splits"), "i32"),
         **dict.fromkeys(("softmax_scale", "soft_cap"), "fp32"),
         **dict.fromkeys(("window", "block_size"), "i32"),
-        **dict.fromkeys(_STRIDES, width),
+        # Apart: copies of the caches' rows may not depend on how q lies.
+        **dict.fromkeys(_STRIDES[:4], _stride_type(strides[:4], 16 // problem.q_dtype.itemsize)),
+        **dict.fromkeys(_STRIDES[4:], _stride_type(strides[4:], 16 // cache.itemsize)),
         "table_stride": "i32",
         **dict.fromkeys(_SCALE_STRIDES, "i64"),
     }
@@ -230,7 +252,7 @@ def _launch_prefill(
         _or(slopes, lse), _or(sinks, lse), _or(k_scale, lse), _or(v_scale, lse),
         problem.num_seqs, problem.num_kv_heads,
         options.softmax_scale, options.logits_soft_cap or 0.0,
-        options.sliding_window or _NO_WINDOW, problem.block_size,
+        min(options.sliding_window or _NO_WINDOW, _NO_WINDOW), problem.block_size,
         *strides, batch.block_tables.stride(0),
         *_three(None if k_scale is None else k_scale.stride()),
         *_three(None if v_scale is None else v_scale.stride()),
@@ -278,17 +300,12 @@ def _settle(problem: Problem) -> Problem:
     """What a kernel is compiled for of a problem: a length is data, not another kernel."""
     return Problem(
         0, 0, 0, 0, problem.group, 1, problem.head_size, problem.v_head_size, problem.block_size,
-        problem.q_dtype, problem.kv_dtype, problem.scale_kind,
+        problem.q_dtype, problem.kv_dtype, problem.scale_kind, problem.is_aligned,
     )  # fmt: skip
 
 
 def _is_paired(kernel: DecodeKernel, problem: Problem) -> bool:
     return kernel.takes_pairs and problem.kv_dtype.itemsize == 1
-
-
-def _rows(problem: Problem) -> int:
-    """Rows of a decoding sequence, in a power of two."""
-    return power_of_2(problem.max_query_len * problem.group)
 
 
 def _is_aligned(*tensors: Tensor) -> bool:

@@ -10,7 +10,9 @@ import torch
 from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["GpuPlan", "make_gpu_plan", "power_of_2"]
+__all__ = ["GpuPlan", "make_gpu_plan", "power_of_2", "refuse_hopper"]
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 DECODE_ROWS = 64
 """Up to so many rows (new tokens × group) of a sequence its keys are shared out over programs."""
@@ -48,6 +50,24 @@ class GpuPlan:
     """Of a thread; 0 leaves it to the compiler."""
     fetch_registers: int = 0
     """Of a thread that only fetches."""
+
+
+def refuse_hopper(problem: Problem) -> str | None:
+    """Why ``hopper_decode`` cannot run ``problem``, or None if it can."""
+    q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
+    if problem.q_dtype not in _HALVES:
+        return f"q is {q}; float16 and bfloat16 run"
+    if problem.kv_dtype != problem.q_dtype and problem.kv_dtype.itemsize != 1:
+        return f"q is {q} but k_cache is {kv}: equal types, and 8 bits, run"
+    rows = problem.max_query_len * problem.group
+    if rows > HOPPER_ROWS:
+        return f"{rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
+    if max(problem.head_size, problem.v_head_size) > 256:
+        return f"a head of {max(problem.head_size, problem.v_head_size)} is wider than 256"
+    unit = 16 // problem.kv_dtype.itemsize
+    if problem.head_size % unit or problem.v_head_size % unit or not problem.is_aligned:
+        return "rows of the caches do not begin at multiples of 16 bytes"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,10 +133,15 @@ def _hopper_tiles(problem: Problem) -> tuple[int, int, int, int, int, int]:
     return (64, 4, 2, 2, 128, 80) if width <= 128 else (32, 4, 6, 1, 168, 88)
 
 
+def _is_float32(problem: Problem) -> bool:
+    """Whether products are of float32: so are those of two types of 16 bits."""
+    q, kv = problem.q_dtype, problem.kv_dtype
+    return torch.float32 in (q, kv) or (kv.itemsize == 2 and q != kv)
+
+
 def _decode_tiles(problem: Problem, rows: int) -> tuple[int, int, int, int, int, int]:
     width = max(problem.head_size, problem.v_head_size)
-    itemsize = max(problem.q_dtype.itemsize, problem.kv_dtype.itemsize)
-    if itemsize == 4:
+    if _is_float32(problem):
         return (32, 4, 2, 2, 0, 0) if width <= 128 else (16, 4, 2, 1, 0, 0)
     if width <= 128:
         # More warps where one would not hold its part of the rows or of the scales.
@@ -127,7 +152,7 @@ def _decode_tiles(problem: Problem, rows: int) -> tuple[int, int, int, int, int,
 
 def _plan_prefill(problem: Problem) -> GpuPlan:
     width = max(problem.head_size, problem.v_head_size)
-    if torch.float32 in (problem.q_dtype, problem.kv_dtype):
+    if _is_float32(problem):
         tile_m, tile_n, num_warps, num_stages = (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
     elif width <= 128:
         tile_m, tile_n, num_warps, num_stages = 128, 64, 8 if width > 64 else 4, 3

@@ -48,10 +48,11 @@ def _finite(m):
 
 @triton.jit
 def add_sink(m, l, acc, sink):
-    """One more logit (in powers of two) in each row's softmax, with no value."""
+    """One more logit (in powers of two) in each row's softmax, with no value; -inf is none."""
     new_m = tl.maximum(m, sink)
-    decay = tl.exp2(m - new_m)
-    return new_m, l * decay + tl.exp2(sink - new_m), acc * decay[:, None]
+    pivot = _finite(new_m)
+    decay = tl.exp2(m - pivot)
+    return new_m, l * decay + tl.exp2(sink - pivot), acc * decay[:, None]
 
 
 @triton.jit
