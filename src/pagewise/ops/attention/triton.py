@@ -58,7 +58,7 @@ def run(
         _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse,
         problem.num_seqs, problem.num_kv_heads,
         options.softmax_scale, options.logits_soft_cap or 0.0,
-        options.sliding_window or _EVERYTHING, 0,
+        min(options.sliding_window or _EVERYTHING, _EVERYTHING), 0,
         *strides[:4], 0, *strides[4:6], 0, *strides[6:], *(0,) * 7,
     )  # fmt: skip
     return AttentionOutput(out.view(*shape, out.shape[-1]), lse.view(shape))

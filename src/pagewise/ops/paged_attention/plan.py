@@ -24,7 +24,8 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
         problem: A call.
         device: Where it would run; it need not be this machine's.
         batch_invariant: Whether a sequence's result must have the same bits whoever else is in
-            the batch. On a CPU it always has; on a GPU it costs some of decode's speed.
+            the batch. On a CPU it always has; on a GPU it costs some of decode's speed, and holds
+            among batches of one ``max_query_len``.
 
     Example:
         >>> import torch

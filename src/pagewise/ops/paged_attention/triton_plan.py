@@ -31,7 +31,7 @@ class GpuPlan:
     With ``split_size`` 0 every program gets as many tiles as the others, wherever that cuts a
     sequence: the fastest, and the same bits on every call with the same batch. Otherwise keys are
     cut at its multiples, and a sequence's result does not depend on its neighbours in the batch,
-    as long as all batches are decode (at most ``DECODE_ROWS`` rows a sequence) or all are not.
+    as long as all batches have the same ``max_query_len``, which chooses kernels and tiles.
     """
 
     path: str
