@@ -248,7 +248,9 @@ def test_ids_past_the_end_of_a_sequence_are_not_looked_at():
 
 
 def test_an_unknown_implementation_is_named():
-    message = "impl is 'cuda', expected 'auto' or one of hopper, triton, cpu, reference"
+    message = (
+        "impl is 'cuda', expected 'auto' or one of hopper, triton, hopper_prefill, cpu, reference"
+    )
     assert_refused(inputs_with(), UnsupportedError, message, impl="cuda")
 
 
@@ -264,12 +266,14 @@ def test_explain_says_who_can_run_a_call_and_why_not():
     inputs = inputs_with()
     arguments = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
     lines = explain_paged_attention(*arguments, **inputs.options).splitlines()
-    elsewhere = [f"{name}: no, the tensors are on cpu" for name in ("hopper", "triton")]
+    elsewhere = [
+        f"{name}: no, the tensors are on cpu" for name in ("hopper", "triton", "hopper_prefill")
+    ]
     assert lines == [*elsewhere, "cpu: yes", "reference: yes"]
     doubles = (tensor.double() for tensor in arguments[:3])
     lines = explain_paged_attention(*doubles, inputs.batch, causal=False).splitlines()
-    assert re.match("cpu: no, q is float64", lines[2])
-    assert lines[3] == "reference: yes"
+    assert re.match("cpu: no, q is float64", lines[3])
+    assert lines[4] == "reference: yes"
 
 
 def test_explain_checks_as_a_call_does():

@@ -8,6 +8,9 @@
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 blocks of a multiple of 8 slots, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi,
 sinks and 8-bit caches are for the Triton kernels.
+
+``impl="auto"`` asks Triton's kernels first: the last changes here have not been checked on a GPU
+(``pytest -m gpu tests/ops/test_paged_attention_gpu.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     reason = refuse(device, problem.q_dtype, problem.head_size, problem.v_head_size)
     if reason is None and problem.kv_dtype != problem.q_dtype:
         reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
+    if reason is None and not problem.is_plain:
+        reason = "scores are capped or biased, or there are sinks; plain ones run"
     if reason is None and problem.block_size % 8:
         reason = f"k_cache has block_size={problem.block_size}; multiples of 8 run"
     return reason
