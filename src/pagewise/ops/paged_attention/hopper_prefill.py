@@ -23,6 +23,7 @@ from ...tiles.hopper.launch import attend, refuse
 from ...tiles.state import AttentionOutput
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
+from .triton import pack
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -48,6 +49,7 @@ def run(
     plan: Plan | None = None,
 ) -> AttentionOutput:
     """Fill ``out``."""
+    batch = pack(batch)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     attend(
         out,
