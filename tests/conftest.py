@@ -6,6 +6,8 @@
     nothing                     runs                                    runs
     interpret: Triton kernels                     runs, on the CPU      runs, compiled
     gpu                                                                 runs
+
+Slow ones wait on every machine until they are named: ``pytest -m slow``.
 """
 
 import os
@@ -33,6 +35,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Triton decides when a kernel is imported whether it is interpreted: all tests or none."""
     on_gpu = has_gpu()
+    with_slow = "slow" in config.option.markexpr
     kept, left = [], []
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -41,6 +44,8 @@ def pytest_collection_modifyitems(config, items):
             is_wanted = INTERPRETING or on_gpu
         else:
             is_wanted = not INTERPRETING
+        if item.get_closest_marker("slow"):
+            is_wanted &= with_slow
         (kept if is_wanted else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)

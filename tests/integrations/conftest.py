@@ -1,14 +1,6 @@
-"""Slow tests wait until they are named: ``pytest -m slow tests/integrations``."""
+"""What the tests of the drop-ins share."""
 
 import pytest
-
-
-def pytest_collection_modifyitems(config, items):
-    if "slow" in config.option.markexpr:
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    items[:] = [item for item in items if item not in slow]
-    config.hook.pytest_deselected(items=slow)
 
 
 @pytest.fixture
