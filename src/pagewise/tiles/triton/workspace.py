@@ -19,8 +19,9 @@ def borrow(
 
     A stream has one workspace of a size, since its launches follow each other. All CUDA graphs
     of a device share another one: like those that use cuBLAS, they must not be replayed at the
-    same time, nor may branches of one graph that run side by side both borrow. It is made beside the first eager call's; a graph that is captured before any such
-    call gets its own, and sets it to zero at every replay.
+    same time, nor may branches of one graph that run side by side both borrow. It is made
+    beside the first eager call's; a graph that is captured before any such call gets its own,
+    and sets it to zero at every replay.
     """
     sizes = _round(num_floats), _round(num_sums), _round(num_counters)
     if device.type != "cuda":  # the interpreter's
