@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import HOPPER, resources  # noqa: E402
+from test_compiled import FITTED, HOPPER, resources  # noqa: E402
 
 from pagewise.device import DeviceInfo  # noqa: E402
 from pagewise.tiles.hopper.launch import (  # noqa: E402
@@ -73,9 +73,11 @@ def loops_that_multiply(code):
 @pytest.mark.parametrize(("form", "memory"), FORMS, ids=str)
 def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
     compiled = make_launcher(form).compile(HOPPER)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    if not FITTED:
+        return
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= memory, used
-    assert compiled.metadata.shared <= SHARED_MEMORY
     loops = loops_that_multiply(disassemble(compiled, tmp_path))
     unmasked = [body for body in loops if not any("-INF" in text for text in body)]
     assert len(unmasked) == form.tiling.warpgroups  # one each

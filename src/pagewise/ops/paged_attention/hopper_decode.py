@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...tiles.hopper.codes import split_codes
+from ...tiles.hopper.names import barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -372,7 +373,7 @@ def _attend(
             if SCALES == "token":
                 s *= ks_ring.index(stage).load(by_key)[None, :]
                 v_scales = vs_ring.index(stage).load(by_key)
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             key = tile * TILE_N + keys
             if HAS_CAP:
@@ -417,7 +418,7 @@ def _attend(
             gl.store(part_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
             place = parts + slot * ROWS * V_ALL + (row * V_ALL)[:, None] + v_column[None, :]
             gl.store(place, acc, mask=is_kept[:, None])
-            gl.thread_barrier()  # every thread's stores come before the one thread's count
+            barrier()  # every thread's stores come before the one thread's count
             arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
             if arrived == num_parts - 1:
                 gl.store(arrivals + seq_head, 0)

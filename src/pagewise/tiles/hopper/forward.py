@@ -39,6 +39,7 @@ from .load import (
     load_keys_role,
     load_values_role,
 )
+from .names import barrier
 from .ring import make_ring
 from .schedule import Batch, make_orders
 from .softmax import hide, pass_turn, take_turn, weigh
@@ -195,7 +196,7 @@ def _clear_rows(tile, first, form):
             part = parts.index(i * CHUNKS + c if form.ATOMS else c * EIGHTS + i)
             part.store(gl.where(row < first - i * 8, part.load(LAYOUT), 0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.constexpr_function
