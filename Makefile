@@ -4,7 +4,7 @@ BIN := .venv/bin
 demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
 	@$(BIN)/python -m pagewise generate --show-pages < /dev/null
 test: check  ## everything that must hold, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU
 	$(BIN)/python -m pytest -m "gpu or interpret" tests
 check: .venv/ready  ## style, types, import rules
