@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import HOPPER, assert_fits, resources
+from test_compiled import FITTED, HOPPER, assert_fits, resources
 
 from pagewise.device import DeviceInfo
 from pagewise.ops.attention import triton as forward
@@ -43,7 +43,8 @@ def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
 def test_gradients_of_keys_spill_little(size, group, tmp_path):
     """A head of 128 leaves no register free; what spills does so outside the longest loop."""
     compiled = launchers(BF16, size, group=group).keys.compile(HOPPER)
-    assert resources(compiled, tmp_path)["STACK"] <= (0 if size == 64 else 320)
+    if FITTED:
+        assert resources(compiled, tmp_path)["STACK"] <= (0 if size == 64 else 320)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
