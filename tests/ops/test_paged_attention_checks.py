@@ -249,7 +249,7 @@ def test_ids_past_the_end_of_a_sequence_are_not_looked_at():
 
 def test_an_unknown_implementation_is_named():
     message = (
-        "impl is 'cuda', expected 'auto' or one of hopper, triton, hopper_prefill, cpu, reference"
+        "impl is 'cuda', expected 'auto' or one of hopper, hopper_prefill, triton, cpu, reference"
     )
     assert_refused(inputs_with(), UnsupportedError, message, impl="cuda")
 
@@ -267,7 +267,7 @@ def test_explain_says_who_can_run_a_call_and_why_not():
     arguments = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
     lines = explain_paged_attention(*arguments, **inputs.options).splitlines()
     elsewhere = [
-        f"{name}: no, the tensors are on cpu" for name in ("hopper", "triton", "hopper_prefill")
+        f"{name}: no, the tensors are on cpu" for name in ("hopper", "hopper_prefill", "triton")
     ]
     assert lines == [*elsewhere, "cpu: yes", "reference: yes"]
     doubles = (tensor.double() for tensor in arguments[:3])

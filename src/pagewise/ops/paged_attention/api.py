@@ -16,7 +16,7 @@ from .checks import check
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
 
-IMPLEMENTATIONS = ("hopper", "triton", "hopper_prefill", "cpu", "reference")
+IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
 
@@ -74,7 +74,7 @@ def paged_attention(
         v_scale: The same for ``v_cache``, of the same kind.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
         plan: How to cut the work (``make_plan``); ``None`` chooses, for speed.
-        impl: ``"auto"``, or one of ``"hopper"`` (decode), ``"triton"``, ``"hopper_prefill"``,
+        impl: ``"auto"``, or one of ``"hopper"`` (decode), ``"hopper_prefill"``, ``"triton"``,
             ``"cpu"``, ``"reference"``: a named one runs or raises.
 
     Returns:
@@ -155,8 +155,8 @@ def explain_paged_attention(
         >>> batch = PagedBatch.decode(lengths[:, None] * 0, lengths, max_seq_len=5)
         >>> print(explain_paged_attention(torch.zeros(1, 4, 64).double(), cache, cache, batch))
         hopper: no, the tensors are on cpu
-        triton: no, the tensors are on cpu
         hopper_prefill: no, the tensors are on cpu
+        triton: no, the tensors are on cpu
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes
     """

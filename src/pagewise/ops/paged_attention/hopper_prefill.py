@@ -7,10 +7,8 @@
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 blocks of a multiple of 8 slots, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi,
-sinks and 8-bit caches are for the Triton kernels.
-
-``impl="auto"`` asks Triton's kernels first: the last changes here have not been checked on a GPU
-(``pytest -m gpu tests/ops/test_paged_attention_gpu.py``).
+sinks and 8-bit caches are for the Triton kernels, and so are few new tokens a sequence: a tile
+of theirs would be nearly empty, and nobody else would help to walk their keys.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from ...tiles.state import AttentionOutput
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
 from .triton import pack
+from .triton_plan import DECODE_ROWS
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -35,6 +34,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         reason = "scores are capped or biased, or there are sinks; plain ones run"
     if reason is None and problem.block_size % 8:
         reason = f"k_cache has block_size={problem.block_size}; multiples of 8 run"
+    rows = problem.max_query_len * problem.group
+    if reason is None and rows <= DECODE_ROWS:
+        reason = f"{rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
     return reason
 
 

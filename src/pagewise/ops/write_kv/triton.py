@@ -69,7 +69,8 @@ def _divide(x, scale):
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
     quotient = x * inverse
     excess = tl.fma(quotient, scale[:, None], -x)
-    return tl.fma(-excess, inverse, quotient)
+    # Triton's -x is 0 - x, which turns the 0 of an exact quotient into +0 and -0 into it.
+    return tl.fma(excess * -1.0, inverse, quotient)
 
 
 @triton.jit
