@@ -249,7 +249,7 @@ def impl(request):
 
 
 def device_of(impl):
-    return "cuda" if impl == "triton" and ON_GPU else "cpu"
+    return "cuda" if impl in ("hopper", "triton") and ON_GPU else "cpu"
 
 
 def check(case, impl):
@@ -303,10 +303,16 @@ def test_larger_cases_match_float64_on_a_cpu(case, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["hopper", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*TINY, *LARGE], ids=str)
-def test_all_cases_match_float64_on_a_gpu(case, dtype):
-    check(replace(case, dtype=dtype), "triton")
+def test_all_cases_match_float64_on_a_gpu(case, dtype, impl):
+    try:
+        check(replace(case, dtype=dtype), impl)
+    except UnsupportedError as error:
+        if impl == "triton":
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.mark.gpu
@@ -530,11 +536,13 @@ def test_slopes_have_no_gradient():
 def test_a_named_implementation_never_falls_back():
     with pytest.raises(UnsupportedError, match="cpu cannot run this: q is float64"):
         attention(*leaves_of(4, 2, 2, dtype=F64), impl="cpu")
-    with pytest.raises(UnsupportedError, match="expected 'auto' or one of triton, cpu, reference"):
+    with pytest.raises(
+        UnsupportedError, match="expected 'auto' or one of hopper, triton, cpu, reference"
+    ):
         attention(*leaves_of(4, 2, 2), impl="flash")
 
 
 def test_explain_names_each_with_its_reason():
     lines = explain_attention(*leaves_of(4, 2, 2), causal=True).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["triton", "cpu", "reference"]
-    assert lines[1:] == ["cpu: yes", "reference: yes"]
+    assert [line.split(":")[0] for line in lines] == ["hopper", "triton", "cpu", "reference"]
+    assert lines[2:] == ["cpu: yes", "reference: yes"]

@@ -18,7 +18,7 @@ H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 
 
 def launchers(dtype, size, *, group=1, causal=True, length=16384, **features):
-    problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, False)
+    problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, False, True)
     kind = {"is_ragged": False, "is_capped": False, "is_tilted": False, "has_d_lse": False}
     kind = backward._Kind(
         dtype, group, size, size, is_causal=causal, is_aligned=True, **{**kind, **features}

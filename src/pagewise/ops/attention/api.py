@@ -67,8 +67,8 @@ def attention(
         alibi_slopes: ``[num_heads]``; adds ``slope * (key position - query position)``.
         sinks: ``[num_heads]``; one more logit in each head's softmax, with no value. It counts in
             ``lse``.
-        impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``: a named one runs or
-            raises.
+        impl: ``"auto"``, or one of ``"hopper"``, ``"triton"``, ``"cpu"``, ``"reference"``: a named
+            one runs or raises.
 
     Returns:
         ``AttentionOutput(out, lse)``; ``out`` like ``q`` with ``v_head_size``, ``lse`` float32
@@ -122,6 +122,7 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     Example:
         >>> q = torch.zeros(1, 5, 4, 64)
         >>> print(explain_attention(q.double(), q.double(), q.double()))
+        hopper: no, the tensors are on cpu
         triton: no, the tensors are on cpu
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes

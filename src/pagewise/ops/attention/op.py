@@ -16,11 +16,12 @@ from ..dispatch import choose
 from .checks import check, check_starts
 from .problem import Lengths, Options
 
-IMPLEMENTATIONS = ("triton", "cpu", "reference")
+IMPLEMENTATIONS = ("hopper", "triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
 BACKWARD = {
     "auto": "auto",
+    "hopper": "triton_backward",
     "triton": "triton_backward",
     "cpu": "cpu_backward",
     "reference": "reference",
@@ -105,7 +106,7 @@ def attention_backward_op(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
     options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
     problem = check(q, k, v, lengths, options)
-    names = tuple(BACKWARD[name] for name in IMPLEMENTATIONS)
+    names = tuple(dict.fromkeys(BACKWARD[name] for name in IMPLEMENTATIONS))
     device = DeviceInfo.of(q.device)
     module = choose(__package__, names, problem, device, BACKWARD[impl])
     if d_out.stride(-1) != 1:

@@ -51,6 +51,8 @@ class Problem:
     v_head_size: int
     dtype: torch.dtype
     is_ragged: bool
+    is_plain: bool
+    """Whether scores are neither capped nor biased, and there are no sinks."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -61,6 +63,22 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+
+def in_a_row(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tensors as ragged ones, and where their sequences start.
+
+    A dense tensor whose sequences do not follow each other in memory is copied.
+    """
+    if lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None:
+        return q, k, v, lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_k.contiguous()
+    starts, key_starts = (
+        torch.arange(t.shape[0] + 1, dtype=torch.int32, device=t.device) * t.shape[1]
+        for t in (q, k)
+    )
+    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, key_starts
 
 
 def sequences(lengths: Lengths, num_seqs: int) -> Iterator[tuple[int | slice, int | slice]]:

@@ -14,7 +14,7 @@ from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
-from .problem import Lengths, Options, Problem
+from .problem import Lengths, Options, Problem, in_a_row
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _EVERYTHING = 1 << 30  # a window that no sequence fills
@@ -31,16 +31,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def run(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
 ) -> AttentionOutput:
-    """One launch; a dense tensor whose sequences do not follow each other is copied before."""
+    """One launch."""
     shape = q.shape[:-1]
-    if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
-        starts, key_starts = (
-            torch.arange(t.shape[0] + 1, dtype=torch.int32, device=t.device) * t.shape[1]
-            for t in (q, k)
-        )
-        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    else:
-        starts, key_starts = lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_k.contiguous()
+    q, k, v, starts, key_starts = in_a_row(q, k, v, lengths)
     out = q.new_empty(*q.shape[:2], problem.v_head_size)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     strides = *out.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
