@@ -82,6 +82,7 @@ def row_gradients(
     """Of q, by tiles of tokens; of the bias and the scale, by chunks of windows."""
     # which tile am I
     program = tl.program_id(0)
+    ONE_TILE: tl.constexpr = FIRST_KEY == 0 and IS_LAST and len(TILES) == 1
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
     tile = program % NUM_TILES
     rows = tile * TILE_M + tl.arange(0, TILE_M)
@@ -112,14 +113,15 @@ def row_gradients(
         at = window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         row_at = window * lse_window + head * NUM_TOKENS + rows
         pivot = _pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
-        if FIRST_KEY == 0:
+        row_delta = tl.zeros([TILE_M], tl.float32)
+        if FIRST_KEY > 0:
+            row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
+        elif not ONE_TILE:
             out_tile = tl.load(out + at, mask=inside, other=0.0)
             row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
             if HAS_DLSE:
                 row_delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
             tl.store(delta + row_at, row_delta, mask=is_row)
-        else:
-            row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
         mask_at = mask + window % num_masks * mask_window
         is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
         # tiles
@@ -141,6 +143,11 @@ def row_gradients(
             )
             p = tl.exp2(s - pivot[:, None])
             dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
+            if ONE_TILE:  # all of a row is here: its δ needs no result, rounded as that is
+                row_delta = tl.sum(p * dp, 1)
+                if HAS_DLSE:
+                    row_delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
+                tl.store(delta + row_at, row_delta, mask=is_row)
             ds = p * (dp - row_delta[:, None])
             if SUMS:
                 new_sums += (sums[t] + ds,)  # type: ignore[assignment]
