@@ -189,6 +189,28 @@ def test_a_sink_of_minus_infinity_is_none(query_len):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("query_lens", [(1, 1), (1, 40)], ids=str)
+@pytest.mark.parametrize("powers", [(-4, -4), (-6, -6), (-6, 0)], ids=str)
+def test_scales_of_tokens_may_be_small(impl, query_lens, powers):
+    case = PagedCase(query_lens, (150, 70), dtype=F16, kv_dtype=torch.int8, scales="token")
+    inputs = make_inputs(case)
+    v_scale = inputs.options["v_scale"]
+    v_scale *= 10.0 ** torch.empty_like(v_scale).uniform_(*powers)
+    assert_matches(attend(inputs, impl), inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("query_lens", [(1, 1), (1, 40)], ids=str)
+@pytest.mark.parametrize("size", [1e-12, 1e6, 1e37])
+def test_queries_need_not_fit_in_float16(impl, query_lens, size):
+    case = PagedCase(query_lens, (150, 70), dtype=BF16, kv_dtype=torch.int8, scales="head")
+    inputs = make_inputs(case)
+    inputs.q.mul_(size)
+    inputs.options["k_scale"] /= size
+    assert_matches(attend(inputs, impl), inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sliding_window", [2**31 - 1, 2**40])
 @pytest.mark.parametrize("query_lens", [(1, 3), (1, 40)], ids=str)
 def test_a_window_may_be_any_number_of_keys(impl, sliding_window, query_lens):

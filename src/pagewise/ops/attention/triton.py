@@ -46,7 +46,7 @@ def run(
     )  # fmt: skip
     tiles = problem.num_tokens * problem.group // launcher.constants["TILE_M"] + problem.num_seqs
     launcher(
-        (problem.num_kv_heads * (len(q) > 0), tiles, 1),
+        (tiles, problem.num_kv_heads * (len(q) > 0), 1),
         out, lse, q, k, v, starts, starts, key_starts, starts,
         _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse,
         problem.num_seqs, problem.num_kv_heads,

@@ -29,6 +29,8 @@ from ...tiles.hopper.names import barrier
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 FETCH_WARPS = gl.constexpr(4)
+SMALL_UNIT = gl.constexpr(2.0**-100)
+ROOM = gl.constexpr(2.0**14)
 
 
 @gluon.jit
@@ -186,6 +188,20 @@ def _tanh(x):
 
 
 @gluon.jit
+def _fit_queries(even, odd, layout: gl.constexpr):
+    """As ``tiles.triton.online_softmax.fit_queries``, for two halves of the columns."""
+    unit = 1.0
+    if even.dtype == gl.bfloat16:
+        even, odd = even.to(gl.float32), odd.to(gl.float32)
+        peak = gl.max(gl.maximum(gl.abs(even), gl.abs(odd)), 1)
+        exponent = gl.minimum(gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 1), 253)
+        inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+        even, odd = even * inverse[:, None], odd * inverse[:, None]
+        unit = gl.convert_layout((exponent << 23).to(gl.float32, bitcast=True), layout)[:, None]
+    return even.to(gl.float16), odd.to(gl.float16), unit
+
+
+@gluon.jit
 def _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED: gl.constexpr):
     """Where the state of a head's ``part``-th share is kept; see ``triton_decode``."""
     if SPLITS_FIXED:
@@ -318,6 +334,7 @@ def _attend(
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     by_key: gl.constexpr = gl.SliceLayout(0, mma)
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    in_each_warp: gl.constexpr = gl.BlockedLayout([TILE_N // 32], [32], [WARPS], [0])
     V_LANES: gl.constexpr = min(32, V_ALL // 4)
     merging: gl.constexpr = gl.BlockedLayout(
         [1, 1, 4], [1, 32 // V_LANES, V_LANES], [1, WARPS, 1], [2, 1, 0]
@@ -336,11 +353,6 @@ def _attend(
         position = seq_len - query_len + row // GROUP
         row_end = gl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
         row_first = position - window + 1
-        scale = softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
-        factor = 1.0
-        if SCALES == "head":
-            scale *= gl.load(k_scale + head * ks_head)
-            factor = gl.load(v_scale + head * vs_head)
         if HAS_ALIBI:
             slopes = LOG2_E * gl.load(
                 alibi_slopes + head * GROUP + row % GROUP,
@@ -350,16 +362,24 @@ def _attend(
         q_tile = _load_queries(
             q, first_token, head, query_len, q_token, q_head, GROUP, 0, STEP, WIDTH, TILE_M, D
         )
-        q_tile = gl.convert_layout(q_tile.to(DOT), left)
+        scale = 1.0
         if PAIRED:
             q_odd = _load_queries(
                 q, first_token, head, query_len, q_token, q_head, GROUP, 1, STEP, WIDTH, TILE_M, D
             )
-            q_odd = gl.convert_layout(q_odd.to(DOT), left)
+            q_tile, q_odd, scale = _fit_queries(q_tile, q_odd, by_row)
+            q_odd = gl.convert_layout(q_odd, left)
+        q_tile = gl.convert_layout(q_tile, left)
+        scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
+        factor = 1.0
+        if SCALES == "head":
+            scale *= gl.load(k_scale + head * ks_head)
+            factor = gl.load(v_scale + head * vs_head)
         m = gl.full([TILE_M], float("-inf"), gl.float32, by_row)
         l = gl.full([TILE_M], 0.0, gl.float32, by_row)
         acc = gl.full([TILE_M, V], 0.0, gl.float32, mma)
         acc_odd = gl.full([TILE_M, V], 0.0, gl.float32, mma) if PAIRED else 0.0
+        unit = SMALL_UNIT
         for tile in range(low, high):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -373,6 +393,7 @@ def _attend(
             if SCALES == "token":
                 s *= ks_ring.index(stage).load(by_key)[None, :]
                 v_scales = vs_ring.index(stage).load(by_key)
+                tile_unit = gl.max(gl.abs(vs_ring.index(stage).load(in_each_warp)), 0)
             barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             key = tile * TILE_N + keys
@@ -388,8 +409,11 @@ def _attend(
             decay = gl.exp2(m - pivot)
             l = l * decay + gl.sum(p, 1)
             m = new_m
-            if SCALES == "token":
-                p *= v_scales[None, :]
+            if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
+                new_unit = gl.maximum(unit, tile_unit)
+                p *= (v_scales * (ROOM / new_unit))[None, :]
+                decay *= unit / new_unit
+                unit = new_unit
             p = gl.convert_layout(p.to(DOT), left)
             if PAIRED:
                 v_tile, v_odd = split_codes(v_tile, CODE)
@@ -398,6 +422,8 @@ def _attend(
             step += 1
         if PAIRED:
             acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
+        if SCALES == "token":
+            acc *= unit / ROOM
 
         # All keys of the head: done. Some of them: whoever comes last merges.
         if count == items:

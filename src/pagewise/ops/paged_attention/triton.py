@@ -246,7 +246,7 @@ def _launch_prefill(
     # As many tiles as there can be, however the tokens are spread over sequences.
     tiles = problem.num_tokens * problem.group // plan.tile_m + problem.num_seqs
     launcher(
-        (problem.num_kv_heads, tiles, 1),
+        (tiles, problem.num_kv_heads, 1),  # along y there are at most 65535
         out, lse, q, k_cache, v_cache,
         batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.cu_seqlens_q,
         _or(slopes, lse), _or(sinks, lse), _or(k_scale, lse), _or(v_scale, lse),

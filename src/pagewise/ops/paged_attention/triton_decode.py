@@ -21,7 +21,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...tiles.triton.online_softmax import LOG2_E, add_sink, finish, merge, merge_first, tanh, weigh
+from ...tiles.triton.online_softmax import (
+    LOG2_E,
+    ROOM,
+    SMALL_UNIT,
+    add_sink,
+    finish,
+    fit_queries,
+    merge,
+    merge_first,
+    scale_weights,
+    tanh,
+    weigh,
+)
 
 
 @triton.jit
@@ -217,8 +229,9 @@ def decode_kernel(
             q + (token.to(tl.int64) * q_token + q_heads * q_head)[:, None] + columns[None, :],
             mask=is_row[:, None] & (columns < SIZE)[None, :],
             other=0.0,
-        ).to(DOT)
-        scale = softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
+        )
+        q_tile, scale = fit_queries(q_tile, DOT)
+        scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
         factor = 1.0
         if SCALES == "head":
             scale *= tl.load(k_scale + head * ks_head)
@@ -229,6 +242,7 @@ def decode_kernel(
         m = tl.full([TILE_M], float("-inf"), tl.float32)
         l = tl.zeros([TILE_M], tl.float32)
         acc = tl.zeros([TILE_M, V], tl.float32)
+        unit = SMALL_UNIT
         table = block_tables + seq.to(tl.int64) * table_stride
         first_key = tl.maximum(seq_len - query_len - window + 1, 0)
         if PREFETCH:
@@ -268,8 +282,11 @@ def decode_kernel(
             p, decay, m, l = weigh(s, m, l)
             if SCALES == "token":
                 row = block * vs_block + slot * vs_slot + head * vs_head
-                p *= tl.load(v_scale + row, mask=used, other=0.0)[None, :]
+                v_scales = tl.load(v_scale + row, mask=used, other=0.0)
+                p, decay, unit = scale_weights(p, decay, v_scales, unit)
             acc = tl.dot(p.to(DOT), v_tile.to(DOT), acc * decay[:, None], input_precision="ieee")
+        if SCALES == "token":
+            acc *= unit / ROOM
 
         # All keys of the head: done. Some of them: whoever comes last merges.
         if count == items:

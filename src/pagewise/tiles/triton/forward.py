@@ -19,7 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .online_softmax import LOG2_E, add_sink, finish, tanh, weigh
+from .online_softmax import (
+    LOG2_E,
+    ROOM,
+    SMALL_UNIT,
+    add_sink,
+    finish,
+    fit_queries,
+    scale_weights,
+    tanh,
+    weigh,
+)
 
 
 @triton.jit
@@ -66,7 +76,7 @@ def _load_rows(cache, row, used, SIZE: tl.constexpr, D: tl.constexpr, MASKED: tl
 
 @triton.jit
 def _walk(
-    m, l, acc, q, low, high, first_key, end_key, row_first, row_end, position, slopes,
+    m, l, acc, unit, q, low, high, first_key, end_key, row_first, row_end, position, slopes,
     k_cache, v_cache, table, k_scale, v_scale,
     score_scale, soft_cap, block_size,
     k_block, k_slot, v_block, v_slot, ks_block, ks_slot, vs_block, vs_slot,
@@ -102,10 +112,11 @@ def _walk(
         p, decay, m, l = weigh(s, m, l)
         if SCALED:
             at = v_scale + block * vs_block + slot * vs_slot
-            p *= tl.load(at, mask=used, other=0.0)[None, :]
+            scales = tl.load(at, mask=used, other=0.0)
+            p, decay, unit = scale_weights(p, decay, scales, unit)
         v = _load_rows(v_cache, v_row, used, V_SIZE, V, MASKED)
         acc = tl.dot(p.to(DOT), v.to(DOT), acc * decay[:, None], input_precision="ieee")
-    return m, l, acc
+    return m, l, acc, unit
 
 
 @triton.jit
@@ -135,8 +146,8 @@ def forward_kernel(
 ):  # fmt: skip
     """See the module."""
     # Which rows.
-    head = tl.program_id(0)
-    seq, tile = find_tile(cu_seqlens_q, num_seqs, tl.program_id(1), GROUP, TILE_M)
+    head = tl.program_id(1)
+    seq, tile = find_tile(cu_seqlens_q, num_seqs, tl.program_id(0), GROUP, TILE_M)
     if seq >= num_seqs:
         return
     first_token = tl.load(cu_seqlens_q + seq)
@@ -164,8 +175,9 @@ def forward_kernel(
         q + (at * q_token + q_heads * q_head)[:, None] + columns[None, :],
         mask=is_row[:, None] & (columns < SIZE)[None, :],
         other=0.0,
-    ).to(DOT)
-    scale = softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
+    )
+    q_tile, scale = fit_queries(q_tile, DOT)
+    scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
     slopes = row_end.to(tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + q_heads, mask=is_row, other=0.0) * LOG2_E
@@ -195,6 +207,7 @@ def forward_kernel(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, V], tl.float32)
+    unit = SMALL_UNIT
     for part in tl.static_range(3):
         if part == 0:
             start, stop = low, whole_low
@@ -202,8 +215,8 @@ def forward_kernel(
             start, stop = whole_low, whole_high
         else:
             start, stop = whole_high, high
-        m, l, acc = _walk(
-            m, l, acc, q_tile, start, stop, first_key, end_key, row_first, row_end, position,
+        m, l, acc, unit = _walk(
+            m, l, acc, unit, q_tile, start, stop, first_key, end_key, row_first, row_end, position,
             slopes, k_cache, v_cache, table, k_scale, v_scale, scale, soft_cap, block_size,
             k_block, k_slot, v_block, v_slot,
             ks_block, ks_slot, vs_block, vs_slot,
@@ -212,6 +225,8 @@ def forward_kernel(
         )  # fmt: skip
 
     # Done.
+    if SCALES == "token":
+        acc *= unit / ROOM
     if HAS_SINKS:
         sink = tl.load(sinks + q_heads, mask=is_row, other=0.0) * LOG2_E
         m, l, acc = add_sink(m, l, acc, sink)

@@ -10,6 +10,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+SMALL_UNIT = tl.constexpr(2.0**-100)
+ROOM = tl.constexpr(2.0**14)  # what a weight of 1 becomes in float16, so that small ones fit too
 
 
 @triton.jit
@@ -20,6 +22,34 @@ def weigh(s, m, l):
     p = tl.exp2(s - tl.expand_dims(pivot, -1))
     decay = tl.exp2(m - pivot)
     return p, decay, new_m, l * decay + tl.sum(p, -1)
+
+
+@triton.jit
+def scale_weights(p, decay, scale, unit):
+    """Weights ``[M, N]`` times the values' scales ``[N]``, with all their digits in float16.
+
+    The state's ``acc`` is in units of the largest scale so far over ROOM: ``unit``, which begins
+    with SMALL_UNIT; ``acc * (unit / ROOM)`` in the end.
+    """
+    new_unit = tl.maximum(unit, tl.max(tl.abs(scale), 0))
+    p *= (scale * (ROOM / new_unit))[None, :]
+    return p, decay * (unit / new_unit), new_unit
+
+
+@triton.jit
+def fit_queries(q, DOT: tl.constexpr):
+    """Queries ``[M, D]`` as they are multiplied, and ``[M, 1]`` that their scores need: 1 mostly.
+
+    Rows of bfloat16 may not fit in float16; they are divided by their largest power of two.
+    """
+    unit = 1.0
+    if q.dtype == tl.bfloat16 and tl.float16 == DOT:
+        q = q.to(tl.float32)
+        peak = tl.max(tl.abs(q), 1, keep_dims=True)
+        exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        unit = (exponent << 23).to(tl.float32, bitcast=True)
+        q *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return q.to(DOT), unit
 
 
 @triton.jit
