@@ -143,8 +143,11 @@ def row_gradients(
             )
             p = tl.exp2(s - pivot[:, None])
             dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
-            if ONE_TILE:  # all of a row is here: its δ needs no result, rounded as that is
-                row_delta = tl.sum(p * dp, 1)
+            if ONE_TILE:
+                # All of a row is here: its δ needs no result, rounded as that is, and the
+                # gradient of a row of scores is 0 in sum, whatever became of its weights.
+                total = tl.sum(p, 1)
+                row_delta = tl.sum(p * dp, 1) / tl.where(total > 0.0, total, 1.0)
                 if HAS_DLSE:
                     row_delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
                 tl.store(delta + row_at, row_delta, mask=is_row)

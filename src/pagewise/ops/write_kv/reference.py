@@ -40,7 +40,8 @@ def run(
 def measure(new: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each token's head, ``[num_tokens, num_kv_heads]``."""
     amax = new.float().abs().amax(dim=-1)
-    scale = (amax / LARGEST_CODE[dtype]).clamp(min=SMALLEST_SCALE)
+    # By a tensor: a GPU divides by a number as if it were multiplied by its reciprocal.
+    scale = (amax / torch.full_like(amax, LARGEST_CODE[dtype])).clamp(min=SMALLEST_SCALE)
     return scale.masked_fill(~amax.isfinite(), torch.nan)
 
 
