@@ -7,16 +7,18 @@ the second-level cache is overwritten, as other layers of a model would.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from .timing import Times
 
-__all__ = ["time_gpu", "time_host"]
+__all__ = ["time_gpu", "time_gpu_in_turns", "time_host"]
 
 _CALLS_A_ROUND = 100
 """Few enough for the GPU's queue, which makes the host wait when it is full."""
+_REST_SECONDS = 0.05
 
 
 def time_gpu(
@@ -38,6 +40,36 @@ def time_gpu(
     return Times(tuple(ms / 1e3 for ms in times))
 
 
+def time_gpu_in_turns(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int = 9, burst: int = 3
+) -> dict[str, Times]:
+    """As ``time_gpu``, captured, in short bursts that take turns, with a rest before each.
+
+    After some 30 ms of dense products an H200 is at its power limit and lowers its clock, by a
+    tenth and more: without rests, who is timed later is timed on a slower machine.
+
+    Args:
+        calls: By name.
+        rounds: Bursts of each.
+        burst: Timed calls of a burst, after one that does not count.
+    """
+    from triton.runtime import driver
+
+    cache = driver.active.get_empty_cache_for_benchmark()
+    replays = {name: _record(call) for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(rounds):
+        for name, replay in replays.items():
+            time.sleep(_REST_SECONDS)
+            pairs = []
+            for _ in range(1 + burst):
+                driver.active.clear_cache(cache)
+                pairs.append(_between_events(replay))
+            torch.cuda.synchronize()
+            seconds[name] += [start.elapsed_time(end) / 1e3 for start, end in pairs[1:]]
+    return {name: Times(tuple(values)) for name, values in seconds.items()}
+
+
 def time_host(call: Callable[[], object], rounds: int = 9) -> Times:
     """Seconds that the host takes for a call when the GPU keeps up: means of many, by round."""
     call()
@@ -56,6 +88,18 @@ def _record(call: Callable[[], object]) -> Callable[[], None]:
     call()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Gradients are computed on the stream of the call that they belong to.
+    stream = torch.cuda.current_stream()
+    own = None if stream == torch.cuda.default_stream() else stream
+    with torch.cuda.graph(graph, stream=own):
         call()
     return graph.replay
+
+
+def _between_events(call: Callable[[], object]) -> tuple[Any, Any]:
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    return start, end

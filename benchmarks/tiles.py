@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from pagewise import attention, attention_scores
 
 from .case import Check, Measurement, Target
-from .gpu_timing import time_gpu
+from .gpu_timing import time_gpu, time_gpu_in_turns
 from .timing import Contestant, Times, take_turns
 
 __all__ = ["ScoresCase", "TiledCase"]
@@ -39,7 +39,7 @@ class TiledCase:
 
     Metrics: ``TFLOP/s`` of two products forward and of five backward, a causal square counting
     half; ``x best peer``, how many times as fast as the fastest of them; both once more for the
-    backward pass alone, in which autograd's host time counts.
+    backward pass alone.
     """
 
     name: str
@@ -83,27 +83,16 @@ class TiledCase:
         """Time every contestant's forward and backward pass."""
         leaves, d_out = self._draw()
         contestants: dict[str, Attend] = {"pagewise": self._ours, **self._peers()}
-        calls: dict[str, Callable[[], Any]] = {}
-        for name, attend in contestants.items():
-            try:
-                out = attend(*leaves)
-                calls[name + BACKWARD] = functools.partial(
-                    torch.autograd.grad, out, leaves, d_out, retain_graph=True
-                )
-                calls[name + BACKWARD]()
-                calls[name] = functools.partial(torch.no_grad()(attend), *leaves)
-            except (
-                RuntimeError,
-                NotImplementedError,
-            ):  # a backend that refuses, or has no gradient
-                calls.pop(name + BACKWARD, None)
-        times = self._time(calls, repeats)
-        return Measurement(times, self._metrics(times))
-
-    def _time(self, calls: dict[str, Callable[[], Any]], repeats: int | None) -> dict[str, Times]:
         if self.device == "cpu":
-            return take_turns({n: Contestant(c) for n, c in calls.items()}, repeats=repeats or 9)
-        return {n: time_gpu(c, captured=BACKWARD not in n) for n, c in calls.items()}
+            calls = _passes(contestants, leaves, d_out)
+            turns = {name: Contestant(call) for name, call in calls.items()}
+            times = take_turns(turns, repeats=repeats or 9)
+        else:
+            torch.cuda.synchronize()
+            stream: Any = torch.cuda.Stream  # the default one cannot be captured
+            with torch.cuda.stream(stream()):
+                times = time_gpu_in_turns(_passes(contestants, leaves, d_out))
+        return Measurement(times, self._metrics(times))
 
     def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
         pairs = self.length**2 // 2 if self.causal else self.length**2
@@ -170,6 +159,23 @@ class TiledCase:
             return out.transpose(1, 2)
 
         return attend
+
+
+def _passes(
+    contestants: dict[str, Attend], leaves: list[Tensor], d_out: Tensor
+) -> dict[str, Callable[[], Any]]:
+    """A forward and a backward pass of each: of those that run, and have a gradient."""
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, attend in contestants.items():
+        try:
+            out = attend(*leaves)
+            backward = functools.partial(torch.autograd.grad, out, leaves, d_out, retain_graph=True)
+            backward()
+        except (RuntimeError, NotImplementedError):
+            continue
+        calls[name] = functools.partial(torch.no_grad()(attend), *leaves)
+        calls[name + BACKWARD] = backward
+    return calls
 
 
 @dataclass(frozen=True)
