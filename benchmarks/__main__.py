@@ -1,10 +1,11 @@
-"""The command line: ``python -m benchmarks list | run | verify | compare``."""
+"""The command line: ``python -m benchmarks list | run | verify | compare | document | tune``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -86,6 +87,24 @@ def document(
     """Make the tables of docs/performance.md anew from the records."""
     for page in pages or [PERFORMANCE]:
         page.write_text(fill(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+
+
+@app.command("tune")
+def tune_tiles(
+    kinds: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND]...", help="How their names begin.")
+    ] = None,
+) -> None:
+    """Measure the tiles of decode on this GPU, and write the fastest to the table of plans."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device here: there is nothing to measure")
+    from .tune import find_kinds, tune
+
+    found = find_kinds(kinds or [])
+    if not found:
+        raise typer.BadParameter(f"no kind begins so; there are {', '.join(find_kinds([]))}")
+    for kind, case in found.items():
+        tune(kind, case, console)
 
 
 def _find(names: list[str] | None) -> list[Case]:

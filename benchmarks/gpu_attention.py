@@ -7,6 +7,7 @@ of range, and for the correctness gate the poisoned problems of ``pagewise.testi
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pagewise import PagedBatch, paged_attention
+from pagewise.ops.paged_attention.plan import Plan
+from pagewise.ops.paged_attention.problem import Problem
 from pagewise.ops.scales import LARGEST_CODE
 from pagewise.testing import TABLE_POISON, PagedCase, compare, make_inputs, oracle, tolerance
 from pagewise.tiles.state import AttentionOutput
@@ -25,7 +28,7 @@ from .case import Check, Measurement, Target
 from .gpu_timing import time_gpu, time_gpu_in_turns, time_host
 from .timing import Times
 
-__all__ = ["GpuDecodeCase", "GpuPrefillCase"]
+__all__ = ["GpuDecodeCase", "GpuPrefillCase", "Inputs", "check_against_float64"]
 
 READ_GIB = 4
 SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 and much memory
@@ -77,24 +80,45 @@ class GpuDecodeCase:
     device: str = "cuda"
 
     @property
+    def problem(self) -> Problem:
+        """As a plan sees it."""
+        shape, num_seqs = self.shape, len(self.seq_lens)
+        return Problem(
+            num_seqs,
+            num_seqs,
+            1,
+            max(self.seq_lens),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_size,
+            shape.head_size,
+            shape.block_size,
+            torch.bfloat16,
+            shape.kv_dtype,
+            shape.scales or "none",
+        )
+
+    @property
     def about(self) -> str:
         """The problem in one line."""
         return f"decode: {_lengths(self.seq_lens)}, {self.shape}"
 
     def verify(self) -> list[Check]:
         """Shortened and poisoned, against float64."""
-        return _verify(self.shape, [min(n, SHORT) for n in self.seq_lens[:8]], decode=True)
+        return check_against_float64(
+            self.shape, [min(n, SHORT) for n in self.seq_lens[:8]], decode=True
+        )
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours and the peers by graph replay with a cold cache."""
-        inputs = _Inputs(self.seq_lens, self.shape, decode=True)
+        inputs = Inputs(self.seq_lens, self.shape, decode=True)
         times = {"pagewise": time_gpu(inputs.attend), "host, pagewise": time_host(inputs.attend)}
         times |= {name: time_gpu(peer) for name, peer in _decode_peers(inputs).items()}
         metrics = self._metrics(times, read_bandwidth())
         del inputs
         if self.beside:
             name, lengths, shape = self.beside
-            other = _Inputs(lengths, shape, decode=True)
+            other = Inputs(lengths, shape, decode=True)
             times[f"pagewise, {name}"] = time_gpu(other.attend)
             rate = sum(lengths) * shape.bytes_per_key / times[f"pagewise, {name}"].median / 1e9
             metrics[f"GB/s / {name}"] = metrics["GB/s"] / rate
@@ -117,8 +141,8 @@ class GpuDecodeCase:
 class GpuPrefillCase:
     """Whole prompts, with ``TFLOP/s`` of both products; a causal square counts half.
 
-    Ours over blocks in random order and, as ``in order``, over blocks side by side; SDPA over
-    dense keys and values.
+    Ours over blocks in random order and, as ``in order``, over blocks of 128 side by side; SDPA
+    over dense keys and values.
     """
 
     name: str
@@ -137,11 +161,11 @@ class GpuPrefillCase:
     def verify(self) -> list[Check]:
         """Shortened and poisoned, against float64."""
         lengths = [min(n, SHORT) for n in self.seq_lens[:3]]
-        return _verify(self.shape, lengths, decode=False, causal=self.causal)
+        return check_against_float64(self.shape, lengths, decode=False, causal=self.causal)
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours, SDPA's backends and FlexAttention in turns, by graph replay, cache cold."""
-        inputs = _Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal)
+        inputs = Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal)
         ours: Peers = {"pagewise": inputs.attend, "pagewise, in order": inputs.in_order().attend}
         times = time_gpu_in_turns(ours | _prefill_peers(inputs))
         peers = {name: time for name, time in times.items() if name not in ours}
@@ -171,7 +195,7 @@ def _lengths(seq_lens: Sequence[int]) -> str:
     return f"{len(seq_lens)} sequences of {min(seq_lens)} to {max(seq_lens)}"
 
 
-class _Inputs:
+class Inputs:
     """A call on random numbers, and the same numbers dense for the peers."""
 
     def __init__(
@@ -194,23 +218,22 @@ class _Inputs:
         size = (sum(tokens), shape.num_heads, shape.head_size)
         self.q = torch.randn(size, generator=generator, device="cuda").bfloat16()
 
-    def attend(self) -> AttentionOutput:
+    def attend(self, **options: Any) -> AttentionOutput:
+        """The call."""
         return paged_attention(
-            self.q, self.k_cache, self.v_cache, self.batch, causal=self.causal, **self.scales
-        )
+            self.q, self.k_cache, self.v_cache, self.batch, causal=self.causal,
+            **self.scales, **options,
+        )  # fmt: skip
 
-    def in_order(self) -> _Inputs:
-        """The same work with every sequence's blocks side by side."""
-        other = object.__new__(_Inputs)
-        other.__dict__.update(self.__dict__)
-        tables = self.batch.block_tables
-        counts = [-(-n // self.shape.block_size) for n in self.seq_lens]
-        tables = tables.clone()
-        start = 0
-        for row, count in zip(tables, counts, strict=True):
-            row[:count] = torch.arange(start, start + count, device="cuda")
-            start += count
-        other.batch = replace(self.batch, block_tables=tables)
+    def in_order(self) -> Inputs:
+        """The same work on large blocks side by side: keys of a sequence in a row, as if dense."""
+        block_size = math.gcd(*self.seq_lens, 128)
+        large = replace(self.shape, block_size=block_size)
+        other = Inputs(self.seq_lens, large, decode=False, causal=self.causal)
+        first = torch.tensor([0, *self.seq_lens[:-1]]).cumsum(0).int().cuda() // block_size
+        width = other.batch.block_tables.shape[1]
+        tables = first[:, None] + torch.arange(width, device="cuda").int()
+        other.batch = replace(other.batch, block_tables=tables)
         return other
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,9 +262,16 @@ def _draw(kept: tuple[int, ...], shape: Shape, generator: torch.Generator) -> Te
     return (numbers * 30).clamp(-127, 127).round().to(shape.kv_dtype)
 
 
-def _verify(
-    shape: Shape, lengths: Sequence[int], *, decode: bool, causal: bool = True
+def check_against_float64(
+    shape: Shape,
+    lengths: Sequence[int],
+    *,
+    decode: bool,
+    causal: bool = True,
+    impl: str = "auto",
+    cut: Callable[[Problem], Plan] | None = None,
 ) -> list[Check]:
+    """A poisoned problem of some lengths: by whom, and with what plan, if not by choice."""
     case = PagedCase(
         query_lens=tuple(1 if decode else n for n in lengths),
         seq_lens=tuple(lengths),
@@ -257,7 +287,8 @@ def _verify(
     inputs = make_inputs(case)
     expected = oracle(inputs)
     there = inputs.to("cuda")
-    result = there.attend(out=there.out)  # of NaN: nothing may stay unwritten
+    plan = cut and cut(inputs.problem)
+    result = there.attend(out=there.out, impl=impl, plan=plan)  # of NaN: nothing stays unwritten
     result = AttentionOutput(result.out.cpu(), result.lse.cpu())
     comparison = compare(result, inputs, expected, tolerance(inputs, expected))
     return [Check(f"pagewise, {case}", comparison.ratio <= 1, str(comparison))]
@@ -266,7 +297,7 @@ def _verify(
 Peers = dict[str, Callable[[], Any]]
 
 
-def _decode_peers(inputs: _Inputs) -> Peers:
+def _decode_peers(inputs: Inputs) -> Peers:
     """SDPA over contiguous keys and values, a group's heads packed as rows; and with a gather."""
     if inputs.shape.scales or len(set(inputs.seq_lens)) > 1:
         return {}
@@ -282,7 +313,7 @@ def _decode_peers(inputs: _Inputs) -> Peers:
     return {name: peer for name, peer in peers.items() if _runs(peer)}
 
 
-def _prefill_peers(inputs: _Inputs) -> Peers:
+def _prefill_peers(inputs: Inputs) -> Peers:
     q, k, v = inputs.dense()
     peers = {
         f"sdpa {name}": _call(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...device import DeviceInfo
+from .decode_tiles import choose_tiles, is_float32
 from .problem import Problem
 
 __all__ = ["GpuPlan", "make_gpu_plan", "power_of_2", "refuse_hopper"]
@@ -90,20 +91,19 @@ def make_gpu_plan(
     rows = problem.max_query_len * problem.group
     if rows > DECODE_ROWS:
         return _plan_prefill(problem)
-    tiles = _hopper_tiles(problem) if hopper else _decode_tiles(problem, rows)
-    tile_n, num_warps, num_stages, per_worker, registers, fetch_registers = tiles
+    tiles = choose_tiles(problem, device, hopper)
     return GpuPlan(
         "decode",
         tile_m=max(16, power_of_2(rows)),
-        tile_n=tile_n,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        tile_n=tiles.tile_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         num_programs=_align(
-            per_worker * device.num_workers, problem.num_seqs * problem.num_kv_heads
+            tiles.programs * device.num_workers, problem.num_seqs * problem.num_kv_heads
         ),
         split_size=SPLIT_SIZE if batch_invariant else 0,
-        max_registers=registers,
-        fetch_registers=fetch_registers,
+        max_registers=tiles.max_registers,
+        fetch_registers=tiles.fetch_registers,
     )
 
 
@@ -121,38 +121,9 @@ def _align(programs: int, pairs: int) -> int:
     return fitting if fitting >= 0.9 * programs and pairs <= 4 * programs else programs
 
 
-def _hopper_tiles(problem: Problem) -> tuple[int, int, int, int, int, int]:
-    """Measured on an H200: `python -m benchmarks tune`."""
-    width = max(problem.head_size, problem.v_head_size)
-    if problem.kv_dtype.itemsize == 1 and problem.scale_kind == "token" and width <= 128:
-        return 64, 4, 2, 2, 128, 80
-    if problem.kv_dtype.itemsize == 1:
-        return (128, 4, 2, 2, 128, 80) if width <= 128 else (64, 4, 3, 1, 168, 88)
-    if width <= 64:
-        return 64, 4, 3, 2, 128, 80
-    return (64, 4, 2, 2, 128, 80) if width <= 128 else (32, 4, 6, 1, 168, 88)
-
-
-def _is_float32(problem: Problem) -> bool:
-    """Whether products are of float32: so are those of two types of 16 bits."""
-    q, kv = problem.q_dtype, problem.kv_dtype
-    return torch.float32 in (q, kv) or (kv.itemsize == 2 and q != kv)
-
-
-def _decode_tiles(problem: Problem, rows: int) -> tuple[int, int, int, int, int, int]:
-    width = max(problem.head_size, problem.v_head_size)
-    if _is_float32(problem):
-        return (32, 4, 2, 2, 0, 0) if width <= 128 else (16, 4, 2, 1, 0, 0)
-    if width <= 128:
-        # More warps where one would not hold its part of the rows or of the scales.
-        num_warps = 8 if rows > 16 or problem.kv_dtype.itemsize == 1 else 4
-        return 64, num_warps, 3, 2, 0, 0
-    return (64, 4, 2, 2, 0, 0) if width <= 256 and rows <= 16 else (32, 4, 2, 1, 0, 0)
-
-
 def _plan_prefill(problem: Problem) -> GpuPlan:
     width = max(problem.head_size, problem.v_head_size)
-    if _is_float32(problem):
+    if is_float32(problem):
         tile_m, tile_n, num_warps, num_stages = (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
     elif width <= 128:
         tile_m, tile_n, num_warps, num_stages = 128, 64, 8 if width > 64 else 4, 3

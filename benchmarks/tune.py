@@ -1,0 +1,141 @@
+"""Which tiles of decode are the fastest on this GPU: ``python -m benchmarks tune``.
+
+Every candidate is compiled in a process of its own, checked against float64 on a poisoned
+problem, and timed on a case of ``python -m benchmarks run``; one that does not fit, or is wrong,
+is out. What wins goes to the table that ``make_plan`` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from pagewise.device import DeviceInfo
+from pagewise.ops.paged_attention.decode_tiles import MEASURED, Tiles, kind_of
+from pagewise.ops.paged_attention.plan import make_plan
+from pagewise.ops.paged_attention.problem import Problem
+from pagewise.ops.paged_attention.triton_plan import GpuPlan, refuse_hopper
+
+from .cases import GPU_CASES
+from .gpu_attention import GpuDecodeCase, Inputs, check_against_float64
+from .gpu_timing import time_gpu_in_turns
+
+__all__ = ["find_kinds", "tune"]
+
+GAIN = 0.99
+"""A candidate has to take less than this share of today's time: less is chance."""
+
+
+def find_kinds(beginnings: list[str]) -> dict[str, GpuDecodeCase]:
+    """A case of each kind of problem, of the kinds that begin so; all if nothing is asked for."""
+    device = DeviceInfo.of(torch.device("cuda", torch.cuda.current_device()))
+    kinds: dict[str, GpuDecodeCase] = {}
+    for case in GPU_CASES:
+        if isinstance(case, GpuDecodeCase):
+            problem = case.problem
+            hopper = device.capability == (9, 0) and refuse_hopper(problem) is None
+            kinds.setdefault(kind_of(problem, hopper), case)
+    return {
+        kind: case
+        for kind, case in kinds.items()
+        if not beginnings or kind.startswith(tuple(beginnings))
+    }
+
+
+def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
+    """Find the tiles of one kind, and write them down if they are better than today's."""
+    device = DeviceInfo.of(torch.device("cuda", torch.cuda.current_device()))
+    today = _today(case.problem, device)
+    impl = "hopper" if kind.startswith("hopper") else "triton"
+    found = _compile(kind, case, impl, [t for t in _candidates(impl) if t != _tiles(today, device)])
+    inputs = Inputs(case.seq_lens, case.shape, decode=True)
+
+    def call(plan: GpuPlan) -> Callable[[], object]:
+        return lambda: inputs.attend(plan=plan, impl=impl)
+
+    calls = {"today": call(today)} | {str(t): call(_plan(today, t, device)) for t in found}
+    medians = {name: times.median for name, times in time_gpu_in_turns(calls).items()}
+    ordered = sorted(found, key=lambda tiles: medians[str(tiles)])
+    console.print(f"{kind}: today {medians['today'] * 1e6:.1f} µs, {_tiles(today, device)}")
+    for tiles in ordered[:5]:
+        console.print(f"  {medians[str(tiles)] * 1e6:.1f} µs, {tiles}")
+    best = ordered[0] if ordered and medians[str(ordered[0])] < GAIN * medians["today"] else None
+    _write(device.name, kind, best or _tiles(today, device))
+
+
+def _candidates(impl: str) -> Iterator[Tiles]:
+    """What may be fast; much of it does not fit, which its compilation tells."""
+    for tile_n in (32, 64, 128):
+        for num_stages in (2, 3, 4, 6):
+            if impl == "hopper":
+                yield from (Tiles(tile_n, 4, num_stages, 2, 128, n) for n in (72, 80))
+                yield from (Tiles(tile_n, 4, num_stages, 1, 168, n) for n in (88,))
+            else:
+                yield from (Tiles(tile_n, n, num_stages, p) for n in (4, 8) for p in (1, 2, 3))
+
+
+def _today(problem: Problem, device: DeviceInfo) -> GpuPlan:
+    plan = make_plan(problem, device)
+    assert isinstance(plan, GpuPlan), "there is a GPU"
+    return plan
+
+
+def _tiles(plan: GpuPlan, device: DeviceInfo) -> Tiles:
+    programs = -(-plan.num_programs // device.num_workers)
+    return Tiles(
+        plan.tile_n, plan.num_warps, plan.num_stages, programs,
+        plan.max_registers, plan.fetch_registers,
+    )  # fmt: skip
+
+
+def _plan(today: GpuPlan, tiles: Tiles, device: DeviceInfo) -> GpuPlan:
+    """Today's plan, cut otherwise."""
+    programs = today.num_programs * tiles.programs // _tiles(today, device).programs
+    fields = asdict(tiles)
+    del fields["programs"]
+    return replace(today, num_programs=programs, **fields)
+
+
+def _compile(kind: str, case: GpuDecodeCase, impl: str, candidates: list[Tiles]) -> list[Tiles]:
+    """Those that fit and are right. Compiled kernels stay in Triton's cache on the disk."""
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    with (
+        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
+        Progress(transient=True) as progress,
+    ):
+        task = progress.add_task(kind, total=len(candidates))
+        futures = [pool.submit(_is_right, case, impl, tiles) for tiles in candidates]
+        for future in futures:
+            future.add_done_callback(lambda _: progress.advance(task))
+        return [tiles for tiles, future in zip(candidates, futures, strict=True) if future.result()]
+
+
+def _is_right(case: GpuDecodeCase, impl: str, tiles: Tiles) -> bool:
+    device = DeviceInfo.of(torch.device("cuda", 0))
+    try:
+        checks = check_against_float64(
+            case.shape,
+            [1100, 64, 1],
+            decode=True,
+            impl=impl,
+            cut=lambda problem: _plan(_today(problem, device), tiles, device),
+        )
+    except (CompilationError, OutOfResources, PTXASError):
+        return False
+    return all(check.passed for check in checks)
+
+
+def _write(gpu: str, kind: str, tiles: Tiles) -> None:
+    table = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    table.setdefault(gpu, {})[kind] = asdict(tiles)
+    MEASURED.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
