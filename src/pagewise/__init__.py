@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         regions_from_mask,
         rel_offsets,
         shift_regions,
+        shifted_window_attention,
         window_attention,
     )
     from .ops.write_kv import write_kv
@@ -58,6 +59,7 @@ __all__ = [
     "regions_from_mask",
     "rel_offsets",
     "shift_regions",
+    "shifted_window_attention",
     "window_attention",
     "write_kv",
 ]
@@ -81,6 +83,7 @@ _HOMES = {
     "regions_from_mask": "ops.window_attention",
     "rel_offsets": "ops.window_attention",
     "shift_regions": "ops.window_attention",
+    "shifted_window_attention": "ops.window_attention",
     "window_attention": "ops.window_attention",
     "write_kv": "ops.write_kv",
 }

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from pagewise.ops.copy_blocks import triton as copy_blocks  # noqa: E402
 from pagewise.ops.merge_states import triton as merge_states  # noqa: E402
+from pagewise.ops.window_attention import triton_rows  # noqa: E402
 from pagewise.ops.write_kv import triton as write_kv  # noqa: E402
 
 FITTED = triton.__version__.startswith("3.6.")
@@ -82,3 +83,17 @@ def test_write_kv_of_other_sizes(size, v_size, block_size, tmp_path):
         BF16, BF16, block_size, 5, size, v_size, "none", 8, 8, is_aligned=True
     )
     assert_fits(launcher, tmp_path)
+
+
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("size", [6, 36, 288])
+def test_rows_of_a_map_move_sixteen_bytes_at_a_time(size, fills, tmp_path):
+    ptx = assert_fits(triton_rows.make_launcher(torch.int64, size, fills, True), tmp_path)
+    assert "ld.global.v2.b64" in ptx
+    assert "st.global.v2.b64" in ptx
+
+
+@pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_rows_of_a_map_of_any_width(word, tmp_path):
+    for size in (1, 3, 1100):
+        assert_fits(triton_rows.make_launcher(word, size, True, False), tmp_path)

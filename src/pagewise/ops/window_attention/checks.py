@@ -11,10 +11,10 @@ from ...errors import DTypeError, ShapeError
 from ...shapes import bind, check_device, check_dtype
 from .problem import Operands, Problem
 
-__all__ = ["check", "check_values"]
+__all__ = ["FLOATS", "check", "check_values"]
 
 # float64 is for the reference: it makes it an oracle.
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ROWS = "num_windows num_heads num_tokens head_size"
 
@@ -86,19 +86,19 @@ def _check_pairs(x: Operands) -> None:
 
 
 def _check_types(x: Operands) -> None:
-    check_dtype("q", x.q, *_FLOATS)
+    check_dtype("q", x.q, *FLOATS)
     for name, tensor in (("k", x.k), ("v", x.v)):
         check_dtype(name, tensor, x.q.dtype)
     learned = {"bias_table": x.bias_table, "bias": x.bias, "logit_scale": x.logit_scale}
     for name, parameter in learned.items():
         if parameter is not None:
-            check_dtype(name, parameter, *_FLOATS)
+            check_dtype(name, parameter, *FLOATS)
     if x.rel_offsets is not None:
         check_dtype("rel_offsets", x.rel_offsets, torch.int32)
     if x.regions is not None:
         check_dtype("regions", x.regions, *_INTEGERS)
     if x.mask is not None:
-        check_dtype("mask", x.mask, torch.bool, *_FLOATS)
+        check_dtype("mask", x.mask, torch.bool, *FLOATS)
         if x.mask.requires_grad:
             raise DTypeError("mask requires a gradient, but has none: pass a learned one as bias")
     others = {"rel_offsets": x.rel_offsets, "regions": x.regions, "mask": x.mask}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 
-__all__ = ["regions_from_mask", "rel_offsets", "shift_regions"]
+__all__ = ["clamp", "partition", "regions_from_mask", "rel_offsets", "shift_regions"]
 
 
 def rel_offsets(
@@ -103,9 +103,44 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
             line[size - length :] = 1
             line[size - step :] = 2
         regions = regions * 3 + line.view([-1 if a == axis else 1 for a in range(len(grid))])
-    split = [n for size, length in zip(grid, window, strict=True) for n in (size // length, length)]
-    order = [*range(0, 2 * len(grid), 2), *range(1, 2 * len(grid), 2)]
-    return regions.view(split).permute(order).reshape(-1, math.prod(window))
+    return partition(regions, window)
+
+
+def partition(numbers: Tensor, window: Sequence[int]) -> Tensor:
+    """A padded map ``[*grid]`` as ``[num_windows, num_tokens]``."""
+    sizes = zip(numbers.shape, window, strict=True)
+    split = [n for size, length in sizes for n in (size // length, length)]
+    order = [*range(0, len(split), 2), *range(1, len(split), 2)]
+    return numbers.view(split).permute(order).reshape(-1, math.prod(window))
+
+
+def clamp(
+    grid: Sequence[int], window: Sequence[int], shift: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Window and shift of a map: where one window covers an axis it ends there, and is not shifted.
+
+    Raises:
+        ShapeError: The axes disagree, or a size is out of range.
+    """
+    if not len(grid) == len(window) == len(shift):
+        raise ShapeError(
+            f"qkv's grid is {list(grid)}, window={list(window)} and shift={list(shift)}: they are "
+            "one number for each axis"
+        )
+    for size, length, step in zip(grid, window, shift, strict=True):
+        if size < 1 or length < 1:
+            raise ShapeError(
+                f"qkv's grid is {list(grid)} and window={list(window)}, expected sizes from 1 on"
+            )
+        if not 0 <= step < length:
+            raise ShapeError(f"shift={list(shift)} is not from 0 to less than {list(window)}")
+    return (
+        tuple(min(size, length) for size, length in zip(grid, window, strict=True)),
+        tuple(
+            step if size > length else 0
+            for size, length, step in zip(grid, window, shift, strict=True)
+        ),
+    )
 
 
 def regions_from_mask(mask: Tensor) -> Tensor:

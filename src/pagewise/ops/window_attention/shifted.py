@@ -1,0 +1,140 @@
+"""Attention in the windows of a whole map: the public entry that pads, rolls and cuts by index.
+
+The copies are two: a row of q, k and v for each place of the windows, and a row of the result for
+each token of the map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ...shapes import bind, check_device, check_dtype
+from ...tiles.state import AttentionOutput
+from .api import window_attention
+from .checks import FLOATS
+from .layout import layout, to_map, to_windows
+
+__all__ = ["shifted_window_attention"]
+
+
+def shifted_window_attention(
+    qkv: Tensor,
+    *,
+    window: Sequence[int],
+    shift: Sequence[int] | None = None,
+    padding: Tensor | None = None,
+    bias_table: Tensor | None = None,
+    rel_offsets: Tensor | None = None,
+    mask_value: float = -100.0,
+    softmax_scale: float | None = None,
+    logit_scale: Tensor | None = None,
+    qk_norm_eps: float = 1e-12,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """``window_attention`` of a whole map: what lies between a Swin's qkv layer and its projection.
+
+    The same as padding the map behind each axis to whole windows, rolling it by ``-shift``,
+    cutting it, attending with the regions of ``shift_regions``, and going all the way back. The
+    six copies of that are two here, forward and backward.
+
+    An axis that is no longer than the window is clamped, as MONAI does it: the window ends with
+    the axis, and is not shifted along it. (torchvision pads such an axis to the window: pad the
+    map before the call.)
+
+    Gradients reach ``qkv``, ``padding``, ``bias_table`` and ``logit_scale``; two runs give the
+    same bits. Under autocast ``qkv`` takes its element type.
+
+    Args:
+        qkv: ``[batch, *grid, 3, num_heads, head_size]`` float32, float16 or bfloat16, by any
+            strides, and a grid of any number of axes: a linear layer's
+            ``qkv(x).unflatten(-1, (3, num_heads, head_size))``.
+        window: Tokens along each axis of the grid.
+        shift: How far the windows are shifted along each axis. ``None``: not at all.
+        padding: ``[3, num_heads, head_size]``, floating: q, k and v of padded tokens, which attend
+            and are attended to like all others. Models pad with zeros in front of the linear
+            layer, so it is that layer's ``bias.view(3, num_heads, head_size)``. ``None``: zeros.
+        bias_table: ``[prod(2·w - 1), num_heads]`` over the axes of ``window``, floating.
+        rel_offsets: int32 ``[num_tokens]`` of a clamped window. ``None``: the first ones of
+            ``window``'s, with which MONAI's checkpoints were trained. The true ones of a window
+            ``w`` that was clamped are ``rel_offsets(w, table_window=window)``.
+        mask_value: As for ``window_attention``, like all that follows.
+        softmax_scale: As there.
+        logit_scale: As there.
+        qk_norm_eps: As there.
+        impl: As there.
+
+    Returns:
+        ``AttentionOutput(out, lse)``: ``out`` ``[batch, *grid, num_heads, head_size]``,
+        contiguous, so that ``out.flatten(-2)`` is free; ``lse`` float32
+        ``[batch, *grid, num_heads]``.
+
+    Raises:
+        ShapeError: Sizes disagree; the message names the arguments.
+        DTypeError: An argument has an element type that it does not take.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> x, linear = torch.randn(1, 10, 9, 12, 48), torch.nn.Linear(48, 3 * 48)
+        >>> result = shifted_window_attention(
+        ...     linear(x).unflatten(-1, (3, 6, 8)),
+        ...     window=(4, 4, 4),
+        ...     shift=(2, 2, 2),
+        ...     padding=linear.bias.view(3, 6, 8),
+        ...     bias_table=torch.zeros(7 * 7 * 7, 6),
+        ... )
+        >>> result.out.flatten(-2).shape
+        torch.Size([1, 10, 9, 12, 48])
+    """
+    axes = len(window)
+    _check(qkv, axes, padding)
+    grid = tuple(qkv.shape[1 : 1 + axes])
+    shift = (0,) * axes if shift is None else shift
+    where = layout(grid, tuple(window), tuple(shift), qkv.device)
+    if torch.is_autocast_enabled(qkv.device.type) and qkv.dtype != torch.float64:
+        qkv = qkv.to(torch.get_autocast_dtype(qkv.device.type))
+    if bias_table is not None and rel_offsets is None:
+        rel_offsets = where.offsets
+    rows = to_windows(qkv, where, padding)
+    windows = rows.shape[:2]
+    q, k, v = rows.flatten(0, 1).permute(2, 0, 3, 1, 4).unbind()
+    result = window_attention(
+        q,
+        k,
+        v,
+        bias_table=bias_table,
+        rel_offsets=rel_offsets,
+        regions=where.regions,
+        mask_value=mask_value,
+        softmax_scale=softmax_scale,
+        logit_scale=logit_scale,
+        qk_norm_eps=qk_norm_eps,
+        impl=impl,
+    )
+    of_windows = (torch.unflatten(part.transpose(1, 2), 0, windows) for part in result)
+    return AttentionOutput(*(to_map(part, where) for part in of_windows))
+
+
+def _check(qkv: Tensor, axes: int, padding: Tensor | None) -> None:
+    if qkv.dim() != axes + 4:
+        raise ShapeError(
+            f"qkv has {qkv.dim()} dimensions {list(qkv.shape)}, expected {axes + 4} for a window "
+            f"of {axes} axes: [batch, *grid, 3, num_heads, head_size]"
+        )
+    if qkv.shape[-3] != 3:
+        raise ShapeError(
+            f"qkv has {qkv.shape[-3]} in front of its heads, expected 3, for q, k and v: its shape "
+            f"is {list(qkv.shape)}: [batch, *grid, 3, num_heads, head_size]"
+        )
+    names = " ".join(f"axis_{axis}" for axis in range(axes))
+    bind(
+        qkv=(qkv, f"batch {names} three num_heads head_size"),
+        padding=(padding, "three num_heads head_size"),
+    )
+    check_dtype("qkv", qkv, *FLOATS)
+    if padding is not None:
+        check_dtype("padding", padding, *FLOATS)
+        check_device("qkv", qkv.device, padding=padding)
