@@ -4,6 +4,9 @@ import json
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
+
 from benchmarks import tune
 from benchmarks.__main__ import app
 from benchmarks.cases import GPU_CASES
