@@ -29,6 +29,13 @@ class DeviceInfo:
     """Whether a CPU multiplies pairs of bfloat16 (AVX512-BF16)."""
     capability: tuple[int, int] = (0, 0)
     """A GPU's compute capability: (9, 0) is Hopper."""
+    shared_memory: int = 0
+    """Bytes that a program may have on a GPU; 0: not known."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a program has 99 KiB of shared memory, as on GPUs that are not for servers."""
+        return 0 < self.shared_memory < 160 << 10
 
     @staticmethod
     def of(device: torch.device) -> DeviceInfo:
@@ -55,6 +62,7 @@ def _cuda(index: int) -> DeviceInfo:
         properties.multi_processor_count,
         properties.name,
         capability=(properties.major, properties.minor),
+        shared_memory=properties.shared_memory_per_block_optin,
     )
 
 

@@ -50,7 +50,7 @@ def choose_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> Tiles:
     found = _measured().get(device.name, {}).get(kind_of(problem, hopper))
     if found is not None:
         return Tiles(**found)
-    return _hopper_tiles(problem) if hopper else _portable_tiles(problem)
+    return _hopper_tiles(problem) if hopper else _portable_tiles(problem, device.is_small)
 
 
 def kind_of(problem: Problem, hopper: bool) -> str:
@@ -84,8 +84,10 @@ def _hopper_tiles(problem: Problem) -> Tiles:
     return Tiles(32, 4, 6, 1, 168, 88) if is_wide else Tiles(64, 4, 2, 2, 128, 80)
 
 
-def _portable_tiles(problem: Problem) -> Tiles:
+def _portable_tiles(problem: Problem, is_small: bool) -> Tiles:
     width, has_many_rows = _width(problem), _rows(problem) > 16
+    if is_small and width > 256 and has_many_rows:
+        return Tiles(16, 4, 1, 1)
     if is_float32(problem):
         return Tiles(32, 4, 2, 2) if width <= 128 else Tiles(16, 4, 2, 1)
     if width <= 128:

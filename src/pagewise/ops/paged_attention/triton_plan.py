@@ -89,8 +89,8 @@ def make_gpu_plan(
         'decode'
     """
     rows = problem.max_query_len * problem.group
-    if rows > DECODE_ROWS:
-        return _plan_prefill(problem)
+    if rows > (16 if _is_bulky(problem, device) else DECODE_ROWS):
+        return _plan_prefill(problem, device)
     tiles = choose_tiles(problem, device, hopper)
     return GpuPlan(
         "decode",
@@ -107,6 +107,12 @@ def make_gpu_plan(
     )
 
 
+def _is_bulky(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether many rows of a decode tile leave no room for keys: wide ones of float32."""
+    width = max(problem.head_size, problem.v_head_size)
+    return is_float32(problem) and width > 128 and 0 < device.shared_memory < 200 << 10
+
+
 def _align(programs: int, pairs: int) -> int:
     """Nearly as many programs, but so that shares end where heads do if all lengths are equal.
 
@@ -121,18 +127,18 @@ def _align(programs: int, pairs: int) -> int:
     return fitting if fitting >= 0.9 * programs and pairs <= 4 * programs else programs
 
 
-def _plan_prefill(problem: Problem) -> GpuPlan:
+def _plan_prefill(problem: Problem, device: DeviceInfo) -> GpuPlan:
     width = max(problem.head_size, problem.v_head_size)
     if is_float32(problem):
         tile_m, tile_n, num_warps, num_stages = (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
     elif width <= 128:
         tile_m, tile_n, num_warps, num_stages = 128, 64, 8 if width > 64 else 4, 3
         if problem.kv_dtype.itemsize == 1:
-            tile_n, num_stages = 32, 2
+            tile_n = 32
     elif width <= 256:
-        tile_m, tile_n, num_warps, num_stages = 64, 64, 8, 2
+        tile_m, tile_n, num_warps, num_stages = 64, 32 if device.is_small else 64, 8, 2
     else:
-        tile_m, tile_n, num_warps, num_stages = 64, 32, 8, 1
+        tile_m, tile_n, num_warps, num_stages = 64, 16 if device.is_small else 32, 8, 1
     return GpuPlan("prefill", tile_m, tile_n, num_warps, num_stages, 0)
 
 
