@@ -6,6 +6,7 @@ there; every later meeting must agree. Zero is a size like any other.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -38,8 +39,12 @@ def form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+@functools.cache
 def is_debugging() -> bool:
-    """Whether values on a GPU are checked too, which waits for it: ``PAGEWISE_DEBUG=1``."""
+    """Whether values on a GPU are checked too, which waits for it: ``PAGEWISE_DEBUG=1``.
+
+    The environment is read once.
+    """
     return os.environ.get("PAGEWISE_DEBUG") == "1"
 
 

@@ -3,6 +3,8 @@
 Few registers are left free by design: one that spills fails here.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,19 +13,16 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing to compil
 from test_compiled import assert_fits
 
 from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention import Problem, triton
+from pagewise.ops.paged_attention import PagedBatch, Problem, triton
+from pagewise.ops.paged_attention.checks import check, describe, form_of
 from pagewise.ops.paged_attention.hopper import SPECIALISED
-from pagewise.ops.paged_attention.triton import (
-    PORTABLE,
-    make_decode_launcher,
-    make_prefill_launcher,
-)
+from pagewise.ops.paged_attention.problem import Options
+from pagewise.ops.paged_attention.triton import DECODE, PREFILL
 from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
-STRIDES = (1024, 128, 1024, 128, 16384, 1024, 128, 16384, 1024, 128)
 
 
 def problem(group, size, kv_dtype=BF16, scales="none", query_len=1, block_size=16, dtype=BF16):
@@ -33,17 +32,40 @@ def problem(group, size, kv_dtype=BF16, scales="none", query_len=1, block_size=1
     )  # fmt: skip
 
 
-def decode_launcher(
-    kernel, question, *, features=False, batch_invariant=False, strides=STRIDES, is_aligned=True
-):
+def call_form(question, features):
+    """Of a call that poses the problem."""
+
+    def empty(*shape, dtype=F32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cache = empty(
+        2048, question.block_size, question.num_kv_heads, question.head_size,
+        dtype=question.kv_dtype,
+    )  # fmt: skip
+    scales = {"none": None, "head": cache[0, 0, :, 0].float(), "token": cache[..., 0].float()}
+    heads, scale = question.num_heads, scales[question.scale_kind]
+    batch = PagedBatch(
+        empty(question.num_seqs, 256, dtype=torch.int32),
+        empty(question.num_seqs, dtype=torch.int32),
+        empty(question.num_seqs + 1, dtype=torch.int32),
+        question.max_query_len,
+        question.max_seq_len,
+    )
+    given = {"logits_soft_cap": 30.0, "alibi_slopes": empty(heads), "sinks": empty(heads)}
+    options = Options(0.1, k_scale=scale, v_scale=scale, **(given if features else {}))
+    q = empty(question.num_tokens, heads, question.head_size, dtype=question.q_dtype)
+    form = form_of(describe(q, cache, cache, batch, options, None))
+    assert replace(check(form), is_plain=True) == question
+    return form
+
+
+def make_launcher(kernel, question, *, features=False, batch_invariant=False, **changes):
+    """Of a call, some fields of whose form are changed."""
     plan = make_gpu_plan(
         question, H200, hopper=kernel is SPECIALISED, batch_invariant=batch_invariant
     )
-    assert plan.path == "decode"
-    rows = 1 << (question.max_query_len * question.group - 1).bit_length()
-    return make_decode_launcher(
-        kernel, question, plan, True, features, features, features, strides, is_aligned, 128, rows
-    )
+    form = call_form(question, features)._replace(**changes)
+    return triton.prepare(question, form, plan, kernel).launch.launcher
 
 
 @pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
@@ -61,9 +83,7 @@ def decode_launcher(
     ids=str,
 )
 def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
-    launcher = decode_launcher(
-        SPECIALISED, problem(group, size, kv_dtype, scales), features=features
-    )
+    launcher = make_launcher(SPECIALISED, problem(group, size, kv_dtype, scales), features=features)
     ptx = assert_fits(launcher, tmp_path)
     assert "cp.async.cg.shared.global" in ptx
     assert "setmaxnreg" in ptx
@@ -78,15 +98,14 @@ def test_e4m3_is_refused_where_triton_does_not_compile_it(capability):
 
 
 def test_decode_on_hopper_with_fixed_splits(tmp_path):
-    assert_fits(decode_launcher(SPECIALISED, problem(4, 128), batch_invariant=True), tmp_path)
+    assert_fits(make_launcher(SPECIALISED, problem(4, 128), batch_invariant=True), tmp_path)
 
 
 @pytest.mark.parametrize(("kv_dtype", "scales"), [(BF16, "none"), (E4M3, "head")], ids=str)
 def test_decode_on_hopper_copies_pages_however_queries_lie(kv_dtype, scales, tmp_path):
-    strides = (1025, 129, 1025, 129, *STRIDES[4:])
-    launcher = decode_launcher(
-        SPECIALISED, problem(4, 128, kv_dtype, scales), strides=strides, is_aligned=False
-    )
+    question = problem(4, 128, kv_dtype, scales)
+    q = call_form(question, False).q._replace(strides=(1025, 129, 1))
+    launcher = make_launcher(SPECIALISED, question, q=q, out=q, is_aligned=False)
     assert "cp.async.cg.shared.global" in assert_fits(launcher, tmp_path)
 
 
@@ -104,7 +123,7 @@ def test_decode_on_hopper_copies_pages_however_queries_lie(kv_dtype, scales, tmp
 @pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
 def test_decode_by_triton(group, size, kv_dtype, scales, query_len, block_size, features, tmp_path):
     question = problem(group, size, kv_dtype, scales, query_len, block_size)
-    ptx = assert_fits(decode_launcher(PORTABLE, question, features=features), tmp_path)
+    ptx = assert_fits(make_launcher(DECODE, question, features=features), tmp_path)
     assert "cp.async" in ptx
 
 
@@ -116,7 +135,13 @@ def test_decode_by_triton(group, size, kv_dtype, scales, query_len, block_size, 
 @pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
 def test_prefill_by_triton(size, kv_dtype, scales, features, tmp_path):
     question = problem(4, size, kv_dtype, scales, query_len=512)
-    plan = make_gpu_plan(question, H200)
-    assert plan.path == "prefill"
-    launcher = make_prefill_launcher(question, plan, True, *[features] * 3, STRIDES, True)
+    launcher = make_launcher(DECODE, question, features=features)
+    assert launcher.kernel is PREFILL.function
     assert_fits(launcher, tmp_path)
+
+
+def test_a_batch_of_many_short_prefills_fits_in_a_grid():
+    question = Problem(70_000, 70_000, 200, 200, 1, 1, 64, 64, 16, BF16, BF16)
+    launch = triton.prepare(question, call_form(question, False), make_gpu_plan(question, H200))
+    tiles, heads, _ = launch.launch.grid
+    assert tiles > 65_535 >= heads  # of x, and of y

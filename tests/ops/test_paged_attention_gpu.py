@@ -288,3 +288,15 @@ def test_a_cache_of_more_elements_than_32_bits_count():
     for impl in ("triton", "hopper"):
         result = paged_attention(q, cache, cache, batch, impl=impl)
         assert_same_bits(result, paged_attention(q, tail, tail, small, impl=impl))
+
+
+@pytest.mark.gpu
+def test_there_may_be_more_tiles_of_rows_than_a_grid_has_along_y():
+    count = 70_000
+    q, k_cache, v_cache = torch.randn(3, count, 1, 1, 16, dtype=F16, device="cuda")
+    ints = torch.arange(count + 1, device="cuda").int()
+    batch = PagedBatch(ints[:-1, None], torch.ones_like(ints[:-1]), ints, 100, 100)
+    from pagewise import paged_attention
+
+    result = paged_attention(q[:, 0], k_cache, v_cache, batch, impl="triton")
+    assert torch.equal(result.out, v_cache[:, 0])

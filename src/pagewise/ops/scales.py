@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import DTypeError, ShapeError
 from ..shapes import Form, bind, check_device, check_dtype, form
 
-__all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales"]
+__all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales", "find_kind"]
 
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 """The element types of 8-bit caches, and the largest number that is written in each.
@@ -55,28 +55,30 @@ def bind_scales(
     if k_scale is None and v_scale is None and k_cache.dtype not in LARGEST_CODE:
         return "none", None, None
     forms = (None if t is None else form(t) for t in (k_scale, v_scale, k_cache, v_cache))
-    k_kind, v_kind = _find_kinds(*forms)
-    num_kv_heads = k_cache.shape[2]
-    if k_kind == "one" and k_scale is not None:
-        k_scale = k_scale.reshape(()).expand(num_kv_heads)
-    if v_kind == "one" and v_scale is not None:
-        v_scale = v_scale.reshape(()).expand(num_kv_heads)
-    return "head" if k_kind == "one" else k_kind, k_scale, v_scale
+    kind, heads = _find_plain_kind(*forms), k_cache.shape[2]
+    if kind == "head":
+        k_scale, v_scale = (
+            scale.reshape(()).expand(heads) if scale is not None and scale.numel() == 1 else scale
+            for scale in (k_scale, v_scale)
+        )
+    return kind, k_scale, v_scale
 
 
 @functools.lru_cache(maxsize=1024)
-def _find_kinds(k_scale: Any, v_scale: Any, k_cache: Any, v_cache: Any) -> tuple[str, str]:
-    """Check scales and caches of these forms: ``"one"`` number for all is a kind of its own."""
-    kinds = []
-    for name, scale, cache in (("k", k_scale, k_cache), ("v", v_scale, v_cache)):
-        scale = None if scale is None else Form(*scale)
-        kinds.append(_find_kind(f"{name}_scale", scale, f"{name}_cache", Form(*cache)))
-    k_kind, v_kind = ("head" if kind == "one" else kind for kind in kinds)
+def _find_plain_kind(*forms: Any) -> str:
+    named: list[Any] = [None if form is None else Form(*form) for form in forms]
+    return find_kind(*named)
+
+
+def find_kind(k_scale: Form | None, v_scale: Form | None, k_cache: Form, v_cache: Form) -> str:
+    """What a scale belongs to, as ``bind_scales`` says and checks it, from the tensors' forms."""
+    k_kind = _find_kind("k_scale", k_scale, "k_cache", k_cache)
+    v_kind = _find_kind("v_scale", v_scale, "v_cache", v_cache)
     if k_kind != v_kind:
         raise ShapeError(
             f"k_scale is one number a {k_kind} but v_scale is one a {v_kind}: give both alike"
         )
-    return kinds[0], kinds[1]
+    return k_kind
 
 
 def _find_kind(name: str, scale: Form | None, cache_name: str, cache: Form) -> str:
@@ -95,7 +97,7 @@ def _find_kind(name: str, scale: Form | None, cache_name: str, cache: Form) -> s
     check_dtype(name, scale, torch.float32)
     check_device(cache_name, cache.device, **{name: scale})
     if scale.shape in ((), (1,)):
-        return "one"
+        return "head"
     kind, pattern = ("token", _TOKEN) if len(scale.shape) == 3 else ("head", "num_kv_heads")
     bind(**{cache_name: (cache, f"{_TOKEN} size"), name: (scale, pattern)})
     return kind

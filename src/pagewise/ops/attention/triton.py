@@ -47,7 +47,7 @@ def run(
     tiles = problem.num_tokens * problem.group // launcher.constants["TILE_M"] + problem.num_seqs
     launcher(
         (tiles, problem.num_kv_heads * (len(q) > 0), 1),
-        out, lse, q, k, v, starts, starts, key_starts, starts,
+        out, lse, q, k, v, starts, key_starts, starts,
         _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse,
         problem.num_seqs, problem.num_kv_heads,
         options.softmax_scale, options.logits_soft_cap or 0.0,
@@ -70,7 +70,7 @@ def make_launcher(
     """The kernel for one form of call."""
     given = POINTERS[dtype] + ":16" * is_aligned
     stride = f"i64:{16 // dtype.itemsize}" if has_whole_strides else "i64"
-    integers = ("block_tables", "seq_lens", "cu_seqlens_k", "cu_seqlens_q")
+    integers = ("block_tables", "seq_lens", "cu_seqlens_q")
     strides = (
         "out_token", "out_head", "q_token", "q_head",
         "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "table_stride",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
 from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose, explain
-from .checks import check
+from .checks import check, describe, form_of
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
 
@@ -91,6 +92,7 @@ def paged_attention(
     that waits for the device; without it a wrong one reads or writes memory that is not its own.
 
     Example:
+        >>> import torch
         >>> k_cache, v_cache = torch.randn(2, 10, 16, 2, 64).unbind(0)
         >>> tables = torch.tensor([[3, 8], [5, 0]], dtype=torch.int32)
         >>> lengths = torch.tensor([30, 7], dtype=torch.int32)
@@ -100,24 +102,29 @@ def paged_attention(
     """
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    options = Options(
-        softmax_scale,
-        causal,
-        sliding_window,
-        logits_soft_cap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-    )
-    problem, options = check(q, k_cache, v_cache, batch, options, out)
-    if q.is_cuda and is_debugging():
+    numbers = softmax_scale, causal, sliding_window, logits_soft_cap
+    options = Options(*numbers, alibi_slopes, sinks, k_scale, v_scale)
+    description = describe(q, k_cache, v_cache, batch, options, out)
+    problem, run = _settle(description, plan, impl)
+    if is_debugging() and q.is_cuda:
         check_on_host(problem, batch, k_cache.shape[0])
-    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     if out is None:
-        out = torch.empty(*q.shape[:2], problem.v_head_size, dtype=q.dtype, device=q.device)
-    result: AttentionOutput = module.run(problem, q, k_cache, v_cache, batch, options, out, plan)
-    return result
+        tokens, heads, width = problem.num_tokens, problem.num_heads, problem.v_head_size
+        out = q.new_empty_strided((tokens, heads, width), (heads * width, width, 1))
+    return run(q, k_cache, v_cache, batch, options, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(
+    description: tuple[Any, ...], plan: Plan | None, impl: str
+) -> tuple[Problem, Callable[..., AttentionOutput]]:
+    """Check a call, choose who runs it, and prepare what can be: once for all calls of a form."""
+    form = form_of(description)
+    problem = check(form)
+    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(form.q.device), impl)
+    if hasattr(module, "prepare"):
+        return problem, module.prepare(problem, form, plan)
+    return problem, functools.partial(module.run, problem, plan=plan)
 
 
 def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
@@ -150,6 +157,7 @@ def explain_paged_attention(
         **options: The keyword arguments of ``paged_attention``.
 
     Example:
+        >>> import torch
         >>> cache = torch.zeros(4, 16, 2, 64, dtype=torch.float64)
         >>> lengths = torch.tensor([5], dtype=torch.int32)
         >>> batch = PagedBatch.decode(lengths[:, None] * 0, lengths, max_seq_len=5)
@@ -162,5 +170,6 @@ def explain_paged_attention(
     """
     out, _ = options.pop("out", None), options.pop("plan", None)
     options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
-    problem, _ = check(q, k_cache, v_cache, batch, Options(**options), out)
+    description = describe(q, k_cache, v_cache, batch, Options(**options), out)
+    problem = check(form_of(description))
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))

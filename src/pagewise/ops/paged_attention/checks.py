@@ -1,4 +1,4 @@
-"""The argument contract of paged_attention: checked always, in microseconds, before any work.
+"""The argument contract of paged_attention: checked always, before any work.
 
 Whatever is checked is in the tensors' forms and a few numbers, so calls of one form are checked
 once: a decode step in an engine looks the answer up.
@@ -6,9 +6,7 @@ once: a decode step in an engine looks the answer up.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,84 +14,55 @@ from torch import Tensor
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, form
 from ..attention_checks import check_heads, check_options
-from ..scales import LARGEST_CODE, bind_scales
-from .problem import Options, PagedBatch, Problem
+from ..scales import LARGEST_CODE, find_kind
+from .problem import CallForm, Options, PagedBatch, Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables")  # in their last dimension
 
 
-class _Forms(NamedTuple):
-    q: Any
-    k_cache: Any
-    v_cache: Any
-    out: Any
-    block_tables: Any
-    seq_lens: Any
-    cu_seqlens_q: Any
-    alibi_slopes: Any
-    sinks: Any
-
-
-class _Numbers(NamedTuple):
-    max_query_len: int
-    max_seq_len: int
-    sliding_window: int | None
-    logits_soft_cap: float | None
-
-
-def check(
+def describe(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     batch: PagedBatch,
     options: Options,
     out: Tensor | None,
-) -> tuple[Problem, Options]:
-    """Raise ShapeError or DTypeError naming the argument at fault.
-
-    Returns:
-        The problem, and the options with their scales in the shape that implementations take.
-    """
-    slopes, sinks = options.alibi_slopes, options.sinks
-    forms = (
+) -> tuple[Any, ...]:
+    """A call's form as a key, quickly made; ``form_of`` makes it legible."""
+    scale, causal, window, cap, slopes, sinks, k_scale, v_scale = options
+    caches = k_cache.data_ptr() | v_cache.data_ptr()
+    rows = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
+    return (
         form(q),
         form(k_cache),
         form(v_cache),
         None if out is None else form(out),
-        form(batch.block_tables),
-        form(batch.seq_lens),
-        form(batch.cu_seqlens_q),
         None if slopes is None else form(slopes),
         None if sinks is None else form(sinks),
+        None if k_scale is None else form(k_scale),
+        None if v_scale is None else form(v_scale),
+        batch.forms,
+        batch.max_query_len,
+        batch.max_seq_len,
+        scale,
+        causal,
+        window,
+        cap,
+        caches % 16 == 0,
+        (caches | rows) % 16 == 0,
     )
-    addresses = k_cache.data_ptr() | v_cache.data_ptr()
-    problem = _check_forms(
-        forms,
-        (
-            batch.max_query_len,
-            batch.max_seq_len,
-            options.sliding_window,
-            options.logits_soft_cap,
-        ),
-        addresses % 16 == 0,
-    )
-    scale_kind, k_scale, v_scale = bind_scales(options.k_scale, options.v_scale, k_cache, v_cache)
-    if scale_kind != "none":
-        options = dataclasses.replace(options, k_scale=k_scale, v_scale=v_scale)
-        problem = _with_scales(problem, scale_kind)
-    return problem, options
 
 
-@functools.lru_cache(maxsize=1024)
-def _with_scales(problem: Problem, scale_kind: str) -> Problem:
-    return dataclasses.replace(problem, scale_kind=scale_kind)
+def form_of(description: tuple[Any, ...]) -> CallForm:
+    """What ``describe`` saw."""
+    tensors = (*description[:8], *description[8])
+    forms: list[Any] = [None if form is None else Form(*form) for form in tensors]
+    return CallForm(*forms, *description[9:])
 
 
-@functools.lru_cache(maxsize=1024)
-def _check_forms(plain: Any, numbers: Any, is_aligned: bool) -> Problem:
-    forms = _Forms(*(None if fields is None else Form(*fields) for fields in plain))
-    numbers = _Numbers(*numbers)
+def check(forms: CallForm) -> Problem:
+    """Raise ShapeError or DTypeError naming the argument at fault, or say what the problem is."""
     sizes = bind(
         q=(forms.q, "num_tokens num_heads head_size"),
         k_cache=(forms.k_cache, "num_blocks block_size num_kv_heads head_size"),
@@ -111,14 +80,14 @@ def _check_forms(plain: Any, numbers: Any, is_aligned: bool) -> Problem:
             f"{sizes['num_seqs'] + 1}: it starts with 0 and ends with num_tokens"
         )
     _check_types(forms)
-    _check_sizes(sizes, numbers)
+    _check_sizes(sizes, forms)
     rows = (*forms.k_cache.strides[:3], *forms.v_cache.strides[:3])
     row_unit = 16 // forms.k_cache.dtype.itemsize
     return Problem(
         num_seqs=sizes["num_seqs"],
         num_tokens=sizes["num_tokens"],
-        max_query_len=numbers.max_query_len,
-        max_seq_len=numbers.max_seq_len,
+        max_query_len=forms.max_query_len,
+        max_seq_len=forms.max_seq_len,
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
         head_size=sizes["head_size"],
@@ -126,12 +95,13 @@ def _check_forms(plain: Any, numbers: Any, is_aligned: bool) -> Problem:
         block_size=sizes["block_size"],
         q_dtype=forms.q.dtype,
         kv_dtype=forms.k_cache.dtype,
-        is_aligned=is_aligned and all(stride % row_unit == 0 for stride in rows),
-        is_plain=(forms.alibi_slopes, forms.sinks, numbers.logits_soft_cap) == (None, None, None),
+        scale_kind=find_kind(forms.k_scale, forms.v_scale, forms.k_cache, forms.v_cache),
+        is_aligned=forms.has_aligned_caches and all(stride % row_unit == 0 for stride in rows),
+        is_plain=(forms.alibi_slopes, forms.sinks, forms.logits_soft_cap) == (None, None, None),
     )
 
 
-def _check_types(forms: _Forms) -> None:
+def _check_types(forms: CallForm) -> None:
     # float64 is for the reference: it makes it an oracle.
     check_dtype("q", forms.q, *_FLOATS, torch.float64)
     check_dtype("k_cache", forms.k_cache, *_FLOATS, torch.float64, *LARGEST_CODE)
@@ -143,8 +113,8 @@ def _check_types(forms: _Forms) -> None:
     for name in ("alibi_slopes", "sinks"):
         if getattr(forms, name) is not None:
             check_dtype(name, getattr(forms, name), *_FLOATS, torch.float64)
-    others = {name: tensor for name, tensor in forms._asdict().items() if name != "q"}
-    check_device("q", forms.q.device, **others)
+    tensors = (*_CONTIGUOUS, "seq_lens", "cu_seqlens_q", "alibi_slopes", "sinks")
+    check_device("q", forms.q.device, **{name: getattr(forms, name) for name in tensors})
     for name in _CONTIGUOUS:
         tensor = getattr(forms, name)
         if tensor is not None and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
@@ -157,14 +127,14 @@ def _check_types(forms: _Forms) -> None:
         raise DTypeError(f"q is {q_dtype} but k_cache is {kv_dtype}: float64 goes with float64")
 
 
-def _check_sizes(sizes: dict[str, int], numbers: _Numbers) -> None:
+def _check_sizes(sizes: dict[str, int], forms: CallForm) -> None:
     heads = {name: sizes[name] for name in ("head_size", "v_head_size")}
     check_heads(sizes["num_heads"], sizes["num_kv_heads"], "k_cache", **heads)
     if not 1 <= sizes["block_size"] <= 256:
         raise ShapeError(f"k_cache has block_size={sizes['block_size']}, expected 1 to 256")
-    check_options(numbers.sliding_window, numbers.logits_soft_cap)
-    if numbers.max_query_len < 0 or numbers.max_seq_len < 0:
+    check_options(forms.sliding_window, forms.logits_soft_cap)
+    if forms.max_query_len < 0 or forms.max_seq_len < 0:
         raise ShapeError(
-            f"max_query_len={numbers.max_query_len} and max_seq_len={numbers.max_seq_len} must "
+            f"max_query_len={forms.max_query_len} and max_seq_len={forms.max_seq_len} must "
             "not be negative"
         )

@@ -24,7 +24,7 @@ def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
     plan = plan or make_plan(problem, DeviceInfo.of(q.device))
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     k_scale, v_scale = (
-        None if scale is None else scale.expand(*k_cache.shape[:2], -1)
+        None if scale is None else scale.expand(k_cache.shape[:3])
         for scale in (options.k_scale, options.v_scale)
     )
     call = make_call(

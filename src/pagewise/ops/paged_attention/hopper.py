@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ...device import DeviceInfo
-from ...tiles.state import AttentionOutput
 from ...tiles.triton.launch import Launcher, refuse
+from . import triton
 from .hopper_decode import decode_kernel
-from .problem import Options, PagedBatch, Problem
-from .triton import DecodeKernel, launch_decode, pack
-from .triton_plan import GpuPlan, make_gpu_plan, refuse_hopper
+from .problem import CallForm, Problem
+from .triton import Call, Kernel
+from .triton_plan import GpuPlan, refuse_hopper
 
 
 class GluonLauncher(Launcher):
@@ -21,7 +19,7 @@ class GluonLauncher(Launcher):
     source = GluonASTSource
 
 
-SPECIALISED = DecodeKernel(decode_kernel, GluonLauncher, takes_pairs=True)
+SPECIALISED = Kernel(decode_kernel, GluonLauncher, takes_pairs=True)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -34,19 +32,6 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return refuse_hopper(problem)
 
 
-def run(
-    problem: Problem,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: PagedBatch,
-    options: Options,
-    out: Tensor,
-    plan: GpuPlan | None = None,
-) -> AttentionOutput:
-    """Launch the kernel."""
-    batch = pack(batch)
-    plan = plan or make_gpu_plan(problem, DeviceInfo.of(q.device), hopper=True)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launch_decode(problem, q, k_cache, v_cache, batch, options, out, lse, plan, SPECIALISED)
-    return AttentionOutput(out, lse)
+def prepare(problem: Problem, form: CallForm, plan: GpuPlan | None = None) -> Call:
+    """Settle what depends on no tensor's elements."""
+    return triton.prepare(problem, form, plan, SPECIALISED)

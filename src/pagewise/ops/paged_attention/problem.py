@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Options", "PagedBatch", "Problem"]
+from ...shapes import Form, form
+
+__all__ = ["CallForm", "Options", "PagedBatch", "Problem"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +52,19 @@ class PagedBatch:
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
         return PagedBatch(block_tables, seq_lens, starts, 1, max_seq_len)
 
+    @functools.cached_property
+    def forms(self) -> tuple[Any, Any, Any]:
+        """Of its tensors (``shapes.form``), asked for once: an engine's layers share a batch."""
+        return form(self.block_tables), form(self.seq_lens), form(self.cu_seqlens_q)
+
     @property
     def num_seqs(self) -> int:
         """How many sequences the batch has."""
         return self.seq_lens.shape[0]
 
 
-@dataclass(frozen=True, eq=False)
-class Options:
-    """What may vary from call to call, with defaults filled in."""
+class Options(NamedTuple):
+    """What may vary from call to call, with defaults filled in: numbers, then tensors."""
 
     softmax_scale: float
     causal: bool = True
@@ -65,9 +73,33 @@ class Options:
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
-    """As implementations get it: float32 ``[num_kv_heads]``, with stride 0 for one number, or
-    ``[num_blocks, block_size, num_kv_heads]``."""
     v_scale: torch.Tensor | None = None
+
+
+class CallForm(NamedTuple):
+    """All of a call but the tensors' elements; whoever has checked one call of a form has all."""
+
+    q: Form
+    k_cache: Form
+    v_cache: Form
+    out: Form | None
+    alibi_slopes: Form | None
+    sinks: Form | None
+    k_scale: Form | None
+    v_scale: Form | None
+    block_tables: Form
+    seq_lens: Form
+    cu_seqlens_q: Form
+    max_query_len: int
+    max_seq_len: int
+    softmax_scale: float
+    causal: bool
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    has_aligned_caches: bool
+    """Whether both begin at multiples of 16 bytes."""
+    is_aligned: bool
+    """Whether q and out do, too."""
 
 
 @dataclass(frozen=True)

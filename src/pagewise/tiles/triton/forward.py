@@ -127,8 +127,7 @@ def forward_kernel(
     k_cache,  # [num_blocks, block_size, num_kv_heads, SIZE], or [num_keys, num_kv_heads, SIZE]
     v_cache,  # likewise, V_SIZE
     block_tables,  # int32 [num_seqs, ...], if PAGED
-    seq_lens,  # int32 [num_seqs], if PAGED
-    cu_seqlens_k,  # int32 [num_seqs + 1], if not: where each sequence's keys start
+    seq_lens,  # int32 [num_seqs]; or [num_seqs + 1], where each one's keys start, if not PAGED
     cu_seqlens_q,  # int32 [num_seqs + 1]
     alibi_slopes,  # float32 [num_heads]
     sinks,  # float32 [num_heads]
@@ -156,11 +155,11 @@ def forward_kernel(
         seq_len = tl.load(seq_lens + seq)
         table = block_tables + seq.to(tl.int64) * table_stride
     else:
-        first_row = tl.load(cu_seqlens_k + seq)
-        seq_len = tl.load(cu_seqlens_k + seq + 1) - first_row
+        first_row = tl.load(seq_lens + seq)
+        seq_len = tl.load(seq_lens + seq + 1) - first_row
         k_cache += first_row.to(tl.int64) * k_slot
         v_cache += first_row.to(tl.int64) * v_slot
-        table = cu_seqlens_k
+        table = seq_lens
     row = tile * TILE_M + tl.arange(0, TILE_M)
     token, q_heads = row // GROUP, head * GROUP + row % GROUP
     is_row = token < query_len

@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 
 from ...device import DeviceInfo
 
-__all__ = ["INTERPRETED", "POINTERS", "Launcher", "refuse"]
+__all__ = ["INTERPRETED", "POINTERS", "Launch", "Launcher", "refuse"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on the CPU, a line at a time: ``TRITON_INTERPRET=1``."""
@@ -86,6 +86,20 @@ class Launcher:
         source = self.source(self.kernel, signature, self.constants, attributes)
         return triton.compile(source, target=target, options=self.options)
 
+    def bind(self, grid: tuple[int, int, int], *numbers: float) -> Launch:
+        """A launch with all but its tensors, which come first among the parameters, settled."""
+        return Launch(self, grid, numbers)
+
+    def load(self, device: int) -> tuple[Any, tuple[Any, ...]]:
+        """Triton's own launch, on the current device, and what it is given before arguments."""
+        loaded = self._loaded.get(device)
+        if loaded is None:
+            compiled = self.compile(driver.active.get_current_target())
+            # As Triton's own call does from here on (3.6), without its profiler's three hooks.
+            before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+            loaded = self._loaded[device] = before
+        return loaded
+
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream of the device where the first argument, a tensor, is."""
         if 0 in grid:
@@ -98,17 +112,35 @@ class Launcher:
             with torch.cuda.device(device):
                 self(grid, *arguments)
             return
-        loaded = self._loaded.get(device)
-        if loaded is None:
-            compiled = self.compile(driver.active.get_current_target())
-            loaded = compiled.run, compiled.function, compiled.packed_metadata
-            self._loaded[device] = loaded
-        run, function, metadata = loaded
+        run, before = self.load(device)
         # Addresses, not tensors: of a tensor Triton asks the driver where it lies, every time.
         values = [*arguments, *self._values]
         for at in self._pointers:
             if values[at] is not None:
                 values[at] = values[at].data_ptr()
-        stream = driver.active.get_current_stream(device)
-        # What Triton's own launch does from here on (3.6), without its profiler's three hooks.
-        run(*grid, stream, function, metadata, None, None, None, *values)
+        run(*grid, driver.active.get_current_stream(device), *before, *values)
+
+
+class Launch:
+    """A launcher's ``bind``: the least that a call can do, for calls that come in thousands."""
+
+    def __init__(
+        self, launcher: Launcher, grid: tuple[int, int, int], numbers: tuple[float, ...]
+    ) -> None:
+        self.launcher, self.grid = launcher, grid
+        self._rest = (*numbers, *launcher.constants.values())
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launch on the current stream of the first tensor's device; None is never looked at."""
+        if INTERPRETED:
+            self.launcher.kernel[self.grid](*tensors, *self._rest)
+            return
+        device = tensors[0].get_device()
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self(*tensors)
+            return
+        run, before = self.launcher.load(device)
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(*self.grid, stream, *before, *addresses, *self._rest)

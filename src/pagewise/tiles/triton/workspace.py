@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -11,48 +9,64 @@ __all__ = ["borrow"]
 
 _GRAPHS = -1
 
+_Sizes = tuple[int, int, int]
+_Memory = tuple[Tensor, Tensor, Tensor]
+_made: dict[tuple[torch.device, int], tuple[_Sizes, _Memory]] = {}
+_outgrown: list[_Memory] = []
+"""Of graphs, which go on using what was there when they were captured."""
 
-def borrow(
-    device: torch.device, num_floats: int, num_sums: int, num_counters: int
-) -> tuple[Tensor, Tensor, Tensor]:
+
+def borrow(device: torch.device, sizes: _Sizes) -> _Memory:
     """Two lots of floats that hold anything, and int32 zeros, which a launch must leave as zeros.
 
-    A stream has one workspace of a size, since its launches follow each other. All CUDA graphs
-    of a device share another one: like those that use cuBLAS, they must not be replayed at the
-    same time, nor may branches of one graph that run side by side both borrow. It is made
-    beside the first eager call's; a graph that is captured before any such call gets its own,
-    and sets it to zero at every replay.
+    ``sizes`` are how many of each, at least. A stream has one workspace, since its launches
+    follow each other; it grows, and is kept. All CUDA graphs of a device share another one: like
+    those that use cuBLAS, they must not be replayed at the same time, nor may branches of one
+    graph that run side by side both borrow. It grows beside that of eager calls; a graph that is
+    captured before any eager call of its size gets its own, and sets it to zero at every replay.
     """
-    sizes = _round(num_floats), _round(num_sums), _round(num_counters)
     if device.type != "cuda":  # the interpreter's
-        return _make(device, 0, *sizes)
+        return _find(device, 0, sizes) or _make(device, 0, sizes)
+    if device.index != torch._C._cuda_getDevice():  # whose stream may be capturing, or not
+        with torch.cuda.device(device):
+            return borrow(device, sizes)
     if torch.cuda.is_current_stream_capturing():
-        return _made.get((device, *sizes)) or _allocate(device, *sizes)
-    _make(device, _GRAPHS, *sizes)
+        return _find(device, _GRAPHS, sizes) or _allocate(device, sizes)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return _make(device, stream, *sizes)
-
-
-_Memory = tuple[Tensor, Tensor, Tensor]
-_made: dict[tuple[torch.device, int, int, int], _Memory] = {}
-
-
-@functools.cache
-def _make(device: torch.device, owner: int, floats: int, sums: int, counters: int) -> _Memory:
-    memory = _allocate(device, floats, sums, counters)
-    if owner == _GRAPHS:
-        _made[device, floats, sums, counters] = memory
+    memory = _find(device, stream, sizes)
+    if memory is None:
+        memory = _make(device, stream, sizes)
+        if _find(device, _GRAPHS, sizes) is None:
+            _make(device, _GRAPHS, sizes)
     return memory
 
 
-def _allocate(device: torch.device, floats: int, sums: int, counters: int) -> _Memory:
+def _find(device: torch.device, owner: int, sizes: _Sizes) -> _Memory | None:
+    made = _made.get((device, owner))
+    if made is None:
+        return None
+    (floats, sums, counters), memory = made
+    is_enough = floats >= sizes[0] and sums >= sizes[1] and counters >= sizes[2]
+    return memory if is_enough else None
+
+
+def _make(device: torch.device, owner: int, sizes: _Sizes) -> _Memory:
+    """With room for all that was asked for so far, by doubling, so that it happens seldom."""
+    old, outgrown = _made.get((device, owner), ((1024, 1024, 1024), None))
+    if outgrown is not None and owner == _GRAPHS:
+        _outgrown.append(outgrown)
+    floats, sums, counters = (
+        1 << (max(pair) - 1).bit_length() for pair in zip(old, sizes, strict=True)
+    )
+    memory = _allocate(device, (floats, sums, counters))
+    _made[device, owner] = (floats, sums, counters), memory
+    return memory
+
+
+def _allocate(device: torch.device, sizes: _Sizes) -> _Memory:
+    floats, sums, counters = sizes
     return (
         torch.empty(floats, dtype=torch.float32, device=device),
         torch.empty(sums, dtype=torch.float32, device=device),
         torch.zeros(counters, dtype=torch.int32, device=device),
     )
-
-
-def _round(size: int) -> int:
-    """Few sizes, so that few workspaces are kept."""
-    return max(1024, 1 << (size - 1).bit_length())
