@@ -1,7 +1,13 @@
 """Attention in the windows of a whole map: the public entry that pads, rolls and cuts by index.
 
-The copies are two: a row of q, k and v for each place of the windows, and a row of the result for
-each token of the map.
+Two copies: a row of q, k and v for each place of the windows, a row of the result for each token.
+In the first layer of Swin UNETR at 96³ (48³ tokens, 3 heads of 16, bfloat16) they read and write
+66 + 21 MB: 30 µs of a call's 180 on an H200, where padding, rolling and cutting took 455.
+
+A kernel that read through the index would save them. But every kernel here, on a CPU, in Triton
+and on Hopper, forward and backward, takes a window's rows by one stride. On a map only 7 tokens in
+a row follow one another, and padded ones lie elsewhere: each would need a second way to its rows,
+and rows of gradients a third, to save a sixth of calls that are a twentieth of a training step.
 """
 
 from __future__ import annotations
