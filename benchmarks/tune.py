@@ -28,7 +28,7 @@ from pagewise.ops.paged_attention.triton_plan import GpuPlan, refuse_hopper
 
 from .cases import GPU_CASES
 from .gpu_attention import GpuDecodeCase, Inputs, check_against_float64
-from .gpu_timing import time_gpu_in_turns
+from .gpu_timing import time_gpu
 
 __all__ = ["find_kinds", "tune"]
 
@@ -60,11 +60,13 @@ def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
     found = _compile(kind, case, impl, [t for t in _candidates(impl) if t != _tiles(today, device)])
     inputs = Inputs(case.seq_lens, case.shape, decode=True)
 
-    def call(plan: GpuPlan) -> Callable[[], object]:
+    def with_plan(plan: GpuPlan) -> Callable[[], object]:
         return lambda: inputs.attend(plan=plan, impl=impl)
 
-    calls = {"today": call(today)} | {str(t): call(_plan(today, t, device)) for t in found}
-    medians = {name: times.median for name, times in time_gpu_in_turns(calls).items()}
+    calls = {"today": with_plan(today)} | {
+        str(t): with_plan(_plan(today, t, device)) for t in found
+    }
+    medians = {name: time_gpu(call, milliseconds=50).median for name, call in calls.items()}
     ordered = sorted(found, key=lambda tiles: medians[str(tiles)])
     console.print(f"{kind}: today {medians['today'] * 1e6:.1f} µs, {_tiles(today, device)}")
     for tiles in ordered[:5]:
