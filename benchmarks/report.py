@@ -112,7 +112,7 @@ def _summary(times: Times) -> Record:
         "p10": times.quantile(0.1),
         "p90": times.quantile(0.9),
         "best": times.best,
-        "seconds": times.seconds,
+        "repeats": len(times.seconds),
     }
 
 
