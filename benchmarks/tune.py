@@ -21,10 +21,10 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention.decode_tiles import MEASURED, Tiles, kind_of
 from pagewise.ops.paged_attention.plan import make_plan
 from pagewise.ops.paged_attention.problem import Problem
 from pagewise.ops.paged_attention.triton_plan import GpuPlan, refuse_hopper
+from pagewise.ops.paged_attention.triton_tiles import MEASURED, Tiles, kind_of
 
 from .cases import GPU_CASES
 from .gpu_attention import GpuDecodeCase, Inputs, check_against_float64

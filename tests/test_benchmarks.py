@@ -150,7 +150,7 @@ def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
     [case] = result["cases"]
     assert case["targets"] == [{"metric": "seconds", "bound": 2.0, "sign": "<=", "reached": True}]
     assert 0 <= case["share_of_other_processes"] <= 1
-    assert case["times"]["pagewise"]["seconds"] == [1.0, 1.0, 1.0]
+    assert case["times"]["pagewise"]["repeats"] == 3
     assert str(Path.home()) not in json.dumps(result)
 
 

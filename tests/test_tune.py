@@ -14,10 +14,10 @@ from benchmarks.gpu_attention import GpuDecodeCase
 from typer.testing import CliRunner
 
 from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention import decode_tiles
-from pagewise.ops.paged_attention.decode_tiles import MEASURED, Tiles, choose_tiles, kind_of
+from pagewise.ops.paged_attention import triton_tiles
 from pagewise.ops.paged_attention.plan import make_plan
 from pagewise.ops.paged_attention.problem import Problem
+from pagewise.ops.paged_attention.triton_tiles import MEASURED, Tiles, choose_tiles, kind_of
 
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 OTHER = DeviceInfo("cuda", 114, "NVIDIA H100 PCIe", capability=(9, 0))
@@ -27,11 +27,11 @@ PROBLEM = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bf
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
-    monkeypatch.setattr(decode_tiles, "MEASURED", path)
+    monkeypatch.setattr(triton_tiles, "MEASURED", path)
     monkeypatch.setattr(tune, "MEASURED", path)
-    decode_tiles._measured.cache_clear()
+    triton_tiles._measured.cache_clear()
     yield path
-    decode_tiles._measured.cache_clear()
+    triton_tiles._measured.cache_clear()
 
 
 def test_a_measured_gpu_takes_its_tiles_and_others_the_formula_s(table):

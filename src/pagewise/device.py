@@ -56,7 +56,7 @@ def _cpu(num_threads: int) -> DeviceInfo:
 
 @functools.cache
 def _cuda(index: int) -> DeviceInfo:
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     return DeviceInfo(
         "cuda",
         properties.multi_processor_count,

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
 from test_compiled import FITTED, HOPPER, assert_fits, resources
+from triton.backends.compiler import GPUTarget
 
 from pagewise.device import DeviceInfo
 from pagewise.ops.attention import triton as forward
@@ -14,16 +15,17 @@ from pagewise.ops.attention.problem import Problem
 from pagewise.ops.attention_scores import triton as scores
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SMALL = DeviceInfo("cuda", 128, "RTX", capability=(8, 9), shared_memory=99 << 10)
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 
 
-def launchers(dtype, size, *, group=1, causal=True, length=16384, **features):
+def launchers(dtype, size, *, group=1, causal=True, length=16384, device=H200, **features):
     problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, False, True)
     kind = {"is_ragged": False, "is_capped": False, "is_tilted": False, "has_d_lse": False}
     kind = backward._Kind(
         dtype, group, size, size, is_causal=causal, is_aligned=True, **{**kind, **features}
     )
-    tiles = backward.key_tiles(problem, H200), backward.query_tiles(problem, H200)
+    tiles = backward.key_tiles(problem, device), backward.query_tiles(problem, device)
     return backward.make_launchers(kind, *tiles)
 
 
@@ -64,6 +66,16 @@ def test_forward(size, features, tmp_path):
         BF16, 4, size, size, True, features, features, features, True, True
     )
     assert "wgmma.mma_async" in assert_fits(launcher, tmp_path)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(128, BF16), (256, BF16), (256, F32)], ids=str)
+def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
+    found = launchers(dtype, size, device=SMALL)
+    plain = (False,) * 3
+    attend = forward.make_launcher(dtype, 4, size, size, True, *plain, True, True, True)
+    for launcher in (found.keys, found.queries, attend):
+        compiled = launcher.compile(GPUTarget("cuda", 89, 32))
+        assert compiled.metadata.shared <= SMALL.shared_memory
 
 
 @pytest.mark.parametrize(("dtype", "places"), [(F16, 8), (F16, 1), (BF16, 8), (F32, 4)], ids=str)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
 from test_compiled import assert_fits
+from triton.backends.compiler import GPUTarget
 
 from pagewise.device import DeviceInfo
 from pagewise.ops.paged_attention import PagedBatch, Problem, triton
@@ -22,6 +23,7 @@ from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+SMALL = DeviceInfo("cuda", 128, "RTX", capability=(8, 9), shared_memory=99 << 10)
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 
 
@@ -59,10 +61,12 @@ def call_form(question, features):
     return form
 
 
-def make_launcher(kernel, question, *, features=False, batch_invariant=False, **changes):
+def make_launcher(
+    kernel, question, *, device=H200, features=False, batch_invariant=False, **changes
+):
     """Of a call, some fields of whose form are changed."""
     plan = make_gpu_plan(
-        question, H200, hopper=kernel is SPECIALISED, batch_invariant=batch_invariant
+        question, device, hopper=kernel is SPECIALISED, batch_invariant=batch_invariant
     )
     form = call_form(question, features)._replace(**changes)
     return triton.prepare(question, form, plan, kernel).launch.launcher
@@ -145,3 +149,14 @@ def test_a_batch_of_many_short_prefills_fits_in_a_grid():
     launch = triton.prepare(question, call_form(question, False), make_gpu_plan(question, H200))
     tiles, heads, _ = launch.launch.grid
     assert tiles > 65_535 >= heads  # of x, and of y
+
+
+@pytest.mark.parametrize(
+    ("size", "query_len", "dtype"),
+    [(256, 512, BF16), (512, 1, F32), (512, 16, BF16), (512, 16, F32), (512, 512, BF16)],
+    ids=str,
+)
+def test_wide_heads_fit_into_the_memory_of_small_gpus(size, query_len, dtype):
+    question = problem(4, size, dtype, query_len=query_len, dtype=dtype)
+    compiled = make_launcher(DECODE, question, device=SMALL).compile(GPUTarget("cuda", 89, 32))
+    assert compiled.metadata.shared <= SMALL.shared_memory

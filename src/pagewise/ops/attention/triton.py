@@ -42,7 +42,7 @@ def run(
         problem.dtype, problem.group, problem.head_size, problem.v_head_size, options.causal,
         options.logits_soft_cap is not None, options.alibi_slopes is not None,
         options.sinks is not None, not any(stride % width for stride in strides),
-        all(t.data_ptr() % 16 == 0 for t in (q, k, v)),
+        all(t.data_ptr() % 16 == 0 for t in (q, k, v)), DeviceInfo.of(q.device).is_small,
     )  # fmt: skip
     tiles = problem.num_tokens * problem.group // launcher.constants["TILE_M"] + problem.num_seqs
     launcher(
@@ -66,6 +66,7 @@ def _floats(biases: Tensor | None, other: Tensor) -> Tensor:
 def make_launcher(
     dtype: torch.dtype, group: int, head_size: int, v_head_size: int, causal: bool,
     has_cap: bool, has_alibi: bool, has_sinks: bool, has_whole_strides: bool, is_aligned: bool,
+    is_small: bool = False,
 ) -> Launcher:  # fmt: skip
     """The kernel for one form of call."""
     given = POINTERS[dtype] + ":16" * is_aligned
@@ -83,7 +84,7 @@ def make_launcher(
         "num_seqs": "i32", "num_kv_heads": "i32", "softmax_scale": "fp32", "soft_cap": "fp32",
         "window": "i32", "block_size": "i32", **dict.fromkeys(strides, stride),
     }  # fmt: skip
-    tile_m, tile_n, num_warps, num_stages = _tiles(dtype, max(head_size, v_head_size))
+    tile_m, tile_n, num_warps, num_stages = _tiles(dtype, max(head_size, v_head_size), is_small)
     d, d_v = (max(16, triton.next_power_of_2(size)) for size in (head_size, v_head_size))
     constants = {
         "GROUP": group, "SIZE": head_size, "V_SIZE": v_head_size, "BLOCK_SIZE": 0,
@@ -96,10 +97,11 @@ def make_launcher(
     return Launcher(forward_kernel, types, constants, **options)
 
 
-def _tiles(dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
+def _tiles(dtype: torch.dtype, width: int, is_small: bool) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages."""
     if dtype == torch.float32:
         return (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
     if width <= 128:
         return 128, 64, 8 if width > 64 else 4, 3
-    return (64, 64, 4, 2) if width <= 256 else (64, 32, 8, 1)
+    tile_n = (64 if width <= 256 else 32) // (2 if is_small else 1)
+    return (64, tile_n, 4, 2) if width <= 256 else (64, tile_n, 8, 1)

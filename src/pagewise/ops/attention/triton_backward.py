@@ -48,6 +48,8 @@ def key_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     if problem.dtype == torch.float32:
         return Tiles(16, 16, 8, 1) if widest > 128 else Tiles(32, 32, 8, 1)
     by_tma = device.capability >= _HOPPER
+    if device.is_small and widest > 128:
+        return Tiles(32, 32, 4, 1)
     if widest > 128:
         return Tiles(64, 64, 8, 1, by_tma)
     return Tiles(64, 64, 4, 2 if widest > 64 else 3, by_tma)
@@ -59,6 +61,8 @@ def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     if problem.dtype == torch.float32:
         return Tiles(16, 16, 8, 1) if widest > 128 else Tiles(32, 32, 8, 1)
     by_tma = device.capability >= _HOPPER
+    if device.is_small and widest > 64:
+        return Tiles(64, 32, 4, 2) if widest <= 128 else Tiles(32, 32, 4, 1)
     if widest > 128:
         return Tiles(128, 32, 8, 2, by_tma)
     if widest <= 64:

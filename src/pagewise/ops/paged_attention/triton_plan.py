@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ...device import DeviceInfo
-from .decode_tiles import choose_tiles, is_float32
 from .problem import Problem
+from .triton_tiles import choose_tiles, is_float32
 
 __all__ = ["GpuPlan", "make_gpu_plan", "power_of_2", "refuse_hopper"]
 

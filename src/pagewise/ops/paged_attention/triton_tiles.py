@@ -1,6 +1,6 @@
 """How the decode kernels of a GPU are cut: measured where that was done, a formula elsewhere.
 
-``decode_tiles.json`` holds what ``python -m benchmarks tune`` found the fastest, by the GPU's name
+``triton_tiles.json`` holds what ``python -m benchmarks tune`` found the fastest, by the GPU's name
 and the kind of problem. Lengths do not matter for this, nor how many sequences there are.
 """
 
