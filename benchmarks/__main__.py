@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks list | run | verify | compare | document | tune``."""
+"""The command line: see ``python -m benchmarks --help``."""
 
 from __future__ import annotations
 
@@ -69,6 +69,25 @@ def run(
         report.write(RESULTS / f"{out}.json", records)
     if not is_right:
         raise typer.Exit(1)
+
+
+@app.command()
+def once(name: Annotated[str, typer.Argument(metavar="CASE")]) -> None:
+    """Call what a GPU's case times once, for a profiler that starts when it is told.
+
+    For example: ncu --profile-from-start off python -m benchmarks once gpu-decode-8x4096
+    """
+    case = _find_here([name])[0]
+    make_call = getattr(case, "call", None)
+    if case.device != "cuda" or make_call is None:
+        raise typer.BadParameter(f"{case.name} is no case of one call on a GPU")
+    call = make_call()
+    call()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 @app.command()

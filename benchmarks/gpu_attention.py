@@ -109,6 +109,10 @@ class GpuDecodeCase:
             self.shape, [min(n, SHORT) for n in self.seq_lens[:8]], decode=True
         )
 
+    def call(self) -> Callable[[], object]:
+        """Ours, on its inputs: for a profiler."""
+        return Inputs(self.seq_lens, self.shape, decode=True).attend
+
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours and the peers by graph replay with a cold cache."""
         inputs = Inputs(self.seq_lens, self.shape, decode=True)
@@ -162,6 +166,10 @@ class GpuPrefillCase:
         """Shortened and poisoned, against float64."""
         lengths = [min(n, SHORT) for n in self.seq_lens[:3]]
         return check_against_float64(self.shape, lengths, decode=False, causal=self.causal)
+
+    def call(self) -> Callable[[], object]:
+        """Ours, on its inputs: for a profiler."""
+        return Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal).attend
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours, SDPA's backends and FlexAttention in turns, by graph replay, cache cold."""

@@ -79,6 +79,10 @@ class TiledCase:
             checks.append(Check(f"pagewise, {name}, {short.about}", error <= allowed, detail))
         return checks
 
+    def call(self) -> Callable[[], object]:
+        """Ours, forward and backward, on its inputs: for a profiler."""
+        return functools.partial(self._run, self._ours, *self._draw())
+
     def measure(self, repeats: int | None) -> Measurement:
         """Time every contestant's forward and backward pass."""
         leaves, d_out = self._draw()
@@ -207,6 +211,10 @@ class ScoresCase:
         errors = (attention_scores(q, k).double() - wanted).abs()
         detail = f"at most {float((errors / allowed).max()):.2f} of what is allowed"
         return [Check(f"pagewise, {self.about}", bool((errors <= allowed).all()), detail)]
+
+    def call(self) -> Callable[[], object]:
+        """Ours, on its inputs: for a profiler."""
+        return functools.partial(attention_scores, *self._draw())
 
     @torch.inference_mode()
     def measure(self, repeats: int | None) -> Measurement:

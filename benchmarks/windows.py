@@ -75,6 +75,11 @@ class WindowCase:
         checks.append(Check("two runs give the same bits", same, ""))
         return checks
 
+    def call(self) -> Callable[[], object]:
+        """Ours, forward and backward, on its inputs: for a profiler."""
+        inputs = _Inputs(self)
+        return inputs.both(inputs.ours)
+
     def measure(self, repeats: int | None) -> Measurement:
         """Forward, and forward with backward, of all; on a GPU by replayed graphs."""
         inputs = _Inputs(self)
