@@ -29,8 +29,8 @@ from ...tiles.hopper.names import barrier
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 FETCH_WARPS = gl.constexpr(4)
-SMALL_UNIT = gl.constexpr(2.0**-100)
-ROOM = gl.constexpr(2.0**14)
+SMALLEST = gl.constexpr(-100)
+ROOM = gl.constexpr(14)
 
 
 @gluon.jit
@@ -188,16 +188,23 @@ def _tanh(x):
 
 
 @gluon.jit
+def _exp2_of(exponent):
+    """As ``tiles.triton.online_softmax.exp2_of``."""
+    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _fit_queries(even, odd, layout: gl.constexpr):
     """As ``tiles.triton.online_softmax.fit_queries``, for two halves of the columns."""
     unit = 1.0
     if even.dtype == gl.bfloat16:
         even, odd = even.to(gl.float32), odd.to(gl.float32)
         peak = gl.max(gl.maximum(gl.abs(even), gl.abs(odd)), 1)
-        exponent = gl.minimum(gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 1), 253)
-        inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
-        even, odd = even * inverse[:, None], odd * inverse[:, None]
-        unit = gl.convert_layout((exponent << 23).to(gl.float32, bitcast=True), layout)[:, None]
+        exponent = (peak.to(gl.int32, bitcast=True) >> 23) - 127
+        exponent = gl.minimum(gl.maximum(exponent, -126), 126)
+        inverse = _exp2_of(-exponent)[:, None]
+        even, odd = even * inverse, odd * inverse
+        unit = gl.convert_layout(_exp2_of(exponent), layout)[:, None]
     return even.to(gl.float16), odd.to(gl.float16), unit
 
 
@@ -379,7 +386,7 @@ def _attend(
         l = gl.full([TILE_M], 0.0, gl.float32, by_row)
         acc = gl.full([TILE_M, V], 0.0, gl.float32, mma)
         acc_odd = gl.full([TILE_M, V], 0.0, gl.float32, mma) if PAIRED else 0.0
-        unit = SMALL_UNIT
+        unit = SMALLEST
         for tile in range(low, high):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -393,7 +400,7 @@ def _attend(
             if SCALES == "token":
                 s *= ks_ring.index(stage).load(by_key)[None, :]
                 v_scales = vs_ring.index(stage).load(by_key)
-                tile_unit = gl.max(gl.abs(vs_ring.index(stage).load(in_each_warp)), 0)
+                scale_bits = vs_ring.index(stage).load(in_each_warp).to(gl.int32, bitcast=True)
             barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             key = tile * TILE_N + keys
@@ -410,9 +417,10 @@ def _attend(
             l = l * decay + gl.sum(p, 1)
             m = new_m
             if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
+                tile_unit = (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
                 new_unit = gl.maximum(unit, tile_unit)
-                p *= (v_scales * (ROOM / new_unit))[None, :]
-                decay *= unit / new_unit
+                p *= (v_scales * _exp2_of(ROOM - new_unit))[None, :]
+                decay *= _exp2_of(gl.maximum(unit - new_unit, -127))
                 unit = new_unit
             p = gl.convert_layout(p.to(DOT), left)
             if PAIRED:
@@ -423,7 +431,7 @@ def _attend(
         if PAIRED:
             acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
         if SCALES == "token":
-            acc *= unit / ROOM
+            acc *= _exp2_of(unit - ROOM)
 
         # All keys of the head: done. Some of them: whoever comes last merges.
         if count == items:

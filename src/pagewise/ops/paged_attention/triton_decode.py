@@ -24,8 +24,9 @@ import triton.language as tl
 from ...tiles.triton.online_softmax import (
     LOG2_E,
     ROOM,
-    SMALL_UNIT,
+    SMALLEST,
     add_sink,
+    exp2_of,
     finish,
     fit_queries,
     merge,
@@ -242,7 +243,7 @@ def decode_kernel(
         m = tl.full([TILE_M], float("-inf"), tl.float32)
         l = tl.zeros([TILE_M], tl.float32)
         acc = tl.zeros([TILE_M, V], tl.float32)
-        unit = SMALL_UNIT
+        unit = SMALLEST
         table = block_tables + seq.to(tl.int64) * table_stride
         first_key = tl.maximum(seq_len - query_len - window + 1, 0)
         if PREFETCH:
@@ -286,7 +287,7 @@ def decode_kernel(
                 p, decay, unit = scale_weights(p, decay, v_scales, unit)
             acc = tl.dot(p.to(DOT), v_tile.to(DOT), acc * decay[:, None], input_precision="ieee")
         if SCALES == "token":
-            acc *= unit / ROOM
+            acc *= exp2_of(unit - ROOM)
 
         # All keys of the head: done. Some of them: whoever comes last merges.
         if count == items:

@@ -22,8 +22,9 @@ import triton.language as tl
 from .online_softmax import (
     LOG2_E,
     ROOM,
-    SMALL_UNIT,
+    SMALLEST,
     add_sink,
+    exp2_of,
     finish,
     fit_queries,
     scale_weights,
@@ -206,7 +207,7 @@ def forward_kernel(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, V], tl.float32)
-    unit = SMALL_UNIT
+    unit = SMALLEST
     for part in tl.static_range(3):
         if part == 0:
             start, stop = low, whole_low
@@ -225,7 +226,7 @@ def forward_kernel(
 
     # Done.
     if SCALES == "token":
-        acc *= unit / ROOM
+        acc *= exp2_of(unit - ROOM)
     if HAS_SINKS:
         sink = tl.load(sinks + q_heads, mask=is_row, other=0.0) * LOG2_E
         m, l, acc = add_sink(m, l, acc, sink)

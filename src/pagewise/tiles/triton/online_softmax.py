@@ -10,8 +10,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-SMALL_UNIT = tl.constexpr(2.0**-100)
-ROOM = tl.constexpr(2.0**14)  # what a weight of 1 becomes in float16, so that small ones fit too
+SMALLEST = tl.constexpr(-100)
+ROOM = tl.constexpr(14)  # a weight of 1 becomes 2 ** 14 in float16, so that small ones fit too
 
 
 @triton.jit
@@ -28,28 +28,36 @@ def weigh(s, m, l):
 def scale_weights(p, decay, scale, unit):
     """Weights ``[M, N]`` times the values' scales ``[N]``, with all their digits in float16.
 
-    The state's ``acc`` is in units of the largest scale so far over ROOM: ``unit``, which begins
-    with SMALL_UNIT; ``acc * (unit / ROOM)`` in the end.
+    The state's ``acc`` is in units of ``2 ** (unit - ROOM)``: the largest power of two in a scale
+    so far is ``2 ** unit``. It begins with SMALLEST, and ends with ``acc * exp2_of(unit - ROOM)``.
     """
-    new_unit = tl.maximum(unit, tl.max(tl.abs(scale), 0))
-    p *= (scale * (ROOM / new_unit))[None, :]
-    return p, decay * (unit / new_unit), new_unit
+    bits = scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    new_unit = tl.maximum(unit, (tl.max(bits, 0) >> 23) - 127)
+    p *= (scale * exp2_of(-new_unit + ROOM))[None, :]
+    return p, decay * exp2_of(tl.maximum(unit - new_unit, -127)), new_unit
 
 
 @triton.jit
-def fit_queries(q, DOT: tl.constexpr):
-    """Queries ``[M, D]`` as they are multiplied, and ``[M, 1]`` that their scores need: 1 mostly.
+def exp2_of(exponent):
+    """2 to the power of an integer from -126 to 127; of -127, 0."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fit_queries(q, dtype: tl.constexpr):
+    """Queries ``[M, D]`` as they are multiplied, and a factor ``[M, 1]`` of their scores, or 1.
 
     Rows of bfloat16 may not fit in float16; they are divided by their largest power of two.
     """
     unit = 1.0
-    if q.dtype == tl.bfloat16 and tl.float16 == DOT:
+    if q.dtype == tl.bfloat16 and dtype == tl.float16:
         q = q.to(tl.float32)
         peak = tl.max(tl.abs(q), 1, keep_dims=True)
-        exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 1), 253)
-        unit = (exponent << 23).to(tl.float32, bitcast=True)
-        q *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return q.to(DOT), unit
+        exponent = (peak.to(tl.int32, bitcast=True) >> 23) - 127
+        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+        q *= exp2_of(-exponent)
+        unit = exp2_of(exponent)
+    return q.to(dtype), unit
 
 
 @triton.jit
