@@ -1,10 +1,16 @@
 """Random cases of paged attention against the float64 oracle, for as long as one likes.
 
     python tools/fuzz.py --cases 50000 --seed 0
-    python tools/fuzz.py --cases 1 --seed 0 --first 1234    # one case of that run again
+    python tools/fuzz.py --cases 1 --seed 0 --first 1234           # one case of that run again
+    python tools/fuzz.py --device cuda --processes 12 --cases 20000
+    python tools/fuzz.py --device cuda --cases 50 --repeats 100    # the same bits every time
 
-Every case runs on the CPU path as this machine plans it, on three threads; with bfloat16 also on
-the float32 route of machines that cannot multiply it; every eighth case also on the reference.
+On a CPU every case runs on the CPU path as this machine plans it, on three threads; with bfloat16
+also on the float32 route of machines that cannot multiply it; every eighth case also on the
+reference. On a GPU it runs on whatever "auto" chooses and on every implementation that supports
+it, and some hundred cases in a row share their kernels: other lengths, numbers and places, the
+same sizes and types.
+
 Prints the worst error, as a part of what is allowed, by implementation and element types, and a
 line that reproduces each failing case. Exits with 1 if there is one.
 """
@@ -12,17 +18,21 @@ line that reproduces each failing case. Exits with 1 if there is one.
 import argparse
 import random
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
 
 import torch
 from tqdm import tqdm
 
 from pagewise.device import DeviceInfo
+from pagewise.errors import UnsupportedError
 from pagewise.ops.paged_attention import make_plan
 from pagewise.testing import (
-    Comparison,
     PagedCase,
     PagedInputs,
     compare,
@@ -31,77 +41,168 @@ from pagewise.testing import (
     poisoned_memory,
     random_case,
     tolerance,
+    vary,
 )
 from pagewise.tiles.state import AttentionOutput
 
 REFERENCE_EVERY = 8
+GPU_IMPLEMENTATIONS = ("auto", "hopper_prefill", "hopper", "triton")
+ALIKE = 250  # cases in a row that share a GPU's kernels
+STRIDED_EVERY = 4  # of those rows: kernels are compiled for what strides are multiples of
+
+
+@dataclass
+class Tally:
+    """What came of some cases."""
+
+    cases: int = 0
+    runs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By implementation and element types."""
+    worst: dict[tuple[str, str], float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: "Tally") -> None:
+        """Count another's cases in."""
+        self.cases += other.cases
+        self.runs += other.runs
+        self.failures += other.failures
+        for key, ratio in other.worst.items():
+            self.worst[key] = max(self.worst.get(key, 0.0), ratio)
 
 
 def main() -> int:
     """Run the cases; the exit code."""
     options = _parse()
-    torch.set_num_threads(1)  # the oracle's products are small; the kernel's threads are planned
-    worst: dict[tuple[str, str], float] = defaultdict(float)
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    failures = 0
-    numbers = range(options.first, options.first + options.cases)
-    with tqdm(numbers, unit="case", smoothing=0.02) as bar:
-        for number in bar:
-            case = random_case(random.Random(f"{options.seed}-{number}"))
-            for name, comparison in _compare(case, number):
-                key = name, _types(case)
-                counts[key] += 1
-                worst[key] = max(worst[key], comparison.ratio)
-                if not comparison.ratio <= 1:
-                    failures += 1
-                    tqdm.write(_report(name, case, comparison, options.seed, number))
-            bar.set_postfix(worst=f"{max(worst.values()):.2f}", failures=failures)
-    print(f"{len(numbers)} cases, {sum(counts.values())} runs, {failures} failures")
-    for name, types in sorted(worst, key=lambda key: -worst[key]):
-        runs = counts[name, types]
-        print(f"{worst[name, types]:6.3f} of the tolerance  {name:20} {types:10} {runs:6} runs")
-    return 1 if failures else 0
+    last = options.first + options.cases
+    starts = range(options.first // ALIKE * ALIKE, last, ALIKE)
+    lots = [range(max(at, options.first), min(at + ALIKE, last)) for at in starts]
+    total = Tally()
+    with tqdm(total=options.cases, unit="case", smoothing=0.02) as bar:
+        for tally in _in_processes(options, lots):
+            total.add(tally)
+            for failure in tally.failures:
+                tqdm.write(failure)
+            bar.update(tally.cases)
+            worst = max(total.worst.values(), default=0.0)
+            bar.set_postfix(worst=f"{worst:.2f}", failures=len(total.failures))
+    print(f"{total.cases} cases, {sum(total.runs.values())} runs, {len(total.failures)} failures")
+    for name, types in sorted(total.worst, key=lambda key: -total.worst[key]):
+        ratio, runs = total.worst[name, types], total.runs[name, types]
+        print(f"{ratio:6.3f} of the tolerance  {name:20} {types:10} {runs:6} runs")
+    return 1 if total.failures else 0
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=1000, help="how many cases (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="which sequence of cases (default: 0)")
-    parser.add_argument("--first", type=int, default=0, help="where in it to begin (default: 0)")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--cases", type=int, default=1000, help="how many cases (default: 1000)")
+    add("--seed", type=int, default=0, help="which sequence of cases (default: 0)")
+    add("--first", type=int, default=0, help="where in it to begin (default: 0)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
+    add("--processes", type=int, default=1, help="how many work side by side (default: 1)")
+    add("--repeats", type=int, default=0, help="calls that must repeat a case's bits (default: 0)")
+    add("--seconds", type=float, default=float("inf"), help="after which no case is begun")
+    options = parser.parse_args()
+    options.until = time.time() + options.seconds
+    return options
 
 
-def _compare(case: PagedCase, number: int) -> Iterator[tuple[str, Comparison]]:
-    """A case on every implementation: (name, errors)."""
+def _in_processes(options: argparse.Namespace, lots: list[range]) -> Iterator[Tally]:
+    if options.processes == 1:
+        for lot in lots:
+            yield from (run(options, range(number, number + 1)) for number in lot)
+        return
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(run, options, lot) for lot in lots]):
+            yield future.result()
+
+
+def run(options: argparse.Namespace, numbers: range) -> Tally:
+    """Some cases by their numbers, one after the other."""
+    torch.set_num_threads(1)  # the oracle's products are small; the kernel's threads are planned
+    tally = Tally()
+    for number in numbers:
+        if time.time() > options.until:
+            break
+        case = _draw(options, number)
+        tally.cases += 1
+        for name, report in _try(case, number, options, tally):
+            again = f"--seed {options.seed} --first {number} --device {options.device}"
+            again = f"python tools/fuzz.py --cases 1 {again} --repeats {options.repeats}"
+            tally.failures.append(f"FAILED on {name}: {case}\n{report}\n{case!r}\n{again}")
+    return tally
+
+
+def _draw(options: argparse.Namespace, number: int) -> PagedCase:
+    rng = random.Random(f"{options.seed}-{number}")
+    if options.device == "cpu":
+        return random_case(rng)
+    lot = number // ALIKE
+    like = random_case(random.Random(f"{options.seed}-lot-{lot}"))
+    return vary(replace(like, strided=like.strided and lot % STRIDED_EVERY == 0), rng)
+
+
+def _try(
+    case: PagedCase, number: int, options: argparse.Namespace, tally: Tally
+) -> Iterator[tuple[str, object]]:
+    """Run a case on every implementation; what went wrong, by name."""
     inputs = make_inputs(case)
     expected = oracle(inputs)
     allowed = tolerance(inputs, expected)
-    with poisoned_memory():
-        results = list(_results(inputs, number))
-    for name, result in results:
-        yield name, compare(result, inputs, expected, allowed)
+    calls = _on_cpu(inputs, number) if options.device == "cpu" else _on_gpu(inputs)
+    for name, call in calls:
+        try:
+            with poisoned_memory():
+                first = call()
+                repeated = all(_is_same(call(), first) for _ in range(options.repeats))
+        except UnsupportedError:
+            continue
+        except Exception as error:
+            yield name, repr(error)
+            continue
+        comparison = compare(AttentionOutput(*(x.cpu() for x in first)), inputs, expected, allowed)
+        key = name, _types(case)
+        tally.runs[key] += 1 + options.repeats
+        tally.worst[key] = max(tally.worst.get(key, 0.0), comparison.ratio)
+        if not comparison.ratio <= 1:
+            yield name, comparison
+        if not repeated:
+            yield name, "the same call gave other bits"
 
 
-def _results(inputs: PagedInputs, number: int) -> Iterator[tuple[str, AttentionOutput]]:
+def _is_same(result: AttentionOutput, first: AttentionOutput) -> bool:
+    return torch.equal(result.out, first.out) and torch.equal(result.lse, first.lse)
+
+
+_Calls = Iterator[tuple[str, Callable[[], AttentionOutput]]]
+
+
+def _on_cpu(inputs: PagedInputs, number: int) -> _Calls:
     here = replace(DeviceInfo.of(inputs.q.device), num_workers=3)
-    yield "cpu", inputs.attend(impl="cpu", plan=make_plan(inputs.problem, here))
+    plan = make_plan(inputs.problem, here)
+    yield "cpu", lambda: inputs.attend(impl="cpu", plan=plan)
     if here.bf16_dot and inputs.q.dtype == inputs.k_cache.dtype == torch.bfloat16:
-        there = replace(here, bf16_dot=False)
-        plan = make_plan(inputs.problem, there)
-        yield "cpu without bf16_dot", inputs.attend(impl="cpu", plan=plan)
+        there = make_plan(inputs.problem, replace(here, bf16_dot=False))
+        yield "cpu without bf16_dot", lambda: inputs.attend(impl="cpu", plan=there)
     if number % REFERENCE_EVERY == 0:
-        yield "reference", inputs.attend(impl="reference")
+        yield "reference", lambda: inputs.attend(impl="reference")
+
+
+def _on_gpu(inputs: PagedInputs) -> _Calls:
+    there = inputs.to("cuda")
+
+    def attend(impl: str) -> AttentionOutput:
+        out = torch.full_like(there.out, torch.nan)
+        return there.attend(impl=impl, out=out)
+
+    for impl in GPU_IMPLEMENTATIONS:
+        yield impl, partial(attend, impl)
 
 
 def _types(case: PagedCase) -> str:
     names = [str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.cache_dtype)]
     short = [name.replace("bfloat", "bf").replace("float", "f") for name in names]
     return "/".join(dict.fromkeys(short))
-
-
-def _report(name: str, case: PagedCase, comparison: Comparison, seed: int, number: int) -> str:
-    again = f"python tools/fuzz.py --cases 1 --seed {seed} --first {number}"
-    return f"FAILED on {name}: {case}\n{comparison}\n{case!r}\n{again}"
 
 
 if __name__ == "__main__":

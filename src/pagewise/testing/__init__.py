@@ -11,7 +11,7 @@ A kernel with the contract of ``paged_attention`` is tested in five lines::
 from .paged_cases import TABLE_POISON, PagedCase, PagedInputs, make_inputs
 from .paged_oracle import Comparison, Tolerance, assert_matches, compare, oracle, tolerance
 from .poison import poisoned_memory
-from .random_cases import random_case
+from .random_cases import random_case, vary
 
 __all__ = [
     "TABLE_POISON",
@@ -26,4 +26,5 @@ __all__ = [
     "poisoned_memory",
     "random_case",
     "tolerance",
+    "vary",
 ]

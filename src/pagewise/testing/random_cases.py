@@ -10,12 +10,13 @@ import torch
 from ..ops.scales import LARGEST_CODE
 from .paged_cases import PagedCase
 
-__all__ = ["random_case"]
+__all__ = ["random_case", "vary"]
 
 _GROUPS = (1, 1, 1, 2, 3, 4, 4, 5, 6, 7, 8)
 _HEAD_SIZES = (8, 16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 192, 256)
 _BLOCK_SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 16, 16, 17, 32, 33, 64, 100, 128, 255, 256)
 _SCALES = (None, None, None, None, None, None, 0.0, 1.0, 0.5, 0.02, -0.1)
+_CAPS = (0.5, 5.0, 30.0, 50.0)
 _MOST_WORK = 1 << 24  # multiply-adds of a case: some milliseconds for the oracle
 _EXP = 64  # multiply-adds that take as long as a score's exponential
 
@@ -49,7 +50,7 @@ def random_case(rng: random.Random) -> PagedCase:
         softmax_scale=rng.choice(_SCALES),
         causal=rng.random() < 0.8,
         sliding_window=rng.randint(1, rng.randint(1, longest + 8)) if rng.random() < 0.3 else None,
-        logits_soft_cap=rng.choice([0.5, 5.0, 30.0, 50.0]) if rng.random() < 0.2 else None,
+        logits_soft_cap=rng.choice(_CAPS) if rng.random() < 0.2 else None,
         has_alibi=rng.random() < 0.2,
         has_sinks=rng.random() < 0.2,
         strided=rng.random() < 0.4,
@@ -60,6 +61,37 @@ def random_case(rng: random.Random) -> PagedCase:
         return case
     scales = rng.choice(["tensor", "head", "token", "token"])
     return dataclasses.replace(case, kv_dtype=rng.choice(list(LARGEST_CODE)), scales=scales)
+
+
+def vary(case: PagedCase, rng: random.Random) -> PagedCase:
+    """A case of other lengths and numbers that kernels compiled for ``case`` can run, as a rule.
+
+    Sizes, types and features stay, and the most new tokens of a sequence: for these a GPU's
+    kernels are compiled, which takes seconds.
+
+    Example:
+        >>> case = random_case(random.Random(7))
+        >>> other = vary(case, random.Random(8))
+        >>> other.head_size == case.head_size, other.seq_lens == case.seq_lens
+        (True, False)
+    """
+    work = case.num_heads * (case.head_size + case.value_size + _EXP)
+    most = max(case.query_lens)
+    query_lens, seq_lens = map(list, _random_lengths(rng, _MOST_WORK // work))
+    query_lens = [min(length, most) for length in query_lens]
+    query_lens[0], seq_lens[0] = most, min(seq_lens[0], _MOST_WORK // work // most)
+    longest = max(*query_lens, *seq_lens)
+    window, cap = case.sliding_window, case.logits_soft_cap
+    return dataclasses.replace(
+        case,
+        query_lens=tuple(query_lens),
+        seq_lens=tuple(seq_lens),
+        softmax_scale=rng.choice(_SCALES),
+        sliding_window=window and rng.randint(1, rng.randint(1, longest + 8)),
+        logits_soft_cap=cap and rng.choice(_CAPS),
+        shares_prefix=rng.random() < 0.2,
+        seed=rng.randrange(1 << 31),
+    )
 
 
 def _random_size(rng: random.Random) -> int:
