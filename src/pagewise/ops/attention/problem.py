@@ -74,11 +74,17 @@ def in_a_row(
     """
     if lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None:
         return q, k, v, lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_k.contiguous()
-    starts, key_starts = (
-        torch.arange(t.shape[0] + 1, dtype=torch.int32, device=t.device) * t.shape[1]
-        for t in (q, k)
-    )
+    starts = _starts(q)
+    key_starts = starts if k.shape[1] == q.shape[1] else _starts(k)
     return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, key_starts
+
+
+def _starts(dense: Tensor) -> Tensor:
+    """Where the sequences of a dense tensor start, in one launch."""
+    batch, length = dense.shape[:2]
+    if not length:
+        return torch.zeros(batch + 1, dtype=torch.int32, device=dense.device)
+    return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=dense.device)
 
 
 def sequences(lengths: Lengths, num_seqs: int) -> Iterator[tuple[int | slice, int | slice]]:
