@@ -3,13 +3,13 @@
     python tools/fuzz.py --cases 50000 --seed 0
     python tools/fuzz.py --cases 1 --seed 0 --first 1234           # one case of that run again
     python tools/fuzz.py --device cuda --processes 12 --cases 20000
-    python tools/fuzz.py --device cuda --cases 50 --repeats 100    # the same bits every time
+    python tools/fuzz.py --device cuda --cases 50 --alike 1 --repeats 100    # the same bits
 
 On a CPU every case runs on the CPU path as this machine plans it, on three threads; with bfloat16
 also on the float32 route of machines that cannot multiply it; every eighth case also on the
 reference. On a GPU it runs on whatever "auto" chooses and on every implementation that supports
-it, and some hundred cases in a row share their kernels: other lengths, numbers and places, the
-same sizes and types.
+it, and a lot of cases in a row share their kernels: other lengths, numbers and places, the same
+sizes and types.
 
 Prints the worst error, as a part of what is allowed, by implementation and element types, and a
 line that reproduces each failing case. Exits with 1 if there is one.
@@ -47,8 +47,7 @@ from pagewise.tiles.state import AttentionOutput
 
 REFERENCE_EVERY = 8
 GPU_IMPLEMENTATIONS = ("auto", "hopper_prefill", "hopper", "triton")
-ALIKE = 250  # cases in a row that share a GPU's kernels
-STRIDED_EVERY = 4  # of those rows: kernels are compiled for what strides are multiples of
+STRIDED_EVERY = 4  # lots: kernels are compiled for what strides are multiples of
 
 
 @dataclass
@@ -74,8 +73,9 @@ def main() -> int:
     """Run the cases; the exit code."""
     options = _parse()
     last = options.first + options.cases
-    starts = range(options.first // ALIKE * ALIKE, last, ALIKE)
-    lots = [range(max(at, options.first), min(at + ALIKE, last)) for at in starts]
+    lot = options.alike
+    starts = range(options.first // lot * lot, last, lot)
+    lots = [range(max(at, options.first), min(at + lot, last)) for at in starts]
     total = Tally()
     with tqdm(total=options.cases, unit="case", smoothing=0.02) as bar:
         for tally in _in_processes(options, lots):
@@ -100,6 +100,7 @@ def _parse() -> argparse.Namespace:
     add("--first", type=int, default=0, help="where in it to begin (default: 0)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     add("--processes", type=int, default=1, help="how many work side by side (default: 1)")
+    add("--alike", type=int, default=250, help="how many share a GPU's kernels (default: 250)")
     add("--repeats", type=int, default=0, help="calls that must repeat a case's bits (default: 0)")
     add("--seconds", type=float, default=float("inf"), help="after which no case is begun")
     options = parser.parse_args()
@@ -128,7 +129,8 @@ def run(options: argparse.Namespace, numbers: range) -> Tally:
         tally.cases += 1
         for name, report in _try(case, number, options, tally):
             again = f"--seed {options.seed} --first {number} --device {options.device}"
-            again = f"python tools/fuzz.py --cases 1 {again} --repeats {options.repeats}"
+            again += f" --alike {options.alike} --repeats {options.repeats}"
+            again = f"python tools/fuzz.py --cases 1 {again}"
             tally.failures.append(f"FAILED on {name}: {case}\n{report}\n{case!r}\n{again}")
     return tally
 
@@ -137,7 +139,7 @@ def _draw(options: argparse.Namespace, number: int) -> PagedCase:
     rng = random.Random(f"{options.seed}-{number}")
     if options.device == "cpu":
         return random_case(rng)
-    lot = number // ALIKE
+    lot = number // options.alike
     like = random_case(random.Random(f"{options.seed}-lot-{lot}"))
     return vary(replace(like, strided=like.strided and lot % STRIDED_EVERY == 0), rng)
 

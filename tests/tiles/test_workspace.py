@@ -20,7 +20,7 @@ class Gpus:
 
     @contextmanager
     def device(self, device):
-        before, self.current = self.current, device.index
+        before, self.current = self.current, device
         yield
         self.current = before
 
@@ -46,7 +46,7 @@ def gpus(monkeypatch):
 
 
 def borrow(*sizes, index=0):
-    return workspace.borrow(torch.device("cuda", index), sizes)
+    return workspace.borrow(index, sizes)
 
 
 def test_a_stream_has_one_workspace_that_grows(gpus):

@@ -102,8 +102,10 @@ def paged_attention(
     """
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    numbers = softmax_scale, causal, sliding_window, logits_soft_cap
-    options = Options(*numbers, alibi_slopes, sinks, k_scale, v_scale)
+    biases = alibi_slopes, sinks
+    options = Options._make(
+        (softmax_scale, causal, sliding_window, logits_soft_cap, *biases, k_scale, v_scale)
+    )
     description = describe(q, k_cache, v_cache, batch, options, out)
     problem, run = _settle(description, plan, impl)
     if is_debugging() and q.is_cuda:

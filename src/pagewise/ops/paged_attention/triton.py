@@ -90,7 +90,7 @@ class Call:
         _, _, _, _, slopes, sinks, k_scale, v_scale = options
         if not self.is_packed:
             batch, slopes, sinks = pack(batch), _floats(slopes), _floats(sinks)
-        scratch = borrow(q.device, self.scratch) if self.scratch else ()
+        scratch = borrow(q.get_device(), self.scratch) if self.scratch else ()
         self.launch(
             out, lse, *scratch, q, k_cache, v_cache, batch.block_tables, batch.seq_lens,
             batch.cu_seqlens_q, slopes, sinks, k_scale, v_scale,

@@ -11,28 +11,29 @@ _GRAPHS = -1
 
 _Sizes = tuple[int, int, int]
 _Memory = tuple[Tensor, Tensor, Tensor]
-_made: dict[tuple[torch.device, int], tuple[_Sizes, _Memory]] = {}
+_made: dict[tuple[int, int], tuple[_Sizes, _Memory]] = {}
 _outgrown: list[_Memory] = []
 """Of graphs, which go on using what was there when they were captured."""
 
 
-def borrow(device: torch.device, sizes: _Sizes) -> _Memory:
+def borrow(device: int, sizes: _Sizes) -> _Memory:
     """Two lots of floats that hold anything, and int32 zeros, which a launch must leave as zeros.
 
-    ``sizes`` are how many of each, at least. A stream has one workspace, since its launches
-    follow each other; it grows, and is kept. All CUDA graphs of a device share another one: like
-    those that use cuBLAS, they must not be replayed at the same time, nor may branches of one
-    graph that run side by side both borrow. It grows beside that of eager calls; a graph that is
-    captured before any eager call of its size gets its own, and sets it to zero at every replay.
+    ``device`` is a tensor's ``get_device()``, ``sizes`` are how many of each, at least. A stream
+    has one workspace, since its launches follow each other; it grows, and is kept. All CUDA
+    graphs of a device share another one: like those that use cuBLAS, they must not be replayed at
+    the same time, nor may branches of one graph that run side by side both borrow. It grows
+    beside that of eager calls; a graph that is captured before any eager call of its size gets
+    its own, and sets it to zero at every replay.
     """
-    if device.type != "cuda":  # the interpreter's
+    if device < 0:  # the interpreter's
         return _find(device, 0, sizes) or _make(device, 0, sizes)
-    if device.index != torch._C._cuda_getDevice():  # whose stream may be capturing, or not
+    if device != torch._C._cuda_getDevice():  # whose stream may be capturing, or not
         with torch.cuda.device(device):
             return borrow(device, sizes)
     if torch.cuda.is_current_stream_capturing():
         return _find(device, _GRAPHS, sizes) or _allocate(device, sizes)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream = torch._C._cuda_getCurrentRawStream(device)
     memory = _find(device, stream, sizes)
     if memory is None:
         memory = _make(device, stream, sizes)
@@ -41,7 +42,7 @@ def borrow(device: torch.device, sizes: _Sizes) -> _Memory:
     return memory
 
 
-def _find(device: torch.device, owner: int, sizes: _Sizes) -> _Memory | None:
+def _find(device: int, owner: int, sizes: _Sizes) -> _Memory | None:
     made = _made.get((device, owner))
     if made is None:
         return None
@@ -50,7 +51,7 @@ def _find(device: torch.device, owner: int, sizes: _Sizes) -> _Memory | None:
     return memory if is_enough else None
 
 
-def _make(device: torch.device, owner: int, sizes: _Sizes) -> _Memory:
+def _make(device: int, owner: int, sizes: _Sizes) -> _Memory:
     """With room for all that was asked for so far, by doubling, so that it happens seldom."""
     old, outgrown = _made.get((device, owner), ((1024, 1024, 1024), None))
     if outgrown is not None and owner == _GRAPHS:
@@ -63,10 +64,11 @@ def _make(device: torch.device, owner: int, sizes: _Sizes) -> _Memory:
     return memory
 
 
-def _allocate(device: torch.device, sizes: _Sizes) -> _Memory:
+def _allocate(device: int, sizes: _Sizes) -> _Memory:
     floats, sums, counters = sizes
+    where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
     return (
-        torch.empty(floats, dtype=torch.float32, device=device),
-        torch.empty(sums, dtype=torch.float32, device=device),
-        torch.zeros(counters, dtype=torch.int32, device=device),
+        torch.empty(floats, dtype=torch.float32, device=where),
+        torch.empty(sums, dtype=torch.float32, device=where),
+        torch.zeros(counters, dtype=torch.int32, device=where),
     )
