@@ -5,8 +5,9 @@ demo: .venv/ready  ## generate text with the shipped checkpoint and show the pag
 	@$(BIN)/python -m pagewise generate --show-pages < /dev/null
 test: check  ## everything that must hold, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU
-	$(BIN)/python -m pytest -m "gpu or interpret" tests
+test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU, then random problems
+	$(BIN)/python -m pytest -n 8 -m "gpu or interpret" tests
+	$(BIN)/python tools/fuzz.py --device cuda --processes 8 --cases 5000
 check: .venv/ready  ## style, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest tests/test_import_rules.py
 format: .venv/ready  ## put the code into house style

@@ -160,3 +160,11 @@ def test_wide_heads_fit_into_the_memory_of_small_gpus(size, query_len, dtype):
     question = problem(4, size, dtype, query_len=query_len, dtype=dtype)
     compiled = make_launcher(DECODE, question, device=SMALL).compile(GPUTarget("cuda", 89, 32))
     assert compiled.metadata.shared <= SMALL.shared_memory
+
+
+def test_fixed_splits_keep_no_more_states_than_block_tables_can_name():
+    question = replace(problem(4, 128), max_seq_len=1 << 24)
+    plan = make_gpu_plan(question, H200, batch_invariant=True)
+    states, _, _ = triton.prepare(question, call_form(question, False), plan).scratch
+    splits = 256 * 16 // plan.split_size + 1  # of the widest table that call_form makes
+    assert states == question.num_seqs * question.num_kv_heads * splits * 4 * 128

@@ -25,7 +25,10 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
         device: Where it would run; it need not be this machine's.
         batch_invariant: Whether a sequence's result must have the same bits whoever else is in
             the batch. On a CPU it always has; on a GPU it costs some of decode's speed, and holds
-            among batches of one ``max_query_len``.
+            among batches of one ``max_query_len``. Decode then keeps a partial result of every
+            1024 keys: ``rows * v_head_size * 4`` bytes each, with ``rows`` the next power of two
+            of ``max_query_len * group``, for as many keys as ``max_seq_len`` and the block tables
+            allow, of every sequence and KV head.
 
     Example:
         >>> import torch

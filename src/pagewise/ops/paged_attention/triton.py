@@ -127,7 +127,9 @@ def prepare(
         tuple((name, constants[name]) for name in names if name in constants),
         tuple(options.items()),
     )
-    max_splits = -(-problem.max_seq_len // plan.split_size) + 1 if plan.split_size else 0
+    # The bound may be far above the lengths; what a table names is nearer.
+    longest = min(problem.max_seq_len, form.block_tables.shape[1] * problem.block_size)
+    max_splits = -(-longest // plan.split_size) + 1 if plan.split_size else 0
     values = {
         "num_seqs": problem.num_seqs,
         "num_kv_heads": problem.num_kv_heads,
