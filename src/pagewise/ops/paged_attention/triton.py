@@ -113,24 +113,11 @@ def prepare(
         )
     paired = kernel.takes_pairs and problem.kv_dtype.itemsize == 1
     strides = _strides(problem, form, 2 if paired else 1)
-    types = _types(problem, form, strides, paired)
-    constants = _constants(problem, form, plan, paired)
-    options = {"num_warps": plan.num_warps}
-    if kernel is PREFILL:
-        options["num_stages"] = plan.num_stages
-    if plan.max_registers:
-        options["maxnreg"] = plan.max_registers
-    names = kernel.function.arg_names
-    launcher = _make_launcher(
-        kernel,
-        tuple((name, types[name]) for name in names if name in types),
-        tuple((name, constants[name]) for name in names if name in constants),
-        tuple(options.items()),
-    )
-    # The bound may be far above the lengths; what a table names is nearer.
+    launcher = _find_launcher(kernel, problem, form, plan, strides, paired)
+    # A bound may be far above the lengths; what a table names is nearer.
     longest = min(problem.max_seq_len, form.block_tables.shape[1] * problem.block_size)
     max_splits = -(-longest // plan.split_size) + 1 if plan.split_size else 0
-    values = {
+    numbers = {
         "num_seqs": problem.num_seqs,
         "num_kv_heads": problem.num_kv_heads,
         "max_splits": max_splits,
@@ -140,7 +127,6 @@ def prepare(
         "block_size": problem.block_size,
         **strides,
     }
-    settled = [values[name] for name in names if name in values]
     if kernel is PREFILL:
         # As many tiles as there can be, however the tokens are spread over sequences. On x: along
         # y there are at most 65535.
@@ -149,10 +135,31 @@ def prepare(
     else:
         pairs = problem.num_seqs * problem.num_kv_heads
         slots = pairs * max_splits if plan.split_size else 2 * plan.num_programs
-        sums = slots * constants["ROWS"]
-        grid, scratch = (plan.num_programs, 1, 1), (sums * constants["V"], 2 * sums, pairs)
-    launch = launcher.bind(grid, *settled)
+        sums = slots * launcher.constants["ROWS"]
+        grid, scratch = (plan.num_programs, 1, 1), (sums * launcher.constants["V"], 2 * sums, pairs)
+    launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
     return Call(launch, (problem.num_tokens, problem.num_heads), scratch, _is_packed(form))
+
+
+def _find_launcher(
+    kernel: Kernel, problem: Problem, form: CallForm, plan: GpuPlan, strides: dict[str, int],
+    paired: bool,
+) -> Launcher:  # fmt: skip
+    """What the kernel's own parameters are, of all that kernels may ask for."""
+    types = _types(problem, form, strides, paired)
+    constants = _constants(problem, form, plan, paired)
+    options = {"num_warps": plan.num_warps}
+    if kernel is PREFILL:
+        options["num_stages"] = plan.num_stages
+    if plan.max_registers:
+        options["maxnreg"] = plan.max_registers
+    names = kernel.function.arg_names
+    return _make_launcher(
+        kernel,
+        tuple((name, types[name]) for name in names if name in types),
+        tuple((name, constants[name]) for name in names if name in constants),
+        tuple(options.items()),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
