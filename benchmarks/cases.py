@@ -98,6 +98,7 @@ SWIN_CASES: tuple[Case, ...] = (
         48,
         targets=(at_least("x MONAI", 1.5), at_most("peak / MONAI", 0.5)),
     ),
+    SwinUnetrCase("swin-unetr-96-fs48-batch-4", (96, 96, 96), 48, batch_size=4),
     SwinUnetrCase("swin-unetr-96-fs48-f16", (96, 96, 96), 48, dtype=torch.float16),
     SwinUnetrCase("swin-unetr-96-fs48-checkpoint", (96, 96, 96), 48, use_checkpoint=True),
     SwinUnetrCase("swin-unetr-96-fs24", (96, 96, 96), 24),
@@ -218,6 +219,7 @@ WINDOW_CASES: tuple[Case, ...] = (
         3,
         16,
         targets=(at_most("microseconds", 450), at_most("backward / forward", 3)),
+        has_compiled_peers=True,
     ),
     WindowCase(
         "windows-343x6x343x16",
@@ -226,6 +228,7 @@ WINDOW_CASES: tuple[Case, ...] = (
         6,
         16,
         targets=(at_most("microseconds", 130), at_most("backward / forward", 3)),
+        has_compiled_peers=True,
     ),
     WindowCase(
         "windows-4096x3x49x32",
@@ -235,6 +238,7 @@ WINDOW_CASES: tuple[Case, ...] = (
         32,
         images=64,
         targets=(at_most("microseconds", 70), at_most("backward / forward", 3)),
+        has_compiled_peers=True,
     ),
     *(
         WindowCase(

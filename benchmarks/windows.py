@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class WindowCase:
     dtype: torch.dtype = torch.float16
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
+    has_compiled_peers: bool = False
+    """Whether compiled eager code and FlexAttention take part, forward: each takes a while."""
 
     @property
     def about(self) -> str:
@@ -84,7 +87,10 @@ class WindowCase:
         """Forward, and forward with backward, of all; on a GPU by replayed graphs."""
         inputs = _Inputs(self)
         calls = {"pagewise": inputs.ours, **inputs.peers()}
-        forward = self._time({name: inputs.forward(call) for name, call in calls.items()}, repeats)
+        compiled = inputs.compiled_peers() if self.has_compiled_peers else {}
+        forward = self._time(
+            {name: inputs.forward(call) for name, call in (calls | compiled).items()}, repeats
+        )
         both = self._time({name: inputs.both(call) for name, call in calls.items()}, repeats)
         ours, ours_both = forward.pop("pagewise"), both.pop("pagewise")
         metrics = {
@@ -199,6 +205,28 @@ class _Inputs:
             if _runs(call, self.rows):
                 peers[name] = call
         return peers
+
+    def compiled_peers(self) -> dict[str, Call]:
+        """Eager code and FlexAttention as ``torch.compile`` makes them for this shape."""
+        from torch.nn.attention.flex_attention import flex_attention
+
+        bias, mask, regions = self.bias().to(self.dtype), self.mask(), self.regions.int()
+        table, offsets, num_masks = self.table.detach(), self.offsets, len(self.regions)
+        centre = (len(table) - 1) // 2
+        eager: Any = torch.compile(_eager, dynamic=False)
+        flex: Any = torch.compile(flex_attention, dynamic=False)
+
+        def score(s: Tensor, window: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            s = s + table[offsets[i] - offsets[j] + centre, head]
+            at = window % num_masks
+            return torch.where(regions[at, i] == regions[at, j], s, s - 100.0)
+
+        calls: dict[str, Call] = {
+            "compiled eager": lambda q, k, v: eager(q, k, v, bias, mask),
+            "flex": lambda q, k, v: flex(q, k, v, score_mod=score),
+        }
+        with torch.no_grad():
+            return {name: call for name, call in calls.items() if _runs(call, self.rows)}
 
     def forward(self, call: Call) -> Callable[[], object]:
         """A call without gradients."""
