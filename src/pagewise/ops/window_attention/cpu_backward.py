@@ -10,7 +10,7 @@ import numpy as np
 
 from ...tiles.cpu.compile import entry, inner
 from ...tiles.cpu.simd import take_number
-from .cpu_forward import bias_rows, load_keys, scores, sizes
+from .cpu_forward import bias_rows, load_keys, load_values, scores, sizes
 from .cpu_tiles import (
     accumulate,
     add_outer,
@@ -72,6 +72,19 @@ def _store_keys(
 
 
 @inner()
+def _hand_back(dtable, dbias, x, share, first, block, width):
+    """Add a block's gradient of the bias to that of the table."""
+    if not x.table_size:
+        return
+    num_tokens = len(x.offsets)
+    table_at = share * x.table_size + (x.table_size - 1) // 2
+    for r in range(min(block, num_tokens - first)):
+        for n in range(num_tokens):
+            to = table_at + x.offsets[first + r] - x.offsets[n]
+            dtable[to] += dbias[r * width + n]
+
+
+@inner()
 def _differentiate_part(
     item,
     dq,
@@ -98,81 +111,86 @@ def _differentiate_part(
     result,
     width,
     depth,
+    block,
     group,
 ):
     """One head of one part of the windows: its gradients, and its share of the table's."""
     num_windows, num_heads, num_tokens = lse.shape
     head, part = item % num_heads, item // num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head)
+    held = -1  # the block whose bias is there, and its gradient
     end = num_windows * (part + 1) // x.parts
     for start in range(num_windows * part // x.parts, end, group):
         stop = min(end, start + group)
         for window in range(start, stop):
             at = (window - start) * depth * width
-            load_keys(keys, values, at, x, window, head, num_tokens, width, depth)
+            load_keys(keys, at, x, window, head, num_tokens, width, depth)
+            load_values(values, at, x, window, head, num_tokens, width, depth)
         dkeys[:] = 0
         dvalues[:] = 0
-        for first in range(0, num_tokens, 4):
-            num_rows = min(4, num_tokens - first)
-            bias_rows(bias, x, head, first, num_rows, width)
-            dbias[:] = 0
+        for first_row in range(0, num_tokens, block):
+            last_row = min(num_tokens, first_row + block)
+            if first_row != held:
+                if held >= 0:
+                    _hand_back(dtable, dbias, x, part * num_heads + head, held, block, width)
+                bias_rows(bias, x, head, first_row, last_row - first_row, width)
+                dbias[:] = 0
+                held = first_row
             for window in range(start, stop):
                 at = (window - start) * depth * width
-                scores(
-                    s, rows, x, keys, at, bias, window, head, first, num_rows, width, depth,
-                    scale * _LOG2_E,
-                )  # fmt: skip
-                back_at = window * dout_strides[0] + head * dout_strides[1]
-                gather_rows(
-                    back, dout, back_at, dout_strides[2], first, num_rows, x.size, depth,
-                    np.float32(1), np.float32(-1),
-                )  # fmt: skip
-                score(ds, back, values, at, width, depth)
-                for r in range(4):
-                    if r >= num_rows:
-                        s[r * width : (r + 1) * width] = 0
-                        ds[r * width : (r + 1) * width] = 0
-                        continue
-                    row = ((window * num_tokens + first + r) * num_heads + head) * x.size
-                    delta = np.float32(0)
-                    for d in range(x.size):
-                        delta += back[r * depth + d] * out[row + d]
-                    if len(dlse):
-                        delta -= dlse[window, head, first + r]
-                    soften_again(s, r * width, width, lse[window, head, first + r] * _LOG2_E)
-                    score_gradient(ds, s, r * width, width, delta)
-                mix(result, ds, keys, at, width, depth)
-                add_outer(dkeys, at, ds, rows, width, depth)
-                add_outer(dvalues, at, s, back, width, depth)
-                accumulate(dbias, ds, 4 * width)
-                along = _store_rows(
-                    dq, result, x, window, head, first, num_rows, num_heads, num_tokens, depth,
-                    scale,
-                )  # fmt: skip
-                dscale[part * num_heads + head] += along
-            if x.table_size:
-                centre = (x.table_size - 1) // 2
-                table_at = (part * num_heads + head) * x.table_size + centre
-                for r in range(num_rows):
-                    for n in range(num_tokens):
-                        to = table_at + x.offsets[first + r] - x.offsets[n]
-                        dtable[to] += dbias[r * width + n]
+                for first in range(first_row, last_row, 4):
+                    bias_at = (first - first_row) * width
+                    num_rows = min(4, last_row - first)
+                    scores(
+                        s, rows, x, keys, at, bias, bias_at, window, head, first, num_rows,
+                        width, depth, scale * _LOG2_E,
+                    )  # fmt: skip
+                    back_at = window * dout_strides[0] + head * dout_strides[1]
+                    gather_rows(
+                        back, dout, back_at, dout_strides[2], first, num_rows, x.size, depth,
+                        np.float32(1), np.float32(-1),
+                    )  # fmt: skip
+                    score(ds, back, values, at, width, depth)
+                    for r in range(4):
+                        if r >= num_rows:
+                            s[r * width : (r + 1) * width] = 0
+                            ds[r * width : (r + 1) * width] = 0
+                            continue
+                        row = ((window * num_tokens + first + r) * num_heads + head) * x.size
+                        delta = np.float32(0)
+                        for d in range(x.size):
+                            delta += back[r * depth + d] * out[row + d]
+                        if len(dlse):
+                            delta -= dlse[window, head, first + r]
+                        soften_again(s, r * width, width, lse[window, head, first + r] * _LOG2_E)
+                        score_gradient(ds, s, r * width, width, delta)
+                    mix(result, ds, keys, at, width, depth)
+                    add_outer(dkeys, at, ds, rows, width, depth)
+                    add_outer(dvalues, at, s, back, width, depth)
+                    accumulate(dbias, bias_at, ds, 4 * width)
+                    along = _store_rows(
+                        dq, result, x, window, head, first, num_rows, num_heads, num_tokens,
+                        depth, scale,
+                    )  # fmt: skip
+                    dscale[part * num_heads + head] += along
         for window in range(start, stop):
             at = (window - start) * depth * width
             _store_keys(
                 dk, dv, dkeys, dvalues, keys, at, x, window, head, num_heads, num_tokens, width
             )
+    if held >= 0:
+        _hand_back(dtable, dbias, x, part * num_heads + head, held, block, width)
 
 
 @entry()
 def differentiate(dq, dk, dv, dtable, dscale, out, lse, dout, dout_strides, dlse, x):
     """All gradients of the parts that this thread gets hold of."""
     _, num_heads, num_tokens = lse.shape
-    width, depth, group = sizes(x, num_tokens, 4)
+    width, depth, block, group = sizes(x, num_tokens, 4)
     keys = np.empty(group * depth * width, np.float32)
     values, dkeys, dvalues = np.empty_like(keys), np.empty_like(keys), np.empty_like(keys)
-    bias = np.empty(4 * width, np.float32)
-    s, ds, dbias = np.empty_like(bias), np.empty_like(bias), np.empty_like(bias)
+    bias, s = np.empty(block * width, np.float32), np.empty(4 * width, np.float32)
+    ds, dbias = np.empty_like(s), np.empty_like(bias)
     rows = np.empty(4 * depth, np.float32)
     back, result = np.empty_like(rows), np.empty_like(rows)
     while True:
@@ -205,5 +223,6 @@ def differentiate(dq, dk, dv, dtable, dscale, out, lse, dout, dout_strides, dlse
             result,
             width,
             depth,
+            block,
             group,
         )

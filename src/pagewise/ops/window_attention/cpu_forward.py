@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from ...tiles.cpu.compile import entry, inner
-from ...tiles.cpu.simd import take_number
+from ...tiles.cpu.simd import load, mul, splat, store, take_number
 from .cpu_tiles import (
     add_bias_and_mask,
+    copy_rows,
     gather_bias,
     gather_rows,
     head_scale,
     mix,
+    mix_rows,
     score,
     soften,
     transpose,
@@ -20,23 +22,38 @@ from .cpu_tiles import (
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _GROUP_FLOATS = 65536
 """Room for a group's keys and values (and their gradients): a quarter of a 1 MiB cache."""
+_BIAS_FLOATS = 8192
+"""Room for a block's bias, in a first-level cache or near it."""
 
 
 @inner()
 def sizes(x, num_tokens, arrays):
-    """Padded sizes, and windows of a group."""
+    """Padded sizes, rows of a block, and windows of a group: one, if a block has all rows."""
     width, depth = (num_tokens + 31) // 32 * 32, (x.size + 3) // 4 * 4
-    return width, depth, max(1, _GROUP_FLOATS // (arrays * width * depth))
+    block = max(4, min((num_tokens + 3) // 4 * 4, _BIAS_FLOATS // width // 4 * 4))
+    group = max(1, _GROUP_FLOATS // (arrays * width * depth)) if block < num_tokens else 1
+    return width, depth, block, group
+
+
+@inner()
+def _columns(x, num_tokens, width):
+    """Columns that values are padded to where they are mixed by rows; 0 where by columns.
+
+    By rows, a vector holds sixteen columns, by columns sixteen tokens. The one pays for heads that
+    are no multiple of 16, the other for adding up lanes, as much as 60 tokens more cost.
+    """
+    columns = (x.size + 15) // 16 * 16
+    return columns if columns * num_tokens <= x.size * (width + 60) else 0
 
 
 @inner()
 def bias_rows(bias, x, head, first, num_rows, width):
-    """Four rows of a head's bias in powers of two, -inf past the last key."""
+    """Rows of a head's bias in powers of two, -inf past the last key."""
     if x.table_size:
         at, centre = head * x.table_size, (x.table_size - 1) // 2
         gather_bias(bias, x.table, at, x.offsets, first, num_rows, width, centre)
         return
-    for r in range(4):
+    for r in range((num_rows + 3) // 4 * 4):
         bias[r * width : r * width + len(x.offsets)] = 0
         bias[r * width + len(x.offsets) : (r + 1) * width] = -np.inf
 
@@ -51,72 +68,112 @@ def _regions_at(x, window, width):
 
 
 @inner()
-def load_keys(keys, values, at, x, window, head, num_tokens, width, depth):
-    """A window's keys (normalised, if queries are) and values, transposed."""
+def load_keys(keys, at, x, window, head, num_tokens, width, depth):
+    """A window's keys (normalised, if queries are), transposed."""
     k_at = window * x.k_strides[0] + head * x.k_strides[1]
-    v_at = window * x.v_strides[0] + head * x.v_strides[1]
     transpose(keys, at, x.k, k_at, x.k_strides[2], num_tokens, width, x.size, depth, x.eps)
-    plain = np.float32(-1)
+
+
+@inner()
+def load_values(values, at, x, window, head, num_tokens, width, depth):
+    """A window's values, transposed."""
+    v_at, plain = window * x.v_strides[0] + head * x.v_strides[1], np.float32(-1)
     transpose(values, at, x.v, v_at, x.v_strides[2], num_tokens, width, x.size, depth, plain)
 
 
 @inner()
-def scores(s, rows, x, keys, at, bias, window, head, first, num_rows, width, depth, scale):
+def scores(
+    s, rows, x, keys, at, bias, bias_at, window, head, first, num_rows, width, depth, scale
+):  # fmt: skip
     """Four rows of scores in powers of two; leaves the rows of q times ``scale`` in ``rows``."""
     q_at = window * x.q_strides[0] + head * x.q_strides[1]
     gather_rows(rows, x.q, q_at, x.q_strides[2], first, num_rows, x.size, depth, scale, x.eps)
     score(s, rows, keys, at, width, depth)
     regions_at = _regions_at(x, window, width)
-    add_bias_and_mask(s, bias, x.regions, regions_at, first, num_rows, width, x.mask_value)
+    add_bias_and_mask(s, bias, bias_at, x.regions, regions_at, first, num_rows, width, x.mask_value)
 
 
 @inner()
-def _attend_part(item, out, lse, x, keys, values, bias, s, rows, result, width, depth, group):
+def _finish(out, lse, x, rows, result, window, head, first, num_rows, depth):
+    """Divide four rows, and write them and their log-sum-exp."""
+    _, num_heads, num_tokens = lse.shape
+    for r in range(num_rows):
+        to = ((window * num_tokens + first + r) * num_heads + head) * x.size
+        factor = np.float32(1) / rows[r] if rows[r] != 0 else np.float32(0)
+        if x.size % 16 == 0:
+            for d in range(0, x.size, 16):
+                store(out, to + d, mul(load(result, r * depth + d), splat(factor)))
+        else:
+            for d in range(x.size):
+                out[to + d] = result[r * depth + d] * factor
+
+
+@inner()
+def _attend_part(
+    item, out, lse, x, keys, values, bias, s, rows, result, width, depth, columns, block, group
+):  # fmt: skip
     """One head of one part of the windows."""
     num_windows, num_heads, num_tokens = lse.shape
     head, part = item % num_heads, item // num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head) * _LOG2_E
+    held = -1  # the block whose bias is there
     end = num_windows * (part + 1) // x.parts
     for start in range(num_windows * part // x.parts, end, group):
         stop = min(end, start + group)
         for window in range(start, stop):
             at = (window - start) * depth * width
-            load_keys(keys, values, at, x, window, head, num_tokens, width, depth)
-        for first in range(0, num_tokens, 4):
-            num_rows = min(4, num_tokens - first)
-            bias_rows(bias, x, head, first, num_rows, width)
+            load_keys(keys, at, x, window, head, num_tokens, width, depth)
+            if columns:
+                to = (window - start) * num_tokens * columns
+                v_at = window * x.v_strides[0] + head * x.v_strides[1]
+                copy_rows(values, to, x.v, v_at, x.v_strides[2], num_tokens, x.size, columns)
+            else:
+                load_values(values, at, x, window, head, num_tokens, width, depth)
+        for first_row in range(0, num_tokens, block):
+            last_row = min(num_tokens, first_row + block)
+            if first_row != held:
+                bias_rows(bias, x, head, first_row, last_row - first_row, width)
+                held = first_row
             for window in range(start, stop):
                 at = (window - start) * depth * width
-                scores(
-                    s, rows, x, keys, at, bias, window, head, first, num_rows, width, depth,
-                    scale,
-                )  # fmt: skip
-                for r in range(4):
-                    m, total = soften(s, r * width, width)
-                    rows[r] = total
-                    if r < num_rows:
-                        seen = total != 0
-                        row_lse = (m + np.log2(total)) * _LN_2 if seen else np.float32(-np.inf)
-                        lse[window, head, first + r] = row_lse
-                mix(result, s, values, at, width, depth)
-                for r in range(num_rows):
-                    factor = np.float32(1) / rows[r] if rows[r] != 0 else np.float32(0)
-                    to = ((window * num_tokens + first + r) * num_heads + head) * x.size
-                    for d in range(x.size):
-                        out[to + d] = result[r * depth + d] * factor
+                for first in range(first_row, last_row, 4):
+                    num_rows = min(4, last_row - first)
+                    scores(
+                        s, rows, x, keys, at, bias, (first - first_row) * width, window, head,
+                        first, num_rows, width, depth, scale,
+                    )  # fmt: skip
+                    for r in range(4):
+                        m, total = soften(s, r * width, width)
+                        rows[r] = total
+                        if r < num_rows:
+                            seen = total != 0
+                            row_lse = (m + np.log2(total)) * _LN_2 if seen else np.float32(-np.inf)
+                            lse[window, head, first + r] = row_lse
+                    if columns:
+                        values_at = (window - start) * num_tokens * columns
+                        mix_rows(result, s, values, values_at, num_tokens, width, columns)
+                    else:
+                        mix(result, s, values, at, width, depth)
+                    _finish(
+                        out, lse, x, rows, result, window, head, first, num_rows, columns or depth
+                    )
 
 
 @entry()
 def attend(out, lse, x):
     """The parts that this thread gets hold of."""
     _, num_heads, num_tokens = lse.shape
-    width, depth, group = sizes(x, num_tokens, 2)
+    width, depth, block, group = sizes(x, num_tokens, 2)
+    columns = _columns(x, num_tokens, width)
     keys = np.empty(group * depth * width, np.float32)
-    values, bias = np.empty_like(keys), np.empty(4 * width, np.float32)
-    s, rows = np.empty_like(bias), np.empty(4 * depth, np.float32)
-    result = np.empty_like(rows)
+    values = np.empty(group * max(depth * width, columns * num_tokens), np.float32)
+    bias, s = np.empty(block * width, np.float32), np.empty(4 * width, np.float32)
+    rows, result = np.empty(4 * depth, np.float32), np.empty(4 * (depth + 16), np.float32)
     while True:
         item = take_number(x.counter)
         if item >= num_heads * x.parts:
             return
-        _attend_part(item, out, lse, x, keys, values, bias, s, rows, result, width, depth, group)
+        _attend_part(
+            item, out, lse, x, keys, values, bias, s, rows, result, width, depth, columns, block,
+            group,
+        )  # fmt: skip

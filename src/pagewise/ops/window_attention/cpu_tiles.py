@@ -57,6 +57,22 @@ def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
 
 
 @inner()
+def copy_rows(into, at, x, x_at, x_token, num_tokens, size, depth):
+    """Tokens' rows one after another, ``[num_tokens, depth]``, filled up with zeros."""
+    whole = size // 16 * 16
+    for n in range(num_tokens):
+        row, to = x_at + n * x_token, at + n * depth
+        for d in range(0, whole, 16):
+            prefetch(x, row + _AHEAD * x_token + d)
+            store(into, to + d, load(x, row + d))
+        if whole < size:
+            prefetch(x, row + _AHEAD * x_token + whole)
+            store(into, to + whole, zeros())
+            for d in range(whole, size):
+                into[to + d] = x[row + d]
+
+
+@inner()
 def gather_rows(into, x, x_at, x_token, first, num_rows, size, depth, scale, eps):
     """Four rows from token ``first`` on, ``[4, depth]``, times ``scale``; 0 past the last."""
     into[: 4 * depth] = 0
@@ -71,13 +87,13 @@ def gather_rows(into, x, x_at, x_token, first, num_rows, size, depth, scale, eps
 
 @inner()
 def gather_bias(into, table, table_at, offsets, first, num_rows, width, centre):
-    """Four rows of bias, ``[4, width]``, -inf past the last key."""
+    """Rows of bias, ``[num_rows, width]``, -inf past the last key, and what fills up four."""
     num_tokens = len(offsets)
-    into[: 4 * width] = -np.inf
-    for r in range(4):
+    for r in range((num_rows + 3) // 4 * 4):
         u = offsets[first + min(r, num_rows - 1)] + centre
         for n in range(num_tokens):
             into[r * width + n] = table[table_at + u - offsets[n]]
+        into[r * width + num_tokens : (r + 1) * width] = -np.inf
 
 
 @inner()
@@ -134,6 +150,32 @@ def mix(result, weights, values, at, width, depth):
 
 
 @inner()
+def mix_rows(result, weights, values, at, num_tokens, width, depth):
+    """As ``mix`` of ``values[n, d]``, sixteen columns at a time: nothing to add up in the end."""
+    w1, w2, w3 = width, 2 * width, 3 * width
+    for d in range(0, depth, 16):
+        a0 = a1 = a2 = a3 = zeros()
+        b0 = b1 = b2 = b3 = zeros()
+        # Two tokens at a time: sums of every other one do not wait for each other.
+        for n in range(0, num_tokens - 1, 2):
+            v = load(values, at + n * depth + d)
+            a0, a1 = fma(splat(weights[n]), v, a0), fma(splat(weights[w1 + n]), v, a1)
+            a2, a3 = fma(splat(weights[w2 + n]), v, a2), fma(splat(weights[w3 + n]), v, a3)
+            v = load(values, at + (n + 1) * depth + d)
+            b0, b1 = fma(splat(weights[n + 1]), v, b0), fma(splat(weights[w1 + n + 1]), v, b1)
+            b2, b3 = fma(splat(weights[w2 + n + 1]), v, b2), fma(splat(weights[w3 + n + 1]), v, b3)
+        if num_tokens % 2:
+            n = num_tokens - 1
+            v = load(values, at + n * depth + d)
+            a0, a1 = fma(splat(weights[n]), v, a0), fma(splat(weights[w1 + n]), v, a1)
+            a2, a3 = fma(splat(weights[w2 + n]), v, a2), fma(splat(weights[w3 + n]), v, a3)
+        store(result, d, add(a0, b0))
+        store(result, depth + d, add(a1, b1))
+        store(result, 2 * depth + d, add(a2, b2))
+        store(result, 3 * depth + d, add(a3, b3))
+
+
+@inner()
 def add_outer(into, at, weights, rows, width, depth):
     """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: what ``mix`` and ``score`` hand back."""
     r1, r2, r3 = depth, 2 * depth, 3 * depth
@@ -149,17 +191,17 @@ def add_outer(into, at, weights, rows, width, depth):
 
 
 @inner()
-def add_bias_and_mask(s, bias, regions, regions_at, first, num_rows, width, mask_value):
+def add_bias_and_mask(s, bias, bias_at, regions, regions_at, first, num_rows, width, mask_value):
     """Add to four rows of scores; ``regions_at`` is -1 for a window of one region."""
     for r in range(4):
         at = r * width
         if regions_at < 0:
-            for n in range(0, width, 16):
-                store(s, at + n, add(load(s, at + n), load(bias, at + n)))
+            for n in range(at, at + width, 16):
+                store(s, n, add(load(s, n), load(bias, bias_at + n)))
             continue
         mine = splat(regions[regions_at + first + min(r, num_rows - 1)])
         for n in range(0, width, 16):
-            value = add(load(s, at + n), load(bias, at + n))
+            value = add(load(s, at + n), load(bias, bias_at + at + n))
             apart = sub(load(regions, regions_at + n), mine)
             masked = add(value, splat(mask_value))
             value = where_less(mul(apart, apart), splat(np.float32(0.5)), value, masked)
@@ -199,10 +241,10 @@ def score_gradient(ds, weights, at, width, delta):
 
 
 @inner()
-def accumulate(into, x, size):
-    """``into += x``."""
+def accumulate(into, at, x, size):
+    """``into[at + n] += x[n]``."""
     for n in range(0, size, 16):
-        store(into, n, add(load(into, n), load(x, n)))
+        store(into, at + n, add(load(into, at + n), load(x, n)))
 
 
 @inner()
