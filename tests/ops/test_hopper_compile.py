@@ -7,6 +7,7 @@ the loop over keys that need no mask, where the time goes, must not touch it.
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: nothing 
 from test_compiled import FITTED, HOPPER, resources  # noqa: E402
 
 from pagewise.device import DeviceInfo  # noqa: E402
+from pagewise.ops.window_attention import hopper as windows  # noqa: E402
+from pagewise.ops.window_attention.problem import Problem  # noqa: E402
 from pagewise.tiles.hopper.launch import (  # noqa: E402
     TILINGS,
     Form,
@@ -113,3 +116,55 @@ def test_what_cannot_run_is_refused_with_a_reason(change, reason):
     question = {"device": H200, "dtype": BF16, "head_size": 128, "v_head_size": 128} | change
     answer = refuse(**question)
     assert answer is None if reason is None else reason in answer
+
+
+# --- window attention -------------------------------------------------------------------------
+
+WINDOWS = Problem(1, 3, 343, 16, F16, table_size=2197, learned_dtypes=(torch.float32,))
+SHIFTED = {"num_masks": 1, "has_regions": True}
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("regions", [{}, SHIFTED], ids=["plain", "shifted"])
+def test_three_programs_of_window_attention_fit_a_multiprocessor(dtype, regions, tmp_path):
+    problem = replace(WINDOWS, dtype=dtype, **regions)
+    compiled = windows.make_launcher(problem, "*fp32", "*u8").compile(HOPPER)
+    assert 3 * (compiled.metadata.shared + 1024) <= 228 << 10
+    used = resources(compiled, tmp_path)
+    assert 3 * 128 * used["REG"] <= 1 << 16
+    if FITTED:
+        assert used["STACK"] <= 8, used
+        code = [text for _, text in disassemble(compiled, tmp_path)]
+        assert sum("HGMMA" in text for text in code) == len((128, 32, 16)) + (128 + 32 + 16) // 16
+        exponentials = sum("MUFU.EX2" in text for text in code)
+        assert exponentials == 64 * 176 // 128 + 2  # of scores, and of a row's two decays
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        (SHIFTED, None),
+        ({"dtype": torch.float32}, "q is float32"),
+        ({"cosine": True}, "left to triton"),
+        ({"table_size": None}, "bias table"),
+        ({"table_size": None, "num_biases": 1}, "bias table"),
+        ({"learned_dtypes": (torch.float64,)}, "bias table"),
+        ({"mask_dtype": torch.bool, "num_masks": 1}, "dense mask"),
+        ({"head_size": 32}, "head_size is 32; 16"),
+        ({"num_tokens": 320}, "num_tokens is 320; 321 to 352"),
+        ({"num_tokens": 353}, "num_tokens is 353"),
+    ],
+    ids=str,
+)
+def test_window_attention_runs_where_it_is_faster_than_triton(change, reason):
+    answer = windows.supports(replace(WINDOWS, **change), H200)
+    assert answer is None if reason is None else reason in answer
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 16.0, 1 / 16, 0.05, 1e-7, -0.25, -7.0, 0.0])
+def test_a_scale_that_bias_can_be_divided_by(scale):
+    q = torch.randn(64)
+    found, normal = windows.normal_scale(q, scale)
+    assert normal >= 1 / 16
+    assert torch.equal(found.double() * normal, q.double() * scale)

@@ -183,7 +183,7 @@ def impl(request):
 
 def make(case, impl):
     skip_what_cannot_run(impl, case)
-    return Inputs(case, "cuda" if impl == "triton" and ON_GPU else "cpu")
+    return Inputs(case, "cuda" if impl in ("triton", "hopper") and ON_GPU else "cpu")
 
 
 CASES = [
@@ -246,6 +246,33 @@ LARGE = [
 def test_matches_float64_at_full_size(case):
     inputs = make(case, "triton")
     assert_matches(inputs, inputs.attend("triton"))
+
+
+D16 = {"num_heads": 3, "head_size": 16, "images": 1}
+ON_HOPPER = [
+    *(Case((7, 7, 7), dtype=dtype, **D16) for dtype in (F16, BF16)),
+    Case((7, 7, 7), dtype=F16, mask="none", **D16 | {"images": 7}),
+    Case((7, 7, 7), dtype=F16, mask_value=-3.0, **D16 | {"num_heads": 1}),
+    Case((7, 7, 7), dtype=F16, mask_value=-math.inf, softmax_scale=-1.5, **D16),
+    Case((7, 7, 7), dtype=BF16, softmax_scale=0.01, **D16),
+    Case((7, 7, 7), dtype=F16, softmax_scale=0.0, **D16),
+    Case((18, 18), dtype=F16, **D16),
+    Case((8, 7, 7), dtype=BF16, num_tokens=352, **D16),
+    Case((7, 7, 7), dtype=F16, num_tokens=321, **D16 | {"num_heads": 67}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_HOPPER, ids=str)
+def test_hopper_matches_float64(case):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    inputs = make(case, "hopper")
+    with poisoned_memory():
+        found = inputs.attend("hopper")
+    assert_matches(inputs, found)
+    again = inputs.attend("hopper")
+    assert all(torch.equal(found[name], again[name]) for name in found)
 
 
 @pytest.mark.parametrize("case", [Case((7, 7, 7), images=1), Case((12, 12), cosine=True)], ids=str)

@@ -18,7 +18,7 @@ from .problem import Gradients, Operands, Problem
 
 __all__ = ["IMPLEMENTATIONS", "forward", "operands"]
 
-IMPLEMENTATIONS = ("cpu", "triton", "reference")
+IMPLEMENTATIONS = ("cpu", "hopper", "triton", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
 _INPUTS = (

@@ -22,7 +22,7 @@ from .triton_plan import Plan, make_plan
 
 _MOST_TOKENS, _WIDEST = 1024, 128
 _HALVES = (torch.float32, torch.float16, torch.bfloat16)
-_KINDS = {
+KINDS = {
     **POINTERS,
     torch.uint8: "*u8",
     torch.int16: "*i16",
@@ -44,7 +44,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
     """One launch, and a small one to find the windows that a mask concerns."""
     plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x)
-    out = _empty_like(x.q)
+    out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     launcher = _attend(*kind, call.kinds)
     programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks
@@ -59,7 +59,7 @@ def backward(
     """By rows, a launch for each group of keys; by columns; and the sums over windows."""
     plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
-    dq, dk, dv = (_empty_like(x.q) for _ in range(3))
+    dq, dk, dv = (empty_like(x.q) for _ in range(3))
     chunks, num_tokens, num_heads = plan.chunks_backward, problem.num_tokens, problem.num_heads
     num_tiles = -(-num_tokens // plan.tile_m)
     grid = (num_tiles * num_heads * chunks, 1, 1)
@@ -98,7 +98,8 @@ def _cut(problem: Problem, device: DeviceInfo) -> tuple[Plan, tuple[Problem, Pla
     return plan, (one, replace(plan, chunks=1, chunks_backward=1))
 
 
-def _empty_like(q: Tensor) -> Tensor:
+def empty_like(q: Tensor) -> Tensor:
+    """The shape of ``q``, uninitialised, with the heads of a token side by side in memory."""
     num_windows, num_heads, num_tokens, head_size = q.shape
     return q.new_empty(num_windows, num_tokens, num_heads, head_size).transpose(1, 2)
 
@@ -113,7 +114,7 @@ class _Call:
         bias = x.bias_table if x.bias is None else x.bias
         if bias is not None:
             bias = bias.contiguous()
-        mask, mixed = _mask(x, is_one_tile=problem.num_tokens <= 64)
+        mask, mixed = find_mask(x, is_one_tile=problem.num_tokens <= 64)
         self.added = [
             anything if bias is None else bias,
             anything if x.rel_offsets is None else x.rel_offsets.contiguous(),
@@ -135,7 +136,7 @@ class _Call:
         in_rows = [stride for rows in self.qkv for stride in rows.stride()[:3]]
         factor = math.gcd(16 // x.q.element_size(), problem.head_size, *in_rows)
         is_aligned = all(rows.data_ptr() % 16 == 0 for rows in self.qkv)
-        self.kinds = (tuple(_KINDS[t.dtype] for t in self.added), factor, is_aligned)
+        self.kinds = (tuple(KINDS[t.dtype] for t in self.added), factor, is_aligned)
 
     def scalars(self, num_chunks: int) -> list[Any]:
         """What the kernels take between tensors and strides."""
@@ -152,7 +153,7 @@ class _Call:
         ]
 
 
-def _mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | None]:
+def find_mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | None]:
     """Regions or a matrix to be added, and which windows of regions are mixed."""
     if x.regions is not None and is_one_tile:
         return x.regions.contiguous(), None
@@ -160,7 +161,7 @@ def _mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | None]
         regions = x.regions.contiguous()
         num_masks, num_tokens = regions.shape
         mixed = torch.empty(num_masks, dtype=torch.int32, device=regions.device)
-        types = {"mixed": "*i32", "regions": _KINDS[regions.dtype], "num_tokens": "i32",
+        types = {"mixed": "*i32", "regions": KINDS[regions.dtype], "num_tokens": "i32",
                  "window_stride": "i64"}  # fmt: skip
         launcher = _small(triton_tiles.find_mixed, tuple(types.items()),
                           (("WIDTH", triton.next_power_of_2(num_tokens)),))  # fmt: skip
@@ -185,7 +186,7 @@ def _sum_table(x: Operands, dbias: Tensor) -> Tensor:
     launcher = _small(triton_backward.invert_offsets, tuple(types.items()), (("TILE", 16), width))
     launcher((-(-size // 16), 1, 1), tokens, offsets, num_tokens, size)
     dtable = torch.empty_like(x.bias_table, memory_format=torch.contiguous_format)
-    types = {"dtable": _KINDS[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
+    types = {"dtable": KINDS[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
              "offsets": "*i32", "num_tokens": "i32", "table_size": "i32"}  # fmt: skip
     launcher = _small(triton_backward.table_gradient, tuple(types.items()),
                       (("NUM_HEADS", num_heads), ("TILE", 32), ("TILE_N", 64), width))  # fmt: skip
@@ -246,7 +247,7 @@ def _types(
 ) -> dict[str, str]:  # fmt: skip
     """The types of all parameters but the constants, in the order that the kernels share."""
     added, factor, is_aligned = kinds
-    own, stride = _KINDS[problem.dtype], f"i64:{factor}"
+    own, stride = KINDS[problem.dtype], f"i64:{factor}"
     floats = ("lse", "dlse", "delta", "dq_so_far", "dbias", "dscale")
     types = {name: "*fp32" if name in floats else own + ":16" for name in results}
     types |= dict.fromkeys(rows, own + ":16" * is_aligned)
