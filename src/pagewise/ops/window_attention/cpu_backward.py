@@ -16,11 +16,13 @@ from .cpu_tiles import (
     add_outer,
     gather_rows,
     head_scale,
+    inner_product,
     inverse_norm,
     mix,
     score,
     score_gradient,
     soften_again,
+    write_row,
 )
 
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
@@ -35,8 +37,7 @@ def _store_rows(
     for r in range(num_rows):
         to = ((window * num_tokens + first + r) * num_heads + head) * x.size
         if x.eps < 0:
-            for d in range(x.size):
-                dq[to + d] = result[r * depth + d] * scale
+            write_row(dq, to, result, r * depth, scale, x.size)
             continue
         row = window * x.q_strides[0] + head * x.q_strides[1] + (first + r) * x.q_strides[2]
         inverse = inverse_norm(x.q, row, x.size, x.eps)
@@ -157,9 +158,7 @@ def _differentiate_part(
                             ds[r * width : (r + 1) * width] = 0
                             continue
                         row = ((window * num_tokens + first + r) * num_heads + head) * x.size
-                        delta = np.float32(0)
-                        for d in range(x.size):
-                            delta += back[r * depth + d] * out[row + d]
+                        delta = inner_product(back, r * depth, out, row, x.size)
                         if len(dlse):
                             delta -= dlse[window, head, first + r]
                         soften_again(s, r * width, width, lse[window, head, first + r] * _LOG2_E)

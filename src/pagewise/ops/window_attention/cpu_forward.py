@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...tiles.cpu.compile import entry, inner
-from ...tiles.cpu.simd import load, mul, splat, store, take_number
+from ...tiles.cpu.simd import take_number
 from .cpu_tiles import (
     add_bias_and_mask,
     copy_rows,
@@ -17,6 +17,7 @@ from .cpu_tiles import (
     score,
     soften,
     transpose,
+    write_row,
 )
 
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
@@ -100,12 +101,7 @@ def _finish(out, lse, x, rows, result, window, head, first, num_rows, depth):
     for r in range(num_rows):
         to = ((window * num_tokens + first + r) * num_heads + head) * x.size
         factor = np.float32(1) / rows[r] if rows[r] != 0 else np.float32(0)
-        if x.size % 16 == 0:
-            for d in range(0, x.size, 16):
-                store(out, to + d, mul(load(result, r * depth + d), splat(factor)))
-        else:
-            for d in range(x.size):
-                out[to + d] = result[r * depth + d] * factor
+        write_row(out, to, result, r * depth, factor, x.size)
 
 
 @inner()

@@ -241,6 +241,29 @@ def score_gradient(ds, weights, at, width, delta):
 
 
 @inner()
+def write_row(into, at, x, x_at, factor, size):
+    """``into[d] = factor · x[d]``."""
+    whole = size // 16 * 16
+    for d in range(0, whole, 16):
+        store(into, at + d, mul(load(x, x_at + d), splat(factor)))
+    for d in range(whole, size):
+        into[at + d] = x[x_at + d] * factor
+
+
+@inner()
+def inner_product(x, x_at, y, y_at, size):
+    """``Σ_d x[d] · y[d]``."""
+    sums = zeros()
+    whole = size // 16 * 16
+    for d in range(0, whole, 16):
+        sums = fma(load(x, x_at + d), load(y, y_at + d), sums)
+    total = sum_lanes(sums)
+    for d in range(whole, size):
+        total += x[x_at + d] * y[y_at + d]
+    return total
+
+
+@inner()
 def accumulate(into, at, x, size):
     """``into[at + n] += x[n]``."""
     for n in range(0, size, 16):
