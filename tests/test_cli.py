@@ -328,6 +328,20 @@ def test_a_plan_from_a_config_alone(run, tmp_path):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_a_plan_of_an_eight_bit_cache_counts_its_scales(run):
+    tokens = {}
+    for dtype in ("float32", "auto", "int8"):
+        code, out, _ = run("plan", "--memory", "16GiB", "--kv-cache-dtype", dtype)
+        assert code == 0
+        [per_token] = re.findall(r"^\d+ full attention .* all +([\d,]+)$", out, re.MULTILINE)
+        tokens[dtype] = int(per_token.replace(",", ""))
+    config = json.loads((demo_path() / "config.json").read_text())
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    assert tokens["float32"] == 2 * tokens["auto"]
+    assert tokens["int8"] == tokens["auto"] // 2 + 8 * heads
+    assert ", cache int8" in out
+
+
 def test_a_plan_subtracts_the_weights(run):
     code, out, _ = run("plan", "--memory", "16GiB", "--lengths", "100,200", "--dtype", "float32")
     assert code == 0

@@ -41,6 +41,11 @@ class LayerKind:
             return 0
         return self.num_layers * self.num_kv_heads * (self.head_size + self.v_head_size)
 
+    @property
+    def heads_per_token(self) -> int:
+        """KV heads that these layers keep of a token."""
+        return 0 if self.is_shared else self.num_layers * self.num_kv_heads
+
     def num_visible(self, num_tokens: int) -> int:
         """How many of a sequence's tokens its next token looks at."""
         return min(num_tokens, self.sliding_window or num_tokens)
@@ -76,6 +81,8 @@ class MemoryPlan:
     element_bytes: int
     block_size: int
     max_model_len: int
+    scale_bytes: int = 0
+    """Of the scales of a token's KV head: its key's and its value's."""
 
     @property
     def cache_bytes(self) -> int:
@@ -85,7 +92,13 @@ class MemoryPlan:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
-        return self.element_bytes * sum(kind.elements_per_token for kind in self.layers)
+        return sum(map(self.layer_bytes, self.layers))
+
+    def layer_bytes(self, kind: LayerKind) -> int:
+        """Bytes of a token's keys and values, scales included, in layers of a kind."""
+        return (
+            self.element_bytes * kind.elements_per_token + self.scale_bytes * kind.heads_per_token
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -112,8 +125,7 @@ class MemoryPlan:
 
         The rest of what a sequence holds lies behind the windows.
         """
-        per_layer = (kind.elements_per_token * kind.num_visible(num_tokens) for kind in self.layers)
-        return self.element_bytes * sum(per_layer)
+        return sum(self.layer_bytes(kind) * kind.num_visible(num_tokens) for kind in self.layers)
 
     def occupancy(self, lengths: Lengths) -> Occupancy:
         """How well sequences of these lengths fill the cache.
@@ -144,6 +156,7 @@ def plan_memory(
     weight_bytes: int = 0,
     element_bytes: int = 2,
     block_size: int = 16,
+    scale_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan a cache.
 
@@ -152,8 +165,11 @@ def plan_memory(
         memory_bytes: For weights and cache together.
         max_model_len: The most tokens of a sequence.
         weight_bytes: What the weights take of it.
-        element_bytes: Size of an element of the cache: 4 for float32, 2 for float16 and bfloat16.
+        element_bytes: Size of an element of the cache: 4 for float32, 2 for float16 and bfloat16,
+            1 for float8 and int8.
         block_size: Tokens per block, 1 to 256.
+        scale_bytes: Of the scales of a token's KV head. A cache of 8 bits keeps two float32
+            numbers there, 8 bytes.
 
     Raises:
         OutOfBlocksError: Not one block fits beside the weights; the message says what is missing.
@@ -170,8 +186,9 @@ def plan_memory(
     if max_model_len < 1:
         raise ShapeError(f"max_model_len is {max_model_len}, expected at least 1")
     plan = MemoryPlan(
-        tuple(layers), memory_bytes, weight_bytes, element_bytes, block_size, max_model_len
-    )
+        tuple(layers), memory_bytes, weight_bytes, element_bytes, block_size, max_model_len,
+        scale_bytes,
+    )  # fmt: skip
     if plan.cache_bytes < plan.block_bytes:
         missing = plan.block_bytes - plan.cache_bytes
         raise OutOfBlocksError(

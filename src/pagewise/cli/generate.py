@@ -10,7 +10,18 @@ import typer
 from rich.console import Console
 
 from ..errors import RequestError
-from .options import MODEL, BlockSize, Dtype, DtypeName, MaxModelLen, Model, flag, option
+from .options import (
+    MODEL,
+    BlockSize,
+    CacheDtype,
+    CacheDtypeName,
+    Dtype,
+    DtypeName,
+    MaxModelLen,
+    Model,
+    flag,
+    option,
+)
 from .output import print_in_order, stream_one
 from .prompts import read_prompts
 from .run import Run, cache_report
@@ -71,6 +82,7 @@ def generate(
     ] = False,
     model: Model = None,
     dtype: Dtype = DtypeName.auto,
+    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
     device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
     block_size: BlockSize = 16,
     num_blocks: Annotated[
@@ -111,6 +123,7 @@ def generate(
         llm = _load(
             model=model,
             dtype=dtype.value,
+            kv_cache_dtype=kv_cache_dtype.value,
             device=device,
             block_size=block_size,
             num_blocks=num_blocks,

@@ -12,6 +12,8 @@ from ..errors import RequestError
 
 __all__ = [
     "BlockSize",
+    "CacheDtype",
+    "CacheDtypeName",
     "Dtype",
     "DtypeName",
     "Element",
@@ -70,6 +72,18 @@ class DtypeName(str, Enum):
     bfloat16 = "bfloat16"
 
 
+class CacheDtypeName(str, Enum):
+    """Element types of the cache alone."""
+
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    fp8_e4m3 = "fp8_e4m3"
+    fp8_e5m2 = "fp8_e5m2"
+    int8 = "int8"
+
+
 class ElementName(str, Enum):
     """Element types of tensors that no checkpoint comes with."""
 
@@ -90,6 +104,16 @@ Dtype = Annotated[
     DtypeName,
     option(
         MODEL, "TYPE", "Of weights and cache: auto (the checkpoint's), float32, float16, bfloat16."
+    ),
+]
+CacheDtype = Annotated[
+    CacheDtypeName,
+    option(
+        MODEL,
+        "TYPE",
+        "Of the cache alone: auto (that of the weights), fp8_e4m3, fp8_e5m2 or int8, with a scale "
+        "for each token's head, or one of --dtype's.",
+        "--kv-cache-dtype",
     ),
 ]
 Element = Annotated[ElementName, option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype")]

@@ -8,7 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError
-from .options import BlockSize, Dtype, DtypeName, MaxModelLen, Model, option
+from .options import (
+    BlockSize,
+    CacheDtype,
+    CacheDtypeName,
+    Dtype,
+    DtypeName,
+    MaxModelLen,
+    Model,
+    option,
+)
 from .output import aligned
 
 if TYPE_CHECKING:
@@ -21,6 +30,7 @@ EXAMPLES = """
 [bold]Examples[/bold]
   pagewise plan --model my-checkpoint --memory 80GB
   pagewise plan --model my-checkpoint --memory 80GB --mean-len 300
+  pagewise plan --model my-checkpoint --memory 80GB --kv-cache-dtype fp8_e4m3
   pagewise plan --lengths 130,250,1900 --block-size 32
 """
 
@@ -49,6 +59,7 @@ def plan(
     ] = None,
     model: Model = None,
     dtype: Dtype = DtypeName.auto,
+    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
     block_size: BlockSize = 16,
     max_model_len: MaxModelLen = None,
 ) -> None:
@@ -68,18 +79,21 @@ def plan(
     longest = checkpoint.max_model_len
     if longest is None:
         raise RequestError("the model's config knows no longest sequence: give --max-model-len")
+    cache_dtype = checkpoint.dtype if kv_cache_dtype.value == "auto" else kv_cache_dtype.value
     result = plan_memory(
         checkpoint.layers,
         memory_bytes=_free_memory() if num_bytes is None else num_bytes,
         max_model_len=longest,
         weight_bytes=checkpoint.weight_bytes or 0,
-        element_bytes=ELEMENT_BYTES[checkpoint.dtype],
+        element_bytes=ELEMENT_BYTES.get(cache_dtype, 1),
         block_size=block_size,
+        scale_bytes=0 if cache_dtype in ELEMENT_BYTES else 8,
     )
     chosen = _choose_lengths(mean_len, lengths, longest)
     load = _load_table(result, result.occupancy(chosen), chosen.mean)
     console = Console(highlight=False)
-    console.print(f"[bold]{checkpoint.model_type}[/bold], {checkpoint.dtype}\n")
+    kept = "" if cache_dtype == checkpoint.dtype else f", cache {cache_dtype}"
+    console.print(f"[bold]{checkpoint.model_type}[/bold], {checkpoint.dtype}{kept}\n")
     console.print(_layer_table(result))
     console.print()
     console.print(aligned(_fit_rows(result, has_weights=checkpoint.weight_bytes is not None)))
@@ -117,7 +131,7 @@ def _layer_table(plan: MemoryPlan) -> Table:
             f"{kind.num_kv_heads}",
             "+".join(map(str, sorted(sizes, reverse=True))),
             "all" if kind.sliding_window is None else f"{kind.sliding_window:,}",
-            f"{plan.element_bytes * kind.elements_per_token:,}",
+            f"{plan.layer_bytes(kind):,}",
         )
     if len(plan.layers) > 1:
         table.add_row("all", "", "", "", "", f"{plan.bytes_per_token:,}")

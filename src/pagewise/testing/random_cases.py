@@ -69,6 +69,10 @@ def vary(case: PagedCase, rng: random.Random) -> PagedCase:
     Sizes, types and features stay, and the most new tokens of a sequence: for these a GPU's
     kernels are compiled, which takes seconds.
 
+    Args:
+        case: What stays is taken from here.
+        rng: Where the rest comes from.
+
     Example:
         >>> case = random_case(random.Random(7))
         >>> other = vary(case, random.Random(8))
