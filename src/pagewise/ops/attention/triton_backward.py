@@ -117,13 +117,14 @@ def run_backward(
 
     def launch() -> None:
         triton.set_allocator(_allocate)
+        # All along x, which has room for any number: along y there are at most 65 535 programs.
         launchers.keys(
-            (-(-problem.max_seq_len // n), problem.num_seqs * problem.num_kv_heads, 1),
+            (-(-problem.max_seq_len // n) * problem.num_seqs * problem.num_kv_heads, 1, 1),
             d_k, d_v, q, k, v, d_out, *shared, problem.num_kv_heads, *scalars,
             *strides, *_strides(d_k), *_strides(d_v),
         )  # fmt: skip
         launchers.queries(
-            (-(-problem.max_query_len // m), problem.num_seqs * problem.num_heads, 1),
+            (-(-problem.max_query_len // m) * problem.num_seqs * problem.num_heads, 1, 1),
             d_q, q, k, v, d_out, *shared, problem.num_heads, *scalars, *strides, *_strides(d_q),
         )  # fmt: skip
 

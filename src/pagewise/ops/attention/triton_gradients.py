@@ -178,8 +178,10 @@ def key_gradients_kernel(
 ):  # fmt: skip
     """``dK`` and ``dV`` of one tile of keys. See the module, here and below."""
     # Which tile am I?
-    n0 = tl.program_id(0) * TILE_N
-    seq, kv_head = tl.program_id(1).to(tl.int64) // num_kv_heads, tl.program_id(1) % num_kv_heads
+    tiles = tl.cdiv(seq_len, TILE_N)
+    n0 = tl.program_id(0) % tiles * TILE_N
+    pair = tl.program_id(0) // tiles
+    seq, kv_head = pair.to(tl.int64) // num_kv_heads, pair % num_kv_heads
     first_key, seq_len = find_sequence(cu_seqlens_k, seq, seq_len, RAGGED)
     first_row, query_len = find_sequence(cu_seqlens_q, seq, query_len, RAGGED)
     if n0 >= seq_len:
@@ -309,8 +311,10 @@ def query_gradients_kernel(
 ):  # fmt: skip
     """``dQ`` of one tile of queries."""
     # Which tile am I? The last see the most keys, and begin.
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
-    seq, head = tl.program_id(1).to(tl.int64) // num_heads, tl.program_id(1) % num_heads
+    tiles = tl.cdiv(query_len, TILE_M)
+    m0 = (tiles - 1 - tl.program_id(0) % tiles) * TILE_M
+    pair = tl.program_id(0) // tiles
+    seq, head = pair.to(tl.int64) // num_heads, pair % num_heads
     first_key, seq_len = find_sequence(cu_seqlens_k, seq, seq_len, RAGGED)
     first_row, query_len = find_sequence(cu_seqlens_q, seq, query_len, RAGGED)
     if m0 >= query_len:
