@@ -26,6 +26,7 @@ from pagewise.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
 from .gpu_timing import time_gpu, time_gpu_in_turns, time_host
+from .libraries import find_libraries
 from .timing import Times
 
 __all__ = ["GpuDecodeCase", "GpuPrefillCase", "Inputs", "check_against_float64"]
@@ -117,7 +118,8 @@ class GpuDecodeCase:
         """Time ours and the peers by graph replay with a cold cache."""
         inputs = Inputs(self.seq_lens, self.shape, decode=True)
         times = {"pagewise": time_gpu(inputs.attend), "host, pagewise": time_host(inputs.attend)}
-        times |= {name: time_gpu(peer) for name, peer in _decode_peers(inputs).items()}
+        peers = _decode_peers(inputs) | find_libraries(inputs)
+        times |= {name: time_gpu(peer) for name, peer in peers.items()}
         metrics = self._metrics(times, read_bandwidth())
         del inputs
         if self.beside:
@@ -175,7 +177,7 @@ class GpuPrefillCase:
         """Time ours, SDPA's backends and FlexAttention in turns, by graph replay, cache cold."""
         inputs = Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal)
         ours: Peers = {"pagewise": inputs.attend, "pagewise, in order": inputs.in_order().attend}
-        times = time_gpu_in_turns(ours | _prefill_peers(inputs))
+        times = time_gpu_in_turns(ours | _prefill_peers(inputs) | find_libraries(inputs))
         peers = {name: time for name, time in times.items() if name not in ours}
         pairs = sum(n * n // 2 if self.causal else n * n for n in self.seq_lens)
         work = 4 * pairs * self.shape.num_heads * self.shape.head_size
@@ -186,7 +188,7 @@ class GpuPrefillCase:
         for name, time in peers.items():
             metrics[f"TFLOP/s, {name}"] = work / time.median / 1e12
         best = min(time.median for time in peers.values())
-        metrics["x best of SDPA"] = best / times["pagewise"].median
+        metrics["x best peer"] = best / times["pagewise"].median
         return Measurement(times, metrics)
 
 
@@ -207,24 +209,30 @@ class Inputs:
     """A call on random numbers, and the same numbers dense for the peers."""
 
     def __init__(
-        self, seq_lens: Sequence[int], shape: Shape, *, decode: bool, causal: bool = True
+        self,
+        seq_lens: Sequence[int],
+        shape: Shape,
+        *,
+        decode: bool,
+        causal: bool = True,
+        device: str = "cuda",
     ) -> None:
         self.shape, self.causal, self.seq_lens = shape, causal, tuple(seq_lens)
-        generator = torch.Generator("cuda").manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         counts = [-(-n // shape.block_size) for n in seq_lens]
         kept = (sum(counts) + 1, shape.block_size, shape.num_kv_heads, shape.head_size)
-        self.scales: dict[str, Any] = _make_scales(shape, kept)
+        self.scales: dict[str, Any] = _make_scales(shape, kept, device)
         self.k_cache, self.v_cache = (_draw(kept, shape, generator) for _ in range(2))
-        order = torch.randperm(sum(counts), generator=generator, device="cuda").int()
-        tables = torch.full((len(counts), max(counts)), TABLE_POISON, device="cuda").int()
+        order = torch.randperm(sum(counts), generator=generator, device=device).int()
+        tables = torch.full((len(counts), max(counts)), TABLE_POISON, device=device).int()
         for row, blocks in zip(tables, torch.split(order, counts), strict=True):
             row[: len(blocks)] = blocks
-        lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
+        lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         tokens = [1] * len(counts) if decode else list(seq_lens)
-        starts = torch.tensor([0, *tokens]).cumsum(0).int().cuda()
+        starts = torch.tensor([0, *tokens], device=device).cumsum(0).int()
         self.batch = PagedBatch(tables, lengths, starts, max(tokens), max(seq_lens))
         size = (sum(tokens), shape.num_heads, shape.head_size)
-        self.q = torch.randn(size, generator=generator, device="cuda").bfloat16()
+        self.q = torch.randn(size, generator=generator, device=device).bfloat16()
 
     def attend(self, **options: Any) -> AttentionOutput:
         """The call."""
@@ -256,15 +264,15 @@ class Inputs:
         return q, k, v
 
 
-def _make_scales(shape: Shape, kept: tuple[int, ...]) -> dict[str, Tensor]:
+def _make_scales(shape: Shape, kept: tuple[int, ...], device: str) -> dict[str, Tensor]:
     if shape.scales is None:
         return {}
     size = kept[:3] if shape.scales == "token" else kept[2:3]
-    return {name: torch.rand(size, device="cuda") / 50 + 0.01 for name in ("k_scale", "v_scale")}
+    return {name: torch.rand(size, device=device) / 50 + 0.01 for name in ("k_scale", "v_scale")}
 
 
 def _draw(kept: tuple[int, ...], shape: Shape, generator: torch.Generator) -> Tensor:
-    numbers = torch.randn(kept, generator=generator, device="cuda").to(torch.bfloat16)
+    numbers = torch.randn(kept, generator=generator, device=generator.device).to(torch.bfloat16)
     if shape.kv_dtype not in LARGEST_CODE:
         return numbers.to(shape.kv_dtype)
     return (numbers * 30).clamp(-127, 127).round().to(shape.kv_dtype)

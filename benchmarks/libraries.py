@@ -1,0 +1,155 @@
+"""Peers that are no part of torch: other libraries' kernels over the same pages, if installed.
+
+FlashInfer plans on the host first, untimed; the others have no plan. A library that refuses a
+problem, or finds another result than ours, takes no part, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .gpu_attention import Inputs
+
+__all__ = ["find_libraries"]
+
+_WORKSPACE = 256 << 20  # bytes, for FlashInfer's partial states
+_ROUNDING = 2**-6  # of bfloat16 results, generously: what is asked is whether they mean the same
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """A call's arrays in the forms that libraries ask for."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    tables: Tensor
+    """No poison past a sequence's end: some read ahead."""
+    seq_lens: Tensor
+    starts: Tensor
+    max_query_len: int
+    max_seq_len: int
+    causal: bool
+
+    @property
+    def is_decode(self) -> bool:
+        return self.max_query_len == 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Query heads, KV heads, head size and block size."""
+        _, block_size, num_kv_heads, head_size = self.k_cache.shape
+        return self.q.shape[1], num_kv_heads, head_size, block_size
+
+
+def find_libraries(inputs: Inputs) -> dict[str, Call]:
+    """Calls by name, each returning ``[num_tokens, num_heads, head_size]``."""
+    if inputs.scales or inputs.k_cache.dtype != inputs.q.dtype:
+        return {}
+    batch = inputs.batch
+    used = torch.arange(batch.block_tables.shape[1], device=inputs.q.device)
+    used = used[None] < -(-batch.seq_lens // inputs.shape.block_size)[:, None]
+    pages = _Pages(
+        inputs.q, inputs.k_cache, inputs.v_cache, batch.block_tables.where(used, 0),
+        batch.seq_lens, batch.cu_seqlens_q, batch.max_query_len, batch.max_seq_len, inputs.causal,
+    )  # fmt: skip
+    expected, found = inputs.attend().out, {}
+    for name, (module, make) in _LIBRARIES.items():
+        if find_spec(module.partition(".")[0]) is None:
+            continue
+        try:
+            call = make(importlib.import_module(module), pages)
+            gap = float((call() - expected).abs().max())
+        except Exception as error:  # whatever a library raises about a problem
+            warnings.warn(f"{name} takes no part: {error}", stacklevel=2)
+            continue
+        if gap <= _ROUNDING * float(expected.abs().max()):
+            found[name] = call
+        else:
+            warnings.warn(f"{name} takes no part: its result is {gap:.2g} off", stacklevel=2)
+    return found
+
+
+def _flash_attn(library: Any, pages: _Pages) -> Call:
+    if pages.is_decode:
+        return lambda: library.flash_attn_with_kvcache(
+            pages.q[:, None], pages.k_cache, pages.v_cache,
+            cache_seqlens=pages.seq_lens, block_table=pages.tables, causal=pages.causal,
+        )[:, 0]  # fmt: skip
+    key_starts = torch.nn.functional.pad(pages.seq_lens.cumsum(0).int(), (1, 0))
+    return lambda: library.flash_attn_varlen_func(
+        pages.q, pages.k_cache, pages.v_cache, pages.starts, key_starts,
+        pages.max_query_len, pages.max_seq_len, causal=pages.causal, block_table=pages.tables,
+    )  # fmt: skip
+
+
+def _flash_attn_3(library: Any, pages: _Pages) -> Call:
+    shared = {
+        "cache_seqlens": pages.seq_lens, "page_table": pages.tables, "causal": pages.causal,
+    }  # fmt: skip
+    if pages.is_decode:
+        return lambda: library.flash_attn_with_kvcache(
+            pages.q[:, None], pages.k_cache, pages.v_cache, **shared
+        )[:, 0]
+    return lambda: library.flash_attn_with_kvcache(
+        pages.q, pages.k_cache, pages.v_cache,
+        cu_seqlens_q=pages.starts, max_seqlen_q=pages.max_query_len, **shared,
+    )  # fmt: skip
+
+
+def _flashinfer(library: Any, pages: _Pages) -> Call:
+    block_size, device = pages.sizes[-1], pages.q.device
+    counts = -(-pages.seq_lens // block_size)
+    indices = torch.cat(
+        [row[:n] for row, n in zip(pages.tables, counts.tolist(), strict=True)]
+    )  # fmt: skip
+    indptr = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0))
+    last = pages.seq_lens - (counts - 1) * block_size
+    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+    types = {"q_data_type": pages.q.dtype, "kv_data_type": pages.k_cache.dtype}
+    if pages.is_decode:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True
+        )
+        wrapper.plan(indptr, indices, last, *pages.sizes, **types)
+    else:
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(
+            pages.starts, indptr, indices, last, *pages.sizes, causal=pages.causal, **types
+        )
+    return lambda: wrapper.run(pages.q, (pages.k_cache, pages.v_cache))
+
+
+def _vllm(library: Any, pages: _Pages) -> Call:
+    out = torch.empty_like(pages.q)
+
+    def call() -> Tensor:
+        library.unified_attention(
+            q=pages.q, k=pages.k_cache, v=pages.v_cache, out=out,
+            cu_seqlens_q=pages.starts, max_seqlen_q=pages.max_query_len,
+            seqused_k=pages.seq_lens, max_seqlen_k=pages.max_seq_len,
+            softmax_scale=pages.q.shape[-1] ** -0.5, causal=pages.causal, window_size=(-1, -1),
+            block_table=pages.tables, softcap=0.0, q_descale=None, k_descale=None, v_descale=None,
+        )  # fmt: skip
+        return out
+
+    return call
+
+
+_LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
+    "flashinfer": ("flashinfer", _flashinfer),
+    "flash_attn": ("flash_attn", _flash_attn),
+    "flash_attn 3": ("flash_attn_interface", _flash_attn_3),
+    "vllm triton": ("vllm.attention.ops.triton_unified_attention", _vllm),
+}

@@ -1,0 +1,148 @@
+"""Other libraries' kernels as peers: what they are handed, shown by stand-ins that use it."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks import libraries
+from benchmarks.gpu_attention import Inputs, Shape
+
+from pagewise import PagedBatch, paged_attention
+
+SHAPE = Shape(num_heads=4, num_kv_heads=2, head_size=32, block_size=8)
+LENGTHS = (37, 8, 20)
+
+
+def attend(q, k_cache, v_cache, tables, lengths, starts, *, causal=True):
+    """What a library would compute; a table of poison would not do."""
+    assert 0 <= int(tables.min()) <= int(tables.max()) < len(k_cache)
+    longest = int((starts[1:] - starts[:-1]).max())
+    batch = PagedBatch(tables, lengths, starts, longest, int(lengths.max()))
+    return paged_attention(q, k_cache, v_cache, batch, causal=causal, impl="reference").out
+
+
+def one_each(lengths):
+    return torch.arange(len(lengths) + 1, dtype=torch.int32)
+
+
+class FlashAttention2:
+    @staticmethod
+    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
+        starts = one_each(cache_seqlens)
+        found = attend(q[:, 0], k_cache, v_cache, block_table, cache_seqlens, starts)
+        return found[:, None]
+
+    @staticmethod
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, causal, block_table):
+        lengths = cu_k[1:] - cu_k[:-1]
+        assert (max_q, max_k) == (max(LENGTHS), max(LENGTHS))
+        return attend(q, k, v, block_table, lengths, cu_q, causal=causal)
+
+
+class FlashAttention3:
+    @staticmethod
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens, page_table, causal, cu_seqlens_q=None,
+        max_seqlen_q=None,
+    ):  # fmt: skip
+        if cu_seqlens_q is None:
+            starts = one_each(cache_seqlens)
+            return attend(q[:, 0], k_cache, v_cache, page_table, cache_seqlens, starts)[:, None]
+        assert max_seqlen_q == max(LENGTHS)
+        return attend(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, causal=causal)
+
+
+class Wrapper:
+    """FlashInfer's: a plan of ragged lists of pages, then runs."""
+
+    def __init__(self, workspace, layout, use_tensor_cores=True):
+        assert layout == "NHD"
+
+    def plan(self, *arrays, q_data_type, kv_data_type, causal=True):
+        *starts, indptr, indices, last, heads, kv_heads, size, block_size = arrays
+        assert (heads, kv_heads, size, block_size) == (4, 2, 32, 8)
+        assert 1 <= int(last.min()) <= int(last.max()) <= block_size
+        lists = indices.tensor_split(indptr[1:-1].tolist())
+        self.tables = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+        self.lengths = (indptr[1:] - indptr[:-1] - 1) * block_size + last
+        self.starts = starts[0] if starts else one_each(self.lengths)
+        self.causal = causal
+
+    def run(self, q, caches):
+        return attend(q, *caches, self.tables, self.lengths, self.starts, causal=self.causal)
+
+
+FlashInfer = SimpleNamespace(
+    BatchDecodeWithPagedKVCacheWrapper=Wrapper, BatchPrefillWithPagedKVCacheWrapper=Wrapper
+)
+
+
+class VLLM:
+    @staticmethod
+    def unified_attention(
+        *, q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale,
+        causal, window_size, block_table, softcap, q_descale, k_descale, v_descale,
+    ):  # fmt: skip
+        assert softmax_scale == 32**-0.5
+        out.copy_(attend(q, k, v, block_table, seqused_k, cu_seqlens_q, causal=causal))
+
+
+STAND_INS = {
+    "flashinfer": FlashInfer,
+    "flash_attn": FlashAttention2,
+    "flash_attn 3": FlashAttention3,
+    "vllm triton": VLLM,
+}
+
+
+def install(monkeypatch, stand_ins):
+    """Of the libraries, these are there."""
+    for name, (module, _) in libraries._LIBRARIES.items():
+        if name in stand_ins:
+            monkeypatch.setitem(sys.modules, module, stand_ins[name])
+    there = {libraries._LIBRARIES[name][0].partition(".")[0] for name in stand_ins}
+    monkeypatch.setattr(libraries, "find_spec", lambda module: module if module in there else None)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_every_library_is_handed_the_same_problem(monkeypatch, decode):
+    install(monkeypatch, STAND_INS)
+    inputs = Inputs(LENGTHS, SHAPE, decode=decode, device="cpu")
+    found = libraries.find_libraries(inputs)
+    assert found.keys() == STAND_INS.keys()
+    expected = inputs.attend(impl="reference").out
+    for call in found.values():
+        torch.testing.assert_close(call(), expected)
+
+
+def test_what_is_not_installed_takes_no_part(monkeypatch):
+    install(monkeypatch, {"flash_attn": FlashAttention2})
+    inputs = Inputs(LENGTHS, SHAPE, decode=True, device="cpu")
+    assert list(libraries.find_libraries(inputs)) == ["flash_attn"]
+
+
+def test_a_library_that_refuses_or_is_wrong_takes_no_part_and_a_warning_says_why(monkeypatch):
+    class Wrong:
+        @staticmethod
+        def flash_attn_with_kvcache(q, *_, **__):
+            return torch.zeros_like(q)
+
+    class Refusing:
+        @staticmethod
+        def unified_attention(**_):
+            raise ValueError("blocks of 8 are too small")
+
+    install(monkeypatch, {"flash_attn": Wrong, "vllm triton": Refusing})
+    inputs = Inputs(LENGTHS, SHAPE, decode=True, device="cpu")
+    with pytest.warns(UserWarning, match="takes no part") as warnings:
+        assert libraries.find_libraries(inputs) == {}
+    messages = [str(warning.message) for warning in warnings]
+    assert any("flash_attn takes no part: its result is" in message for message in messages)
+    assert "vllm triton takes no part: blocks of 8 are too small" in messages
+
+
+def test_caches_of_eight_bits_have_no_peers(monkeypatch):
+    install(monkeypatch, STAND_INS)
+    shape = Shape(4, 2, 32, 8, torch.int8, "head")
+    assert libraries.find_libraries(Inputs(LENGTHS, shape, decode=True, device="cpu")) == {}
