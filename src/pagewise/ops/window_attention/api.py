@@ -72,7 +72,7 @@ def window_attention(
             ``logit_scale``.
         logit_scale: ``[num_heads]`` or ``[num_heads, 1, 1]``, the logarithm of Swin v2's scale.
         qk_norm_eps: Least norm that q and k are divided by.
-        impl: ``"auto"``, or one of ``"cpu"``, ``"hopper"``, ``"triton"``, ``"reference"``: a named
+        impl: ``"auto"``, or one of ``"cpu"``, ``"triton"``, ``"hopper"``, ``"reference"``: a named
             one runs or raises.
 
     Returns:
@@ -132,8 +132,8 @@ def explain_window_attention(
         >>> q = torch.zeros(4, 3, 49, 32, dtype=torch.float64)
         >>> print(explain_window_attention(q, q, q))
         cpu: no, q is float64; float32, float16 and bfloat16 run
-        hopper: no, the tensors are on cpu
         triton: no, the tensors are on cpu
+        hopper: no, the tensors are on cpu
         reference: yes
     """
     x = _operands(q, k, v, **options)
