@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.names import barrier
 
 __all__ = ["attend"]
@@ -52,19 +53,6 @@ def _bias_layout(columns):
 def _scores(columns):
     """How threads hold scores, or anything that a product makes."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(columns), 16])
-
-
-@gluon.constexpr_function
-def _wide_rows(width):
-    """As the accumulators, but a thread has 4 neighbours and a quad 16, a whole sector."""
-    columns = [[0, 1 << i] for i in range(int(width).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*columns[:2], [8, 0], *columns[4:]],
-        lane_bases=[*columns[2:4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, int(width)],
-    )
 
 
 @gluon.constexpr_function
@@ -169,7 +157,7 @@ def _finish(
     """Divide, and write the rows of ``out`` and ``lse``."""
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     WIDTH: gl.constexpr = acc.shape[1]
-    WIDE: gl.constexpr = _wide_rows(WIDTH)
+    WIDE: gl.constexpr = wide_rows(WIDTH)
     row_l = gl.convert_layout(gl.sum(l, 1), ROW, assert_trivial=True)
     nothing = row_l == 0.0
     value = gl.where(nothing, float("-inf"), (m * scale + _log2(row_l)) * LN_2)

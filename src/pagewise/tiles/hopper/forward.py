@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .layouts import wide_rows
 from .load import (
     COLUMNS,
     HEAD,
@@ -199,19 +200,6 @@ def _clear_rows(tile, first, form):
     barrier()
 
 
-@gluon.constexpr_function
-def _wide_rows(width):
-    """As the accumulators, but a thread has 4 neighbours and a quad 16, a whole sector."""
-    columns = [[0, 1 << i] for i in range(int(width).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*columns[:2], [8, 0], *columns[4:]],
-        lane_bases=[*columns[2:4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, int(width)],
-    )
-
-
 @gluon.jit
 def _finish(
     out, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l, form,
@@ -220,7 +208,7 @@ def _finish(
     """Divide, and write a warpgroup's rows of ``out`` and ``lse``."""
     WIDTH: gl.constexpr = acc.shape[1]
     PACK: gl.constexpr = form.PACK
-    WIDE: gl.constexpr = _wide_rows(WIDTH)
+    WIDE: gl.constexpr = wide_rows(WIDTH)
     empty = l == 0.0
     row = gl.arange(0, ROWS, m.type.layout)
     token = WG * (ROWS // PACK) + row // PACK
