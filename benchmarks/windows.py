@@ -109,7 +109,8 @@ class WindowCase:
     ) -> dict[str, Times]:
         if self.device == "cuda":
             return {name: time_gpu(call) for name, call in calls.items()}
-        contestants = {name: Contestant(call) for name, call in calls.items()}
+        # A call before the timed one wakes the threads: for two milliseconds of work that counts.
+        contestants = {name: Contestant(call, before=call) for name, call in calls.items()}
         return take_turns(contestants, repeats=repeats or 7)
 
 
