@@ -14,7 +14,7 @@ import torch
 
 from .timing import Times
 
-__all__ = ["time_gpu", "time_gpu_in_turns", "time_host"]
+__all__ = ["between_events", "time_gpu", "time_gpu_in_turns", "time_host"]
 
 _CALLS_A_ROUND = 100
 """Few enough for the GPU's queue, which makes the host wait when it is full."""
@@ -64,7 +64,7 @@ def time_gpu_in_turns(
             pairs = []
             for _ in range(1 + burst):
                 driver.active.clear_cache(cache)
-                pairs.append(_between_events(replay))
+                pairs.append(between_events(replay))
             torch.cuda.synchronize()
             seconds[name] += [start.elapsed_time(end) / 1e3 for start, end in pairs[1:]]
     return {name: Times(tuple(values)) for name, values in seconds.items()}
@@ -96,7 +96,8 @@ def _record(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def _between_events(call: Callable[[], object]) -> tuple[Any, Any]:
+def between_events(call: Callable[[], object]) -> tuple[Any, Any]:
+    """Ask for a call, and for events before and after it, which know the time when it is done."""
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     start.record()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pagewise.integrations import swin
 
 from .case import Check, Measurement, Target
+from .gpu_timing import between_events
 from .timing import Times, ratio
 
 __all__ = ["SwinUnetrCase"]
@@ -116,11 +117,7 @@ def _step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _timed_step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> float:
-    event: Any = torch.cuda.Event
-    start, end = event(enable_timing=True), event(enable_timing=True)
-    start.record()
-    _step(model, x, dtype)
-    end.record()
+    start, end = between_events(lambda: _step(model, x, dtype))
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 

@@ -57,7 +57,8 @@ def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
     device = DeviceInfo.of(torch.device("cuda", torch.cuda.current_device()))
     today = _today(case.problem, device)
     impl = "hopper" if kind.startswith("hopper") else "triton"
-    found = _compile(kind, case, impl, [t for t in _candidates(impl) if t != _tiles(today, device)])
+    current = _tiles(today, device)
+    found = _compile(kind, case, impl, [tiles for tiles in _candidates(impl) if tiles != current])
     inputs = Inputs(case.seq_lens, case.shape, decode=True)
 
     def with_plan(plan: GpuPlan) -> Callable[[], object]:
@@ -68,11 +69,11 @@ def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
     }
     medians = {name: time_gpu(call, milliseconds=50).median for name, call in calls.items()}
     ordered = sorted(found, key=lambda tiles: medians[str(tiles)])
-    console.print(f"{kind}: today {medians['today'] * 1e6:.1f} µs, {_tiles(today, device)}")
+    console.print(f"{kind}: today {medians['today'] * 1e6:.1f} µs, {current}")
     for tiles in ordered[:5]:
         console.print(f"  {medians[str(tiles)] * 1e6:.1f} µs, {tiles}")
     best = ordered[0] if ordered and medians[str(ordered[0])] < GAIN * medians["today"] else None
-    _write(device.name, kind, best or _tiles(today, device))
+    _write(device.name, kind, best or current)
 
 
 def _candidates(impl: str) -> Iterator[Tiles]:

@@ -26,13 +26,18 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
-def resources(compiled, tmp_path):
-    """What a kernel takes: registers a thread, and bytes of memory for what did not fit."""
+def dump(compiled, tmp_path, option):
+    """What ``cuobjdump`` says of a kernel."""
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [os.fspath(tool), "--dump-resource-usage", os.fspath(cubin)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [os.fspath(tool), option, os.fspath(cubin)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def resources(compiled, tmp_path):
+    """What a kernel takes: registers a thread, and bytes of memory for what did not fit."""
+    text = dump(compiled, tmp_path, "--dump-resource-usage")
     return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
 
 

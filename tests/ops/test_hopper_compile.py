@@ -4,18 +4,15 @@ A computing thread has few registers to spare. What is kept in memory between ti
 the loop over keys that need no mask, where the time goes, must not touch it.
 """
 
-import os
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import FITTED, HOPPER, resources  # noqa: E402
+from test_compiled import FITTED, HOPPER, dump, resources  # noqa: E402
 
 from pagewise.device import DeviceInfo  # noqa: E402
 from pagewise.ops.window_attention import hopper as windows  # noqa: E402
@@ -48,11 +45,7 @@ FORMS = [
 
 def disassemble(compiled, tmp_path):
     """Addresses and instructions of a kernel."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [os.fspath(tool), "-sass", os.fspath(cubin)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = dump(compiled, tmp_path, "-sass")
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
     return [(int(address, 16), instruction) for address, instruction in lines]
 

@@ -1,11 +1,7 @@
 """How windows are cut up for a GPU, and that every shipped kernel compiles for Hopper."""
 
 import itertools
-import os
-import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,23 +84,13 @@ def launchers(problem):
     yield kernels._column_gradients(problem, plan, kinds)
 
 
-def resources(compiled, tmp_path):
-    triton = pytest.importorskip("triton")
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [os.fspath(tool), "--dump-resource-usage", os.fspath(cubin)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
-
-
 @pytest.mark.parametrize(("problem", "most_spilled"), COMPILED)
 def test_kernels_compile_for_hopper_within_its_memory(problem, most_spilled, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
-    from triton.backends.compiler import GPUTarget
+    from test_compiled import HOPPER, resources
 
     for launcher in launchers(problem):
-        compiled = launcher.compile(GPUTarget("cuda", 90, 32))
+        compiled = launcher.compile(HOPPER)
         assert compiled.metadata.shared <= 232_448
         used = resources(compiled, tmp_path)
         assert used["STACK"] <= most_spilled, used

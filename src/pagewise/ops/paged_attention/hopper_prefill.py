@@ -34,9 +34,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         reason = "scores are capped or biased, or there are sinks; plain ones run"
     if reason is None and problem.block_size % 8:
         reason = f"k_cache has block_size={problem.block_size}; multiples of 8 run"
-    rows = problem.max_query_len * problem.group
-    if reason is None and rows <= DECODE_ROWS:
-        reason = f"{rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
+    if reason is None and problem.rows <= DECODE_ROWS:
+        reason = f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
     return reason
 
 

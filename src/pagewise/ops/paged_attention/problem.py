@@ -136,3 +136,13 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Queries of a sequence that share a KV head, at most: new tokens × group."""
+        return self.max_query_len * self.group
+
+    @property
+    def width(self) -> int:
+        """The wider of a key and a value."""
+        return max(self.head_size, self.v_head_size)

@@ -104,12 +104,11 @@ def prepare(
     """Settle what depends on no tensor's elements; ``decode`` is for few rows of a sequence."""
     device = DeviceInfo.of(form.q.device)
     plan = plan or make_gpu_plan(problem, device, hopper=decode is not DECODE)
-    rows = problem.max_query_len * problem.group
     kernel = PREFILL if plan.path == "prefill" and decode is DECODE else decode
-    if kernel is decode and (plan.path != "decode" or plan.tile_m < rows):
+    if kernel is decode and (plan.path != "decode" or plan.tile_m < problem.rows):
         raise ShapeError(
             f"the plan is for {plan.path} with tile_m={plan.tile_m}, but sequences have up to "
-            f"{rows} rows (max_query_len times heads of a group): make_plan of this problem"
+            f"{problem.rows} rows (max_query_len times heads of a group): make_plan of this problem"
         )
     paired = kernel.takes_pairs and problem.kv_dtype.itemsize == 1
     strides = _strides(problem, form, 2 if paired else 1)
@@ -239,7 +238,7 @@ def _stride_type(strides: dict[str, int], factor: int) -> str:
 
 
 def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) -> dict[str, Any]:
-    block_size, rows = problem.block_size, power_of_2(problem.max_query_len * problem.group)
+    block_size, rows = problem.block_size, power_of_2(problem.rows)
     narrowest = 32 if paired else 16  # a power of two that a matrix product takes
     # From 64 rows on warps multiply in groups of four, and then Triton 3.6 is wrong where values
     # are narrow: 16 columns beside keys of 128, and 32 beside 64.

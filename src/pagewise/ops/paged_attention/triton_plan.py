@@ -60,11 +60,10 @@ def refuse_hopper(problem: Problem) -> str | None:
         return f"q is {q}; float16 and bfloat16 run"
     if problem.kv_dtype != problem.q_dtype and problem.kv_dtype.itemsize != 1:
         return f"q is {q} but k_cache is {kv}: equal types, and 8 bits, run"
-    rows = problem.max_query_len * problem.group
-    if rows > HOPPER_ROWS:
-        return f"{rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
-    if max(problem.head_size, problem.v_head_size) > 256:
-        return f"a head of {max(problem.head_size, problem.v_head_size)} is wider than 256"
+    if problem.rows > HOPPER_ROWS:
+        return f"{problem.rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
+    if problem.width > 256:
+        return f"a head of {problem.width} is wider than 256"
     unit = 16 // problem.kv_dtype.itemsize
     if problem.head_size % unit or problem.v_head_size % unit or not problem.is_aligned:
         return "rows of the caches do not begin at multiples of 16 bytes"
@@ -88,13 +87,12 @@ def make_gpu_plan(
         >>> make_gpu_plan(problem, DeviceInfo("cuda", 132, "NVIDIA H200")).path
         'decode'
     """
-    rows = problem.max_query_len * problem.group
-    if rows > (16 if _is_bulky(problem, device) else DECODE_ROWS):
+    if problem.rows > (16 if _is_bulky(problem, device) else DECODE_ROWS):
         return _plan_prefill(problem, device)
     tiles = choose_tiles(problem, device, hopper)
     return GpuPlan(
         "decode",
-        tile_m=max(16, power_of_2(rows)),
+        tile_m=max(16, power_of_2(problem.rows)),
         tile_n=tiles.tile_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -109,8 +107,7 @@ def make_gpu_plan(
 
 def _is_bulky(problem: Problem, device: DeviceInfo) -> bool:
     """Whether many rows of a decode tile leave no room for keys: wide ones of float32."""
-    width = max(problem.head_size, problem.v_head_size)
-    return is_float32(problem) and width > 128 and 0 < device.shared_memory < 200 << 10
+    return is_float32(problem) and problem.width > 128 and 0 < device.shared_memory < 200 << 10
 
 
 def _align(programs: int, pairs: int) -> int:
@@ -128,7 +125,7 @@ def _align(programs: int, pairs: int) -> int:
 
 
 def _plan_prefill(problem: Problem, device: DeviceInfo) -> GpuPlan:
-    width = max(problem.head_size, problem.v_head_size)
+    width = problem.width
     if is_float32(problem):
         tile_m, tile_n, num_warps, num_stages = (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
     elif width <= 128:

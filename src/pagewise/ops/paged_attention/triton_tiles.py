@@ -63,8 +63,8 @@ def kind_of(problem: Problem, hopper: bool) -> str:
     """
     keys = "float32" if is_float32(problem) else f"{8 * problem.kv_dtype.itemsize}-bit"
     scales = " with a scale for each token" if problem.scale_kind == "token" else ""
-    width = next(n for n in (64, 128, 256, 512) if _width(problem) <= n)
-    rows = "" if hopper or _rows(problem) <= 16 else ", more than 16 rows"
+    width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
+    rows = "" if hopper or problem.rows <= 16 else ", more than 16 rows"
     return f"{'hopper' if hopper else 'triton'}, {keys} keys{scales}, heads up to {width}{rows}"
 
 
@@ -74,18 +74,18 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _hopper_tiles(problem: Problem) -> Tiles:
-    is_wide = _width(problem) > 128
+    is_wide = problem.width > 128
     if problem.kv_dtype.itemsize == 1 and problem.scale_kind == "token" and not is_wide:
         return Tiles(64, 4, 2, 2, 128, 80)
     if problem.kv_dtype.itemsize == 1:
         return Tiles(64, 4, 3, 1, 168, 88) if is_wide else Tiles(128, 4, 2, 2, 128, 80)
-    if _width(problem) <= 64:
+    if problem.width <= 64:
         return Tiles(64, 4, 3, 2, 128, 80)
     return Tiles(32, 4, 6, 1, 168, 88) if is_wide else Tiles(64, 4, 2, 2, 128, 80)
 
 
 def _portable_tiles(problem: Problem, is_small: bool) -> Tiles:
-    width, has_many_rows = _width(problem), _rows(problem) > 16
+    width, has_many_rows = problem.width, problem.rows > 16
     if is_small and width > 256 and has_many_rows:
         return Tiles(16, 4, 1, 1)
     if is_float32(problem):
@@ -94,14 +94,6 @@ def _portable_tiles(problem: Problem, is_small: bool) -> Tiles:
         # More warps where one would not hold its part of the rows or of the scales.
         return Tiles(64, 8 if has_many_rows or problem.kv_dtype.itemsize == 1 else 4, 3, 2)
     return Tiles(64, 4, 2, 2) if width <= 256 and not has_many_rows else Tiles(32, 4, 2, 1)
-
-
-def _width(problem: Problem) -> int:
-    return max(problem.head_size, problem.v_head_size)
-
-
-def _rows(problem: Problem) -> int:
-    return problem.max_query_len * problem.group
 
 
 def is_float32(problem: Problem) -> bool:

@@ -95,8 +95,20 @@ def scores(
 
 
 @inner()
+def _soften_rows(s, sums, lse, window, head, first, num_rows, width):
+    """Four rows of scores into weights; leaves their ``sums``, and writes their log-sum-exp."""
+    for r in range(4):
+        m, total = soften(s, r * width, width)
+        sums[r] = total
+        if r < num_rows:
+            seen = total != 0
+            row_lse = (m + np.log2(total)) * _LN_2 if seen else np.float32(-np.inf)
+            lse[window, head, first + r] = row_lse
+
+
+@inner()
 def _finish(out, lse, x, rows, result, window, head, first, num_rows, depth):
-    """Divide four rows, and write them and their log-sum-exp."""
+    """Divide four rows by their sums, which lie in ``rows``, and write them."""
     _, num_heads, num_tokens = lse.shape
     for r in range(num_rows):
         to = ((window * num_tokens + first + r) * num_heads + head) * x.size
@@ -138,13 +150,7 @@ def _attend_part(
                         s, rows, x, keys, at, bias, (first - first_row) * width, window, head,
                         first, num_rows, width, depth, scale,
                     )  # fmt: skip
-                    for r in range(4):
-                        m, total = soften(s, r * width, width)
-                        rows[r] = total
-                        if r < num_rows:
-                            seen = total != 0
-                            row_lse = (m + np.log2(total)) * _LN_2 if seen else np.float32(-np.inf)
-                            lse[window, head, first + r] = row_lse
+                    _soften_rows(s, rows, lse, window, head, first, num_rows, width)
                     if columns:
                         values_at = (window - start) * num_tokens * columns
                         mix_rows(result, s, values, values_at, num_tokens, width, columns)

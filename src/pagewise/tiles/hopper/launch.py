@@ -17,7 +17,16 @@ from ..triton.launch import POINTERS, Launcher
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 
-__all__ = ["TILINGS", "Form", "Tiling", "attend", "make_launcher", "refuse", "tiling_of"]
+__all__ = [
+    "TILINGS",
+    "Form",
+    "Tiling",
+    "attend",
+    "make_launcher",
+    "refuse",
+    "refuse_device",
+    "tiling_of",
+]
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
@@ -95,13 +104,19 @@ def tiling_of(head_size: int) -> Tiling:
     return next(tiling for tiling in TILINGS if head_size <= tiling.width)
 
 
+def refuse_device(device: DeviceInfo) -> str | None:
+    """Why kernels for Hopper cannot run on a device, or None if they can."""
+    reason = refuse_triton(device)
+    if reason is None and device.capability != (9, 0):
+        reason = f"{device.name or device.kind} is not a Hopper GPU"
+    return reason
+
+
 def refuse(device: DeviceInfo, dtype: torch.dtype, head_size: int, v_head_size: int) -> str | None:
     """Why the forward kernel cannot run, or None if it can."""
-    reason = refuse_triton(device)
+    reason = refuse_device(device)
     if reason is not None:
         return reason
-    if device.capability != (9, 0):
-        return f"{device.name or device.kind} is not a Hopper GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"q is {str(dtype).removeprefix('torch.')}; float16 and bfloat16 run"
     if head_size != v_head_size:
