@@ -18,9 +18,8 @@ from .problem import Gradients, Operands, Problem
 
 __all__ = ["IMPLEMENTATIONS", "forward", "operands"]
 
-IMPLEMENTATIONS = ("cpu", "triton", "hopper", "reference")
-"""In the order in which ``impl="auto"`` tries them. Hopper's is faster where it runs, and has to be
-named until its tests have passed on a GPU: ``pytest -m gpu tests/ops/test_window_attention.py``."""
+IMPLEMENTATIONS = ("cpu", "hopper", "triton", "reference")
+"""In the order in which ``impl="auto"`` tries them."""
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias_table, Tensor? rel_offsets, Tensor? bias, "
