@@ -16,6 +16,7 @@ from test_compiled import FITTED, HOPPER, dump, resources  # noqa: E402
 
 from pagewise.device import DeviceInfo  # noqa: E402
 from pagewise.ops.window_attention import hopper as windows  # noqa: E402
+from pagewise.ops.window_attention.hopper_plan import PIECE, make_plan  # noqa: E402
 from pagewise.ops.window_attention.problem import Problem  # noqa: E402
 from pagewise.tiles.hopper.launch import (  # noqa: E402
     TILINGS,
@@ -117,20 +118,36 @@ WINDOWS = Problem(1, 3, 343, 16, F16, table_size=2197, learned_dtypes=(torch.flo
 SHIFTED = {"num_masks": 1, "has_regions": True}
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("regions", [{}, SHIFTED], ids=["plain", "shifted"])
-def test_three_programs_of_window_attention_fit_a_multiprocessor(dtype, regions, tmp_path):
-    problem = replace(WINDOWS, dtype=dtype, **regions)
-    compiled = windows.make_launcher(problem, "*fp32", "*u8").compile(HOPPER)
-    assert 3 * (compiled.metadata.shared + 1024) <= 228 << 10
+@pytest.mark.parametrize(
+    ("change", "most_spilled"),
+    [
+        (SHIFTED, 48),
+        ({"num_tokens": 512, "head_size": 32, "dtype": BF16}, 8),
+        (SHIFTED | {"num_tokens": 1024, "head_size": 24, "table_size": None, "num_biases": 1}, 0),
+    ],
+    ids=str,
+)
+def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
+    problem = replace(WINDOWS, **change)
+    plan = make_plan(problem, H200)
+    launcher = windows.make_launcher(problem, replace(plan, chunks=1), "*fp32", "*u8")
+    compiled = launcher.compile(HOPPER)
+    assert compiled.metadata.shared <= SHARED_MEMORY
     used = resources(compiled, tmp_path)
-    assert 3 * 128 * used["REG"] <= 1 << 16
     if FITTED:
-        assert used["STACK"] <= 8, used
-        code = [text for _, text in disassemble(compiled, tmp_path)]
-        assert sum("HGMMA" in text for text in code) == len((128, 32, 16)) + (128 + 32 + 16) // 16
-        exponentials = sum("MUFU.EX2" in text for text in code)
-        assert exponentials == 64 * 176 // 128 + 2  # of scores, and of a row's two decays
+        assert used["STACK"] <= most_spilled, used
+        pieces = loops_that_multiply(disassemble(compiled, tmp_path))
+        compared = [body for body in pieces if any("LDG" in text for text in body)]
+        assert len(pieces) - len(compared) == plan.streams
+        assert len(compared) == (plan.streams if problem.has_regions else 0)
+        for body in pieces:
+            exponentials = sum("MUFU.EX2" in text for text in body)
+            assert exponentials == 64 * PIECE // 128 + 2  # of scores, and of a row's two decays
+            assert body in compared or not any(re.search(r"\b(LDL|STL)", text) for text in body)
+
+
+def test_regions_are_marked(tmp_path):
+    windows.make_marker("*u8", 343).compile(HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +157,15 @@ def test_three_programs_of_window_attention_fit_a_multiprocessor(dtype, regions,
         (SHIFTED, None),
         ({"dtype": torch.float32}, "q is float32"),
         ({"cosine": True}, "left to triton"),
-        ({"table_size": None}, "bias table"),
-        ({"table_size": None, "num_biases": 1}, "bias table"),
-        ({"learned_dtypes": (torch.float64,)}, "bias table"),
+        ({"table_size": None}, None),
+        ({"table_size": None, "num_biases": 1}, None),
+        ({"table_size": None, "num_biases": 2}, "several biases"),
+        ({"learned_dtypes": (torch.float64,)}, "float64"),
         ({"mask_dtype": torch.bool, "num_masks": 1}, "dense mask"),
-        ({"head_size": 32}, "head_size is 32; 16"),
-        ({"num_tokens": 320}, "num_tokens is 320; 321 to 352"),
-        ({"num_tokens": 353}, "num_tokens is 353"),
+        ({"head_size": 20}, "head_size is 20; multiples of 8"),
+        ({"head_size": 72}, "head_size is 72"),
+        ({"num_tokens": 192}, "num_tokens is 192; 193 to 1024"),
+        (SHIFTED | {"num_tokens": 1024, "head_size": 64}, "do not fit"),
     ],
     ids=str,
 )

@@ -76,6 +76,9 @@ class Inputs:
         if case.mask == "regions":
             regions = shift_regions(grid, case.window, shift)[:, :num_tokens]
             self.options["regions"] = regions.to(device)
+        elif case.mask == "many":  # regions, more in a window than a shift makes
+            regions = torch.randint(-9, 9, (num_masks, num_tokens), generator=self.random)
+            self.options["regions"] = regions.to(device)
         elif case.mask == "float":
             self.options["mask"] = self.normal(num_masks, *pairs).to(device)
         elif case.mask == "bool":
@@ -252,13 +255,22 @@ D16 = {"num_heads": 3, "head_size": 16, "images": 1}
 ON_HOPPER = [
     *(Case((7, 7, 7), dtype=dtype, **D16) for dtype in (F16, BF16)),
     Case((7, 7, 7), dtype=F16, mask="none", **D16 | {"images": 7}),
+    Case((7, 7, 7), dtype=F16, mask="many", **D16),
     Case((7, 7, 7), dtype=F16, mask_value=-3.0, **D16 | {"num_heads": 1}),
     Case((7, 7, 7), dtype=F16, mask_value=-math.inf, softmax_scale=-1.5, **D16),
+    Case((7, 7, 7), dtype=F16, mask_value=-2e4, **D16),
     Case((7, 7, 7), dtype=BF16, softmax_scale=0.01, **D16),
     Case((7, 7, 7), dtype=F16, softmax_scale=0.0, **D16),
-    Case((18, 18), dtype=F16, **D16),
-    Case((8, 7, 7), dtype=BF16, num_tokens=352, **D16),
+    Case((7, 7, 7), dtype=F16, bias="none", **D16),
     Case((7, 7, 7), dtype=F16, num_tokens=321, **D16 | {"num_heads": 67}),
+    Case((14, 14), dtype=F16, head_size=8, images=3),
+    Case((15, 15), dtype=BF16, head_size=64),
+    Case((16, 16), dtype=BF16, mask="many", mask_value=-2.0, head_size=32),
+    Case((18, 18), dtype=F16, **D16),
+    Case((8, 7, 7), dtype=BF16, head_size=32, images=1),
+    Case((8, 8, 8), dtype=F16, mask="none", head_size=24, images=3),
+    Case((24, 24), dtype=BF16, head_size=32, images=3),
+    Case((32, 32), dtype=F16, head_size=32, images=1),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Window attention on a Hopper GPU: what can run, and the launch; gradients are Triton's."""
+"""Window attention on a Hopper GPU: what can run, and the launches; gradients are Triton's."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...device import DeviceInfo
 from ...tiles.hopper.launch import GluonLauncher, refuse
 from ...tiles.state import AttentionOutput
+from ...tiles.triton.launch import Launcher
 from .hopper_forward import attend
+from .hopper_marks import mark_regions
+from .hopper_plan import MARKS, PIECE, Plan, find_width, make_plan
 from .problem import Operands, Problem
-from .triton import KINDS, backward, empty_like, find_mask
+from .triton import KINDS, backward, empty_like
 
-__all__ = ["backward", "forward", "make_launcher", "supports"]
+__all__ = ["backward", "forward", "make_launcher", "make_marker", "supports"]
 
 _LOG2_E = 1 / math.log(2)
-_ROWS, _BOX, _WIDTH = 64, 128, 16
-_GROUPS, _TILES = 2, (128, 32, 16)
-_MOST_TOKENS = _GROUPS * sum(_TILES)
-_FEWEST_TOKENS = _MOST_TOKENS - 31
-_PROGRAMS, _REGISTERS = 3, 168  # of a multiprocessor, of a thread
+_NO_BIAS, _TABLE, _DENSE = range(3)
+_FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 193, 1024, 64
 _LEAST_SCALE = 1 / 16
+_MOST_MARKED = 2048.0
+_MOST_REGIONS = 8
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -36,51 +38,56 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return reason
     if problem.cosine:
         return "rows are to be normalised first, which is left to triton"
-    if problem.table_size is None or torch.float64 in problem.learned_dtypes:
-        return "without a float32 or half-precision bias table triton runs"
-    if problem.mask_dtype is not None:
-        return "a dense mask is left to triton"
-    if problem.head_size != _WIDTH:
-        return f"head_size is {problem.head_size}; {_WIDTH} is where this is faster than triton"
+    if torch.float64 in problem.learned_dtypes:
+        return "float64 is for the reference"
+    if problem.mask_dtype is not None or problem.num_biases > 1:
+        return "a dense mask, or several biases, are left to triton"
+    if problem.head_size % 8 or problem.head_size > _WIDEST:
+        return f"head_size is {problem.head_size}; multiples of 8 up to {_WIDEST} run"
     if not _FEWEST_TOKENS <= problem.num_tokens <= _MOST_TOKENS:
         return (
             f"num_tokens is {problem.num_tokens}; {_FEWEST_TOKENS} to {_MOST_TOKENS} is where "
             "this is faster than triton"
         )
+    if make_plan(problem, device) is None:
+        return f"{problem.num_tokens} tokens of {problem.head_size} do not fit into shared memory"
     return None
 
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
-    """One launch, and a small one to find the windows that regions concern."""
-    assert x.bias_table is not None
-    assert x.rel_offsets is not None
+    """One launch, and with regions a small one to mark them."""
+    plan = make_plan(problem, DeviceInfo.of(x.q.device))
+    assert plan is not None
     out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     q, scale = normal_scale(x.q, x.softmax_scale)
-    regions, mixed = find_mask(x, is_one_tile=False)
+    regions = None if x.regions is None else x.regions.contiguous()
+    kinds, marks = _mark(problem, x.q.device, regions, -x.mask_value / scale)
+    bias = x.bias_table if x.bias is None else x.bias
     launcher = make_launcher(
         replace(problem, num_windows=1, num_masks=min(problem.num_masks, 1)),
-        KINDS[x.bias_table.dtype],
-        "*u8" if regions is None else KINDS[regions.dtype],
+        replace(plan, chunks=1),
+        "*fp32" if bias is None else KINDS[bias.dtype],
+        "*i32" if regions is None else KINDS[regions.dtype],
     )
-    tiles = -(-problem.num_tokens // _ROWS) * problem.num_heads
-    programs = _PROGRAMS * DeviceInfo.of(x.q.device).num_workers
-    chunks = max(1, min(programs // tiles, problem.num_windows))
+    programs = -(-problem.num_tokens // plan.rows) * problem.num_heads * plan.chunks
     launcher(
-        (tiles * chunks if problem.num_windows else 0, 1, 1),
+        (programs if problem.num_windows else 0, 1, 1),
         out,
         lse,
-        _describe(q, _ROWS),
-        _describe(x.k, _BOX),
-        _describe(x.v, _BOX),
-        x.bias_table.contiguous(),
-        x.rel_offsets.contiguous(),
-        x.rel_offsets if mixed is None else mixed,
-        x.rel_offsets if regions is None else regions,
+        _describe(q, plan.rows),
+        _describe(x.k, PIECE),
+        _describe(x.v, PIECE),
+        _describe_marks(marks, plan.rows),
+        _describe_marks(marks, PIECE),
+        lse if bias is None else bias.contiguous(),
+        kinds if x.rel_offsets is None else x.rel_offsets.contiguous(),
+        kinds,
+        kinds if regions is None else regions,
         problem.num_windows,
-        chunks,
+        plan.chunks,
         max(1, problem.num_masks),
-        (x.bias_table.shape[0] - 1) // 2,
+        0 if x.bias_table is None else (x.bias_table.shape[0] - 1) // 2,
         scale * _LOG2_E,
         1 / scale,
         x.mask_value / scale,
@@ -108,28 +115,62 @@ def normal_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return q * factor, scale / factor
 
 
+def _mark(
+    problem: Problem, device: torch.device, regions: Tensor | None, factor: float
+) -> tuple[Tensor, Tensor]:
+    """Which windows have several regions, and their marks. Too large a factor is for comparing."""
+    num_tokens = problem.num_tokens
+    num_masks = 1 if regions is None else len(regions)
+    kinds = torch.empty(num_masks, dtype=torch.int32, device=device)
+    marks = torch.empty(num_masks, num_tokens, 2 * MARKS, dtype=torch.float16, device=device)
+    if regions is not None:
+        can_mark = abs(factor) < _MOST_MARKED
+        high = torch.tensor(factor).half().item() if can_mark else 0.0
+        low, limit = (factor - high, _MOST_REGIONS) if can_mark else (0.0, 0)
+        marker = make_marker(KINDS[regions.dtype], num_tokens)
+        marker((num_masks, 1, 1), kinds, marks, regions, high, low, limit)
+    return kinds, marks
+
+
 @functools.lru_cache(maxsize=256)
-def make_launcher(problem: Problem, bias: str, regions: str) -> GluonLauncher:
-    """The kernel for one kind of problem, and its table's and its regions' element types."""
-    name, layout = KINDS[problem.dtype][1:], _layout()
-    boxes = {"q_desc": _ROWS, "k_desc": _BOX, "v_desc": _BOX}
+def make_marker(regions: str, num_tokens: int) -> Launcher:
+    """The kernel that marks regions of an element type."""
+    types = {"kinds": "*i32", "marks": "*fp16:16", "regions": regions}
+    types |= {"high": "fp32", "low": "fp32", "limit": "i32"}
+    constants = {"NUM_TOKENS": num_tokens, "TILE": 1 << (num_tokens - 1).bit_length()}
+    return Launcher(mark_regions, types, constants, num_warps=4)
+
+
+@functools.lru_cache(maxsize=256)
+def make_launcher(problem: Problem, plan: Plan, bias: str, regions: str) -> GluonLauncher:
+    """The kernel for one kind of problem, and its bias' and its regions' element types."""
+    name, width = KINDS[problem.dtype][1:], find_width(problem.head_size)
+    tokens, marks = _layout(width, 4), _layout(MARKS, 3)
     types = {"out": f"*{name}:16", "lse": "*fp32"}
-    types |= {
-        desc: f"tensordesc<{name}{[1, 1, rows, _WIDTH]},{layout!r}>" for desc, rows in boxes.items()
-    }
-    types |= {"bias": bias, "offsets": "*i32", "mixed": "*i32", "regions": regions}
+    for desc, rows in (("q_desc", plan.rows), ("k_desc", PIECE), ("v_desc", PIECE)):
+        types[desc] = f"tensordesc<{name}{[1, 1, rows, width]},{tokens!r}>"
+    for desc, rows in (("row_marks_desc", plan.rows), ("marks_desc", PIECE)):
+        types[desc] = f"tensordesc<fp16{[1, rows, MARKS]},{marks!r}>"
+    types |= {"bias": bias, "offsets": "*i32", "kinds": "*i32", "regions": regions}
     types |= dict.fromkeys(("num_windows", "num_chunks", "num_masks", "centre"), "i32")
     types |= dict.fromkeys(("scale", "inverse", "mask_value"), "fp32")
+    kind = _DENSE if problem.num_biases else _NO_BIAS
     constants = {
         "NUM_HEADS": problem.num_heads,
         "NUM_TOKENS": problem.num_tokens,
         "HEAD_SIZE": problem.head_size,
-        "WIDTH": _WIDTH,
+        "WIDTH": width,
+        "BIAS": kind if problem.table_size is None else _TABLE,
         "MASK": problem.has_regions,
-        "GROUPS": _GROUPS,
-        "TILES": _TILES,
+        "GROUPS": plan.groups,
+        "REST": plan.rest,
+        "STREAMS": plan.streams,
+        "WARPS": plan.warps,
+        "STAGES": plan.stages,
+        "Q_STAGES": plan.q_stages,
+        "REGISTERS": plan.registers,
     }
-    return GluonLauncher(attend, types, constants, num_warps=4, maxnreg=_REGISTERS)
+    return GluonLauncher(attend, types, constants, num_warps=plan.warps)
 
 
 def _describe(x: Tensor, rows: int) -> TensorDescriptor:
@@ -138,8 +179,15 @@ def _describe(x: Tensor, rows: int) -> TensorDescriptor:
     strides = x.stride()[:3]
     if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
         x = x.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, _WIDTH], _layout())
+    width = find_width(x.shape[3])
+    box = [1, 1, rows, width]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, _layout(width, 4))
 
 
-def _layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(2 * _WIDTH, 16, rank=4)
+def _describe_marks(x: Tensor, rows: int) -> TensorDescriptor:
+    box = [1, rows, MARKS]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, _layout(MARKS, 3))
+
+
+def _layout(width: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(2 * width, 16, rank=rank)

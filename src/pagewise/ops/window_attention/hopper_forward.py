@@ -1,22 +1,29 @@
-"""Window attention on Hopper: a warpgroup walks the windows, its bias in shared memory.
+"""Window attention on Hopper: a tile of bias that stays, and windows that pass by.
 
 ::
 
     s = q kᵀ + (B + M) / scale        p = 2 ** (scale · log2 e · (s - max s))
     out = p v / Σ p                   lse = scale · max s + log Σ p
 
-A program owns one head and 64 tokens, and takes a window of every round of ``num_chunks``. What
-it adds to the scores is the same in each of them, but for the mask: that tile lies in shared
-memory just as threads hold scores, and a product starts from it. So registers hold nothing but
-scores, two wide groups of tiles do for a row, and three programs share a multiprocessor: while
-one waits for a product, another takes exponentials::
+A program owns one head and a tile of tokens. What it adds to the scores is the same in every window
+but for the mask, so that tile lies in shared memory just as threads hold scores, and products start
+from it. One warp fetches queries, keys and values by the tensor memory accelerator; the other
+warps form streams, which take windows in turn and walk their keys a piece at a time::
 
-    keys of group      0                1
-                       b ─▶ s ─▶ p ─▶ o  b ─▶ s ─▶ p ─▶ o     (b: 16 bytes a load)
-    copies                                  q', k' of the next window    v'
+    loading warp   q k v | k v | k v | ...
+    stream 0       window 0: b ─▶ s ─▶ p ─▶ o, Σ p     window 3 ...
+    stream 1       window 1: ...                       all read the same bias
+    stream 2       window 2: ...
 
-Queries, keys and values come by the tensor memory accelerator, each as soon as the last product
-with those of the window before is done. Tokens past the end are zeros, and their bias is -inf.
+**The mask is a product too.** A window that a shift put together from several regions has at most
+eight. With a column of ones for each region (``marks``), ``r rᵀ`` is 1 where two tokens share
+theirs: added with the factor ``-mask_value``, it masks all others, but for a constant that a
+softmax does not see, and ``lse`` gets back. The factor is split into two numbers of float16 that
+add up to it. In windows of one region the marks are zeros, which the accelerator supplies for
+coordinates past the end. Where a window has more than eight regions, they are compared one by one.
+
+Sums of weights are products with ones: what rounding takes from a weight, it takes from both sides
+of the division. Tokens past the end are zeros, and their bias is -inf.
 """
 
 from triton.experimental import gluon
@@ -28,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.names import barrier
@@ -35,78 +43,336 @@ from ...tiles.hopper.names import barrier
 __all__ = ["attend"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # tokens of a program
-BOX = gl.constexpr(128)  # tokens that one copy brings
+PIECE = gl.constexpr(64)  # keys that are fetched at once
+CHUNK = gl.constexpr(32)  # columns of bias that are made at once
+MARKS = gl.constexpr(16)  # columns of a product of marks
+LARGEST = gl.constexpr(60_000.0)  # of a bias, in float16
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+NO_BIAS = gl.constexpr(0)
 TABLE = gl.constexpr(1)
+MIXED = gl.constexpr(1)
+MANY = gl.constexpr(2)
 
 
 @gluon.constexpr_function
-def _bias_layout(columns):
-    """A tile of bias as threads hold scores: 16 bytes of one, then of the next."""
-    bases = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
-    bases += [[0, 16 << i] for i in range((int(columns) // 16).bit_length() - 1)]
-    return gl.SharedLinearLayout(bases)
-
-
-@gluon.constexpr_function
-def _scores(columns):
+def _scores(columns, warps):
     """How threads hold scores, or anything that a product makes."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(columns), 16])
+    return gl.NVMMADistributedLayout([3, 0], [int(warps), 1], [16, int(columns), 16])
 
 
 @gluon.constexpr_function
-def _sum(tiles, count):
-    """Columns of the first tiles."""
-    return sum([int(tile) for tile in tiles][: int(count)])
+def _bias_layout(columns, warps):
+    """A tile of bias as threads hold scores: 16 bytes of one, then of the next."""
+    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    threads += [[16 << i, 0] for i in range(int(warps).bit_length() - 1)]
+    rest = [[0, 16 << i] for i in range((int(columns) // 16).bit_length() - 1)]
+    return gl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], *threads, *rest])
+
+
+@aggregate
+class Form:
+    """What a kernel is compiled for."""
+
+    NUM_HEADS: gl.constexpr
+    NUM_TOKENS: gl.constexpr
+    HEAD_SIZE: gl.constexpr
+    WIDTH: gl.constexpr
+    BIAS: gl.constexpr
+    MASK: gl.constexpr
+    GROUPS: gl.constexpr
+    REST: gl.constexpr
+    STREAMS: gl.constexpr
+    WARPS: gl.constexpr
+    ROWS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS
+    ):  # fmt: skip
+        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
+        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
+        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.BIAS = gl.constexpr(BIAS)
+        self.MASK = gl.constexpr(MASK)
+        self.GROUPS = gl.constexpr(GROUPS)
+        self.REST = gl.constexpr(REST)
+        self.STREAMS = gl.constexpr(STREAMS)
+        self.WARPS = gl.constexpr(WARPS)
+        self.ROWS = gl.constexpr(16 * WARPS)
+
+
+@aggregate
+class Turns:
+    """Whose turn it is at a slot of memory: the loading warp's or a stream's."""
+
+    full: gl.shared_memory_descriptor  # [STREAMS * STAGES, 1]
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, full, empty, STAGES):
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def slot(self, stream, use):
+        """Where a stream's ``use``-th thing lies."""
+        return stream * self.STAGES + use % self.STAGES
+
+    @gluon.jit
+    def wait_empty(self, stream, use):
+        mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
+
+    @gluon.jit
+    def expect(self, stream, use, BYTES: gl.constexpr):
+        """Announce copies; the barrier that they have to name."""
+        ready = self.full.index(self.slot(stream, use))
+        mbarrier.expect(ready, BYTES)
+        return ready
+
+    @gluon.jit
+    def wait_full(self, stream, use):
+        mbarrier.wait(self.full.index(self.slot(stream, use)), use // self.STAGES & 1)
+
+    @gluon.jit
+    def release(self, stream, use):
+        mbarrier.arrive(self.empty.index(self.slot(stream, use)))
+
+
+@gluon.jit
+def _make_turns(STREAMS: gl.constexpr, STAGES: gl.constexpr):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
+    for i in gl.static_range(STREAMS * STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), 1)
+    return Turns(full, empty, STAGES)
+
+
+@aggregate
+class Memory:
+    """What lies in shared memory, and whose turn it is."""
+
+    bias: gl.shared_memory_descriptor  # [columns / CHUNK, ROWS * CHUNK]
+    bias_made: gl.shared_memory_descriptor  # a barrier
+    ones: gl.shared_memory_descriptor  # [8, PIECE]
+    q: gl.shared_memory_descriptor  # [slots, 1, 1, ROWS, WIDTH]
+    row_marks: gl.shared_memory_descriptor  # [slots, 1, ROWS, MARKS]
+    q_turns: Turns
+    k: gl.shared_memory_descriptor  # [slots, 1, 1, PIECE, WIDTH]
+    v: gl.shared_memory_descriptor
+    marks: gl.shared_memory_descriptor  # [slots, 1, PIECE, MARKS]
+    turns: Turns
+
+    @gluon.constexpr_function
+    def __init__(self, bias, bias_made, ones, q, row_marks, q_turns, k, v, marks, turns):
+        self.bias = bias
+        self.bias_made = bias_made
+        self.ones = ones
+        self.q = q
+        self.row_marks = row_marks
+        self.q_turns = q_turns
+        self.k = k
+        self.v = v
+        self.marks = marks
+        self.turns = turns
+
+
+@aggregate
+class Stream:
+    """Which of the streams."""
+
+    INDEX: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, INDEX):
+        self.INDEX = gl.constexpr(INDEX)
+
+
+@gluon.jit
+def _load_role(
+    q_desc, k_desc, v_desc, row_marks_desc, marks_desc, kinds, memory, head, first_row,
+    first_window, last_window, num_masks, form,
+):  # fmt: skip
+    """One warp: fetch queries, keys and values of every stream's windows."""
+    WIDTH: gl.constexpr = form.WIDTH
+    PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
+    NUMBERS: gl.constexpr = WIDTH + (MARKS if form.MASK else 0)
+    turn = 0
+    use = 0
+    window = first_window
+    while window < last_window:
+        places = ()
+        for s in gl.static_range(form.STREAMS):
+            place = window
+            if form.MASK:
+                of_image = (window + s) % num_masks
+                # Past the end there are only zeros.
+                place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
+            places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
+        for s in gl.static_range(form.STREAMS):
+            if window + s < last_window:
+                q_slot = memory.q_turns.slot(s, turn)
+                memory.q_turns.wait_empty(s, turn)
+                q_ready = memory.q_turns.expect(s, turn, form.ROWS * NUMBERS * 2)
+                q = [window + s, head, first_row, 0]
+                tma.async_copy_global_to_shared(q_desc, q, q_ready, memory.q.index(q_slot))
+                if form.MASK:
+                    rows = [places[s], first_row, MARKS]
+                    row_marks = memory.row_marks.index(q_slot)
+                    tma.async_copy_global_to_shared(row_marks_desc, rows, q_ready, row_marks)
+        for g in range(PIECES):
+            for s in gl.static_range(form.STREAMS):
+                if window + s < last_window:
+                    slot = memory.turns.slot(s, use)
+                    memory.turns.wait_empty(s, use)
+                    ready = memory.turns.expect(s, use, PIECE * (NUMBERS + WIDTH) * 2)
+                    keys = [window + s, head, g * PIECE, 0]
+                    tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(slot))
+                    tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(slot))
+                    if form.MASK:
+                        columns = [places[s], g * PIECE, 0]
+                        marks = memory.marks.index(slot)
+                        tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
+            use += 1
+        window += form.STREAMS
+        turn += 1
 
 
 @gluon.jit
 def _make_bias(
-    memory, bias, offsets, head, first_row, centre, inverse, NUM_HEADS: gl.constexpr,
-    N: gl.constexpr,
+    memory, bias, offsets, head, first_row, centre, inverse, STREAM: gl.constexpr, form
 ):  # fmt: skip
-    """Fill the tile of bias, 16 columns at a time; -inf where there is no key."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-    i = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
-    u = gl.load(offsets + i, i < N, 0)
-    for b in range(memory.shape[0]):
-        j = b * 16 + column
+    """Fill a stream's share of the tile of bias, 32 columns at a time; -inf where no key is."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [form.WARPS, 1], [1, 0])
+    PLACE: gl.constexpr = _bias_layout(CHUNK, form.WARPS)
+    N: gl.constexpr = form.NUM_TOKENS
+    i = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
+    for b in range(STREAM, memory.shape[0], form.STREAMS):
+        j = b * CHUNK + column
         inside = (i < N)[:, None] & (j < N)[None, :]
-        other_u = gl.load(offsets + j, j < N, 0)
-        at = (u[:, None] - other_u[None, :] + centre) * NUM_HEADS + head
-        value = gl.load(bias + at, inside, 0.0).to(gl.float32)
-        value = gl.where((j < N)[None, :], value * inverse, float("-inf"))
-        place = memory.index(b)._reinterpret(gl.float16, [ROWS, 16], _bias_layout(16))
-        place.store(value.to(gl.float16))
+        if form.BIAS == NO_BIAS:
+            value = gl.zeros([form.ROWS, CHUNK], gl.float32, LAYOUT)
+        else:
+            if form.BIAS == TABLE:
+                u = gl.load(offsets + i, i < N, 0)
+                other_u = gl.load(offsets + j, j < N, 0)
+                at = (u[:, None] - other_u[None, :] + centre) * form.NUM_HEADS + head
+            else:
+                at = (head * N + i)[:, None] * N + j[None, :]
+            value = gl.load(bias + at, inside, 0.0).to(gl.float32)
+        value = gl.minimum(gl.maximum(value * inverse, -LARGEST), LARGEST)
+        value = gl.where((j < N)[None, :], value, float("-inf")).to(gl.float16)
+        memory.index(b)._reinterpret(gl.float16, [form.ROWS, CHUNK], PLACE).store(value)
 
 
 @gluon.jit
-def _mask(s, regions, row, first, mask_value, N: gl.constexpr):
-    """Add what stands between regions."""
+def _compare(s, regions, row, first, mask_value, NUM_TOKENS: gl.constexpr):
+    """Add what stands between regions, one by one."""
     column = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    theirs = gl.load(regions + column, column < N, 0)
-    ours = gl.load(regions + row, row < N, 0)
+    theirs = gl.load(regions + column, column < NUM_TOKENS, 0)
+    ours = gl.load(regions + row, row < NUM_TOKENS, 0)
     ours = gl.convert_layout(ours, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
-    return gl.where(ours[:, None] == theirs[None, :], s, s + mask_value)
+    return s + gl.where(ours[:, None] == theirs[None, :], 0.0, mask_value)
 
 
 @gluon.jit
-def _rows(tokens, first, T: gl.constexpr):
-    """Some of a window's tokens, as products take them."""
-    WIDTH: gl.constexpr = tokens.shape[4]
+def _rows(piece, T: gl.constexpr):
+    """The first rows of a piece, as products take them."""
+    WIDTH: gl.constexpr = piece.shape[len(piece.shape) - 1]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2)
-    eights = tokens._reinterpret(tokens.dtype, [tokens.shape[0] * (BOX // 8), 8 * WIDTH], FLAT)
-    return eights.index(first // 8)._reinterpret(tokens.dtype, [T, WIDTH], LAYOUT)
+    eights = piece._reinterpret(
+        piece.dtype, [piece.shape[len(piece.shape) - 2] // 8, 8 * WIDTH], FLAT
+    )
+    return eights.index(0)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
 
 
 @gluon.jit
-def _fold(x, MAX: gl.constexpr):
-    """The largest or the sum of every eighth column: what one thread holds of a row."""
-    parts = x.reshape([ROWS, x.shape[1] // 8, 8])
-    parts = gl.max(parts, 1) if MAX else gl.sum(parts, 1)
-    return gl.convert_layout(parts, _scores(8), assert_trivial=True)
+def _max(s, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Of every row; first of what one thread holds of it."""
+    parts = gl.max(s.reshape([ROWS, s.shape[1] // 8, 8]), 1)
+    return gl.max(gl.convert_layout(parts, _scores(8, WARPS), assert_trivial=True), 1)
+
+
+@gluon.jit
+def _attend_piece(
+    memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, l, acc,
+    T: gl.constexpr, COMPARE: gl.constexpr, form,
+):  # fmt: skip
+    """Online softmax over the ``T`` keys of a piece."""
+    ROW: gl.constexpr = m.type.layout
+    S_LAYOUT: gl.constexpr = _scores(T, form.WARPS)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    L_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, l.type.layout, 2)
+    # scores
+    bias = memory.bias.index(first // CHUNK)
+    bias = bias._reinterpret(gl.float16, [form.ROWS, T], _bias_layout(T, form.WARPS))
+    s = bias.load(S_LAYOUT).to(gl.float32)
+    k = _rows(memory.k.index(slot), T)
+    s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
+    if form.MASK:
+        marks = _rows(memory.marks.index(slot), T)
+        s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if COMPARE:
+        s = _compare(s, regions, row, first, mask_value, form.NUM_TOKENS)
+    # softmax
+    most = gl.convert_layout(_max(s, form.ROWS, form.WARPS), ROW, assert_trivial=True)
+    high = gl.maximum(m, most)
+    pivot = gl.where(high == float("-inf"), 0.0, high * scale)
+    decay = gl.exp2(m * scale - pivot)
+    l = l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+    acc = acc * decay[:, None]
+    at_row = gl.convert_layout(pivot, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+    p = gl.exp2(gl.fma(s, scale, -at_row[:, None])).to(q.dtype)
+    # values
+    p_v = gl.convert_layout(p, P_LAYOUT, assert_trivial=True)
+    p_l = gl.convert_layout(p, L_LAYOUT, assert_trivial=True)
+    ones = memory.ones.slice(0, T, 1).permute((1, 0))
+    acc = warpgroup_mma(p_v, _rows(memory.v.index(slot), T), acc, is_async=True)
+    l = warpgroup_mma(p_l, ones, l, is_async=True)
+    done = warpgroup_mma_wait(0, deps=(acc, l, p_v, p_l))
+    return high, done[1], done[0]
+
+
+@gluon.jit
+def _attend_window(
+    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale,
+    COMPARE: gl.constexpr, form,
+):  # fmt: skip
+    """All pieces of a window: maxima, sums and unscaled results of the rows."""
+    O_LAYOUT: gl.constexpr = _scores(form.WIDTH, form.WARPS)
+    m = gl.full([form.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, O_LAYOUT))
+    l = gl.zeros([form.ROWS, 8], gl.float32, _scores(8, form.WARPS))
+    acc = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
+    q_slot = memory.q_turns.slot(STREAM, turn)
+    memory.q_turns.wait_full(STREAM, turn)
+    q = _rows(memory.q.index(q_slot), form.ROWS)
+    row_marks = q
+    if form.MASK:
+        row_marks = _rows(memory.row_marks.index(q_slot), form.ROWS)
+    for g in range(form.GROUPS):
+        memory.turns.wait_full(STREAM, use)
+        m, l, acc = _attend_piece(
+            memory, memory.turns.slot(STREAM, use), q, row_marks, regions, row, g * PIECE,
+            mask_value, scale, m, l, acc, PIECE, COMPARE, form,
+        )  # fmt: skip
+        memory.turns.release(STREAM, use)
+        use += 1
+    if form.REST > 0:
+        memory.turns.wait_full(STREAM, use)
+        m, l, acc = _attend_piece(
+            memory, memory.turns.slot(STREAM, use), q, row_marks, regions, row,
+            form.GROUPS * PIECE, mask_value, scale, m, l, acc, form.REST, COMPARE, form,
+        )  # fmt: skip
+        memory.turns.release(STREAM, use)
+        use += 1
+    memory.q_turns.release(STREAM, turn)
+    return use, m, l, acc
 
 
 @gluon.jit
@@ -118,72 +384,78 @@ def _log2(x):
 
 
 @gluon.jit
-def _fetch(desc, tokens, window, head, ready):
-    """Start the copies of a window's keys or values."""
-    BOXES: gl.constexpr = tokens.shape[0]
-    for b in gl.static_range(BOXES):
-        at = [window, head, b * BOX, 0]
-        tma.async_copy_global_to_shared(desc, at, ready, tokens.index(b))
-
-
-@gluon.jit
-def _fetch_keys(q_desc, k_desc, q, k, window, head, first_row, ready):
-    mbarrier.expect(ready, (k.shape[0] * BOX + ROWS) * k.shape[4] * 2)
-    tma.async_copy_global_to_shared(q_desc, [window, head, first_row, 0], ready, q)
-    _fetch(k_desc, k, window, head, ready)
-
-
-@gluon.jit
-def _fetch_values(v_desc, v, window, head, ready):
-    mbarrier.expect(ready, v.shape[0] * BOX * v.shape[4] * 2)
-    _fetch(v_desc, v, window, head, ready)
-
-
-@gluon.jit
-def _window(turn, chunk, num_chunks):
-    """This program's window of a round.
-
-    In the next it is the neighbour's: windows at a map's border cost more, for their mask, and
-    stand at the same places of every row.
-    """
-    return turn * num_chunks + (chunk + turn) % num_chunks
-
-
-@gluon.jit
-def _finish(
-    out, lse, acc, m, l, scale, window, head, row, first_row, NUM_HEADS: gl.constexpr,
-    N: gl.constexpr, HEAD_SIZE: gl.constexpr,
-):  # fmt: skip
+def _finish(out, lse, acc, m, l, scale, shift, window, head, row, first_row, form):
     """Divide, and write the rows of ``out`` and ``lse``."""
-    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    WIDTH: gl.constexpr = acc.shape[1]
-    WIDE: gl.constexpr = wide_rows(WIDTH)
-    row_l = gl.convert_layout(gl.sum(l, 1), ROW, assert_trivial=True)
-    nothing = row_l == 0.0
-    value = gl.where(nothing, float("-inf"), (m * scale + _log2(row_l)) * LN_2)
-    at = (window.to(gl.int64) * NUM_HEADS + head) * N + row
+    N: gl.constexpr = form.NUM_TOKENS
+    WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
+    total = gl.convert_layout(gl.max(l, 1), m.type.layout, assert_trivial=True)
+    nothing = total == 0.0
+    value = gl.where(nothing, float("-inf"), ((m + shift) * scale + _log2(total)) * LN_2)
+    at = (window.to(gl.int64) * form.NUM_HEADS + head) * N + row
     gl.store(lse + at, value, row < N)
-    share = gl.where(nothing, 0.0, 1.0 / row_l)
+    share = gl.where(nothing, 0.0, 1.0 / total)
     result = gl.convert_layout((acc * share[:, None]).to(out.dtype.element_ty), WIDE)
-    wide_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
-    at = (window.to(gl.int64) * N + wide_row) * (NUM_HEADS * HEAD_SIZE)
+    wide_row = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
+    at = (window.to(gl.int64) * N + wide_row) * (form.NUM_HEADS * form.HEAD_SIZE)
     inside = (wide_row < N)[:, None]
-    if WIDTH != HEAD_SIZE:
-        inside = inside & (d < HEAD_SIZE)
-    gl.store(out + at[:, None] + head * HEAD_SIZE + d, result, inside)
+    if form.WIDTH != form.HEAD_SIZE:
+        inside = inside & (d < form.HEAD_SIZE)
+    gl.store(out + at[:, None] + head * form.HEAD_SIZE + d, result, inside)
+
+
+@gluon.jit
+def _attend_role(
+    out, lse, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
+    num_masks, centre, scale, inverse, mask_value, form, stream,
+):  # fmt: skip
+    """A stream: its share of the bias, then its share of the windows."""
+    STREAM: gl.constexpr = stream.INDEX
+    ROW: gl.constexpr = gl.SliceLayout(1, _scores(form.WIDTH, form.WARPS))
+    _make_bias(memory.bias, bias, offsets, head, first_row, centre, inverse, STREAM, form)
+    barrier()
+    mbarrier.arrive(memory.bias_made)
+    mbarrier.wait(memory.bias_made, 0)
+    row = first_row + gl.arange(0, form.ROWS, ROW)
+    turn = 0
+    use = 0
+    window = first_window + STREAM
+    while window < last_window:
+        shift = 0.0
+        if form.MASK:
+            of_image = window % num_masks
+            kind = gl.load(kinds + of_image)
+            if kind == MANY:
+                use, m, l, acc = _attend_window(
+                    memory, STREAM, turn, use, regions + of_image * form.NUM_TOKENS, row,
+                    mask_value, scale, True, form,
+                )  # fmt: skip
+            else:
+                use, m, l, acc = _attend_window(
+                    memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
+                )
+            shift = gl.where(kind == MIXED, mask_value, 0.0)
+        else:
+            use, m, l, acc = _attend_window(
+                memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
+            )
+        _finish(out, lse, acc, m, l, scale, shift, window, head, row, first_row, form)
+        window += form.STREAMS
+        turn += 1
 
 
 @gluon.jit
 def attend(
     out,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
     lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS]
-    q_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, 64, WIDTH]
-    k_desc,  # in boxes of 128 tokens, like v_desc
+    q_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, ROWS, WIDTH]
+    k_desc,  # in boxes of PIECE tokens, like v_desc
     v_desc,
-    bias,  # [table_size, NUM_HEADS]
+    row_marks_desc,  # float16 [num_masks, NUM_TOKENS, 2 * MARKS] in boxes of [1, ROWS, MARKS]
+    marks_desc,  # in boxes of [1, PIECE, MARKS]
+    bias,  # [table_size, NUM_HEADS] or [NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
-    mixed,  # int32 [num_masks]
+    kinds,  # int32 [num_masks]
     regions,  # integers [num_masks, NUM_TOKENS]
     num_windows,
     num_chunks,
@@ -196,113 +468,95 @@ def attend(
     NUM_TOKENS: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
+    BIAS: gl.constexpr,
     MASK: gl.constexpr,
     GROUPS: gl.constexpr,
-    TILES: gl.constexpr,
+    REST: gl.constexpr,
+    STREAMS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
-    N: gl.constexpr = NUM_TOKENS
-    T: gl.constexpr = _sum(TILES, len(TILES))
-    BOXES: gl.constexpr = (GROUPS * T + BOX - 1) // BOX
-    NUM_TILES: gl.constexpr = (N + ROWS - 1) // ROWS
+    form = Form(
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS
+    )  # fmt: skip
+    ROWS: gl.constexpr = form.ROWS
+    CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK
+    NUM_TILES: gl.constexpr = (NUM_TOKENS + ROWS - 1) // ROWS
+    Q_SLOTS: gl.constexpr = STREAMS * Q_STAGES
+    SLOTS: gl.constexpr = STREAMS * STAGES
     dtype: gl.constexpr = q_desc.dtype
-    O_LAYOUT: gl.constexpr = _scores(WIDTH)
-    ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    # memory
-    bias_tiles = gl.allocate_shared_memory(gl.float16, [GROUPS * T // 16, ROWS * 16], FLAT)
-    k_tokens = gl.allocate_shared_memory(dtype, [BOXES, 1, 1, BOX, WIDTH], k_desc.layout)
-    v_tokens = gl.allocate_shared_memory(dtype, [BOXES, 1, 1, BOX, WIDTH], v_desc.layout)
-    q_box = gl.allocate_shared_memory(dtype, [1, 1, ROWS, WIDTH], q_desc.layout)
-    q = q_box._reinterpret(dtype, [ROWS, WIDTH], gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2))
-    k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_ready, 1)
-    mbarrier.init(v_ready, 1)
+    ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ones = gl.full([8, PIECE], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [1, WARPS], [1, 0]))
+    memory = Memory(
+        gl.allocate_shared_memory(gl.float16, [CHUNKS, ROWS * CHUNK], FLAT),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(dtype, [8, PIECE], ONES, ones),
+        gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, ROWS, WIDTH], q_desc.layout),
+        gl.allocate_shared_memory(
+            gl.float16, [Q_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
+        ),
+        _make_turns(STREAMS, Q_STAGES),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], v_desc.layout),
+        gl.allocate_shared_memory(
+            gl.float16, [SLOTS if MASK else 1, 1, PIECE, MARKS], marks_desc.layout
+        ),
+        _make_turns(STREAMS, STAGES),
+    )  # fmt: skip
+    mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()
-    barrier()
-    # which tile am I
+    # which tile and which windows am I
     program = gl.program_id(0)
     first_row = program % NUM_TILES * ROWS
     head = program // NUM_TILES % NUM_HEADS
-    chunk = program // (NUM_TILES * NUM_HEADS)
-    num_turns = num_windows // num_chunks
-    if _window(num_turns, chunk, num_chunks) < num_windows:
-        num_turns += 1
-    if num_turns > 0:
-        window = _window(0, chunk, num_chunks)
-        _fetch_keys(q_desc, k_desc, q_box, k_tokens, window, head, first_row, k_ready)
-        _fetch_values(v_desc, v_tokens, window, head, v_ready)
-    _make_bias(bias_tiles, bias, offsets, head, first_row, centre, inverse, NUM_HEADS, N)
-    barrier()
-    row = first_row + gl.arange(0, ROWS, ROW)
-    is_mixed = 0
-    if MASK:
-        is_mixed = gl.load(mixed + chunk % num_masks)
-    phase = 0
-    window = chunk
-    for turn in range(num_turns):
-        following = _window(turn + 1, chunk, num_chunks)
-        m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        l = gl.zeros([ROWS, 8], gl.float32, _scores(8))
-        acc = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
-        mbarrier.wait(k_ready, phase)
-        for g in range(GROUPS):
-            # scores
-            s = ()
-            for t in gl.static_range(len(TILES)):
-                mine = bias_tiles.index((g * T + _sum(TILES, t)) // 16)
-                mine = mine._reinterpret(gl.float16, [ROWS, TILES[t]], _bias_layout(TILES[t]))
-                s_t = mine.load(_scores(TILES[t])).to(gl.float32)
-                if MASK:  # noqa: SIM102
-                    if is_mixed != 0:
-                        at = regions + window % num_masks * N
-                        s_t = _mask(s_t, at, row, g * T + _sum(TILES, t), mask_value, N)
-                s = s + (s_t,)  # type: ignore[assignment] # noqa: RUF005
-            started = ()
-            for t in gl.static_range(len(TILES)):
-                k = _rows(k_tokens, g * T + _sum(TILES, t), TILES[t])
-                s_t = warpgroup_mma(q, k.permute((1, 0)), s[t], is_async=True)
-                started = started + (s_t,)  # type: ignore[assignment] # noqa: RUF005
-            s = warpgroup_mma_wait(0, deps=started)
-            if g == GROUPS - 1:  # noqa: SIM102
-                if turn + 1 < num_turns:
-                    barrier()
-                    _fetch_keys(
-                        q_desc, k_desc, q_box, k_tokens, following, head, first_row, k_ready
-                    )
-            # softmax
-            most = _fold(s[0], True)
-            for t in gl.static_range(1, len(TILES)):
-                most = gl.maximum(most, _fold(s[t], True))
-            high = gl.maximum(m, gl.convert_layout(gl.max(most, 1), ROW, assert_trivial=True))
-            pivot = gl.where(high == float("-inf"), 0.0, high * scale)
-            decay = gl.exp2(m * scale - pivot)
-            row_decay = gl.convert_layout(decay, gl.SliceLayout(1, _scores(8)), assert_trivial=True)
-            l = l * row_decay[:, None]
-            acc = acc * decay[:, None]
-            m = high
-            # values
-            if g == 0:
-                mbarrier.wait(v_ready, phase)
-            product = acc
-            weights = ()
-            for t in gl.static_range(len(TILES)):
-                at_row = gl.convert_layout(
-                    pivot, gl.SliceLayout(1, _scores(TILES[t])), assert_trivial=True
-                )
-                p = gl.exp2(gl.fma(s[t], scale, -at_row[:, None]))
-                l = l + _fold(p, False)
-                p = gl.convert_layout(p.to(dtype), P_LAYOUT)
-                v = _rows(v_tokens, g * T + _sum(TILES, t), TILES[t])
-                product = warpgroup_mma(p, v, product, is_async=True)
-                weights = weights + (p,)  # type: ignore[assignment] # noqa: RUF005
-            acc = warpgroup_mma_wait(0, deps=(product,) + weights)[0]  # noqa: RUF005
-        if turn + 1 < num_turns:
-            barrier()
-            _fetch_values(v_desc, v_tokens, following, head, v_ready)
-        _finish(out, lse, acc, m, l, scale, window, head, row, first_row, NUM_HEADS, N, HEAD_SIZE)
-        window = following
-        if MASK:
-            is_mixed = gl.load(mixed + window % num_masks)
-        phase = phase ^ 1
+    chunk = (program // (NUM_TILES * NUM_HEADS)).to(gl.int64)
+    first_window = (chunk * num_windows // num_chunks).to(gl.int32)
+    last_window = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
+    work = (
+        out, lse, bias, offsets, kinds, regions, memory, head, first_row, first_window,
+        last_window, num_masks, centre, scale, inverse, mask_value, form,
+    )  # fmt: skip
+    load = (
+        q_desc, k_desc, v_desc, row_marks_desc, marks_desc, kinds, memory, head, first_row,
+        first_window, last_window, num_masks, form,
+    )  # fmt: skip
+    # What the streams leave of a multiprocessor's registers, which go round in eights.
+    WARPGROUPS: gl.constexpr = STREAMS * WARPS // 4
+    EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
+    LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
+    if STREAMS == 2:
+        gl.warp_specialize(
+            [
+                (_attend_role, work + (Stream(0),)),  # noqa: RUF005
+                (_attend_role, work + (Stream(1),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [WARPS, 1],
+            [REGISTERS, LOAD],
+        )
+    elif STREAMS == 3:
+        gl.warp_specialize(
+            [
+                (_attend_role, work + (Stream(0),)),  # noqa: RUF005
+                (_attend_role, work + (Stream(1),)),  # noqa: RUF005
+                (_attend_role, work + (Stream(2),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [WARPS, WARPS, 1],
+            [REGISTERS, REGISTERS, LOAD],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_role, work + (Stream(0),)),  # noqa: RUF005
+                (_attend_role, work + (Stream(1),)),  # noqa: RUF005
+                (_attend_role, work + (Stream(2),)),  # noqa: RUF005
+                (_attend_role, work + (Stream(3),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [WARPS, WARPS, WARPS, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOAD],
+        )

@@ -7,13 +7,13 @@ __all__ = ["wide_rows"]
 
 
 @gluon.constexpr_function
-def wide_rows(width):
+def wide_rows(width, warps=4):
     """As the accumulators, but a thread has 4 neighbours and a quad 16, a whole sector."""
     columns = [[0, 1 << i] for i in range(int(width).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[*columns[:2], [8, 0], *columns[4:]],
         lane_bases=[*columns[2:4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        warp_bases=[[16 << i, 0] for i in range(int(warps).bit_length() - 1)],
         block_bases=[],
-        shape=[64, int(width)],
+        shape=[16 * int(warps), int(width)],
     )

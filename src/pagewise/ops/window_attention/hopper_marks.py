@@ -1,0 +1,48 @@
+"""Regions as columns of ones, for the products that mask; see ``hopper_forward``."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["mark_regions"]
+
+MOST = tl.constexpr(8)  # regions of a window
+MIXED = tl.constexpr(1)
+MANY = tl.constexpr(2)
+
+
+@triton.jit
+def mark_regions(
+    kinds,  # int32 [num_masks]: 0 of one region, MIXED, or MANY of more than there are marks for
+    marks,  # float16 [num_masks, NUM_TOKENS, 4 * MOST], of windows that are MIXED
+    regions,  # integers [num_masks, NUM_TOKENS]
+    high,  # with low, the factor in two numbers of float16
+    low,
+    limit,  # regions of a window that marks are for
+    NUM_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Rank the regions of a window. Columns: a one, the same again, high, low."""
+    window = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, TILE)
+    inside = token < NUM_TOKENS
+    first = tl.load(regions + window * NUM_TOKENS).to(tl.int64)
+    region = tl.load(regions + window * NUM_TOKENS + token, mask=inside, other=0).to(tl.int64)
+    region = tl.where(inside, region, first)
+    largest = tl.max(region, 0)
+    least = tl.min(region, 0)
+    kind = 0
+    if least < largest:
+        rank = tl.zeros([TILE], tl.int32)
+        for _ in range(MOST - 1):
+            rank += (region > least).to(tl.int32)
+            least = tl.min(tl.where(region > least, region, largest), 0)
+        count = tl.max(rank, 0) + 1 + (least < largest).to(tl.int32)
+        kind = tl.where(count > limit, MANY, MIXED)
+        column = tl.arange(0, 4 * MOST)
+        value = tl.where(column < 3 * MOST, high, low)
+        value = tl.where(column < 2 * MOST, 1.0, value)
+        is_mine = rank[:, None] == (column % MOST)[None, :]
+        at = (window * NUM_TOKENS + token) * (4 * MOST)
+        marked = tl.where(is_mine, value[None, :], 0.0).to(tl.float16)
+        tl.store(marks + at[:, None] + column[None, :], marked, mask=inside[:, None])
+    tl.store(kinds + window, kind)
