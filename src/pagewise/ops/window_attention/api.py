@@ -132,8 +132,8 @@ def explain_window_attention(
         >>> q = torch.zeros(4, 3, 49, 32, dtype=torch.float64)
         >>> print(explain_window_attention(q, q, q))
         cpu: no, q is float64; float32, float16 and bfloat16 run
-        triton: no, the tensors are on cpu
         hopper: no, the tensors are on cpu
+        triton: no, the tensors are on cpu
         reference: yes
     """
     x = _operands(q, k, v, **options)

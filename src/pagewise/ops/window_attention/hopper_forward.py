@@ -39,34 +39,26 @@ from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.names import barrier
+from .hopper_tiles import (
+    CHUNK,
+    FLAT,
+    MANY,
+    MARKS,
+    MIXED,
+    PIECE,
+    Stream,
+    Turns,
+    bias_layout,
+    compare,
+    make_bias,
+    make_turns,
+    rows_of,
+    scores_layout,
+)
 
 __all__ = ["attend"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
-PIECE = gl.constexpr(64)  # keys that are fetched at once
-CHUNK = gl.constexpr(32)  # columns of bias that are made at once
-MARKS = gl.constexpr(16)  # columns of a product of marks
-LARGEST = gl.constexpr(60_000.0)  # of a bias, in float16
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-NO_BIAS = gl.constexpr(0)
-TABLE = gl.constexpr(1)
-MIXED = gl.constexpr(1)
-MANY = gl.constexpr(2)
-
-
-@gluon.constexpr_function
-def _scores(columns, warps):
-    """How threads hold scores, or anything that a product makes."""
-    return gl.NVMMADistributedLayout([3, 0], [int(warps), 1], [16, int(columns), 16])
-
-
-@gluon.constexpr_function
-def _bias_layout(columns, warps):
-    """A tile of bias as threads hold scores: 16 bytes of one, then of the next."""
-    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    threads += [[16 << i, 0] for i in range(int(warps).bit_length() - 1)]
-    rest = [[0, 16 << i] for i in range((int(columns) // 16).bit_length() - 1)]
-    return gl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], *threads, *rest])
 
 
 @aggregate
@@ -103,56 +95,6 @@ class Form:
 
 
 @aggregate
-class Turns:
-    """Whose turn it is at a slot of memory: the loading warp's or a stream's."""
-
-    full: gl.shared_memory_descriptor  # [STREAMS * STAGES, 1]
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, full, empty, STAGES):
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-
-    @gluon.jit
-    def slot(self, stream, use):
-        """Where a stream's ``use``-th thing lies."""
-        return stream * self.STAGES + use % self.STAGES
-
-    @gluon.jit
-    def wait_empty(self, stream, use):
-        mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
-
-    @gluon.jit
-    def expect(self, stream, use, BYTES: gl.constexpr):
-        """Announce copies; the barrier that they have to name."""
-        ready = self.full.index(self.slot(stream, use))
-        mbarrier.expect(ready, BYTES)
-        return ready
-
-    @gluon.jit
-    def wait_full(self, stream, use):
-        mbarrier.wait(self.full.index(self.slot(stream, use)), use // self.STAGES & 1)
-
-    @gluon.jit
-    def release(self, stream, use):
-        mbarrier.arrive(self.empty.index(self.slot(stream, use)))
-
-
-@gluon.jit
-def _make_turns(STREAMS: gl.constexpr, STAGES: gl.constexpr):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
-    for i in gl.static_range(STREAMS * STAGES):
-        mbarrier.init(full.index(i), 1)
-        mbarrier.init(empty.index(i), 1)
-    return Turns(full, empty, STAGES)
-
-
-@aggregate
 class Memory:
     """What lies in shared memory, and whose turn it is."""
 
@@ -179,17 +121,6 @@ class Memory:
         self.v = v
         self.marks = marks
         self.turns = turns
-
-
-@aggregate
-class Stream:
-    """Which of the streams."""
-
-    INDEX: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, INDEX):
-        self.INDEX = gl.constexpr(INDEX)
 
 
 @gluon.jit
@@ -243,59 +174,10 @@ def _load_role(
 
 
 @gluon.jit
-def _make_bias(
-    memory, bias, offsets, head, first_row, centre, inverse, STREAM: gl.constexpr, form
-):  # fmt: skip
-    """Fill a stream's share of the tile of bias, 32 columns at a time; -inf where no key is."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [form.WARPS, 1], [1, 0])
-    PLACE: gl.constexpr = _bias_layout(CHUNK, form.WARPS)
-    N: gl.constexpr = form.NUM_TOKENS
-    i = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
-    for b in range(STREAM, memory.shape[0], form.STREAMS):
-        j = b * CHUNK + column
-        inside = (i < N)[:, None] & (j < N)[None, :]
-        if form.BIAS == NO_BIAS:
-            value = gl.zeros([form.ROWS, CHUNK], gl.float32, LAYOUT)
-        else:
-            if form.BIAS == TABLE:
-                u = gl.load(offsets + i, i < N, 0)
-                other_u = gl.load(offsets + j, j < N, 0)
-                at = (u[:, None] - other_u[None, :] + centre) * form.NUM_HEADS + head
-            else:
-                at = (head * N + i)[:, None] * N + j[None, :]
-            value = gl.load(bias + at, inside, 0.0).to(gl.float32)
-        value = gl.minimum(gl.maximum(value * inverse, -LARGEST), LARGEST)
-        value = gl.where((j < N)[None, :], value, float("-inf")).to(gl.float16)
-        memory.index(b)._reinterpret(gl.float16, [form.ROWS, CHUNK], PLACE).store(value)
-
-
-@gluon.jit
-def _compare(s, regions, row, first, mask_value, NUM_TOKENS: gl.constexpr):
-    """Add what stands between regions, one by one."""
-    column = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    theirs = gl.load(regions + column, column < NUM_TOKENS, 0)
-    ours = gl.load(regions + row, row < NUM_TOKENS, 0)
-    ours = gl.convert_layout(ours, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
-    return s + gl.where(ours[:, None] == theirs[None, :], 0.0, mask_value)
-
-
-@gluon.jit
-def _rows(piece, T: gl.constexpr):
-    """The first rows of a piece, as products take them."""
-    WIDTH: gl.constexpr = piece.shape[len(piece.shape) - 1]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2)
-    eights = piece._reinterpret(
-        piece.dtype, [piece.shape[len(piece.shape) - 2] // 8, 8 * WIDTH], FLAT
-    )
-    return eights.index(0)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
-
-
-@gluon.jit
 def _max(s, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Of every row; first of what one thread holds of it."""
     parts = gl.max(s.reshape([ROWS, s.shape[1] // 8, 8]), 1)
-    return gl.max(gl.convert_layout(parts, _scores(8, WARPS), assert_trivial=True), 1)
+    return gl.max(gl.convert_layout(parts, scores_layout(8, WARPS), assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -305,21 +187,21 @@ def _attend_piece(
 ):  # fmt: skip
     """Online softmax over the ``T`` keys of a piece."""
     ROW: gl.constexpr = m.type.layout
-    S_LAYOUT: gl.constexpr = _scores(T, form.WARPS)
+    S_LAYOUT: gl.constexpr = scores_layout(T, form.WARPS)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     L_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, l.type.layout, 2)
     # scores
     bias = memory.bias.index(first // CHUNK)
-    bias = bias._reinterpret(gl.float16, [form.ROWS, T], _bias_layout(T, form.WARPS))
+    bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
     s = bias.load(S_LAYOUT).to(gl.float32)
-    k = _rows(memory.k.index(slot), T)
+    k = rows_of(memory.k.index(slot), 0, T)
     s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
     if form.MASK:
-        marks = _rows(memory.marks.index(slot), T)
+        marks = rows_of(memory.marks.index(slot), 0, T)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     if COMPARE:
-        s = _compare(s, regions, row, first, mask_value, form.NUM_TOKENS)
+        s = compare(s, regions, row, first, mask_value, form.NUM_TOKENS)
     # softmax
     most = gl.convert_layout(_max(s, form.ROWS, form.WARPS), ROW, assert_trivial=True)
     high = gl.maximum(m, most)
@@ -333,7 +215,7 @@ def _attend_piece(
     p_v = gl.convert_layout(p, P_LAYOUT, assert_trivial=True)
     p_l = gl.convert_layout(p, L_LAYOUT, assert_trivial=True)
     ones = memory.ones.slice(0, T, 1).permute((1, 0))
-    acc = warpgroup_mma(p_v, _rows(memory.v.index(slot), T), acc, is_async=True)
+    acc = warpgroup_mma(p_v, rows_of(memory.v.index(slot), 0, T), acc, is_async=True)
     l = warpgroup_mma(p_l, ones, l, is_async=True)
     done = warpgroup_mma_wait(0, deps=(acc, l, p_v, p_l))
     return high, done[1], done[0]
@@ -345,16 +227,16 @@ def _attend_window(
     COMPARE: gl.constexpr, form,
 ):  # fmt: skip
     """All pieces of a window: maxima, sums and unscaled results of the rows."""
-    O_LAYOUT: gl.constexpr = _scores(form.WIDTH, form.WARPS)
+    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
     m = gl.full([form.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, O_LAYOUT))
-    l = gl.zeros([form.ROWS, 8], gl.float32, _scores(8, form.WARPS))
+    l = gl.zeros([form.ROWS, 8], gl.float32, scores_layout(8, form.WARPS))
     acc = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     q_slot = memory.q_turns.slot(STREAM, turn)
     memory.q_turns.wait_full(STREAM, turn)
-    q = _rows(memory.q.index(q_slot), form.ROWS)
+    q = rows_of(memory.q.index(q_slot), 0, form.ROWS)
     row_marks = q
     if form.MASK:
-        row_marks = _rows(memory.row_marks.index(q_slot), form.ROWS)
+        row_marks = rows_of(memory.row_marks.index(q_slot), 0, form.ROWS)
     for g in range(form.GROUPS):
         memory.turns.wait_full(STREAM, use)
         m, l, acc = _attend_piece(
@@ -411,8 +293,8 @@ def _attend_role(
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows."""
     STREAM: gl.constexpr = stream.INDEX
-    ROW: gl.constexpr = gl.SliceLayout(1, _scores(form.WIDTH, form.WARPS))
-    _make_bias(memory.bias, bias, offsets, head, first_row, centre, inverse, STREAM, form)
+    ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS))
+    make_bias(memory.bias, bias, offsets, head, first_row, centre, inverse, STREAM, False, form)
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)
@@ -498,13 +380,13 @@ def attend(
         gl.allocate_shared_memory(
             gl.float16, [Q_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
         ),
-        _make_turns(STREAMS, Q_STAGES),
+        make_turns(STREAMS, Q_STAGES),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], k_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
             gl.float16, [SLOTS if MASK else 1, 1, PIECE, MARKS], marks_desc.layout
         ),
-        _make_turns(STREAMS, STAGES),
+        make_turns(STREAMS, STAGES),
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["MARKS", "PIECE", "Plan", "make_plan"]
+__all__ = ["MARKS", "PIECE", "Plan", "find_width", "make_columns_plan", "make_plan"]
 
 PIECE = 64
 """Keys that are fetched at once."""
@@ -20,6 +20,8 @@ _Q_STAGES = 2
 # Warps of a stream, streams, registers of a thread: the fastest first (lab log). The more warps,
 # the more there is to do while one waits; all of them share a multiprocessor's registers.
 _CUTS = ((8, 3, 80), (4, 4, 112), (4, 3, 160), (4, 2, 232))
+_COLUMN_CUTS = ((8, 2, 112), (4, 3, 160), (4, 2, 232))
+_SHARES = ((4, 64, 112), (3, 128, 160))  # warpgroups, keys of each, registers of a thread
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
 
@@ -46,9 +48,23 @@ class Plan:
         return 16 * self.warps
 
 
+@dataclass(frozen=True)
+class RowsPlan:
+    """How warpgroups share the keys, and programs the windows, for the gradients by rows."""
+
+    shares: int
+    keys: int
+    """Of a share."""
+    stages: int
+    buffers: int
+    """Of the shares' parts of a window's result."""
+    registers: int
+    chunks: int
+
+
 @functools.lru_cache(maxsize=1024)
 def make_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
-    """Choose tiles and programs; None where a tile of bias leaves no room for keys.
+    """Choose tiles and programs of the forward kernel; None where bias leaves no room for keys.
 
     Example:
         >>> import torch
@@ -56,18 +72,57 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
         >>> plan.warps, plan.streams, plan.groups, plan.rest, plan.chunks
         (8, 3, 5, 32, 7)
     """
-    num_tokens, width = problem.num_tokens, find_width(problem.head_size)
+    width = find_width(problem.head_size)
+    marks = MARKS if problem.has_regions else 0
+    return _cut(problem, device, _CUTS, 2 * (width + marks), 2 * (2 * width + marks))
+
+
+@functools.lru_cache(maxsize=1024)
+def make_columns_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
+    """The same for the gradients of keys and values, where tokens of a tile are keys."""
+    width = find_width(problem.head_size)
+    numbers = 2 * (2 * width + (MARKS if problem.has_regions else 0))
+    return _cut(problem, device, _COLUMN_CUTS, numbers, numbers + 8)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_rows_plan(problem: Problem, device: DeviceInfo) -> RowsPlan | None:
+    """The same for the gradients of queries and bias, whose sums have to fit into registers."""
+    width, num_tokens = find_width(problem.head_size), problem.num_tokens
+    numbers = 2 * (2 * width + (MARKS if problem.has_regions else 0))
+    for shares, keys, registers in _SHARES:
+        if num_tokens > shares * keys:
+            continue
+        fixed = 2 * PIECE * shares * keys + _Q_STAGES * PIECE * (numbers + 32 + 8) + 1024
+        stage, buffer = shares * keys * numbers, shares * PIECE * width * 4
+        free = _SHARED_BYTES - fixed - 2 * stage - buffer
+        if free >= 0:
+            buffers = 1 + (free >= buffer)
+            stages = min(4, 2 + (free - (buffers - 1) * buffer) // stage)
+            tiles = -(-num_tokens // PIECE) * problem.num_heads
+            chunks = _share(tiles, problem.num_windows, 1, device.num_workers)
+            return RowsPlan(shares, keys, stages, buffers, registers, chunks)
+    return None
+
+
+def _cut(
+    problem: Problem,
+    device: DeviceInfo,
+    cuts: tuple[tuple[int, int, int], ...],
+    row_bytes: int,
+    piece_bytes: int,
+) -> Plan | None:
+    """The first of some cuts that fits; bytes of a token in a tile's rows and in a piece."""
+    num_tokens = problem.num_tokens
     groups, last = divmod(num_tokens, PIECE)
     rest = _REST if 0 < last <= _REST else 0
     groups += last > _REST
-    columns = groups * PIECE + rest
-    numbers = 2 * (width + (MARKS if problem.has_regions else 0))  # bytes of a query
-    for warps, streams, registers in _CUTS:
+    for warps, streams, registers in cuts:
         rows = 16 * warps
         if _round_up(num_tokens, rows) > _MOST_WASTED * _round_up(num_tokens, 64):
             continue
-        fixed = 2 * rows * columns + streams * _Q_STAGES * rows * numbers + 2048
-        stages = (_SHARED_BYTES - fixed) // (streams * PIECE * (numbers + 2 * width))
+        fixed = 2 * rows * (groups * PIECE + rest) + streams * _Q_STAGES * rows * row_bytes + 2048
+        stages = (_SHARED_BYTES - fixed) // (streams * PIECE * piece_bytes)
         if stages >= 2:
             tiles = _round_up(num_tokens, rows) // rows * problem.num_heads
             chunks = _share(tiles, problem.num_windows, streams, device.num_workers)

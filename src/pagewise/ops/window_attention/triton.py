@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,12 +57,38 @@ def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """By rows, a launch for each group of keys; by columns; and the sums over windows."""
+    rows = walk_rows(problem, x, out, lse, dout, dlse)
     plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
-    dq, dk, dv = (empty_like(x.q) for _ in range(3))
+    dk, dv = empty_like(x.q), empty_like(x.q)
+    programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks_backward
+    launcher = _column_gradients(*kind, call.kinds)
+    launcher((programs, 1, 1), dk, dv, *call.qkv, lse, rows.delta, *call.added,
+             *call.scalars(plan.chunks_backward), *call.strides)  # fmt: skip
+    return sum_up(x, rows, dk, dv)
+
+
+class RowGradients(NamedTuple):
+    """What a walk by rows makes."""
+
+    dq: Tensor
+    delta: Tensor | None
+    """float32 ``[num_windows, num_heads, num_tokens]``."""
+    sums: Tensor | None
+    """Of the bias's gradient, by chunks of windows: float32 ``[chunks, heads, tokens, tokens]``."""
+    shares: Tensor | None
+    """Of the scales' gradient: float32 ``[chunks, heads, tiles]``."""
+
+
+def walk_rows(
+    problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> RowGradients:
+    """Queries' gradients, and what is to be summed up for the bias's and the scales'."""
+    plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
+    call = _Call(problem, x, dout)
+    dq = empty_like(x.q)
     chunks, num_tokens, num_heads = plan.chunks_backward, problem.num_tokens, problem.num_heads
     num_tiles = -(-num_tokens // plan.tile_m)
-    grid = (num_tiles * num_heads * chunks, 1, 1)
     so_far = torch.empty_like(dq, dtype=torch.float32) if len(plan.groups) > 1 else dq
     delta = torch.empty_like(lse)
     sums = lse.new_empty((chunks, num_heads, num_tokens, num_tokens) if problem.has_bias else 1)
@@ -71,22 +97,27 @@ def backward(
     for group in plan.groups:
         is_last = group is plan.groups[-1]
         launcher = _row_gradients(*kind, call.kinds, group, first, is_last, dlse is not None)
-        launcher(grid, dq, so_far, sums, shares, delta, *call.qkv, out, lse,
-                 lse if dlse is None else dlse.contiguous(), *call.added,
+        launcher((num_tiles * num_heads * chunks, 1, 1), dq, so_far, sums, shares, delta,
+                 *call.qkv, out, lse, lse if dlse is None else dlse.contiguous(), *call.added,
                  *call.scalars(chunks), *call.strides)  # fmt: skip
         first += sum(group)
-    launcher = _column_gradients(*kind, call.kinds)
-    launcher(grid, dk, dv, *call.qkv, lse, delta, *call.added, *call.scalars(chunks),
-             *call.strides)  # fmt: skip
+    return RowGradients(dq, delta, sums, shares)
+
+
+def sum_up(x: Operands, rows: RowGradients, dk: Tensor, dv: Tensor) -> Gradients:
+    """All gradients: those of what windows share are added up."""
     table = bias = scale = None
     if x.bias_table is not None:
-        table = _sum_table(x, sums.sum(dim=0))
+        assert rows.sums is not None
+        table = _sum_table(x, rows.sums.sum(dim=0))
     if x.bias is not None:
-        bias = sums.view(-1, *x.bias.shape).sum(dim=0).to(x.bias.dtype)
+        assert rows.sums is not None
+        bias = rows.sums.view(-1, *x.bias.shape).sum(dim=0).to(x.bias.dtype)
     if x.logit_scale is not None:
+        assert rows.shares is not None
         clamped = x.logit_scale > MAX_LOGIT_SCALE
-        scale = shares.sum(dim=(0, 2)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
-    return Gradients(dq, dk, dv, table, bias, scale)
+        scale = rows.shares.sum(dim=(0, 2)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
+    return Gradients(rows.dq, dk, dv, table, bias, scale)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,432 @@
+"""Gradients of window attention's keys and values on Hopper, by columns of the scores.
+
+::
+
+    Pᵀ = 2 ** (scale · log2 e · (k qᵀ + Bᵀ / scale) - pivot)      dPᵀ = v dOᵀ
+    dV = Pᵀ dO       dSᵀ = Pᵀ ∘ (dPᵀ - δ)       dK = scale · dSᵀ q
+
+A program owns one head and a tile of keys, and goes about its windows as ``hopper_forward`` does:
+its tile of bias stays, streams take windows in turn and walk the queries a piece at a time. Weights
+come out of a product as the next one takes them, so nothing is turned around in memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from ...tiles.hopper.layouts import wide_rows
+from ...tiles.hopper.names import barrier
+from .hopper_tiles import (
+    CHUNK,
+    FLAT,
+    MANY,
+    MARKS,
+    MIXED,
+    PIECE,
+    Stream,
+    Turns,
+    bias_layout,
+    compare,
+    make_bias,
+    make_turns,
+    rows_of,
+    scores_layout,
+)
+
+__all__ = ["column_gradients"]
+
+
+@aggregate
+class Form:
+    """What a kernel is compiled for."""
+
+    NUM_HEADS: gl.constexpr
+    NUM_TOKENS: gl.constexpr
+    HEAD_SIZE: gl.constexpr
+    WIDTH: gl.constexpr
+    BIAS: gl.constexpr
+    MASK: gl.constexpr
+    GROUPS: gl.constexpr
+    REST: gl.constexpr
+    STREAMS: gl.constexpr
+    WARPS: gl.constexpr
+    ROWS: gl.constexpr
+    TILE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS,
+        TILE,
+    ):  # fmt: skip
+        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
+        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
+        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.BIAS = gl.constexpr(BIAS)
+        self.MASK = gl.constexpr(MASK)
+        self.GROUPS = gl.constexpr(GROUPS)
+        self.REST = gl.constexpr(REST)
+        self.STREAMS = gl.constexpr(STREAMS)
+        self.WARPS = gl.constexpr(WARPS)
+        self.ROWS = gl.constexpr(16 * WARPS)
+        self.TILE = gl.constexpr(TILE)
+
+
+@aggregate
+class Memory:
+    """What lies in shared memory, and whose turn it is."""
+
+    bias: gl.shared_memory_descriptor  # [columns / CHUNK, ROWS * CHUNK]
+    bias_made: gl.shared_memory_descriptor  # a barrier
+    k: gl.shared_memory_descriptor  # [slots, 1, 1, ROWS, WIDTH]
+    v: gl.shared_memory_descriptor
+    row_marks: gl.shared_memory_descriptor  # [slots, 1, ROWS, MARKS]
+    k_turns: Turns
+    q: gl.shared_memory_descriptor  # [slots, 1, 1, PIECE, WIDTH]
+    dout: gl.shared_memory_descriptor
+    marks: gl.shared_memory_descriptor  # [slots, 1, PIECE, MARKS]
+    pivot: gl.shared_memory_descriptor  # [slots, 1, PIECE]
+    delta: gl.shared_memory_descriptor
+    turns: Turns
+
+    @gluon.constexpr_function
+    def __init__(
+        self, bias, bias_made, k, v, row_marks, k_turns, q, dout, marks, pivot, delta, turns
+    ):  # fmt: skip
+        self.bias = bias
+        self.bias_made = bias_made
+        self.k = k
+        self.v = v
+        self.row_marks = row_marks
+        self.k_turns = k_turns
+        self.q = q
+        self.dout = dout
+        self.marks = marks
+        self.pivot = pivot
+        self.delta = delta
+        self.turns = turns
+
+
+@gluon.jit
+def _load_role(
+    k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc, kinds,
+    memory, head, first_row, first_window, last_window, num_masks, form,
+):  # fmt: skip
+    """One warp: fetch keys and values, and what was asked and came back, of every window."""
+    PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
+    MARKED: gl.constexpr = MARKS if form.MASK else 0
+    turn = 0
+    use = 0
+    window = first_window
+    while window < last_window:
+        places = ()
+        for s in gl.static_range(form.STREAMS):
+            place = window
+            if form.MASK:
+                of_image = (window + s) % num_masks
+                # Past the end there are only zeros.
+                place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
+            places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
+        for s in gl.static_range(form.STREAMS):
+            if window + s < last_window:
+                k_slot = memory.k_turns.slot(s, turn)
+                memory.k_turns.wait_empty(s, turn)
+                k_ready = memory.k_turns.expect(s, turn, form.ROWS * (2 * form.WIDTH + MARKED) * 2)
+                keys = [window + s, head, first_row, 0]
+                tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(k_slot))
+                tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(k_slot))
+                if form.MASK:
+                    rows = [places[s], first_row, MARKS]
+                    row_marks = memory.row_marks.index(k_slot)
+                    tma.async_copy_global_to_shared(row_marks_desc, rows, k_ready, row_marks)
+        for g in range(PIECES):
+            for s in gl.static_range(form.STREAMS):
+                if window + s < last_window:
+                    slot = memory.turns.slot(s, use)
+                    memory.turns.wait_empty(s, use)
+                    ready = memory.turns.expect(s, use, PIECE * ((2 * form.WIDTH + MARKED) * 2 + 8))
+                    queries = [window + s, head, g * PIECE, 0]
+                    tma.async_copy_global_to_shared(q_desc, queries, ready, memory.q.index(slot))
+                    tma.async_copy_global_to_shared(
+                        dout_desc, queries, ready, memory.dout.index(slot)
+                    )
+                    numbers = [(window + s) * form.NUM_HEADS + head, g * PIECE]
+                    tma.async_copy_global_to_shared(
+                        pivot_desc, numbers, ready, memory.pivot.index(slot)
+                    )
+                    tma.async_copy_global_to_shared(
+                        delta_desc, numbers, ready, memory.delta.index(slot)
+                    )
+                    if form.MASK:
+                        columns = [places[s], g * PIECE, 0]
+                        marks = memory.marks.index(slot)
+                        tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
+            use += 1
+        window += form.STREAMS
+        turn += 1
+
+
+@gluon.jit
+def _numbers(piece, FIRST: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """A piece's pivots or deltas, for each column of a product."""
+    numbers = piece._reinterpret(gl.float32, [PIECE // T, T], FLAT).index(FIRST // T)
+    return numbers.load(gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def _walk_piece(
+    memory, slot, k, v, row_marks, regions, row, first, mask_value, scale, shift, dk, dv,
+    COLUMNS: gl.constexpr, COMPARE: gl.constexpr, form,
+):  # fmt: skip
+    """What the queries of a piece add to the gradients, a tile at a time."""
+    T: gl.constexpr = min(form.TILE, COLUMNS)
+    S_LAYOUT: gl.constexpr = scores_layout(T, form.WARPS)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, scores_layout(form.WIDTH, form.WARPS), 2)
+    for t in gl.static_range(COLUMNS // T):
+        q = rows_of(memory.q.index(slot), t * T, T)
+        dout = rows_of(memory.dout.index(slot), t * T, T)
+        bias = memory.bias.index((first + t * T) // CHUNK)
+        bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
+        s = bias.load(S_LAYOUT).to(gl.float32)
+        s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+        if form.MASK:
+            marks = rows_of(memory.marks.index(slot), t * T, T)
+            s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
+        dp = gl.zeros([form.ROWS, T], gl.float32, S_LAYOUT)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
+        made = warpgroup_mma_wait(0, deps=(s, dp))
+        s_t = made[0]
+        if COMPARE:
+            s_t = compare(s_t, regions, row, first + t * T, mask_value, form.NUM_TOKENS)
+        pivot = _numbers(memory.pivot.index(slot), t * T, T, S_LAYOUT)
+        p = gl.exp2(gl.fma(s_t, scale, shift - pivot))
+        p_v = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
+        dv_t = warpgroup_mma(p_v, dout, dv, is_async=True)
+        ds = p * (made[1] - _numbers(memory.delta.index(slot), t * T, T, S_LAYOUT))
+        ds_k = gl.convert_layout(ds.to(k.dtype), P_LAYOUT, assert_trivial=True)
+        dk_t = warpgroup_mma(ds_k, q, dk, is_async=True)
+        done = warpgroup_mma_wait(0, deps=(dv_t, dk_t, p_v, ds_k))
+        dv = done[0]
+        dk = done[1]
+    return dk, dv
+
+
+@gluon.jit
+def _walk_window(
+    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale, shift,
+    COMPARE: gl.constexpr, form,
+):  # fmt: skip
+    """All pieces of a window."""
+    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
+    dk = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
+    dv = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
+    k_slot = memory.k_turns.slot(STREAM, turn)
+    memory.k_turns.wait_full(STREAM, turn)
+    k = rows_of(memory.k.index(k_slot), 0, form.ROWS)
+    v = rows_of(memory.v.index(k_slot), 0, form.ROWS)
+    row_marks = k
+    if form.MASK:
+        row_marks = rows_of(memory.row_marks.index(k_slot), 0, form.ROWS)
+    for g in range(form.GROUPS):
+        memory.turns.wait_full(STREAM, use)
+        dk, dv = _walk_piece(
+            memory, memory.turns.slot(STREAM, use), k, v, row_marks, regions, row, g * PIECE,
+            mask_value, scale, shift, dk, dv, PIECE, COMPARE, form,
+        )  # fmt: skip
+        memory.turns.release(STREAM, use)
+        use += 1
+    if form.REST > 0:
+        memory.turns.wait_full(STREAM, use)
+        dk, dv = _walk_piece(
+            memory, memory.turns.slot(STREAM, use), k, v, row_marks, regions, row,
+            form.GROUPS * PIECE, mask_value, scale, shift, dk, dv, form.REST, COMPARE, form,
+        )  # fmt: skip
+        memory.turns.release(STREAM, use)
+        use += 1
+    memory.k_turns.release(STREAM, turn)
+    return use, dk, dv
+
+
+@gluon.jit
+def _store(out, value, window, head, first_row, form):
+    """Write a tile's rows."""
+    WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
+    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
+    row = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
+    at = (window.to(gl.int64) * form.NUM_TOKENS + row) * (form.NUM_HEADS * form.HEAD_SIZE)
+    inside = (row < form.NUM_TOKENS)[:, None]
+    if form.WIDTH != form.HEAD_SIZE:
+        inside = inside & (d < form.HEAD_SIZE)
+    gl.store(out + at[:, None] + head * form.HEAD_SIZE + d, value, inside)
+
+
+@gluon.jit
+def _walk_role(
+    dk, dv, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
+    num_masks, centre, scale, inverse, mask_value, dk_scale, form, stream,
+):  # fmt: skip
+    """A stream: its share of the bias, then its share of the windows."""
+    STREAM: gl.constexpr = stream.INDEX
+    ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS))
+    make_bias(memory.bias, bias, offsets, head, first_row, centre, inverse, STREAM, True, form)
+    barrier()
+    mbarrier.arrive(memory.bias_made)
+    mbarrier.wait(memory.bias_made, 0)
+    row = first_row + gl.arange(0, form.ROWS, ROW)
+    turn = 0
+    use = 0
+    window = first_window + STREAM
+    while window < last_window:
+        if form.MASK:
+            of_image = window % num_masks
+            kind = gl.load(kinds + of_image)
+            if kind == MANY:
+                use, dk_tile, dv_tile = _walk_window(
+                    memory, STREAM, turn, use, regions + of_image * form.NUM_TOKENS, row,
+                    mask_value, scale, 0.0, True, form,
+                )  # fmt: skip
+            else:
+                shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
+                use, dk_tile, dv_tile = _walk_window(
+                    memory, STREAM, turn, use, regions, row, mask_value, scale, shift, False, form
+                )
+        else:
+            use, dk_tile, dv_tile = _walk_window(
+                memory, STREAM, turn, use, regions, row, mask_value, scale, 0.0, False, form
+            )
+        _store(dk, dk_tile * dk_scale, window, head, first_row, form)
+        _store(dv, dv_tile, window, head, first_row, form)
+        window += form.STREAMS
+        turn += 1
+
+
+@gluon.jit
+def column_gradients(
+    dk,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE], like dv
+    dv,
+    k_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, ROWS, WIDTH]
+    v_desc,
+    row_marks_desc,  # float16 [num_masks, NUM_TOKENS, 2 * MARKS] in boxes of [1, ROWS, MARKS]
+    q_desc,  # in boxes of PIECE tokens, like dout_desc
+    dout_desc,
+    marks_desc,  # in boxes of [1, PIECE, MARKS]
+    pivot_desc,  # float32 [num_windows * NUM_HEADS, whole pieces] in boxes of [1, PIECE]
+    delta_desc,
+    bias,  # [table_size, NUM_HEADS] or [NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    offsets,  # int32 [NUM_TOKENS]
+    kinds,  # int32 [num_masks]
+    regions,  # integers [num_masks, NUM_TOKENS]
+    num_windows,
+    num_chunks,
+    num_masks,
+    centre,
+    scale,  # softmax_scale · log2(e)
+    inverse,  # 1 / softmax_scale
+    mask_value,  # divided by softmax_scale
+    dk_scale,  # softmax_scale
+    NUM_HEADS: gl.constexpr,
+    NUM_TOKENS: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BIAS: gl.constexpr,
+    MASK: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REST: gl.constexpr,
+    STREAMS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """The kernel; see above. Grid: tiles of keys × heads × chunks, tiles of a window together."""
+    form = Form(
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS,
+        TILE,
+    )  # fmt: skip
+    ROWS: gl.constexpr = form.ROWS
+    CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK
+    NUM_TILES: gl.constexpr = (NUM_TOKENS + ROWS - 1) // ROWS
+    K_SLOTS: gl.constexpr = STREAMS * Q_STAGES
+    SLOTS: gl.constexpr = STREAMS * STAGES
+    dtype: gl.constexpr = q_desc.dtype
+    memory = Memory(
+        gl.allocate_shared_memory(gl.float16, [CHUNKS, ROWS * CHUNK], FLAT),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(dtype, [K_SLOTS, 1, 1, ROWS, WIDTH], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [K_SLOTS, 1, 1, ROWS, WIDTH], v_desc.layout),
+        gl.allocate_shared_memory(
+            gl.float16, [K_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
+        ),
+        make_turns(STREAMS, Q_STAGES),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], dout_desc.layout),
+        gl.allocate_shared_memory(
+            gl.float16, [SLOTS if MASK else 1, 1, PIECE, MARKS], marks_desc.layout
+        ),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, 1, PIECE], pivot_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, 1, PIECE], delta_desc.layout),
+        make_turns(STREAMS, STAGES),
+    )  # fmt: skip
+    mbarrier.init(memory.bias_made, STREAMS)
+    fence_async_shared()
+    # which tile and which windows am I
+    program = gl.program_id(0)
+    first_row = program % NUM_TILES * ROWS
+    head = program // NUM_TILES % NUM_HEADS
+    chunk = (program // (NUM_TILES * NUM_HEADS)).to(gl.int64)
+    first_window = (chunk * num_windows // num_chunks).to(gl.int32)
+    last_window = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
+    work = (
+        dk, dv, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
+        num_masks, centre, scale, inverse, mask_value, dk_scale, form,
+    )  # fmt: skip
+    load = (
+        k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc,
+        kinds, memory, head, first_row, first_window, last_window, num_masks, form,
+    )  # fmt: skip
+    # What the streams leave of a multiprocessor's registers, which go round in eights.
+    WARPGROUPS: gl.constexpr = STREAMS * WARPS // 4
+    EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
+    LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
+    if STREAMS == 2:
+        gl.warp_specialize(
+            [
+                (_walk_role, work + (Stream(0),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(1),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [WARPS, 1],
+            [REGISTERS, LOAD],
+        )
+    elif STREAMS == 3:
+        gl.warp_specialize(
+            [
+                (_walk_role, work + (Stream(0),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(1),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(2),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [WARPS, WARPS, 1],
+            [REGISTERS, REGISTERS, LOAD],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_walk_role, work + (Stream(0),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(1),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(2),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(3),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [WARPS, WARPS, WARPS, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOAD],
+        )

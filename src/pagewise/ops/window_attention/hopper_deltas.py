@@ -1,0 +1,48 @@
+"""What the gradients' kernels on Hopper subtract: a row's pivot and its δ."""
+
+import triton
+import triton.language as tl
+
+from ...tiles.triton.online_softmax import LOG2_E
+
+__all__ = ["make_deltas"]
+
+
+@triton.jit
+def make_deltas(
+    pivot,  # float32 [num_windows * NUM_HEADS, PADDED], like delta
+    delta,
+    out,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
+    dout,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE]
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like dlse
+    dlse,
+    dout_window,
+    dout_head,
+    dout_token,
+    NUM_HEADS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+):
+    """``lse`` in powers of two, 0 of a row that saw no key; δ = Σ dO ∘ O - dlse. 0 past the end."""
+    TILES: tl.constexpr = PADDED // TILE
+    pair = (tl.program_id(0) // TILES).to(tl.int64)
+    token = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    is_token = token < NUM_TOKENS
+    d = tl.arange(0, D)
+    inside = is_token[:, None] & (d < HEAD_SIZE)[None, :]
+    window, head = pair // NUM_HEADS, pair % NUM_HEADS
+    at = ((window * NUM_TOKENS + token) * NUM_HEADS + head) * HEAD_SIZE
+    mine = tl.load(out + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    at = window * dout_window + head * dout_head + token * dout_token
+    back = tl.load(dout + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    row_delta = tl.sum(mine * back, 1)
+    row_lse = tl.load(lse + pair * NUM_TOKENS + token, mask=is_token, other=0.0)
+    if HAS_DLSE:
+        row_delta -= tl.load(dlse + pair * NUM_TOKENS + token, mask=is_token, other=0.0)
+    row_pivot = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
+    tl.store(pivot + pair * PADDED + token, row_pivot)
+    tl.store(delta + pair * PADDED + token, row_delta)

@@ -1,0 +1,418 @@
+"""Gradients of window attention's queries and bias on Hopper, by rows of the scores.
+
+::
+
+    P = 2 ** (scale · log2 e · (q kᵀ + B / scale) - pivot)      dP = dO vᵀ
+    dS = P ∘ (dP - δ)      dQ = scale · dS k      dB = Σ over windows of dS
+
+A program owns one head and a tile of 64 queries, and walks its windows one by one. Its warpgroups
+(shares) divide the keys, so each meets the same part of the bias's gradient in every window and
+sums it in registers; what they find for the queries' gradients they put side by side in shared
+memory, where one of them, in turn, adds it up::
+
+    loading warp   q dO pivot δ | k v of share 0 | of share 1 | of share 2 | ...
+    share 0        dS ─▶ dB += dS, dS k ─▶ ┐
+    share 1        dS ─▶ dB += dS, dS k ─▶ ├ added up by share (window mod shares) ─▶ dQ
+    share 2        dS ─▶ dB += dS, dS k ─▶ ┘
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from ...tiles.hopper.layouts import wide_rows
+from ...tiles.hopper.names import barrier
+from .hopper_tiles import (
+    CHUNK,
+    FLAT,
+    MANY,
+    MARKS,
+    MIXED,
+    Stream,
+    bias_layout,
+    compare,
+    make_bias,
+    rows_of,
+    scores_layout,
+)
+
+__all__ = ["row_gradients"]
+
+ROWS = gl.constexpr(64)
+TILE = gl.constexpr(32)  # keys of a product
+Q_STAGES = gl.constexpr(2)
+PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@aggregate
+class Form:
+    """What a kernel is compiled for."""
+
+    NUM_HEADS: gl.constexpr
+    NUM_TOKENS: gl.constexpr
+    HEAD_SIZE: gl.constexpr
+    WIDTH: gl.constexpr
+    BIAS: gl.constexpr
+    MASK: gl.constexpr
+    STREAMS: gl.constexpr
+    KEYS: gl.constexpr
+    STAGES: gl.constexpr
+    BUFFERS: gl.constexpr
+    WARPS: gl.constexpr
+    ROWS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS, STAGES,
+        BUFFERS,
+    ):  # fmt: skip
+        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
+        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
+        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.BIAS = gl.constexpr(BIAS)
+        self.MASK = gl.constexpr(MASK)
+        self.STREAMS = gl.constexpr(SHARES)
+        self.KEYS = gl.constexpr(KEYS)
+        self.STAGES = gl.constexpr(STAGES)
+        self.BUFFERS = gl.constexpr(BUFFERS)
+        self.WARPS = gl.constexpr(4)
+        self.ROWS = gl.constexpr(64)
+
+
+@aggregate
+class Memory:
+    """What lies in shared memory, and the barriers that say whose turn it is."""
+
+    bias: gl.shared_memory_descriptor  # [columns / CHUNK, ROWS * CHUNK]
+    bias_made: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor  # [Q_STAGES, 1, 1, ROWS, WIDTH]
+    dout: gl.shared_memory_descriptor
+    row_marks: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS, MARKS]
+    pivot: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS]
+    delta: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor  # [Q_STAGES, 1]
+    q_empty: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor  # [SHARES * STAGES, 1, 1, KEYS, WIDTH]
+    v: gl.shared_memory_descriptor
+    marks: gl.shared_memory_descriptor  # [SHARES * STAGES, 1, KEYS, MARKS]
+    full: gl.shared_memory_descriptor  # [SHARES * STAGES, 1]
+    empty: gl.shared_memory_descriptor
+    parts: gl.shared_memory_descriptor  # float32 [BUFFERS * SHARES, ROWS, WIDTH]
+    parts_full: gl.shared_memory_descriptor  # [BUFFERS, 1]
+    parts_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, bias, bias_made, q, dout, row_marks, pivot, delta, q_full, q_empty, k, v, marks,
+        full, empty, parts, parts_full, parts_empty,
+    ):  # fmt: skip
+        self.bias = bias
+        self.bias_made = bias_made
+        self.q = q
+        self.dout = dout
+        self.row_marks = row_marks
+        self.pivot = pivot
+        self.delta = delta
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k = k
+        self.v = v
+        self.marks = marks
+        self.full = full
+        self.empty = empty
+        self.parts = parts
+        self.parts_full = parts_full
+        self.parts_empty = parts_empty
+
+
+@gluon.jit
+def _load_role(
+    q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc, kinds,
+    memory, head, first_row, first_window, last_window, num_masks, form,
+):  # fmt: skip
+    """One warp: fetch what was asked and came back, and every share's keys and values."""
+    MARKED: gl.constexpr = MARKS if form.MASK else 0
+    NUMBERS: gl.constexpr = 2 * form.WIDTH + MARKED
+    for window in range(first_window, last_window):
+        turn = window - first_window
+        place = window
+        if form.MASK:
+            of_image = window % num_masks
+            # Past the end there are only zeros.
+            place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
+        slot = turn % Q_STAGES
+        mbarrier.wait(memory.q_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
+        ready = memory.q_full.index(slot)
+        mbarrier.expect(ready, ROWS * (NUMBERS * 2 + 8))
+        at = [window, head, first_row, 0]
+        tma.async_copy_global_to_shared(q_desc, at, ready, memory.q.index(slot))
+        tma.async_copy_global_to_shared(dout_desc, at, ready, memory.dout.index(slot))
+        numbers = [window * form.NUM_HEADS + head, first_row]
+        tma.async_copy_global_to_shared(pivot_desc, numbers, ready, memory.pivot.index(slot))
+        tma.async_copy_global_to_shared(delta_desc, numbers, ready, memory.delta.index(slot))
+        if form.MASK:
+            rows = [place, first_row, MARKS]
+            row_marks = memory.row_marks.index(slot)
+            tma.async_copy_global_to_shared(row_marks_desc, rows, ready, row_marks)
+        for s in gl.static_range(form.STREAMS):
+            k_slot = s * form.STAGES + turn % form.STAGES
+            mbarrier.wait(memory.empty.index(k_slot), (turn // form.STAGES & 1) ^ 1)
+            k_ready = memory.full.index(k_slot)
+            mbarrier.expect(k_ready, form.KEYS * NUMBERS * 2)
+            keys = [window, head, s * form.KEYS, 0]
+            tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(k_slot))
+            tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(k_slot))
+            if form.MASK:
+                columns = [place, s * form.KEYS, 0]
+                marks = memory.marks.index(k_slot)
+                tma.async_copy_global_to_shared(marks_desc, columns, k_ready, marks)
+
+
+@gluon.jit
+def _walk_window(
+    memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, row, mask_value, scale, shift,
+    COMPARE: gl.constexpr, form,
+):  # fmt: skip
+    """A share of a window: the queries' gradients, not scaled, and the bias's so far."""
+    S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
+    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
+    DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    q = rows_of(memory.q.index(slot), 0, ROWS)
+    dout = rows_of(memory.dout.index(slot), 0, ROWS)
+    pivot = memory.pivot.index(slot)._reinterpret(gl.float32, [ROWS], FLAT).load(ROW)
+    delta = memory.delta.index(slot)._reinterpret(gl.float32, [ROWS], FLAT).load(ROW)
+    offset = shift - pivot
+    dq = gl.zeros([ROWS, form.WIDTH], gl.float32, O_LAYOUT)
+    sums = ()
+    for t in gl.static_range(form.KEYS // TILE):
+        first = SHARE * form.KEYS + t * TILE
+        k = rows_of(memory.k.index(k_slot), t * TILE, TILE)
+        v = rows_of(memory.v.index(k_slot), t * TILE, TILE)
+        bias = memory.bias.index(first // CHUNK)
+        bias = bias._reinterpret(gl.float16, [ROWS, TILE], bias_layout(TILE, form.WARPS))
+        s = bias.load(S_LAYOUT).to(gl.float32)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
+        if form.MASK:
+            row_marks = rows_of(memory.row_marks.index(slot), 0, ROWS)
+            marks = rows_of(memory.marks.index(k_slot), t * TILE, TILE)
+            s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
+        dp = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
+        dp = warpgroup_mma(dout, v.permute((1, 0)), dp, use_acc=False, is_async=True)
+        made = warpgroup_mma_wait(0, deps=(s, dp))
+        s_t = made[0]
+        if COMPARE:
+            s_t = compare(s_t, regions, row, first, mask_value, form.NUM_TOKENS)
+        p = gl.exp2(gl.fma(s_t, scale, offset[:, None]))
+        ds = p * (made[1] - delta[:, None])
+        if form.BIAS != 0:
+            sums = sums + (dbias[t] + ds,)  # type: ignore[assignment] # noqa: RUF005
+        ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
+        dq_t = warpgroup_mma(ds_k, k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq_t, ds_k))[0]
+    return dq, sums
+
+
+@gluon.jit
+def _add_up(dq_out, memory, buffer, window, head, first_row, dq_scale, form):
+    """The queries' gradients of a window, from all shares."""
+    WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
+    total = memory.parts.index(buffer * form.STREAMS).load(WIDE)
+    for s in gl.static_range(1, form.STREAMS):
+        total += memory.parts.index(buffer * form.STREAMS + s).load(WIDE)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
+    at = (window.to(gl.int64) * form.NUM_TOKENS + row) * (form.NUM_HEADS * form.HEAD_SIZE)
+    inside = (row < form.NUM_TOKENS)[:, None]
+    if form.WIDTH != form.HEAD_SIZE:
+        inside = inside & (d < form.HEAD_SIZE)
+    value = (total * dq_scale).to(dq_out.dtype.element_ty)
+    gl.store(dq_out + at[:, None] + head * form.HEAD_SIZE + d, value, inside)
+
+
+@gluon.jit
+def _walk_role(
+    dq_out, dbias_out, bias, offsets, kinds, regions, memory, head, chunk, first_row, first_window,
+    last_window, num_masks, centre, scale, inverse, mask_value, dq_scale, form, share,
+):  # fmt: skip
+    """A share: its part of the tile of bias, then its keys of every window."""
+    SHARE: gl.constexpr = share.INDEX
+    S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
+    N: gl.constexpr = form.NUM_TOKENS
+    make_bias(memory.bias, bias, offsets, head, first_row, centre, inverse, SHARE, False, form)
+    barrier()
+    mbarrier.arrive(memory.bias_made)
+    mbarrier.wait(memory.bias_made, 0)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS)))
+    dbias = ()
+    for t in gl.static_range(form.KEYS // TILE if form.BIAS != 0 else 0):
+        zeros = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
+        dbias = dbias + (zeros,)  # type: ignore[assignment] # noqa: RUF005
+    for window in range(first_window, last_window):
+        turn = window - first_window
+        slot = turn % Q_STAGES
+        k_slot = SHARE * form.STAGES + turn % form.STAGES
+        mbarrier.wait(memory.q_full.index(slot), turn // Q_STAGES & 1)
+        mbarrier.wait(memory.full.index(k_slot), turn // form.STAGES & 1)
+        if form.MASK:
+            of_image = window % num_masks
+            kind = gl.load(kinds + of_image)
+            if kind == MANY:
+                dq, dbias = _walk_window(
+                    memory, dbias, SHARE, slot, k_slot, regions + of_image * N, row, mask_value,
+                    scale, 0.0, True, form,
+                )  # fmt: skip
+            else:
+                shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
+                dq, dbias = _walk_window(
+                    memory, dbias, SHARE, slot, k_slot, regions, row, mask_value, scale, shift,
+                    False, form,
+                )  # fmt: skip
+        else:
+            dq, dbias = _walk_window(
+                memory, dbias, SHARE, slot, k_slot, regions, row, mask_value, scale, 0.0, False,
+                form,
+            )  # fmt: skip
+        mbarrier.arrive(memory.empty.index(k_slot))
+        mbarrier.arrive(memory.q_empty.index(slot))
+        buffer = turn % form.BUFFERS
+        mbarrier.wait(memory.parts_empty.index(buffer), (turn // form.BUFFERS & 1) ^ 1)
+        memory.parts.index(buffer * form.STREAMS + SHARE).store(dq)
+        barrier()
+        mbarrier.arrive(memory.parts_full.index(buffer))
+        if turn % form.STREAMS == SHARE:
+            mbarrier.wait(memory.parts_full.index(buffer), turn // form.BUFFERS & 1)
+            _add_up(dq_out, memory, buffer, window, head, first_row, dq_scale, form)
+            barrier()
+            mbarrier.arrive(memory.parts_empty.index(buffer))
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    at = ((chunk * form.NUM_HEADS + head) * N + row) * N
+    for t in gl.static_range(form.KEYS // TILE if form.BIAS != 0 else 0):
+        key = SHARE * form.KEYS + t * TILE + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT))
+        inside = (row < N)[:, None] & (key < N)[None, :]
+        gl.store(dbias_out + at[:, None] + key[None, :], dbias[t], inside)
+
+
+@gluon.jit
+def row_gradients(
+    dq,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
+    dbias,  # float32 [num_chunks, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    q_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, 64, WIDTH]
+    dout_desc,
+    row_marks_desc,  # float16 [num_masks, NUM_TOKENS, 2 * MARKS] in boxes of [1, 64, MARKS]
+    pivot_desc,  # float32 [num_windows * NUM_HEADS, whole pieces] in boxes of [1, 64]
+    delta_desc,
+    k_desc,  # in boxes of KEYS tokens, like v_desc
+    v_desc,
+    marks_desc,  # in boxes of [1, KEYS, MARKS]
+    bias,  # [table_size, NUM_HEADS] or [NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    offsets,  # int32 [NUM_TOKENS]
+    kinds,  # int32 [num_masks]
+    regions,  # integers [num_masks, NUM_TOKENS]
+    num_windows,
+    num_chunks,
+    num_masks,
+    centre,
+    scale,  # softmax_scale · log2(e)
+    inverse,  # 1 / softmax_scale
+    mask_value,  # divided by softmax_scale
+    dq_scale,
+    NUM_HEADS: gl.constexpr,
+    NUM_TOKENS: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BIAS: gl.constexpr,
+    MASK: gl.constexpr,
+    SHARES: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
+    form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS, STAGES, BUFFERS)
+    NUM_TILES: gl.constexpr = (NUM_TOKENS + ROWS - 1) // ROWS
+    SLOTS: gl.constexpr = SHARES * STAGES
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q_desc.dtype
+    memory = Memory(
+        gl.allocate_shared_memory(gl.float16, [SHARES * KEYS // CHUNK, ROWS * CHUNK], FLAT),
+        gl.allocate_shared_memory(gl.int64, [1], BAR),
+        gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, WIDTH], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, WIDTH], dout_desc.layout),
+        gl.allocate_shared_memory(gl.float16, [Q_STAGES, 1, ROWS, MARKS], row_marks_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], pivot_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], v_desc.layout),
+        gl.allocate_shared_memory(
+            gl.float16, [SLOTS if MASK else 1, 1, KEYS, MARKS], marks_desc.layout
+        ),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR),
+        gl.allocate_shared_memory(gl.float32, [BUFFERS * SHARES, ROWS, WIDTH], PART),
+        gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BAR),
+        gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BAR),
+    )
+    mbarrier.init(memory.bias_made, SHARES)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(memory.q_full.index(i), 1)
+        mbarrier.init(memory.q_empty.index(i), SHARES)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(memory.full.index(i), 1)
+        mbarrier.init(memory.empty.index(i), 1)
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(memory.parts_full.index(i), SHARES)
+        mbarrier.init(memory.parts_empty.index(i), 1)
+    fence_async_shared()
+    # which tile and which windows am I
+    program = gl.program_id(0)
+    first_row = program % NUM_TILES * ROWS
+    head = program // NUM_TILES % NUM_HEADS
+    chunk = (program // (NUM_TILES * NUM_HEADS)).to(gl.int64)
+    first_window = (chunk * num_windows // num_chunks).to(gl.int32)
+    last_window = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
+    work = (
+        dq, dbias, bias, offsets, kinds, regions, memory, head, chunk, first_row, first_window,
+        last_window, num_masks, centre, scale, inverse, mask_value, dq_scale, form,
+    )  # fmt: skip
+    load = (
+        q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc,
+        kinds, memory, head, first_row, first_window, last_window, num_masks, form,
+    )  # fmt: skip
+    # What the shares leave of a multiprocessor's registers, which go round in eights.
+    EVEN: gl.constexpr = 65536 // (SHARES + 1) // 128 // 8 * 8
+    LOAD: gl.constexpr = (SHARES + 1) * EVEN - SHARES * REGISTERS
+    if SHARES == 3:
+        gl.warp_specialize(
+            [
+                (_walk_role, work + (Stream(0),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(1),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(2),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, LOAD],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_walk_role, work + (Stream(0),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(1),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(2),)),  # noqa: RUF005
+                (_walk_role, work + (Stream(3),)),  # noqa: RUF005
+                (_load_role, load),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOAD],
+        )

@@ -1,0 +1,150 @@
+"""What window attention's kernels on Hopper share: bias, regions, and turns at memory.
+
+See ``hopper_forward`` for how a program goes about its windows.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+PIECE = gl.constexpr(64)  # tokens that are fetched at once
+CHUNK = gl.constexpr(32)  # columns of bias that are made at once
+MARKS = gl.constexpr(16)  # columns of a product of marks
+LARGEST = gl.constexpr(60_000.0)  # of a bias, in float16
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+NO_BIAS = gl.constexpr(0)
+TABLE = gl.constexpr(1)
+MIXED = gl.constexpr(1)
+MANY = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def scores_layout(columns, warps):
+    """How threads hold scores, or anything that a product makes."""
+    return gl.NVMMADistributedLayout([3, 0], [int(warps), 1], [16, int(columns), 16])
+
+
+@gluon.constexpr_function
+def bias_layout(columns, warps):
+    """A tile of bias as threads hold scores: 16 bytes of one, then of the next."""
+    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    threads += [[16 << i, 0] for i in range(int(warps).bit_length() - 1)]
+    rest = [[0, 16 << i] for i in range((int(columns) // 16).bit_length() - 1)]
+    return gl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], *threads, *rest])
+
+
+@aggregate
+class Stream:
+    """Which of the streams."""
+
+    INDEX: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, INDEX):
+        self.INDEX = gl.constexpr(INDEX)
+
+
+@aggregate
+class Turns:
+    """Whose turn it is at a slot of memory: the loading warp's or a stream's."""
+
+    full: gl.shared_memory_descriptor  # [STREAMS * STAGES, 1]
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, full, empty, STAGES):
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def slot(self, stream, use):
+        """Where a stream's ``use``-th thing lies."""
+        return stream * self.STAGES + use % self.STAGES
+
+    @gluon.jit
+    def wait_empty(self, stream, use):
+        mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
+
+    @gluon.jit
+    def expect(self, stream, use, BYTES: gl.constexpr):
+        """Announce copies; the barrier that they have to name."""
+        ready = self.full.index(self.slot(stream, use))
+        mbarrier.expect(ready, BYTES)
+        return ready
+
+    @gluon.jit
+    def wait_full(self, stream, use):
+        mbarrier.wait(self.full.index(self.slot(stream, use)), use // self.STAGES & 1)
+
+    @gluon.jit
+    def release(self, stream, use):
+        mbarrier.arrive(self.empty.index(self.slot(stream, use)))
+
+
+@gluon.jit
+def make_turns(STREAMS: gl.constexpr, STAGES: gl.constexpr):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
+    for i in gl.static_range(STREAMS * STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), 1)
+    return Turns(full, empty, STAGES)
+
+
+@gluon.jit
+def make_bias(
+    memory, bias, offsets, head, first_row, centre, inverse, STREAM: gl.constexpr,
+    FLIPPED: gl.constexpr, form,
+):  # fmt: skip
+    """Fill a stream's share of the tile of bias, 32 columns at a time; -inf where nobody is.
+
+    ``FLIPPED``: rows are keys and columns queries.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [form.WARPS, 1], [1, 0])
+    PLACE: gl.constexpr = bias_layout(CHUNK, form.WARPS)
+    N: gl.constexpr = form.NUM_TOKENS
+    i = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
+    for b in range(STREAM, memory.shape[0], form.STREAMS):
+        j = b * CHUNK + column
+        inside = (i < N)[:, None] & (j < N)[None, :]
+        if form.BIAS == NO_BIAS:
+            value = gl.zeros([form.ROWS, CHUNK], gl.float32, LAYOUT)
+        else:
+            if form.BIAS == TABLE:
+                u = gl.load(offsets + i, i < N, 0)
+                other_u = gl.load(offsets + j, j < N, 0)
+                apart = u[:, None] - other_u[None, :]
+                at = ((-apart if FLIPPED else apart) + centre) * form.NUM_HEADS + head
+            elif FLIPPED:
+                at = (head * N + j)[None, :] * N + i[:, None]
+            else:
+                at = (head * N + i)[:, None] * N + j[None, :]
+            value = gl.load(bias + at, inside, 0.0).to(gl.float32)
+        value = gl.minimum(gl.maximum(value * inverse, -LARGEST), LARGEST)
+        value = gl.where((j < N)[None, :], value, float("-inf")).to(gl.float16)
+        memory.index(b)._reinterpret(gl.float16, [form.ROWS, CHUNK], PLACE).store(value)
+
+
+@gluon.jit
+def compare(s, regions, row, first, mask_value, NUM_TOKENS: gl.constexpr):
+    """Add what stands between regions, one by one."""
+    column = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    theirs = gl.load(regions + column, column < NUM_TOKENS, 0)
+    ours = gl.load(regions + row, row < NUM_TOKENS, 0)
+    ours = gl.convert_layout(ours, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+    return s + gl.where(ours[:, None] == theirs[None, :], 0.0, mask_value)
+
+
+@gluon.jit
+def rows_of(piece, FIRST: gl.constexpr, T: gl.constexpr):
+    """Some rows of a piece, as products take them."""
+    RANK: gl.constexpr = len(piece.shape)
+    WIDTH: gl.constexpr = piece.shape[RANK - 1]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2)
+    eights = piece._reinterpret(piece.dtype, [piece.shape[RANK - 2] // 8, 8 * WIDTH], FLAT)
+    return eights.index(FIRST // 8)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
