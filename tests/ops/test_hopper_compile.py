@@ -16,6 +16,7 @@ from test_compiled import FITTED, HOPPER, dump, resources  # noqa: E402
 
 from pagewise.device import DeviceInfo  # noqa: E402
 from pagewise.ops.window_attention import hopper as windows  # noqa: E402
+from pagewise.ops.window_attention import hopper_launch as launch  # noqa: E402
 from pagewise.ops.window_attention.hopper_plan import PIECE, make_plan  # noqa: E402
 from pagewise.ops.window_attention.problem import Problem  # noqa: E402
 from pagewise.tiles.hopper.launch import (  # noqa: E402
@@ -130,7 +131,7 @@ SHIFTED = {"num_masks": 1, "has_regions": True}
 def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
     problem = replace(WINDOWS, **change)
     plan = make_plan(problem, H200)
-    launcher = windows.make_launcher(problem, replace(plan, chunks=1), "*fp32", "*u8")
+    launcher = launch.make_launcher(problem, replace(plan, chunks=1), "*fp32", "*u8")
     compiled = launcher.compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
     used = resources(compiled, tmp_path)
@@ -147,7 +148,7 @@ def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
 
 
 def test_regions_are_marked(tmp_path):
-    windows.make_marker("*u8", 343).compile(HOPPER)
+    launch.make_marker("*u8", 343).compile(HOPPER)
 
 
 @pytest.mark.parametrize(

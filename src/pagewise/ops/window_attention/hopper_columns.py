@@ -189,6 +189,7 @@ def _walk_piece(
     T: gl.constexpr = min(form.TILE, COLUMNS)
     S_LAYOUT: gl.constexpr = scores_layout(T, form.WARPS)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, scores_layout(form.WIDTH, form.WARPS), 2)
+    pending = (dv, dk)
     for t in gl.static_range(COLUMNS // T):
         q = rows_of(memory.q.index(slot), t * T, T)
         dout = rows_of(memory.dout.index(slot), t * T, T)
@@ -201,21 +202,20 @@ def _walk_piece(
             s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
         dp = gl.zeros([form.ROWS, T], gl.float32, S_LAYOUT)
         dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
-        made = warpgroup_mma_wait(0, deps=(s, dp))
+        made = warpgroup_mma_wait(0, deps=(s, dp) + pending)  # noqa: RUF005
         s_t = made[0]
         if COMPARE:
             s_t = compare(s_t, regions, row, first + t * T, mask_value, form.NUM_TOKENS)
         pivot = _numbers(memory.pivot.index(slot), t * T, T, S_LAYOUT)
         p = gl.exp2(gl.fma(s_t, scale, shift - pivot))
         p_v = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
-        dv_t = warpgroup_mma(p_v, dout, dv, is_async=True)
+        dv_t = warpgroup_mma(p_v, dout, made[2], is_async=True)
         ds = p * (made[1] - _numbers(memory.delta.index(slot), t * T, T, S_LAYOUT))
         ds_k = gl.convert_layout(ds.to(k.dtype), P_LAYOUT, assert_trivial=True)
-        dk_t = warpgroup_mma(ds_k, q, dk, is_async=True)
-        done = warpgroup_mma_wait(0, deps=(dv_t, dk_t, p_v, ds_k))
-        dv = done[0]
-        dk = done[1]
-    return dk, dv
+        dk_t = warpgroup_mma(ds_k, q, made[3], is_async=True)
+        pending = (dv_t, dk_t, p_v, ds_k)  # type: ignore[assignment]
+    made = warpgroup_mma_wait(0, deps=pending)
+    return made[1], made[0]
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ _Q_STAGES = 2
 # Warps of a stream, streams, registers of a thread: the fastest first (lab log). The more warps,
 # the more there is to do while one waits; all of them share a multiprocessor's registers.
 _CUTS = ((8, 3, 80), (4, 4, 112), (4, 3, 160), (4, 2, 232))
-_COLUMN_CUTS = ((8, 2, 112), (4, 3, 160), (4, 2, 232))
+_COLUMN_CUTS = ((8, 3, 80), (4, 3, 160), (4, 2, 232))
 _SHARES = ((4, 64, 112), (3, 128, 160))  # warpgroups, keys of each, registers of a thread
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
@@ -44,8 +44,13 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Queries of a program."""
+        """Tokens of a program."""
         return 16 * self.warps
+
+    @property
+    def tile(self) -> int:
+        """Columns of two products and what becomes of them, as far as registers hold them."""
+        return 32 if self.registers < 112 else PIECE
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,7 @@ def _walk_window(
     offset = shift - pivot
     dq = gl.zeros([ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     sums = ()
+    pending = (dq,)
     for t in gl.static_range(form.KEYS // TILE):
         first = SHARE * form.KEYS + t * TILE
         k = rows_of(memory.k.index(k_slot), t * TILE, TILE)
@@ -207,18 +208,25 @@ def _walk_window(
             s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
         dp = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
         dp = warpgroup_mma(dout, v.permute((1, 0)), dp, use_acc=False, is_async=True)
-        made = warpgroup_mma_wait(0, deps=(s, dp))
+        made = warpgroup_mma_wait(0, deps=(s, dp) + pending)  # noqa: RUF005
         s_t = made[0]
         if COMPARE:
             s_t = compare(s_t, regions, row, first, mask_value, form.NUM_TOKENS)
         p = gl.exp2(gl.fma(s_t, scale, offset[:, None]))
         ds = p * (made[1] - delta[:, None])
-        if form.BIAS != 0:
-            sums = sums + (dbias[t] + ds,)  # type: ignore[assignment] # noqa: RUF005
         ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
-        dq_t = warpgroup_mma(ds_k, k, dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq_t, ds_k))[0]
-    return dq, sums
+        dq_t = warpgroup_mma(ds_k, k, made[2], is_async=True)
+        if form.BIAS != 0:
+            # Added up before the next wait, or the compiler leaves it all for the end.
+            if t > 0:
+                sums = sums + (made[4],)  # type: ignore[assignment] # noqa: RUF005
+            pending = (dq_t, ds_k, dbias[t] + ds)  # type: ignore[assignment]
+        else:
+            pending = (dq_t, ds_k)  # type: ignore[assignment]
+    made = warpgroup_mma_wait(0, deps=pending)
+    if form.BIAS != 0:
+        sums = sums + (made[2],)  # type: ignore[assignment] # noqa: RUF005
+    return made[0], sums
 
 
 @gluon.jit

@@ -66,6 +66,7 @@ class Turns:
 
     @gluon.jit
     def wait_empty(self, stream, use):
+        """Wait until the stream has read what lay there before; the first time, nothing did."""
         mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
 
     @gluon.jit
@@ -77,15 +78,18 @@ class Turns:
 
     @gluon.jit
     def wait_full(self, stream, use):
+        """Wait for the copies."""
         mbarrier.wait(self.full.index(self.slot(stream, use)), use // self.STAGES & 1)
 
     @gluon.jit
     def release(self, stream, use):
+        """Say that everything has been read."""
         mbarrier.arrive(self.empty.index(self.slot(stream, use)))
 
 
 @gluon.jit
 def make_turns(STREAMS: gl.constexpr, STAGES: gl.constexpr):
+    """Barriers for so many slots of every stream."""
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)

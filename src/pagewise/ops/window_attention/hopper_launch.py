@@ -1,0 +1,186 @@
+"""Launchers of window attention's kernels on Hopper, and tensors as the copy engine knows them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...tiles.hopper.launch import GluonLauncher
+from ...tiles.triton.launch import Launcher
+from .hopper_columns import column_gradients
+from .hopper_deltas import make_deltas
+from .hopper_forward import attend
+from .hopper_marks import mark_regions
+from .hopper_plan import MARKS, PIECE, Plan, RowsPlan, find_width
+from .hopper_rows import row_gradients
+from .problem import Problem
+from .triton import KINDS
+
+__all__ = [
+    "describe_marks",
+    "describe_numbers",
+    "describe_tokens",
+    "make_columns_launcher",
+    "make_deltas_launcher",
+    "make_launcher",
+    "make_marker",
+    "make_rows_launcher",
+]
+
+_NO_BIAS, _TABLE, _DENSE = range(3)
+
+
+@functools.lru_cache(maxsize=256)
+def make_marker(regions: str, num_tokens: int) -> Launcher:
+    """The kernel that marks regions of an element type."""
+    types = {"kinds": "*i32", "marks": "*fp16:16", "regions": regions}
+    types |= {"high": "fp32", "low": "fp32", "limit": "i32"}
+    constants = {"NUM_TOKENS": num_tokens, "TILE": 1 << (num_tokens - 1).bit_length()}
+    return Launcher(mark_regions, types, constants, num_warps=4)
+
+
+@functools.lru_cache(maxsize=256)
+def make_deltas_launcher(problem: Problem, has_dlse: bool) -> Launcher:
+    """The kernel of pivots and deltas."""
+    kind = KINDS[problem.dtype]
+    types = {"pivot": "*fp32", "delta": "*fp32", "out": kind, "dout": kind}
+    types |= {"lse": "*fp32", "dlse": "*fp32"}
+    types |= dict.fromkeys(("dout_window", "dout_head", "dout_token"), "i64")
+    constants = {
+        "NUM_HEADS": problem.num_heads,
+        "NUM_TOKENS": problem.num_tokens,
+        "PADDED": -(-problem.num_tokens // PIECE) * PIECE,
+        "HEAD_SIZE": problem.head_size,
+        "HAS_DLSE": has_dlse,
+        "TILE": PIECE,
+        "D": find_width(problem.head_size),
+    }
+    return Launcher(make_deltas, types, constants, num_warps=1)
+
+
+@functools.lru_cache(maxsize=256)
+def make_launcher(problem: Problem, plan: Plan, bias: str, regions: str) -> GluonLauncher:
+    """The forward kernel for one kind of problem, its bias' and its regions' element types."""
+    name = KINDS[problem.dtype][1:]
+    rows, piece = _tokens(problem, plan.rows), _tokens(problem, PIECE)
+    types = {"out": f"*{name}:16", "lse": "*fp32"}
+    types |= {"q_desc": rows, "k_desc": piece, "v_desc": piece}
+    types |= {"row_marks_desc": _marks(plan.rows), "marks_desc": _marks(PIECE)}
+    types |= _others(bias, regions)
+    return GluonLauncher(attend, types, _streamed(problem, plan), num_warps=plan.warps)
+
+
+@functools.lru_cache(maxsize=256)
+def make_columns_launcher(problem: Problem, plan: Plan, bias: str, regions: str) -> GluonLauncher:
+    """The kernel of keys' and values' gradients."""
+    name = KINDS[problem.dtype][1:]
+    rows, piece, numbers = _tokens(problem, plan.rows), _tokens(problem, PIECE), _numbers()
+    types = {"dk": f"*{name}:16", "dv": f"*{name}:16"}
+    types |= {"k_desc": rows, "v_desc": rows, "row_marks_desc": _marks(plan.rows)}
+    types |= {"q_desc": piece, "dout_desc": piece, "marks_desc": _marks(PIECE)}
+    types |= {"pivot_desc": numbers, "delta_desc": numbers}
+    types |= _others(bias, regions) | {"dk_scale": "fp32"}
+    constants = _streamed(problem, plan) | {"TILE": plan.tile}
+    return GluonLauncher(column_gradients, types, constants, num_warps=plan.warps)
+
+
+@functools.lru_cache(maxsize=256)
+def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str) -> GluonLauncher:
+    """The kernel of queries' and the bias's gradients."""
+    name = KINDS[problem.dtype][1:]
+    rows, keys, numbers = _tokens(problem, PIECE), _tokens(problem, plan.keys), _numbers()
+    types = {"dq": f"*{name}:16", "dbias": "*fp32"}
+    types |= {"q_desc": rows, "dout_desc": rows, "row_marks_desc": _marks(PIECE)}
+    types |= {"pivot_desc": numbers, "delta_desc": numbers}
+    types |= {"k_desc": keys, "v_desc": keys, "marks_desc": _marks(plan.keys)}
+    types |= _others(bias, regions) | {"dq_scale": "fp32"}
+    constants = _known(problem) | {
+        "SHARES": plan.shares,
+        "KEYS": plan.keys,
+        "STAGES": plan.stages,
+        "BUFFERS": plan.buffers,
+        "REGISTERS": plan.registers,
+    }
+    return GluonLauncher(row_gradients, types, constants, num_warps=4)
+
+
+def _others(bias: str, regions: str) -> dict[str, str]:
+    """Types of what all three kernels take after their tokens."""
+    types = {"bias": bias, "offsets": "*i32", "kinds": "*i32", "regions": regions}
+    types |= dict.fromkeys(("num_windows", "num_chunks", "num_masks", "centre"), "i32")
+    return types | dict.fromkeys(("scale", "inverse", "mask_value"), "fp32")
+
+
+def _known(problem: Problem) -> dict[str, Any]:
+    """What kernels of a problem are compiled for."""
+    kind = _DENSE if problem.num_biases else _NO_BIAS
+    return {
+        "NUM_HEADS": problem.num_heads,
+        "NUM_TOKENS": problem.num_tokens,
+        "HEAD_SIZE": problem.head_size,
+        "WIDTH": find_width(problem.head_size),
+        "BIAS": kind if problem.table_size is None else _TABLE,
+        "MASK": problem.has_regions,
+    }
+
+
+def _streamed(problem: Problem, plan: Plan) -> dict[str, Any]:
+    return _known(problem) | {
+        "GROUPS": plan.groups,
+        "REST": plan.rest,
+        "STREAMS": plan.streams,
+        "WARPS": plan.warps,
+        "STAGES": plan.stages,
+        "Q_STAGES": plan.q_stages,
+        "REGISTERS": plan.registers,
+    }
+
+
+def _tokens(problem: Problem, rows: int) -> str:
+    width = find_width(problem.head_size)
+    box = [1, 1, rows, width]
+    return f"tensordesc<{KINDS[problem.dtype][1:]}{box},{_layout(width, 4)!r}>"
+
+
+def _marks(rows: int) -> str:
+    return f"tensordesc<fp16{[1, rows, MARKS]},{_layout(MARKS, 3)!r}>"
+
+
+def _numbers() -> str:
+    return f"tensordesc<fp32{[1, PIECE]},{_NUMBERS!r}>"
+
+
+def describe_tokens(x: Tensor, rows: int) -> TensorDescriptor:
+    """A window's head in boxes of so many tokens; a copy where tokens do not lie on 16 bytes."""
+    unit = 16 // x.element_size()
+    strides = x.stride()[:3]
+    if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
+        x = x.clone(memory_format=torch.contiguous_format)
+    width = find_width(x.shape[3])
+    return _describe(x, [1, 1, rows, width], _layout(width, 4))
+
+
+def describe_marks(x: Tensor, rows: int) -> TensorDescriptor:
+    """A window's marks, in boxes of so many tokens."""
+    return _describe(x, [1, rows, MARKS], _layout(MARKS, 3))
+
+
+def describe_numbers(x: Tensor) -> TensorDescriptor:
+    """A float32 for each token, in whole pieces."""
+    return _describe(x, [1, PIECE], _NUMBERS)
+
+
+def _describe(x: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+
+
+def _layout(width: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(2 * width, 16, rank=rank)
+
+
+_NUMBERS = gl.NVMMASharedLayout(0, 32, rank=2)
