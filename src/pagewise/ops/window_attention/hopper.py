@@ -186,11 +186,11 @@ def _make_deltas(
 ) -> tuple[Tensor, Tensor]:
     """Pivots and deltas, ``[num_windows * num_heads, whole pieces]``."""
     num_pairs = call.problem.num_windows * call.problem.num_heads
-    pieces = -(-call.problem.num_tokens // PIECE)
-    pivot, delta = lse.new_empty(2, num_pairs, pieces * PIECE).unbind(0)
+    padded = -(-call.problem.num_tokens // PIECE) * PIECE
+    pivot, delta = lse.new_empty(2, num_pairs, padded).unbind(0)
     launcher = make_deltas_launcher(call.kind, dlse is not None)
     launcher(
-        (num_pairs * pieces, 1, 1),
+        (num_pairs * -(-padded // launcher.constants["TILE"]), 1, 1),
         pivot,
         delta,
         out,

@@ -28,7 +28,7 @@ def make_deltas(
     D: tl.constexpr,
 ):
     """``lse`` in powers of two, 0 of a row that saw no key; δ = Σ dO ∘ O - dlse. 0 past the end."""
-    TILES: tl.constexpr = PADDED // TILE
+    TILES: tl.constexpr = (PADDED + TILE - 1) // TILE
     pair = (tl.program_id(0) // TILES).to(tl.int64)
     token = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     is_token = token < NUM_TOKENS
@@ -44,5 +44,5 @@ def make_deltas(
     if HAS_DLSE:
         row_delta -= tl.load(dlse + pair * NUM_TOKENS + token, mask=is_token, other=0.0)
     row_pivot = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
-    tl.store(pivot + pair * PADDED + token, row_pivot)
-    tl.store(delta + pair * PADDED + token, row_delta)
+    tl.store(pivot + pair * PADDED + token, row_pivot, mask=token < PADDED)
+    tl.store(delta + pair * PADDED + token, row_delta, mask=token < PADDED)

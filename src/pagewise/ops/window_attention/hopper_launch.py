@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _NO_BIAS, _TABLE, _DENSE = range(3)
+_DELTAS = 4096  # numbers of a tile
 
 
 @functools.lru_cache(maxsize=256)
@@ -51,16 +52,17 @@ def make_deltas_launcher(problem: Problem, has_dlse: bool) -> Launcher:
     types = {"pivot": "*fp32", "delta": "*fp32", "out": kind, "dout": kind}
     types |= {"lse": "*fp32", "dlse": "*fp32"}
     types |= dict.fromkeys(("dout_window", "dout_head", "dout_token"), "i64")
+    width = find_width(problem.head_size)
     constants = {
         "NUM_HEADS": problem.num_heads,
         "NUM_TOKENS": problem.num_tokens,
         "PADDED": -(-problem.num_tokens // PIECE) * PIECE,
         "HEAD_SIZE": problem.head_size,
         "HAS_DLSE": has_dlse,
-        "TILE": PIECE,
-        "D": find_width(problem.head_size),
+        "TILE": _DELTAS // width,
+        "D": width,
     }
-    return Launcher(make_deltas, types, constants, num_warps=1)
+    return Launcher(make_deltas, types, constants, num_warps=4)
 
 
 @functools.lru_cache(maxsize=256)

@@ -261,7 +261,7 @@ def _walk_role(
     mbarrier.wait(memory.bias_made, 0)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS)))
     dbias = ()
-    for t in gl.static_range(form.KEYS // TILE if form.BIAS != 0 else 0):
+    for _ in gl.static_range(form.KEYS // TILE if form.BIAS != 0 else 0):
         zeros = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
         dbias = dbias + (zeros,)  # type: ignore[assignment] # noqa: RUF005
     for window in range(first_window, last_window):
