@@ -17,7 +17,12 @@ from test_compiled import FITTED, HOPPER, dump, resources  # noqa: E402
 from pagewise.device import DeviceInfo  # noqa: E402
 from pagewise.ops.window_attention import hopper as windows  # noqa: E402
 from pagewise.ops.window_attention import hopper_launch as launch  # noqa: E402
-from pagewise.ops.window_attention.hopper_plan import PIECE, make_plan  # noqa: E402
+from pagewise.ops.window_attention.hopper_plan import (  # noqa: E402
+    PIECE,
+    make_columns_plan,
+    make_plan,
+    make_rows_plan,
+)
 from pagewise.ops.window_attention.problem import Problem  # noqa: E402
 from pagewise.tiles.hopper.launch import (  # noqa: E402
     TILINGS,
@@ -147,7 +152,26 @@ def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
             assert body in compared or not any(re.search(r"\b(LDL|STL)", text) for text in body)
 
 
-def test_regions_are_marked(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "most_spilled"),
+    [(SHIFTED, (96, 72)), ({"num_tokens": 256, "head_size": 32, "dtype": BF16}, (216, 184))],
+    ids=str,
+)
+def test_gradients_of_windows_fit_a_multiprocessor(change, most_spilled, tmp_path):
+    problem = replace(WINDOWS, **change)
+    makers = (make_columns_plan, make_rows_plan)
+    launchers = (launch.make_columns_launcher, launch.make_rows_launcher)
+    for make, make_one, memory in zip(makers, launchers, most_spilled, strict=True):
+        plan = make(problem, H200)
+        compiled = make_one(problem, replace(plan, chunks=1), "*fp32", "*u8").compile(HOPPER)
+        assert compiled.metadata.shared <= SHARED_MEMORY
+        if FITTED:
+            used = resources(compiled, tmp_path)
+            assert used["STACK"] <= memory, used
+    launch.make_deltas_launcher(problem, True).compile(HOPPER)
+
+
+def test_regions_are_marked():
     launch.make_marker("*u8", 343).compile(HOPPER)
 
 

@@ -1,0 +1,150 @@
+"""Around the kernels for Hopper: their plans, and the small kernels that prepare their work."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagewise.device import DeviceInfo
+from pagewise.ops.window_attention import Problem
+from pagewise.ops.window_attention.hopper_plan import (
+    MARKS,
+    PIECE,
+    find_width,
+    make_columns_plan,
+    make_plan,
+    make_rows_plan,
+)
+
+F16 = torch.float16
+H200 = DeviceInfo("cuda", 132, "H200", capability=(9, 0))
+SHARED_MEMORY = 232_448
+VOLUME = Problem(343, 6, 343, 16, F16, table_size=2197, num_masks=343, has_regions=True)
+SIZES = list(itertools.product((193, 196, 216, 224, 256, 257, 343, 384, 392, 512, 576, 1000, 1024),
+                               (8, 16, 24, 32, 48, 64), (True, False)))  # fmt: skip
+
+
+def plans(maker):
+    for num_tokens, head_size, has_regions in SIZES:
+        problem = replace(
+            VOLUME, num_tokens=num_tokens, head_size=head_size, has_regions=has_regions
+        )
+        plan = maker(problem, H200)
+        if plan is not None:
+            yield problem, plan
+
+
+@pytest.mark.parametrize("maker", [make_plan, make_columns_plan])
+def test_pieces_cover_the_tokens_and_fit(maker):
+    found = list(plans(maker))
+    assert len(found) > len(SIZES) // 2
+    for problem, plan in found:
+        columns = plan.groups * PIECE + plan.rest
+        assert problem.num_tokens <= columns < problem.num_tokens + PIECE
+        width = find_width(problem.head_size)
+        marks = MARKS if problem.has_regions else 0
+        is_columns = maker is make_columns_plan
+        rows = plan.streams * plan.q_stages * plan.rows * 2 * (width * (1 + is_columns) + marks)
+        pieces = plan.streams * plan.stages * PIECE * (2 * (2 * width + marks) + 8 * is_columns)
+        assert 2 * plan.rows * columns + rows + pieces + 1024 <= SHARED_MEMORY
+        registers = plan.streams * plan.warps * 32 * plan.registers + 128 * 24
+        assert registers <= 1 << 16
+        assert plan.stages >= 2
+
+
+def test_shares_cover_the_keys_and_fit():
+    found = list(plans(make_rows_plan))
+    assert found
+    for problem, plan in found:
+        width = find_width(problem.head_size)
+        marks = MARKS if problem.has_regions else 0
+        assert problem.num_tokens <= plan.shares * plan.keys <= 2 * problem.num_tokens
+        numbers = 2 * (2 * width + marks)
+        memory = (
+            2 * PIECE * plan.shares * plan.keys + plan.stages * plan.shares * plan.keys * numbers
+        )
+        memory += 2 * PIECE * (numbers + 8) + plan.buffers * plan.shares * PIECE * width * 4
+        assert memory + 512 <= SHARED_MEMORY
+        assert plan.shares * 128 * plan.registers + 128 * 24 <= 1 << 16
+
+
+def test_head_sizes_without_room_are_left_to_others():
+    assert make_plan(replace(VOLUME, num_tokens=1024, head_size=64), H200) is None
+    assert make_rows_plan(replace(VOLUME, num_tokens=392), H200) is None
+
+
+@pytest.mark.parametrize("maker", [make_plan, make_columns_plan, make_rows_plan])
+@pytest.mark.parametrize("num_heads", [1, 3, 6, 12, 67])
+def test_every_program_has_a_window_and_every_multiprocessor_a_program(maker, num_heads):
+    for num_windows in (1, 2, 8, 64, 343, 2744):
+        problem = replace(VOLUME, num_heads=num_heads, num_windows=num_windows)
+        plan = maker(problem, H200)
+        assert 1 <= plan.chunks <= num_windows
+        rows = PIECE if maker is make_rows_plan else plan.rows
+        programs = -(-problem.num_tokens // rows) * num_heads * plan.chunks
+        if num_windows >= 343:
+            busy = programs / (-(-programs // 132) * 132)
+            assert busy > 0.75
+
+
+# --- small kernels ------------------------------------------------------------------------------
+
+
+def device():
+    return "cpu" if not torch.cuda.is_available() else "cuda"
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_a_product_of_marks_tells_regions_apart(dtype):
+    from pagewise.ops.window_attention.hopper_marks import mark_regions
+
+    random = torch.Generator().manual_seed(1)
+    counts, num_tokens, factor = [1, 2, 3, 7, 8, 9, 20], 50, 565.685
+    regions = torch.stack(
+        [torch.randperm(num_tokens, generator=random) % count * 3 + 5 for count in counts]
+    )
+    regions = (regions - (20 if dtype != torch.uint8 else 0)).to(dtype).to(device())
+    kinds = torch.full([len(counts)], -1, dtype=torch.int32, device=device())
+    marks = torch.full([len(counts), num_tokens, 2 * MARKS], torch.nan, device=device()).half()
+    high = torch.tensor(factor).half().item()
+    grid = (len(counts),)
+    mark_regions[grid](
+        kinds, marks, regions, high, factor - high, 8, NUM_TOKENS=num_tokens, TILE=64
+    )
+    assert kinds.tolist() == [0, 1, 1, 1, 1, 2, 2]
+    for window in range(1, 5):
+        columns, rows = marks[window].double().split(MARKS, dim=1)
+        same = regions[window][:, None] == regions[window][None, :]
+        assert torch.allclose(rows @ columns.mT, same.double() * factor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("has_dlse", [True, False])
+def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse):
+    from pagewise.ops.window_attention.hopper_deltas import make_deltas
+
+    random = torch.Generator().manual_seed(2)
+    windows, heads, tokens, size, padded = 2, 3, 70, 12, 128
+    out, dout = (
+        torch.randn(windows, tokens, heads, size, generator=random).half().to(device())
+        for _ in range(2)
+    )
+    lse, dlse = (torch.randn(windows, heads, tokens, generator=random).to(device()) for _ in "ab")
+    lse[1, 2, 3] = -torch.inf
+    pivot, delta = torch.full((2, windows * heads, padded), torch.nan, device=device()).unbind(0)
+    dout = dout.transpose(1, 2)
+    grid = (windows * heads * 1,)
+    make_deltas[grid](
+        pivot, delta, out, dout, lse, dlse, *dout.stride()[:3], NUM_HEADS=heads,
+        NUM_TOKENS=tokens, PADDED=padded, HEAD_SIZE=size, HAS_DLSE=has_dlse, TILE=256, D=16,
+    )  # fmt: skip
+    wanted = (out.transpose(1, 2).double() * dout.double()).sum(-1) - has_dlse * dlse
+    assert torch.allclose(
+        delta.view(windows, heads, padded)[..., :tokens].double(), wanted, atol=1e-5
+    )
+    wanted = lse.masked_fill(lse == -torch.inf, 0.0) * 1.4426950408889634
+    assert torch.allclose(pivot.view(windows, heads, padded)[..., :tokens], wanted, atol=1e-6)
+    for padding in (pivot[:, tokens:], delta[:, tokens:]):
+        assert (padding == 0).all()
