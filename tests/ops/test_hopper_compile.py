@@ -168,7 +168,9 @@ def test_gradients_of_windows_fit_a_multiprocessor(change, most_spilled, tmp_pat
         if FITTED:
             used = resources(compiled, tmp_path)
             assert used["STACK"] <= memory, used
-    launch.make_deltas_launcher(problem, True).compile(HOPPER)
+    for is_aligned in (True, False):
+        compiled = launch.make_deltas_launcher(problem, True, is_aligned).compile(HOPPER)
+        assert ("ld.global.b16" in compiled.asm["ptx"]) is not is_aligned
 
 
 def test_regions_are_marked():

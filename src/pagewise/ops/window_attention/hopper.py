@@ -17,6 +17,7 @@ from .hopper_launch import (
     describe_marks,
     describe_numbers,
     describe_tokens,
+    is_aligned,
     make_columns_launcher,
     make_deltas_launcher,
     make_launcher,
@@ -188,7 +189,7 @@ def _make_deltas(
     num_pairs = call.problem.num_windows * call.problem.num_heads
     padded = -(-call.problem.num_tokens // PIECE) * PIECE
     pivot, delta = lse.new_empty(2, num_pairs, padded).unbind(0)
-    launcher = make_deltas_launcher(call.kind, dlse is not None)
+    launcher = make_deltas_launcher(call.kind, dlse is not None, is_aligned(dout))
     launcher(
         (num_pairs * -(-padded // launcher.constants["TILE"]), 1, 1),
         pivot,

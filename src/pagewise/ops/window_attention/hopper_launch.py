@@ -25,6 +25,7 @@ __all__ = [
     "describe_marks",
     "describe_numbers",
     "describe_tokens",
+    "is_aligned",
     "make_columns_launcher",
     "make_deltas_launcher",
     "make_launcher",
@@ -46,12 +47,13 @@ def make_marker(regions: str, num_tokens: int) -> Launcher:
 
 
 @functools.lru_cache(maxsize=256)
-def make_deltas_launcher(problem: Problem, has_dlse: bool) -> Launcher:
-    """The kernel of pivots and deltas."""
+def make_deltas_launcher(problem: Problem, has_dlse: bool, is_aligned: bool) -> Launcher:
+    """The kernel of pivots and deltas; of what came back in rows of whole 16 bytes, or not."""
     kind = KINDS[problem.dtype]
-    types = {"pivot": "*fp32", "delta": "*fp32", "out": kind, "dout": kind}
-    types |= {"lse": "*fp32", "dlse": "*fp32"}
-    types |= dict.fromkeys(("dout_window", "dout_head", "dout_token"), "i64")
+    types = {"pivot": "*fp32:16", "delta": "*fp32:16", "out": f"{kind}:16"}
+    types |= {"dout": f"{kind}:16" if is_aligned else kind, "lse": "*fp32", "dlse": "*fp32"}
+    strides = ("dout_window", "dout_head", "dout_token")
+    types |= dict.fromkeys(strides, "i64:8" if is_aligned else "i64")
     width = find_width(problem.head_size)
     constants = {
         "NUM_HEADS": problem.num_heads,
@@ -159,12 +161,16 @@ def _numbers() -> str:
 
 def describe_tokens(x: Tensor, rows: int) -> TensorDescriptor:
     """A window's head in boxes of so many tokens; a copy where tokens do not lie on 16 bytes."""
-    unit = 16 // x.element_size()
-    strides = x.stride()[:3]
-    if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
+    if not is_aligned(x) or min(x.stride()[:3]) <= 0:
         x = x.clone(memory_format=torch.contiguous_format)
     width = find_width(x.shape[3])
     return _describe(x, [1, 1, rows, width], _layout(width, 4))
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether tokens lie on 16 bytes."""
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3])
 
 
 def describe_marks(x: Tensor, rows: int) -> TensorDescriptor:
