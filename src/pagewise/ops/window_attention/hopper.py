@@ -26,6 +26,7 @@ from .hopper_launch import (
 )
 from .hopper_plan import (
     MARKS,
+    MOST_REGIONS,
     PIECE,
     Plan,
     RowsPlan,
@@ -42,7 +43,6 @@ _LOG2_E = 1 / math.log(2)
 _FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 193, 1024, 64
 _LEAST_SCALE = 1 / 16
 _MOST_MARKED = 2048.0
-_MOST_REGIONS = 8
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -139,7 +139,7 @@ class _Call:
         if self.regions is not None:
             can_mark = abs(factor) < _MOST_MARKED
             high = torch.tensor(factor).half().item() if can_mark else 0.0
-            low, limit = (factor - high, _MOST_REGIONS) if can_mark else (0.0, 0)
+            low, limit = (factor - high, MOST_REGIONS) if can_mark else (0.0, 0)
             marker = make_marker(KINDS[self.regions.dtype], num_tokens)
             marker((num_masks, 1, 1), kinds, marks, self.regions, high, low, limit)
         return kinds, marks

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.names import barrier
 from .hopper_tiles import (
     CHUNK,
@@ -38,6 +37,8 @@ from .hopper_tiles import (
     make_turns,
     rows_of,
     scores_layout,
+    store_rows,
+    which_work,
 )
 
 __all__ = ["column_gradients"]
@@ -255,20 +256,6 @@ def _walk_window(
 
 
 @gluon.jit
-def _store(out, value, window, head, first_row, form):
-    """Write a tile's rows."""
-    WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
-    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
-    row = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
-    at = (window.to(gl.int64) * form.NUM_TOKENS + row) * (form.NUM_HEADS * form.HEAD_SIZE)
-    inside = (row < form.NUM_TOKENS)[:, None]
-    if form.WIDTH != form.HEAD_SIZE:
-        inside = inside & (d < form.HEAD_SIZE)
-    gl.store(out + at[:, None] + head * form.HEAD_SIZE + d, value, inside)
-
-
-@gluon.jit
 def _walk_role(
     dk, dv, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
     num_masks, centre, scale, inverse, mask_value, dk_scale, form, stream,
@@ -302,8 +289,8 @@ def _walk_role(
             use, dk_tile, dv_tile = _walk_window(
                 memory, STREAM, turn, use, regions, row, mask_value, scale, 0.0, False, form
             )
-        _store(dk, dk_tile * dk_scale, window, head, first_row, form)
-        _store(dv, dv_tile, window, head, first_row, form)
+        store_rows(dk, dk_tile * dk_scale, window, head, first_row, form)
+        store_rows(dv, dv_tile, window, head, first_row, form)
         window += form.STREAMS
         turn += 1
 
@@ -345,6 +332,7 @@ def column_gradients(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    LOADING: gl.constexpr,
     TILE: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of keys × heads × chunks, tiles of a window together."""
@@ -354,7 +342,6 @@ def column_gradients(
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
     CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK
-    NUM_TILES: gl.constexpr = (NUM_TOKENS + ROWS - 1) // ROWS
     K_SLOTS: gl.constexpr = STREAMS * Q_STAGES
     SLOTS: gl.constexpr = STREAMS * STAGES
     dtype: gl.constexpr = q_desc.dtype
@@ -378,13 +365,7 @@ def column_gradients(
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()
-    # which tile and which windows am I
-    program = gl.program_id(0)
-    first_row = program % NUM_TILES * ROWS
-    head = program // NUM_TILES % NUM_HEADS
-    chunk = (program // (NUM_TILES * NUM_HEADS)).to(gl.int64)
-    first_window = (chunk * num_windows // num_chunks).to(gl.int32)
-    last_window = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
+    _, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
     work = (
         dk, dv, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
         num_masks, centre, scale, inverse, mask_value, dk_scale, form,
@@ -393,10 +374,7 @@ def column_gradients(
         k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc,
         kinds, memory, head, first_row, first_window, last_window, num_masks, form,
     )  # fmt: skip
-    # What the streams leave of a multiprocessor's registers, which go round in eights.
-    WARPGROUPS: gl.constexpr = STREAMS * WARPS // 4
-    EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
-    LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
+    # A list for each number of them: lists of functions cannot be put together here.
     if STREAMS == 2:
         gl.warp_specialize(
             [
@@ -405,7 +383,7 @@ def column_gradients(
                 (_load_role, load),
             ],
             [WARPS, 1],
-            [REGISTERS, LOAD],
+            [REGISTERS, LOADING],
         )
     elif STREAMS == 3:
         gl.warp_specialize(
@@ -416,7 +394,7 @@ def column_gradients(
                 (_load_role, load),
             ],
             [WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, LOAD],
+            [REGISTERS, REGISTERS, LOADING],
         )
     else:
         gl.warp_specialize(
@@ -428,5 +406,5 @@ def column_gradients(
                 (_load_role, load),
             ],
             [WARPS, WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, REGISTERS, LOAD],
+            [REGISTERS, REGISTERS, REGISTERS, LOADING],
         )

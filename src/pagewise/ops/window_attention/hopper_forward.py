@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.names import barrier
 from .hopper_tiles import (
     CHUNK,
@@ -54,6 +53,8 @@ from .hopper_tiles import (
     make_turns,
     rows_of,
     scores_layout,
+    store_rows,
+    which_work,
 )
 
 __all__ = ["attend"]
@@ -269,21 +270,13 @@ def _log2(x):
 def _finish(out, lse, acc, m, l, scale, shift, window, head, row, first_row, form):
     """Divide, and write the rows of ``out`` and ``lse``."""
     N: gl.constexpr = form.NUM_TOKENS
-    WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
     total = gl.convert_layout(gl.max(l, 1), m.type.layout, assert_trivial=True)
     nothing = total == 0.0
     value = gl.where(nothing, float("-inf"), ((m + shift) * scale + _log2(total)) * LN_2)
     at = (window.to(gl.int64) * form.NUM_HEADS + head) * N + row
     gl.store(lse + at, value, row < N)
     share = gl.where(nothing, 0.0, 1.0 / total)
-    result = gl.convert_layout((acc * share[:, None]).to(out.dtype.element_ty), WIDE)
-    wide_row = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
-    at = (window.to(gl.int64) * N + wide_row) * (form.NUM_HEADS * form.HEAD_SIZE)
-    inside = (wide_row < N)[:, None]
-    if form.WIDTH != form.HEAD_SIZE:
-        inside = inside & (d < form.HEAD_SIZE)
-    gl.store(out + at[:, None] + head * form.HEAD_SIZE + d, result, inside)
+    store_rows(out, acc * share[:, None], window, head, first_row, form)
 
 
 @gluon.jit
@@ -359,6 +352,7 @@ def attend(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    LOADING: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
     form = Form(
@@ -366,7 +360,6 @@ def attend(
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
     CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK
-    NUM_TILES: gl.constexpr = (NUM_TOKENS + ROWS - 1) // ROWS
     Q_SLOTS: gl.constexpr = STREAMS * Q_STAGES
     SLOTS: gl.constexpr = STREAMS * STAGES
     dtype: gl.constexpr = q_desc.dtype
@@ -390,13 +383,7 @@ def attend(
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()
-    # which tile and which windows am I
-    program = gl.program_id(0)
-    first_row = program % NUM_TILES * ROWS
-    head = program // NUM_TILES % NUM_HEADS
-    chunk = (program // (NUM_TILES * NUM_HEADS)).to(gl.int64)
-    first_window = (chunk * num_windows // num_chunks).to(gl.int32)
-    last_window = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
+    _, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
     work = (
         out, lse, bias, offsets, kinds, regions, memory, head, first_row, first_window,
         last_window, num_masks, centre, scale, inverse, mask_value, form,
@@ -405,10 +392,7 @@ def attend(
         q_desc, k_desc, v_desc, row_marks_desc, marks_desc, kinds, memory, head, first_row,
         first_window, last_window, num_masks, form,
     )  # fmt: skip
-    # What the streams leave of a multiprocessor's registers, which go round in eights.
-    WARPGROUPS: gl.constexpr = STREAMS * WARPS // 4
-    EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
-    LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
+    # A list for each number of them: lists of functions cannot be put together here.
     if STREAMS == 2:
         gl.warp_specialize(
             [
@@ -417,7 +401,7 @@ def attend(
                 (_load_role, load),
             ],
             [WARPS, 1],
-            [REGISTERS, LOAD],
+            [REGISTERS, LOADING],
         )
     elif STREAMS == 3:
         gl.warp_specialize(
@@ -428,7 +412,7 @@ def attend(
                 (_load_role, load),
             ],
             [WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, LOAD],
+            [REGISTERS, REGISTERS, LOADING],
         )
     else:
         gl.warp_specialize(
@@ -440,5 +424,5 @@ def attend(
                 (_load_role, load),
             ],
             [WARPS, WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, REGISTERS, LOAD],
+            [REGISTERS, REGISTERS, REGISTERS, LOADING],
         )

@@ -16,7 +16,7 @@ from .hopper_columns import column_gradients
 from .hopper_deltas import make_deltas
 from .hopper_forward import attend
 from .hopper_marks import mark_regions
-from .hopper_plan import MARKS, PIECE, Plan, RowsPlan, find_width
+from .hopper_plan import DENSE, MARKS, NO_BIAS, PIECE, TABLE, Plan, RowsPlan, find_width
 from .hopper_rows import row_gradients
 from .problem import Problem
 from .triton import KINDS
@@ -33,7 +33,6 @@ __all__ = [
     "make_rows_launcher",
 ]
 
-_NO_BIAS, _TABLE, _DENSE = range(3)
 _DELTAS = 4096  # numbers of a tile
 
 
@@ -109,6 +108,7 @@ def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str
         "STAGES": plan.stages,
         "BUFFERS": plan.buffers,
         "REGISTERS": plan.registers,
+        "LOADING": plan.loading_registers,
     }
     return GluonLauncher(row_gradients, types, constants, num_warps=4)
 
@@ -122,13 +122,13 @@ def _others(bias: str, regions: str) -> dict[str, str]:
 
 def _known(problem: Problem) -> dict[str, Any]:
     """What kernels of a problem are compiled for."""
-    kind = _DENSE if problem.num_biases else _NO_BIAS
+    kind = DENSE if problem.num_biases else NO_BIAS
     return {
         "NUM_HEADS": problem.num_heads,
         "NUM_TOKENS": problem.num_tokens,
         "HEAD_SIZE": problem.head_size,
         "WIDTH": find_width(problem.head_size),
-        "BIAS": kind if problem.table_size is None else _TABLE,
+        "BIAS": kind if problem.table_size is None else TABLE,
         "MASK": problem.has_regions,
     }
 
@@ -142,6 +142,7 @@ def _streamed(problem: Problem, plan: Plan) -> dict[str, Any]:
         "STAGES": plan.stages,
         "Q_STAGES": plan.q_stages,
         "REGISTERS": plan.registers,
+        "LOADING": plan.loading_registers,
     }
 
 

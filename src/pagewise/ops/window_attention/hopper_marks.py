@@ -3,11 +3,13 @@
 import triton
 import triton.language as tl
 
+from . import hopper_plan
+
 __all__ = ["mark_regions"]
 
-MOST = tl.constexpr(8)  # regions of a window
-MIXED = tl.constexpr(1)
-MANY = tl.constexpr(2)
+MOST = tl.constexpr(hopper_plan.MOST_REGIONS)
+MIXED = tl.constexpr(hopper_plan.MIXED)
+MANY = tl.constexpr(hopper_plan.MANY)
 
 
 @triton.jit

@@ -8,15 +8,41 @@ from dataclasses import dataclass
 from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["MARKS", "PIECE", "Plan", "find_width", "make_columns_plan", "make_plan"]
+__all__ = [
+    "DENSE",
+    "MANY",
+    "MARKS",
+    "MIXED",
+    "MOST_REGIONS",
+    "NO_BIAS",
+    "PIECE",
+    "Q_STAGES",
+    "TABLE",
+    "Plan",
+    "RowsPlan",
+    "find_width",
+    "make_columns_plan",
+    "make_plan",
+    "make_rows_plan",
+]
 
+# What host and kernels have to agree about.
 PIECE = 64
-"""Keys that are fetched at once."""
-MARKS = 16
-"""Columns of a product that masks."""
+"""Tokens that are fetched at once, and rows of the gradients by rows."""
+MOST_REGIONS = 8
+"""Of a window that is masked by a product."""
+MARKS = 2 * MOST_REGIONS
+"""Columns of that product."""
+MIXED, MANY = 1, 2
+"""Kinds of windows: of several regions, and of more than ``MOST_REGIONS``."""
+NO_BIAS, TABLE, DENSE = range(3)
+"""Kinds of biases."""
+Q_STAGES = 2
+"""Windows whose own rows are in memory at once."""
+
 _REST = 32
 _SHARED_BYTES = 232_448
-_Q_STAGES = 2
+_SMALL = 2048  # ones, barriers, and what partitions are handed
 # Warps of a stream, streams, registers of a thread: the fastest first (lab log). The more warps,
 # the more there is to do while one waits; all of them share a multiprocessor's registers.
 _CUTS = ((8, 3, 80), (4, 4, 112), (4, 3, 160), (4, 2, 232))
@@ -36,7 +62,7 @@ class Plan:
     stages: int
     q_stages: int
     groups: int
-    """Whole pieces of a window."""
+    """Pieces of 64 columns."""
     rest: int
     """Columns after them."""
     registers: int
@@ -46,6 +72,11 @@ class Plan:
     def rows(self) -> int:
         """Tokens of a program."""
         return 16 * self.warps
+
+    @property
+    def loading_registers(self) -> int:
+        """Of a thread of the loading warp."""
+        return _left_over(self.streams * self.warps // 4, self.registers)
 
     @property
     def tile(self) -> int:
@@ -65,6 +96,17 @@ class RowsPlan:
     """Of the shares' parts of a window's result."""
     registers: int
     chunks: int
+
+    @property
+    def loading_registers(self) -> int:
+        """Of a thread of the loading warp."""
+        return _left_over(self.shares, self.registers)
+
+
+def _left_over(warpgroups: int, registers: int) -> int:
+    """What warpgroups leave of a multiprocessor's 65 536 registers, which go round in eights."""
+    even = 65536 // (warpgroups + 1) // 128 // 8 * 8
+    return (warpgroups + 1) * even - warpgroups * registers
 
 
 @functools.lru_cache(maxsize=1024)
@@ -98,7 +140,7 @@ def make_rows_plan(problem: Problem, device: DeviceInfo) -> RowsPlan | None:
     for shares, keys, registers in _SHARES:
         if num_tokens > shares * keys:
             continue
-        fixed = 2 * PIECE * shares * keys + _Q_STAGES * PIECE * (numbers + 32 + 8) + 1024
+        fixed = 2 * PIECE * shares * keys + Q_STAGES * PIECE * (numbers + 8) + _SMALL
         stage, buffer = shares * keys * numbers, shares * PIECE * width * 4
         free = _SHARED_BYTES - fixed - 2 * stage - buffer
         if free >= 0:
@@ -126,13 +168,13 @@ def _cut(
         rows = 16 * warps
         if _round_up(num_tokens, rows) > _MOST_WASTED * _round_up(num_tokens, 64):
             continue
-        fixed = 2 * rows * (groups * PIECE + rest) + streams * _Q_STAGES * rows * row_bytes + 2048
+        fixed = 2 * rows * (groups * PIECE + rest) + streams * Q_STAGES * rows * row_bytes + _SMALL
         stages = (_SHARED_BYTES - fixed) // (streams * PIECE * piece_bytes)
         if stages >= 2:
             tiles = _round_up(num_tokens, rows) // rows * problem.num_heads
             chunks = _share(tiles, problem.num_windows, streams, device.num_workers)
             return Plan(
-                warps, streams, min(4, stages), _Q_STAGES, groups, rest, registers, chunks
+                warps, streams, min(4, stages), Q_STAGES, groups, rest, registers, chunks
             )  # fmt: skip
     return None
 

@@ -29,25 +29,30 @@ from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.names import barrier
+from . import hopper_plan
 from .hopper_tiles import (
     CHUNK,
     FLAT,
     MANY,
     MARKS,
     MIXED,
+    NO_BIAS,
+    PIECE,
     Stream,
     bias_layout,
     compare,
     make_bias,
     rows_of,
     scores_layout,
+    store_rows,
+    which_work,
 )
 
 __all__ = ["row_gradients"]
 
-ROWS = gl.constexpr(64)
+ROWS = PIECE
 TILE = gl.constexpr(32)  # keys of a product
-Q_STAGES = gl.constexpr(2)
+Q_STAGES = gl.constexpr(hopper_plan.Q_STAGES)
 PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -84,7 +89,7 @@ class Form:
         self.STAGES = gl.constexpr(STAGES)
         self.BUFFERS = gl.constexpr(BUFFERS)
         self.WARPS = gl.constexpr(4)
-        self.ROWS = gl.constexpr(64)
+        self.ROWS = PIECE
 
 
 @aggregate
@@ -216,7 +221,7 @@ def _walk_window(
         ds = p * (made[1] - delta[:, None])
         ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
         dq_t = warpgroup_mma(ds_k, k, made[2], is_async=True)
-        if form.BIAS != 0:
+        if form.BIAS != NO_BIAS:
             # Added up before the next wait, or the compiler leaves it all for the end.
             if t > 0:
                 sums = sums + (made[4],)  # type: ignore[assignment] # noqa: RUF005
@@ -224,7 +229,7 @@ def _walk_window(
         else:
             pending = (dq_t, ds_k)  # type: ignore[assignment]
     made = warpgroup_mma_wait(0, deps=pending)
-    if form.BIAS != 0:
+    if form.BIAS != NO_BIAS:
         sums = sums + (made[2],)  # type: ignore[assignment] # noqa: RUF005
     return made[0], sums
 
@@ -236,14 +241,7 @@ def _add_up(dq_out, memory, buffer, window, head, first_row, dq_scale, form):
     total = memory.parts.index(buffer * form.STREAMS).load(WIDE)
     for s in gl.static_range(1, form.STREAMS):
         total += memory.parts.index(buffer * form.STREAMS + s).load(WIDE)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
-    at = (window.to(gl.int64) * form.NUM_TOKENS + row) * (form.NUM_HEADS * form.HEAD_SIZE)
-    inside = (row < form.NUM_TOKENS)[:, None]
-    if form.WIDTH != form.HEAD_SIZE:
-        inside = inside & (d < form.HEAD_SIZE)
-    value = (total * dq_scale).to(dq_out.dtype.element_ty)
-    gl.store(dq_out + at[:, None] + head * form.HEAD_SIZE + d, value, inside)
+    store_rows(dq_out, total * dq_scale, window, head, first_row, form)
 
 
 @gluon.jit
@@ -261,7 +259,7 @@ def _walk_role(
     mbarrier.wait(memory.bias_made, 0)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS)))
     dbias = ()
-    for _ in gl.static_range(form.KEYS // TILE if form.BIAS != 0 else 0):
+    for _ in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
         zeros = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
         dbias = dbias + (zeros,)  # type: ignore[assignment] # noqa: RUF005
     for window in range(first_window, last_window):
@@ -303,7 +301,7 @@ def _walk_role(
             mbarrier.arrive(memory.parts_empty.index(buffer))
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     at = ((chunk * form.NUM_HEADS + head) * N + row) * N
-    for t in gl.static_range(form.KEYS // TILE if form.BIAS != 0 else 0):
+    for t in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
         key = SHARE * form.KEYS + t * TILE + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT))
         inside = (row < N)[:, None] & (key < N)[None, :]
         gl.store(dbias_out + at[:, None] + key[None, :], dbias[t], inside)
@@ -344,10 +342,10 @@ def row_gradients(
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    LOADING: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
     form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS, STAGES, BUFFERS)
-    NUM_TILES: gl.constexpr = (NUM_TOKENS + ROWS - 1) // ROWS
     SLOTS: gl.constexpr = SHARES * STAGES
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = q_desc.dtype
@@ -383,13 +381,7 @@ def row_gradients(
         mbarrier.init(memory.parts_full.index(i), SHARES)
         mbarrier.init(memory.parts_empty.index(i), 1)
     fence_async_shared()
-    # which tile and which windows am I
-    program = gl.program_id(0)
-    first_row = program % NUM_TILES * ROWS
-    head = program // NUM_TILES % NUM_HEADS
-    chunk = (program // (NUM_TILES * NUM_HEADS)).to(gl.int64)
-    first_window = (chunk * num_windows // num_chunks).to(gl.int32)
-    last_window = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
+    chunk, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
     work = (
         dq, dbias, bias, offsets, kinds, regions, memory, head, chunk, first_row, first_window,
         last_window, num_masks, centre, scale, inverse, mask_value, dq_scale, form,
@@ -398,9 +390,7 @@ def row_gradients(
         q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc,
         kinds, memory, head, first_row, first_window, last_window, num_masks, form,
     )  # fmt: skip
-    # What the shares leave of a multiprocessor's registers, which go round in eights.
-    EVEN: gl.constexpr = 65536 // (SHARES + 1) // 128 // 8 * 8
-    LOAD: gl.constexpr = (SHARES + 1) * EVEN - SHARES * REGISTERS
+    # A list for each number of them: lists of functions cannot be put together here.
     if SHARES == 3:
         gl.warp_specialize(
             [
@@ -410,7 +400,7 @@ def row_gradients(
                 (_load_role, load),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, LOAD],
+            [REGISTERS, REGISTERS, LOADING],
         )
     else:
         gl.warp_specialize(
@@ -422,5 +412,5 @@ def row_gradients(
                 (_load_role, load),
             ],
             [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, LOAD],
+            [REGISTERS, REGISTERS, REGISTERS, LOADING],
         )

@@ -8,15 +8,38 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-PIECE = gl.constexpr(64)  # tokens that are fetched at once
+from ...tiles.hopper.layouts import wide_rows
+from . import hopper_plan
+
+__all__ = [
+    "CHUNK",
+    "FLAT",
+    "MANY",
+    "MARKS",
+    "MIXED",
+    "NO_BIAS",
+    "PIECE",
+    "Stream",
+    "Turns",
+    "bias_layout",
+    "compare",
+    "make_bias",
+    "make_turns",
+    "rows_of",
+    "scores_layout",
+    "store_rows",
+    "which_work",
+]
+
+PIECE = gl.constexpr(hopper_plan.PIECE)
 CHUNK = gl.constexpr(32)  # columns of bias that are made at once
-MARKS = gl.constexpr(16)  # columns of a product of marks
+MARKS = gl.constexpr(hopper_plan.MARKS)
 LARGEST = gl.constexpr(60_000.0)  # of a bias, in float16
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-NO_BIAS = gl.constexpr(0)
-TABLE = gl.constexpr(1)
-MIXED = gl.constexpr(1)
-MANY = gl.constexpr(2)
+NO_BIAS = gl.constexpr(hopper_plan.NO_BIAS)
+TABLE = gl.constexpr(hopper_plan.TABLE)
+MIXED = gl.constexpr(hopper_plan.MIXED)
+MANY = gl.constexpr(hopper_plan.MANY)
 
 
 @gluon.constexpr_function
@@ -83,7 +106,7 @@ class Turns:
 
     @gluon.jit
     def release(self, stream, use):
-        """Say that everything has been read."""
+        """Say that everything has been read: by all warps, the compiler has them meet before."""
         mbarrier.arrive(self.empty.index(self.slot(stream, use)))
 
 
@@ -152,3 +175,30 @@ def rows_of(piece, FIRST: gl.constexpr, T: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2)
     eights = piece._reinterpret(piece.dtype, [piece.shape[RANK - 2] // 8, 8 * WIDTH], FLAT)
     return eights.index(FIRST // 8)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def store_rows(out, value, window, head, first_row, form):
+    """Write a tile's rows of a window and head, in whole sectors."""
+    WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
+    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
+    row = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
+    at = (window.to(gl.int64) * form.NUM_TOKENS + row) * (form.NUM_HEADS * form.HEAD_SIZE)
+    inside = (row < form.NUM_TOKENS)[:, None]
+    if form.WIDTH != form.HEAD_SIZE:
+        inside = inside & (d < form.HEAD_SIZE)
+    gl.store(out + at[:, None] + head * form.HEAD_SIZE + d, value, inside)
+
+
+@gluon.jit
+def which_work(num_windows, num_chunks, form):
+    """Of a program: its chunk, head and first row, its first window and the one after its last."""
+    NUM_TILES: gl.constexpr = (form.NUM_TOKENS + form.ROWS - 1) // form.ROWS
+    program = gl.program_id(0)
+    first_row = program % NUM_TILES * form.ROWS
+    head = program // NUM_TILES % form.NUM_HEADS
+    chunk = (program // (NUM_TILES * form.NUM_HEADS)).to(gl.int64)
+    first = (chunk * num_windows // num_chunks).to(gl.int32)
+    last = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
+    return chunk, head, first_row, first, last
