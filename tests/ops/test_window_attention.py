@@ -332,6 +332,46 @@ def test_two_runs_give_the_same_bits(case, impl):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_saved_tensors_may_come_back_in_another_layout(impl):
+    """Hooks that offload them, ``save_on_cpu`` for one, do not keep strides."""
+    inputs = make(Case((9, 8), dtype=F16, images=1), impl)
+    wanted = inputs.attend(impl)
+
+    def pack(tensor):
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = inputs.attend(impl)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+HIDDEN = [
+    pytest.param("reference", (4, 4), 8),
+    pytest.param("triton", (4, 4), 8, marks=pytest.mark.interpret),
+    pytest.param("hopper", (14, 14), 8, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("impl", "window", "size"), HIDDEN)
+def test_a_bias_of_minus_infinity_hides_keys(impl, window, size):
+    if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    inputs = make(Case(window, dtype=F16, head_size=size, bias="dense", mask="none"), impl)
+    bias = inputs.tensors["bias"] = inputs.tensors["bias"][:1].clone()
+    bias[:, :, 3] = -math.inf  # a row that sees nothing
+    bias[:, :, 5, 7] = -math.inf
+    tensors = {**inputs.tensors, "bias": bias}
+    found = window_attention(**tensors, impl=impl)
+    assert (found.out[:, :, 3] == 0).all()
+    assert (found.lse[:, :, 3] == -math.inf).all()
+    wanted = window_attention(**{name: x.double() for name, x in tensors.items()}, impl="reference")
+    assert torch.allclose(found.out.double(), wanted.out, atol=1e-2)
+    bias[:, :, 4, 2] = math.nan
+    found = window_attention(**tensors, impl=impl)
+    assert found.out[:, :, 4].isnan().all()
+    assert not found.out[:, :, 5].isnan().any()
+
+
 def test_the_number_of_threads_does_not_show_on_a_cpu():
     inputs, before = Inputs(Case((7, 7), images=3)), torch.get_num_threads()
     results = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,10 @@ from ...tiles.hopper.launch import refuse
 from ...tiles.state import AttentionOutput
 from . import triton
 from .hopper_launch import (
+    align,
     describe_marks,
     describe_numbers,
     describe_tokens,
-    is_aligned,
     make_columns_launcher,
     make_deltas_launcher,
     make_launcher,
@@ -83,8 +84,8 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
         out,
         lse,
         describe_tokens(call.q, plan.rows),
-        describe_tokens(x.k, PIECE),
-        describe_tokens(x.v, PIECE),
+        describe_tokens(call.k, PIECE),
+        describe_tokens(call.v, PIECE),
         describe_marks(call.marks, plan.rows),
         describe_marks(call.marks, PIECE),
         *call.others(plan.chunks),
@@ -100,7 +101,7 @@ def backward(
     columns_plan = make_columns_plan(problem, device)
     if columns_plan is None or not problem.num_windows:
         return triton.backward(problem, x, out, lse, dout, dlse)
-    call = _Call(problem, x)
+    call, dout = _Call(problem, x), align(dout)
     pivot, delta = _make_deltas(call, out, lse, dout, dlse)
     rows_plan = make_rows_plan(problem, device)
     if rows_plan is None:
@@ -117,7 +118,8 @@ class _Call:
     def __init__(self, problem: Problem, x: Operands) -> None:
         self.problem, self.x = problem, x
         self.kind = replace(problem, num_windows=1, num_masks=min(problem.num_masks, 1))
-        self.q, self.scale = normal_scale(x.q, x.softmax_scale)
+        q, self.scale = normal_scale(x.q, x.softmax_scale)
+        self.q, self.k, self.v = align(q), align(x.k), align(x.v)
         self.regions = None if x.regions is None else x.regions.contiguous()
         self.kinds, self.marks = self._mark(-x.mask_value / self.scale)
         bias = x.bias_table if x.bias is None else x.bias
@@ -138,7 +140,7 @@ class _Call:
         marks = torch.empty(num_masks, num_tokens, 2 * MARKS, dtype=torch.float16, device=device)
         if self.regions is not None:
             can_mark = abs(factor) < _MOST_MARKED
-            high = torch.tensor(factor).half().item() if can_mark else 0.0
+            high = _to_float16(factor) if can_mark else 0.0
             low, limit = (factor - high, MOST_REGIONS) if can_mark else (0.0, 0)
             marker = make_marker(KINDS[self.regions.dtype], num_tokens)
             marker((num_masks, 1, 1), kinds, marks, self.regions, high, low, limit)
@@ -162,14 +164,26 @@ class _Call:
         ]
 
 
-def normal_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores by a positive scale that is not tiny: bias and mask are divided by it.
+def _to_float16(number: float) -> float:
+    """The nearest number of float16.
 
-    Powers of two leave q's digits as they are.
+    Example:
+        >>> _to_float16(565.685)
+        565.5
+    """
+    return float(struct.unpack("e", struct.pack("e", number))[0])
+
+
+def normal_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores by a scale of at least 1/16: bias and mask are divided by it.
+
+    q is multiplied by a power of two, which is exact but for float16's subnormals.
 
     Example:
         >>> normal_scale(torch.tensor([3.0]), -1.5)
         (tensor([-3.]), 1.5)
+        >>> normal_scale(torch.tensor([3.0]), 1 / 64)
+        (tensor([0.7500]), 0.0625)
         >>> normal_scale(torch.tensor([3.0]), 0.0)
         (tensor([0.]), 1.0)
     """
@@ -177,7 +191,7 @@ def normal_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
         return q, scale
     if scale == 0:
         return torch.zeros_like(q), 1.0
-    size = min(1.0, 2.0 ** math.floor(math.log2(abs(scale))))
+    size = min(1.0, 2.0 ** math.floor(math.log2(abs(scale) / _LEAST_SCALE)))
     factor = math.copysign(size, scale)
     return q * factor, scale / factor
 
@@ -189,7 +203,10 @@ def _make_deltas(
     num_pairs = call.problem.num_windows * call.problem.num_heads
     padded = -(-call.problem.num_tokens // PIECE) * PIECE
     pivot, delta = lse.new_empty(2, num_pairs, padded).unbind(0)
-    launcher = make_deltas_launcher(call.kind, dlse is not None, is_aligned(dout))
+    problem = call.problem
+    launcher = make_deltas_launcher(
+        problem.dtype, problem.num_heads, problem.num_tokens, problem.head_size, dlse is not None
+    )
     launcher(
         (num_pairs * -(-padded // launcher.constants["TILE"]), 1, 1),
         pivot,
@@ -222,8 +239,8 @@ def _walk_rows(
         describe_marks(call.marks, PIECE),
         describe_numbers(pivot),
         describe_numbers(delta),
-        describe_tokens(x.k, plan.keys),
-        describe_tokens(x.v, plan.keys),
+        describe_tokens(call.k, plan.keys),
+        describe_tokens(call.v, plan.keys),
         describe_marks(call.marks, plan.keys),
         *call.others(plan.chunks),
         x.softmax_scale,
@@ -235,15 +252,15 @@ def _walk_columns(
     call: _Call, plan: Plan, pivot: Tensor, delta: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values."""
-    problem, x = call.problem, call.x
-    dk, dv = empty_like(x.q), empty_like(x.q)
+    problem = call.problem
+    dk, dv = empty_like(call.x.q), empty_like(call.x.q)
     launcher = make_columns_launcher(call.kind, replace(plan, chunks=1), *call.types)
     launcher(
         (-(-problem.num_tokens // plan.rows) * problem.num_heads * plan.chunks, 1, 1),
         dk,
         dv,
-        describe_tokens(x.k, plan.rows),
-        describe_tokens(x.v, plan.rows),
+        describe_tokens(call.k, plan.rows),
+        describe_tokens(call.v, plan.rows),
         describe_marks(call.marks, plan.rows),
         describe_tokens(call.q, PIECE),
         describe_tokens(dout, PIECE),

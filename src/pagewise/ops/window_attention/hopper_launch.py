@@ -22,10 +22,10 @@ from .problem import Problem
 from .triton import KINDS
 
 __all__ = [
+    "align",
     "describe_marks",
     "describe_numbers",
     "describe_tokens",
-    "is_aligned",
     "make_columns_launcher",
     "make_deltas_launcher",
     "make_launcher",
@@ -46,19 +46,19 @@ def make_marker(regions: str, num_tokens: int) -> Launcher:
 
 
 @functools.lru_cache(maxsize=256)
-def make_deltas_launcher(problem: Problem, has_dlse: bool, is_aligned: bool) -> Launcher:
-    """The kernel of pivots and deltas; of what came back in rows of whole 16 bytes, or not."""
-    kind = KINDS[problem.dtype]
-    types = {"pivot": "*fp32:16", "delta": "*fp32:16", "out": f"{kind}:16"}
-    types |= {"dout": f"{kind}:16" if is_aligned else kind, "lse": "*fp32", "dlse": "*fp32"}
-    strides = ("dout_window", "dout_head", "dout_token")
-    types |= dict.fromkeys(strides, "i64:8" if is_aligned else "i64")
-    width = find_width(problem.head_size)
+def make_deltas_launcher(
+    dtype: torch.dtype, num_heads: int, num_tokens: int, head_size: int, has_dlse: bool
+) -> Launcher:
+    """The kernel of pivots and deltas, of what came back in whole 16 bytes."""
+    kind, width = KINDS[dtype], find_width(head_size)
+    types = {"pivot": "*fp32:16", "delta": "*fp32:16", "out": f"{kind}:16", "dout": f"{kind}:16"}
+    types |= {"lse": "*fp32", "dlse": "*fp32"}
+    types |= dict.fromkeys(("dout_window", "dout_head", "dout_token"), "i64:8")
     constants = {
-        "NUM_HEADS": problem.num_heads,
-        "NUM_TOKENS": problem.num_tokens,
-        "PADDED": -(-problem.num_tokens // PIECE) * PIECE,
-        "HEAD_SIZE": problem.head_size,
+        "NUM_HEADS": num_heads,
+        "NUM_TOKENS": num_tokens,
+        "PADDED": -(-num_tokens // PIECE) * PIECE,
+        "HEAD_SIZE": head_size,
         "HAS_DLSE": has_dlse,
         "TILE": _DELTAS // width,
         "D": width,
@@ -160,18 +160,18 @@ def _numbers() -> str:
     return f"tensordesc<fp32{[1, PIECE]},{_NUMBERS!r}>"
 
 
+def align(x: Tensor) -> Tensor:
+    """The same tokens where the copy engine can read them: on 16 bytes, one after another."""
+    unit, strides = 16 // x.element_size(), x.stride()[:3]
+    if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def describe_tokens(x: Tensor, rows: int) -> TensorDescriptor:
-    """A window's head in boxes of so many tokens; a copy where tokens do not lie on 16 bytes."""
-    if not is_aligned(x) or min(x.stride()[:3]) <= 0:
-        x = x.clone(memory_format=torch.contiguous_format)
+    """A window's head, in boxes of so many tokens."""
     width = find_width(x.shape[3])
     return _describe(x, [1, 1, rows, width], _layout(width, 4))
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Whether tokens lie on 16 bytes."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3])
 
 
 def describe_marks(x: Tensor, rows: int) -> TensorDescriptor:

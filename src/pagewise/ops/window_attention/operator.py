@@ -56,6 +56,7 @@ def _backward(*inputs: Any) -> list[Tensor]:
     """Gradients of what can be learned, in the order of ``_LEARNED``."""
     *call, out, lse, dout, dlse = inputs
     x = operands(*call)
+    out, lse = _like(out, x.q), lse.contiguous()  # hooks on saved tensors may lay them out anew
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     problem, module = _choose(x, call[-1])
