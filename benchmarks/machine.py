@@ -93,6 +93,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    archived = (Path(__file__).parent / "archived.txt").read_text().strip()
+    if not archived.startswith("$"):  # `git archive` has put the commit there
+        return archived
     commit = _git("rev-parse", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
     return f"{commit} and changes" if commit and changed else commit

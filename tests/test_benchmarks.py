@@ -141,6 +141,18 @@ def test_a_wrong_case_gets_no_speed(run, tmp_path):
     assert run("verify", present=(Fake(is_right=False),)).exit_code == 1
 
 
+def test_an_archive_knows_its_commit(monkeypatch, tmp_path):
+    """A copy that is measured elsewhere has no history to ask."""
+    from benchmarks import machine
+
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
+    (tmp_path / "benchmarks" / "archived.txt").write_text("0123abcd\n")
+    assert machine.describe()["commit"] == "0123abcd"
+    (tmp_path / "benchmarks" / "archived.txt").write_text("$Format:%H$\n")
+    assert machine.describe()["commit"] is None  # no repository there
+
+
 def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
     assert run("run", "--out", "one", "--repeats", "3").exit_code == 0
     result = json.loads((tmp_path / "one.json").read_text())
