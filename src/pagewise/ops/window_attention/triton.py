@@ -57,9 +57,9 @@ def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """By rows, a launch for each group of keys; by columns; and the sums over windows."""
-    rows = walk_rows(problem, x, out, lse, dout, dlse)
     plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
+    rows = _walk_rows(call, plan, kind, out, lse, dlse)
     dk, dv = empty_like(x.q), empty_like(x.q)
     programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks_backward
     launcher = _column_gradients(*kind, call.kinds)
@@ -85,8 +85,20 @@ def walk_rows(
 ) -> RowGradients:
     """Queries' gradients, and what is to be summed up for the bias's and the scales'."""
     plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
-    call = _Call(problem, x, dout)
-    dq = empty_like(x.q)
+    return _walk_rows(_Call(problem, x, dout), plan, kind, out, lse, dlse)
+
+
+def _walk_rows(
+    call: _Call,
+    plan: Plan,
+    kind: tuple[Problem, Plan],
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+) -> RowGradients:
+    """As ``walk_rows``, of a call that is already described."""
+    problem = call.problem
+    dq = empty_like(call.x.q)
     chunks, num_tokens, num_heads = plan.chunks_backward, problem.num_tokens, problem.num_heads
     num_tiles = -(-num_tokens // plan.tile_m)
     so_far = torch.empty_like(dq, dtype=torch.float32) if len(plan.groups) > 1 else dq
@@ -145,7 +157,7 @@ class _Call:
         bias = x.bias_table if x.bias is None else x.bias
         if bias is not None:
             bias = bias.contiguous()
-        mask, mixed = find_mask(x, is_one_tile=problem.num_tokens <= 64)
+        mask, mixed = _find_mask(x, is_one_tile=problem.num_tokens <= 64)
         self.added = [
             anything if bias is None else bias,
             anything if x.rel_offsets is None else x.rel_offsets.contiguous(),
@@ -184,7 +196,7 @@ class _Call:
         ]
 
 
-def find_mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | None]:
+def _find_mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | None]:
     """Regions or a matrix to be added, and which windows of regions are mixed."""
     if x.regions is not None and is_one_tile:
         return x.regions.contiguous(), None
