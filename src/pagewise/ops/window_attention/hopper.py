@@ -35,8 +35,8 @@ from .hopper_plan import (
     make_plan,
     make_rows_plan,
 )
-from .problem import Gradients, Operands, Problem
-from .triton import KINDS, empty_like
+from .problem import Gradients, Operands, Problem, empty_like
+from .triton import KINDS
 
 __all__ = ["backward", "forward", "supports"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ..dispatch import choose
 from .checks import check, check_values
-from .problem import Gradients, Operands, Problem
+from .problem import Gradients, Operands, Problem, empty_like
 
 __all__ = ["IMPLEMENTATIONS", "forward", "operands"]
 
@@ -71,7 +71,7 @@ def _backward(*inputs: Any) -> list[Tensor]:
 def _(*inputs: Any) -> tuple[Tensor, Tensor]:
     q = inputs[0]
     wide = torch.promote_types(q.dtype, torch.float32)
-    return _empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
 
 
 @_backward.register_fake
@@ -79,7 +79,7 @@ def _(*inputs: Any) -> list[Tensor]:
     x = operands(*inputs[:-4])
     learned = (x.bias_table, x.bias, x.logit_scale)
     return [
-        *(_empty_like(x.q) for _ in range(3)),
+        *(empty_like(x.q) for _ in range(3)),
         *(tensor.new_empty(tensor.shape) for tensor in learned if tensor is not None),
     ]
 
@@ -119,15 +119,9 @@ def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:
     return problem, choose(__package__, IMPLEMENTATIONS, problem, device, impl)
 
 
-def _empty_like(q: Tensor) -> Tensor:
-    """The shape of ``q``, heads side by side in memory: the next layer takes them as one row."""
-    num_windows, num_heads, num_tokens, head_size = q.shape
-    return q.new_empty(num_windows, num_tokens, num_heads, head_size).transpose(1, 2)
-
-
 def _like(result: Tensor, q: Tensor) -> Tensor:
     """``result`` in the memory order that the fake promises."""
-    expected = _empty_like(q.to("meta")).stride()
+    expected = empty_like(q.to("meta")).stride()
     if result.stride() == expected:
         return result
     return result.transpose(1, 2).contiguous().transpose(1, 2)

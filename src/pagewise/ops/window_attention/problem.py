@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_LOGIT_SCALE", "Gradients", "Operands", "Problem"]
+__all__ = ["MAX_LOGIT_SCALE", "Gradients", "Operands", "Problem", "empty_like"]
 
 MAX_LOGIT_SCALE = 4.605170185988092
 """Swin v2 clamps its learned logarithm of the scale at log 100."""
@@ -76,3 +76,9 @@ class Problem:
     def has_bias(self) -> bool:
         """Whether anything learned is added to the scores."""
         return self.table_size is not None or self.num_biases > 0
+
+
+def empty_like(q: Tensor) -> Tensor:
+    """The shape of ``q``, heads side by side in memory: the next layer takes them as one row."""
+    num_windows, num_heads, num_tokens, head_size = q.shape
+    return q.new_empty(num_windows, num_tokens, num_heads, head_size).transpose(1, 2)

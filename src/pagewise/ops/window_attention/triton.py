@@ -17,7 +17,7 @@ from ...tiles.state import AttentionOutput
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from ...tiles.triton.online_softmax import LOG2_E
 from . import triton_backward, triton_forward, triton_tiles
-from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
+from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem, empty_like
 from .triton_plan import Plan, make_plan
 
 _MOST_TOKENS, _WIDEST = 1024, 128
@@ -139,12 +139,6 @@ def _cut(problem: Problem, device: DeviceInfo) -> tuple[Plan, tuple[Problem, Pla
     num_masks, num_biases = min(problem.num_masks, 1), min(problem.num_biases, 1)
     one = replace(problem, num_windows=1, num_masks=num_masks, num_biases=num_biases)
     return plan, (one, replace(plan, chunks=1, chunks_backward=1))
-
-
-def empty_like(q: Tensor) -> Tensor:
-    """The shape of ``q``, uninitialised, with the heads of a token side by side in memory."""
-    num_windows, num_heads, num_tokens, head_size = q.shape
-    return q.new_empty(num_windows, num_tokens, num_heads, head_size).transpose(1, 2)
 
 
 class _Call:
