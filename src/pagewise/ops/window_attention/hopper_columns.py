@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.names import barrier
+from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_tiles import (
     CHUNK,
     FLAT,
@@ -29,12 +30,12 @@ from .hopper_tiles import (
     MARKS,
     MIXED,
     PIECE,
+    Form,
     Stream,
-    Turns,
     bias_layout,
     compare,
     make_bias,
-    make_turns,
+    place_of,
     rows_of,
     scores_layout,
     store_rows,
@@ -42,42 +43,6 @@ from .hopper_tiles import (
 )
 
 __all__ = ["column_gradients"]
-
-
-@aggregate
-class Form:
-    """What a kernel is compiled for."""
-
-    NUM_HEADS: gl.constexpr
-    NUM_TOKENS: gl.constexpr
-    HEAD_SIZE: gl.constexpr
-    WIDTH: gl.constexpr
-    BIAS: gl.constexpr
-    MASK: gl.constexpr
-    GROUPS: gl.constexpr
-    REST: gl.constexpr
-    STREAMS: gl.constexpr
-    WARPS: gl.constexpr
-    ROWS: gl.constexpr
-    TILE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS,
-        TILE,
-    ):  # fmt: skip
-        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
-        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
-        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.BIAS = gl.constexpr(BIAS)
-        self.MASK = gl.constexpr(MASK)
-        self.GROUPS = gl.constexpr(GROUPS)
-        self.REST = gl.constexpr(REST)
-        self.STREAMS = gl.constexpr(STREAMS)
-        self.WARPS = gl.constexpr(WARPS)
-        self.ROWS = gl.constexpr(16 * WARPS)
-        self.TILE = gl.constexpr(TILE)
 
 
 @aggregate
@@ -129,11 +94,7 @@ def _load_role(
     while window < last_window:
         places = ()
         for s in gl.static_range(form.STREAMS):
-            place = window
-            if form.MASK:
-                of_image = (window + s) % num_masks
-                # Past the end there are only zeros.
-                place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
+            place = place_of(window + s, kinds, num_masks, form)
             places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
         for s in gl.static_range(form.STREAMS):
             if window + s < last_window:
@@ -337,8 +298,7 @@ def column_gradients(
 ):
     """The kernel; see above. Grid: tiles of keys × heads × chunks, tiles of a window together."""
     form = Form(
-        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS,
-        TILE,
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, TILE, STREAMS, WARPS
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
     CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK
@@ -353,7 +313,7 @@ def column_gradients(
         gl.allocate_shared_memory(
             gl.float16, [K_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
         ),
-        make_turns(STREAMS, Q_STAGES),
+        make_turns(STREAMS, Q_STAGES, 1, 1),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], q_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], dout_desc.layout),
         gl.allocate_shared_memory(
@@ -361,7 +321,7 @@ def column_gradients(
         ),
         gl.allocate_shared_memory(gl.float32, [SLOTS, 1, PIECE], pivot_desc.layout),
         gl.allocate_shared_memory(gl.float32, [SLOTS, 1, PIECE], delta_desc.layout),
-        make_turns(STREAMS, STAGES),
+        make_turns(STREAMS, STAGES, 1, 1),
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()

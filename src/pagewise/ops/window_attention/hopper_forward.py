@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.names import barrier
+from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_tiles import (
     CHUNK,
     FLAT,
@@ -45,12 +46,12 @@ from .hopper_tiles import (
     MARKS,
     MIXED,
     PIECE,
+    Form,
     Stream,
-    Turns,
     bias_layout,
     compare,
     make_bias,
-    make_turns,
+    place_of,
     rows_of,
     scores_layout,
     store_rows,
@@ -60,39 +61,6 @@ from .hopper_tiles import (
 __all__ = ["attend"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
-
-
-@aggregate
-class Form:
-    """What a kernel is compiled for."""
-
-    NUM_HEADS: gl.constexpr
-    NUM_TOKENS: gl.constexpr
-    HEAD_SIZE: gl.constexpr
-    WIDTH: gl.constexpr
-    BIAS: gl.constexpr
-    MASK: gl.constexpr
-    GROUPS: gl.constexpr
-    REST: gl.constexpr
-    STREAMS: gl.constexpr
-    WARPS: gl.constexpr
-    ROWS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS
-    ):  # fmt: skip
-        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
-        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
-        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.BIAS = gl.constexpr(BIAS)
-        self.MASK = gl.constexpr(MASK)
-        self.GROUPS = gl.constexpr(GROUPS)
-        self.REST = gl.constexpr(REST)
-        self.STREAMS = gl.constexpr(STREAMS)
-        self.WARPS = gl.constexpr(WARPS)
-        self.ROWS = gl.constexpr(16 * WARPS)
 
 
 @aggregate
@@ -139,11 +107,7 @@ def _load_role(
     while window < last_window:
         places = ()
         for s in gl.static_range(form.STREAMS):
-            place = window
-            if form.MASK:
-                of_image = (window + s) % num_masks
-                # Past the end there are only zeros.
-                place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
+            place = place_of(window + s, kinds, num_masks, form)
             places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
         for s in gl.static_range(form.STREAMS):
             if window + s < last_window:
@@ -356,7 +320,7 @@ def attend(
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
     form = Form(
-        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, STREAMS, WARPS
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, PIECE, STREAMS, WARPS
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
     CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK
@@ -373,13 +337,13 @@ def attend(
         gl.allocate_shared_memory(
             gl.float16, [Q_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
         ),
-        make_turns(STREAMS, Q_STAGES),
+        make_turns(STREAMS, Q_STAGES, 1, 1),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], k_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
             gl.float16, [SLOTS if MASK else 1, 1, PIECE, MARKS], marks_desc.layout
         ),
-        make_turns(STREAMS, STAGES),
+        make_turns(STREAMS, STAGES, 1, 1),
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()

@@ -29,6 +29,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.names import barrier
+from ...tiles.hopper.ring import Turns, make_turns
 from . import hopper_plan
 from .hopper_tiles import (
     CHUNK,
@@ -42,6 +43,7 @@ from .hopper_tiles import (
     bias_layout,
     compare,
     make_bias,
+    place_of,
     rows_of,
     scores_layout,
     store_rows,
@@ -68,15 +70,12 @@ class Form:
     MASK: gl.constexpr
     STREAMS: gl.constexpr
     KEYS: gl.constexpr
-    STAGES: gl.constexpr
-    BUFFERS: gl.constexpr
     WARPS: gl.constexpr
     ROWS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS, STAGES,
-        BUFFERS,
+        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS
     ):  # fmt: skip
         self.NUM_HEADS = gl.constexpr(NUM_HEADS)
         self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
@@ -86,8 +85,6 @@ class Form:
         self.MASK = gl.constexpr(MASK)
         self.STREAMS = gl.constexpr(SHARES)
         self.KEYS = gl.constexpr(KEYS)
-        self.STAGES = gl.constexpr(STAGES)
-        self.BUFFERS = gl.constexpr(BUFFERS)
         self.WARPS = gl.constexpr(4)
         self.ROWS = PIECE
 
@@ -103,21 +100,18 @@ class Memory:
     row_marks: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS, MARKS]
     pivot: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS]
     delta: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor  # [Q_STAGES, 1]
-    q_empty: gl.shared_memory_descriptor
+    q_turns: Turns  # of all shares
     k: gl.shared_memory_descriptor  # [SHARES * STAGES, 1, 1, KEYS, WIDTH]
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [SHARES * STAGES, 1, KEYS, MARKS]
-    full: gl.shared_memory_descriptor  # [SHARES * STAGES, 1]
-    empty: gl.shared_memory_descriptor
+    turns: Turns
     parts: gl.shared_memory_descriptor  # float32 [BUFFERS * SHARES, ROWS, WIDTH]
-    parts_full: gl.shared_memory_descriptor  # [BUFFERS, 1]
-    parts_empty: gl.shared_memory_descriptor
+    part_turns: Turns
 
     @gluon.constexpr_function
     def __init__(
-        self, bias, bias_made, q, dout, row_marks, pivot, delta, q_full, q_empty, k, v, marks,
-        full, empty, parts, parts_full, parts_empty,
+        self, bias, bias_made, q, dout, row_marks, pivot, delta, q_turns, k, v, marks, turns,
+        parts, part_turns,
     ):  # fmt: skip
         self.bias = bias
         self.bias_made = bias_made
@@ -126,16 +120,13 @@ class Memory:
         self.row_marks = row_marks
         self.pivot = pivot
         self.delta = delta
-        self.q_full = q_full
-        self.q_empty = q_empty
+        self.q_turns = q_turns
         self.k = k
         self.v = v
         self.marks = marks
-        self.full = full
-        self.empty = empty
+        self.turns = turns
         self.parts = parts
-        self.parts_full = parts_full
-        self.parts_empty = parts_empty
+        self.part_turns = part_turns
 
 
 @gluon.jit
@@ -148,15 +139,10 @@ def _load_role(
     NUMBERS: gl.constexpr = 2 * form.WIDTH + MARKED
     for window in range(first_window, last_window):
         turn = window - first_window
-        place = window
-        if form.MASK:
-            of_image = window % num_masks
-            # Past the end there are only zeros.
-            place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
-        slot = turn % Q_STAGES
-        mbarrier.wait(memory.q_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
-        ready = memory.q_full.index(slot)
-        mbarrier.expect(ready, ROWS * (NUMBERS * 2 + 8))
+        place = place_of(window, kinds, num_masks, form)
+        slot = memory.q_turns.slot(0, turn)
+        memory.q_turns.wait_empty(0, turn)
+        ready = memory.q_turns.expect(0, turn, ROWS * (NUMBERS * 2 + 8))
         at = [window, head, first_row, 0]
         tma.async_copy_global_to_shared(q_desc, at, ready, memory.q.index(slot))
         tma.async_copy_global_to_shared(dout_desc, at, ready, memory.dout.index(slot))
@@ -168,10 +154,9 @@ def _load_role(
             row_marks = memory.row_marks.index(slot)
             tma.async_copy_global_to_shared(row_marks_desc, rows, ready, row_marks)
         for s in gl.static_range(form.STREAMS):
-            k_slot = s * form.STAGES + turn % form.STAGES
-            mbarrier.wait(memory.empty.index(k_slot), (turn // form.STAGES & 1) ^ 1)
-            k_ready = memory.full.index(k_slot)
-            mbarrier.expect(k_ready, form.KEYS * NUMBERS * 2)
+            k_slot = memory.turns.slot(s, turn)
+            memory.turns.wait_empty(s, turn)
+            k_ready = memory.turns.expect(s, turn, form.KEYS * NUMBERS * 2)
             keys = [window, head, s * form.KEYS, 0]
             tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(k_slot))
             tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(k_slot))
@@ -264,10 +249,10 @@ def _walk_role(
         dbias = dbias + (zeros,)  # type: ignore[assignment] # noqa: RUF005
     for window in range(first_window, last_window):
         turn = window - first_window
-        slot = turn % Q_STAGES
-        k_slot = SHARE * form.STAGES + turn % form.STAGES
-        mbarrier.wait(memory.q_full.index(slot), turn // Q_STAGES & 1)
-        mbarrier.wait(memory.full.index(k_slot), turn // form.STAGES & 1)
+        slot = memory.q_turns.slot(0, turn)
+        k_slot = memory.turns.slot(SHARE, turn)
+        memory.q_turns.wait_full(0, turn)
+        memory.turns.wait_full(SHARE, turn)
         if form.MASK:
             of_image = window % num_masks
             kind = gl.load(kinds + of_image)
@@ -287,18 +272,18 @@ def _walk_role(
                 memory, dbias, SHARE, slot, k_slot, regions, row, mask_value, scale, 0.0, False,
                 form,
             )  # fmt: skip
-        mbarrier.arrive(memory.empty.index(k_slot))
-        mbarrier.arrive(memory.q_empty.index(slot))
-        buffer = turn % form.BUFFERS
-        mbarrier.wait(memory.parts_empty.index(buffer), (turn // form.BUFFERS & 1) ^ 1)
+        memory.turns.release(SHARE, turn)
+        memory.q_turns.release(0, turn)
+        buffer = memory.part_turns.slot(0, turn)
+        memory.part_turns.wait_empty(0, turn)
         memory.parts.index(buffer * form.STREAMS + SHARE).store(dq)
         barrier()
-        mbarrier.arrive(memory.parts_full.index(buffer))
+        memory.part_turns.fill(0, turn)
         if turn % form.STREAMS == SHARE:
-            mbarrier.wait(memory.parts_full.index(buffer), turn // form.BUFFERS & 1)
+            memory.part_turns.wait_full(0, turn)
             _add_up(dq_out, memory, buffer, window, head, first_row, dq_scale, form)
             barrier()
-            mbarrier.arrive(memory.parts_empty.index(buffer))
+            memory.part_turns.release(0, turn)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     at = ((chunk * form.NUM_HEADS + head) * N + row) * N
     for t in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
@@ -345,41 +330,28 @@ def row_gradients(
     LOADING: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
-    form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS, STAGES, BUFFERS)
+    form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS)
     SLOTS: gl.constexpr = SHARES * STAGES
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = q_desc.dtype
     memory = Memory(
         gl.allocate_shared_memory(gl.float16, [SHARES * KEYS // CHUNK, ROWS * CHUNK], FLAT),
-        gl.allocate_shared_memory(gl.int64, [1], BAR),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, WIDTH], q_desc.layout),
         gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, WIDTH], dout_desc.layout),
         gl.allocate_shared_memory(gl.float16, [Q_STAGES, 1, ROWS, MARKS], row_marks_desc.layout),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], pivot_desc.layout),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], delta_desc.layout),
-        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR),
-        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR),
+        make_turns(1, Q_STAGES, 1, SHARES),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], k_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
             gl.float16, [SLOTS if MASK else 1, 1, KEYS, MARKS], marks_desc.layout
         ),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR),
+        make_turns(SHARES, STAGES, 1, 1),
         gl.allocate_shared_memory(gl.float32, [BUFFERS * SHARES, ROWS, WIDTH], PART),
-        gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BAR),
-        gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BAR),
+        make_turns(1, BUFFERS, SHARES, 1),
     )
     mbarrier.init(memory.bias_made, SHARES)
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(memory.q_full.index(i), 1)
-        mbarrier.init(memory.q_empty.index(i), SHARES)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(memory.full.index(i), 1)
-        mbarrier.init(memory.empty.index(i), 1)
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(memory.parts_full.index(i), SHARES)
-        mbarrier.init(memory.parts_empty.index(i), 1)
     fence_async_shared()
     chunk, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
     work = (

@@ -1,11 +1,10 @@
-"""What window attention's kernels on Hopper share: bias, regions, and turns at memory.
+"""What window attention's kernels on Hopper share: bias, regions, and their share of work.
 
 See ``hopper_forward`` for how a program goes about its windows.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import wide_rows
@@ -19,12 +18,12 @@ __all__ = [
     "MIXED",
     "NO_BIAS",
     "PIECE",
+    "Form",
     "Stream",
-    "Turns",
     "bias_layout",
     "compare",
     "make_bias",
-    "make_turns",
+    "place_of",
     "rows_of",
     "scores_layout",
     "store_rows",
@@ -58,6 +57,42 @@ def bias_layout(columns, warps):
 
 
 @aggregate
+class Form:
+    """What a kernel of streams is compiled for."""
+
+    NUM_HEADS: gl.constexpr
+    NUM_TOKENS: gl.constexpr
+    HEAD_SIZE: gl.constexpr
+    WIDTH: gl.constexpr
+    BIAS: gl.constexpr
+    MASK: gl.constexpr
+    GROUPS: gl.constexpr
+    REST: gl.constexpr
+    TILE: gl.constexpr
+    STREAMS: gl.constexpr
+    WARPS: gl.constexpr
+    ROWS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, TILE, STREAMS,
+        WARPS,
+    ):  # fmt: skip
+        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
+        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
+        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.BIAS = gl.constexpr(BIAS)
+        self.MASK = gl.constexpr(MASK)
+        self.GROUPS = gl.constexpr(GROUPS)
+        self.REST = gl.constexpr(REST)
+        self.TILE = gl.constexpr(TILE)
+        self.STREAMS = gl.constexpr(STREAMS)
+        self.WARPS = gl.constexpr(WARPS)
+        self.ROWS = gl.constexpr(16 * WARPS)
+
+
+@aggregate
 class Stream:
     """Which of the streams."""
 
@@ -66,60 +101,6 @@ class Stream:
     @gluon.constexpr_function
     def __init__(self, INDEX):
         self.INDEX = gl.constexpr(INDEX)
-
-
-@aggregate
-class Turns:
-    """Whose turn it is at a slot of memory: the loading warp's or a stream's."""
-
-    full: gl.shared_memory_descriptor  # [STREAMS * STAGES, 1]
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, full, empty, STAGES):
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
-
-    @gluon.jit
-    def slot(self, stream, use):
-        """Where a stream's ``use``-th thing lies."""
-        return stream * self.STAGES + use % self.STAGES
-
-    @gluon.jit
-    def wait_empty(self, stream, use):
-        """Wait until the stream has read what lay there before; the first time, nothing did."""
-        mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
-
-    @gluon.jit
-    def expect(self, stream, use, BYTES: gl.constexpr):
-        """Announce copies; the barrier that they have to name."""
-        ready = self.full.index(self.slot(stream, use))
-        mbarrier.expect(ready, BYTES)
-        return ready
-
-    @gluon.jit
-    def wait_full(self, stream, use):
-        """Wait for the copies."""
-        mbarrier.wait(self.full.index(self.slot(stream, use)), use // self.STAGES & 1)
-
-    @gluon.jit
-    def release(self, stream, use):
-        """Say that everything has been read: by all warps, the compiler has them meet before."""
-        mbarrier.arrive(self.empty.index(self.slot(stream, use)))
-
-
-@gluon.jit
-def make_turns(STREAMS: gl.constexpr, STAGES: gl.constexpr):
-    """Barriers for so many slots of every stream."""
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BAR)
-    for i in gl.static_range(STREAMS * STAGES):
-        mbarrier.init(full.index(i), 1)
-        mbarrier.init(empty.index(i), 1)
-    return Turns(full, empty, STAGES)
 
 
 @gluon.jit
@@ -204,3 +185,13 @@ def which_work(num_windows, num_chunks, form):
     first = (chunk * num_windows // num_chunks).to(gl.int32)
     last = ((chunk + 1) * num_windows // num_chunks).to(gl.int32)
     return chunk, head, first_row, first, last
+
+
+@gluon.jit
+def place_of(window, kinds, num_masks, form):
+    """Where a window's marks are: past the end, where there are only zeros, if it needs none."""
+    place = window
+    if form.MASK:
+        of_image = window % num_masks
+        place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
+    return place

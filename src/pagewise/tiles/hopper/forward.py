@@ -64,16 +64,16 @@ def _compute_role(
         pass_turn(0)
     tile_use = 0
     use = 0
-    q_ring.wait_full(tile_use)
+    q_ring.turns.wait_full(0, tile_use)
     num_tiles = orders.read(tile_use, NUM_TILES)
     if num_tiles > 0:
-        k_ring.wait_full(use)
+        k_ring.turns.wait_full(0, use)
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
     k = k_ring.operand(use, form.ATOMS).permute((1, 0))
     s = warpgroup_mma(q_ring.tile(tile_use, WG), k, s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
-        k_ring.release(use)
+        k_ring.turns.release(0, use)
     weights, reach, m, l = _begin(s, orders, tile_use, window, scale, form, WG)
     while num_tiles > 0:
         q = q_ring.tile(tile_use, WG)
@@ -81,7 +81,7 @@ def _compute_role(
         acc = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         last = orders.read(tile_use, LAST)
         if last < TILE_N:
-            v_ring.wait_full(use)
+            v_ring.turns.wait_full(0, use)
             _clear_rows(v_ring.tile(use, 0), gl.maximum(last, 0), form)
         num_right = orders.read(tile_use, NUM_RIGHT)
         num_full = orders.read(tile_use, NUM_FULL)
@@ -107,19 +107,19 @@ def _compute_role(
         first = orders.read(tile_use, TOKEN)
         num_tokens = orders.read(tile_use, NUM_TOKENS)
         head = orders.read(tile_use, HEAD)
-        q_ring.release(tile_use)
+        q_ring.turns.release(0, tile_use)
 
         # The last values are multiplied while the next queries begin. After the last of all
         # tiles, what is in memory plays the next: it costs nothing, and nobody looks at it.
         tile_use += 1
-        q_ring.wait_full(tile_use)
+        q_ring.turns.wait_full(0, tile_use)
         num_tiles = orders.read(tile_use, NUM_TILES)
         s, acc = _multiply(
             q_ring.tile(tile_use, WG), k_ring, v_ring, use, p, acc, num_tiles > 0, form, WG
         )
         weights, reach, next_m, next_l = _begin(s, orders, tile_use, window, scale, form, WG)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        v_ring.release(use)
+        v_ring.turns.release(0, use)
         use += 1
         _finish(
             out, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l,
@@ -149,18 +149,18 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
     if has_next:
-        k_ring.wait_full(use + 1)
+        k_ring.turns.wait_full(0, use + 1)
     if form.TAKE_TURNS:
         take_turn(WG)
     k = k_ring.operand(use + 1, form.ATOMS).permute((1, 0))
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-    v_ring.wait_full(use)
+    v_ring.turns.wait_full(0, use)
     acc = warpgroup_mma(p, v_ring.operand(use, form.ATOMS), acc, is_async=True)
     if form.TAKE_TURNS:
         pass_turn((WG + 1) % form.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if has_next:
-        k_ring.release(use + 1)
+        k_ring.turns.release(0, use + 1)
     return s, acc
 
 
@@ -177,7 +177,7 @@ def _attend_tile(
         s = hide(s, reach, window, TILE_N, form.CAUSAL, form.HAS_WINDOW)
     weights, decay, m, l = weigh(s, m, l, scale, MASKED)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    v_ring.release(use)
+    v_ring.turns.release(0, use)
     decay = gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
     acc = acc * decay[:, None]
     p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))

@@ -7,7 +7,7 @@ by the tensor memory accelerator, which needs a descriptor and a place, and no r
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
 from .schedule import find_tile, key_tiles, tile_of_turn
@@ -106,7 +106,7 @@ def load_keys_role(q_desc, k_desc, batch, orders, q_ring, k_ring, form):
                 position, seq_len, batch.window, TOKENS, TILE_N, form.CAUSAL, form.HAS_WINDOW
             )
             origin = (end - 1) * TILE_N
-            q_ring.wait_empty(tile_use)
+            q_ring.turns.wait_empty(0, tile_use)
             orders.write(tile_use, NUM_TILES, end - begin)
             orders.write(tile_use, NUM_RIGHT, end - 1 - full_end)
             orders.write(tile_use, NUM_FULL, full_end - full_begin)
@@ -120,9 +120,9 @@ def load_keys_role(q_desc, k_desc, batch, orders, q_ring, k_ring, form):
             for n in range(end - 1, begin - 1, -1):
                 _load_tile(k_desc, k_ring, use, n * TILE_N, keys, form)
                 use += 1
-    q_ring.wait_empty(tile_use)
+    q_ring.turns.wait_empty(0, tile_use)
     orders.write(tile_use, NUM_TILES, 0)
-    mbarrier.arrive(q_ring.full.index(tile_use % q_ring.STAGES))
+    q_ring.turns.fill(0, tile_use)
 
 
 @gluon.jit
@@ -170,7 +170,7 @@ def _load_tile(desc, ring, use, key, keys, form):
     BOXES: gl.constexpr = ring.tiles.shape[1] // form.BOX
     BATCH: gl.constexpr = BOXES if BOXES < 4 else 4
     rows = _find_rows(keys, key, BATCH, form)
-    ring.wait_empty(use)
+    ring.turns.wait_empty(0, use)
     barrier = ring.expect(use)
     tile = ring.tile(use, 0)
     for first in gl.static_range(0, BOXES, BATCH):

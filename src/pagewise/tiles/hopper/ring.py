@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-__all__ = ["Ring", "make_ring"]
+__all__ = ["Ring", "Turns", "make_ring", "make_turns"]
 
 
 @gluon.constexpr_function
@@ -32,27 +32,87 @@ def _atoms(rows, columns):
 
 
 @aggregate
+class Turns:
+    """Whose turn it is at a slot: its producer's, or its consumers'. Each stream has its own."""
+
+    full: gl.shared_memory_descriptor  # [STREAMS * STAGES, 1]
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, full, empty, STAGES):
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def slot(self, stream, use):
+        """Where a stream's ``use``-th thing lies."""
+        return stream * self.STAGES + use % self.STAGES
+
+    @gluon.jit
+    def wait_empty(self, stream, use):
+        """Wait until nobody reads the slot's last use; its first time needs no waiting."""
+        mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
+
+    @gluon.jit
+    def expect(self, stream, use, BYTES: gl.constexpr):
+        """Announce copies; the barrier that they have to name."""
+        ready = self.full.index(self.slot(stream, use))
+        mbarrier.expect(ready, BYTES)
+        return ready
+
+    @gluon.jit
+    def fill(self, stream, use):
+        """Say that this producer's part is there, without copies."""
+        mbarrier.arrive(self.full.index(self.slot(stream, use)))
+
+    @gluon.jit
+    def wait_full(self, stream, use):
+        """Wait until a use's bytes are there."""
+        mbarrier.wait(self.full.index(self.slot(stream, use)), use // self.STAGES & 1)
+
+    @gluon.jit
+    def release(self, stream, use):
+        """Say that no warp of this consumer will read the use again: the compiler joins them."""
+        mbarrier.arrive(self.empty.index(self.slot(stream, use)))
+
+
+@gluon.jit
+def make_turns(
+    STREAMS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRODUCERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
+    """Turns at slots that are all empty."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BARRIER)
+    for i in gl.static_range(STREAMS * STAGES):
+        mbarrier.init(full.index(i), PRODUCERS)
+        mbarrier.init(empty.index(i), CONSUMERS)
+    return Turns(full, empty, STAGES)
+
+
+@aggregate
 class Ring:
     """``STAGES`` slots of ``PARTS`` tiles each."""
 
     tiles: gl.shared_memory_descriptor  # [STAGES * PARTS, rows, columns]
-    full: gl.shared_memory_descriptor  # [STAGES, 1]
-    empty: gl.shared_memory_descriptor  # [STAGES, 1]
-    STAGES: gl.constexpr
+    turns: Turns
     PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES, PARTS):
+    def __init__(self, tiles, turns, PARTS):
         self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
+        self.turns = turns
         self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
     def tile(self, use, PART: gl.constexpr):
         """The memory of one tile of a use."""
-        return self.tiles.index(use % self.STAGES * self.PARTS + PART)
+        return self.tiles.index(self.turns.slot(0, use) * self.PARTS + PART)
 
     @gluon.jit
     def operand(self, use, ATOMS: gl.constexpr):
@@ -65,27 +125,10 @@ class Ring:
         return tile
 
     @gluon.jit
-    def wait_empty(self, use):
-        """Wait until nobody reads the slot's last use; its first time needs no waiting."""
-        mbarrier.wait(self.empty.index(use % self.STAGES), (use // self.STAGES & 1) ^ 1)
-
-    @gluon.jit
     def expect(self, use):
         """Announce a whole slot's bytes; the barrier that their copies have to name."""
-        barrier = self.full.index(use % self.STAGES)
         NUMBERS: gl.constexpr = self.PARTS * self.tiles.shape[1] * self.tiles.shape[2]
-        mbarrier.expect(barrier, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
-        return barrier
-
-    @gluon.jit
-    def wait_full(self, use):
-        """Wait until a use's bytes are there."""
-        mbarrier.wait(self.full.index(use % self.STAGES), use // self.STAGES & 1)
-
-    @gluon.jit
-    def release(self, use):
-        """Say that this consumer will not read the use again."""
-        mbarrier.arrive(self.empty.index(use % self.STAGES))
+        return self.turns.expect(0, use, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
 
 
 @gluon.jit
@@ -99,11 +142,5 @@ def make_ring(
 ):
     """A ring whose slots are all empty."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, ROWS, COLUMNS], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), 1)
-        mbarrier.init(empty.index(i), CONSUMERS)
-    return Ring(tiles, full, empty, STAGES, PARTS)
+    return Ring(tiles, make_turns(1, STAGES, 1, CONSUMERS), PARTS)
