@@ -272,6 +272,29 @@ def _write(
 
 
 @gluon.jit
+def _load_parts(
+    parts, part_sums, start, num_parts, seq_head, first_share, max_splits,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """The states of ``PARTS`` shares of a head, from ``start`` on; nothing past the last."""
+    pairs: gl.constexpr = gl.SliceLayout(2, layout)
+    part = start + gl.arange(0, PARTS, layout=gl.SliceLayout(1, pairs))
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, pairs))
+    column = gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    is_part = (part < num_parts)[:, None] & (row >= 0)[None, :]
+    slots = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED)
+    sums = part_sums + (slots * 2 * ROWS)[:, None] + row[None, :]
+    at = parts + ((slots * ROWS * V)[:, None] + (row * V)[None, :])[:, :, None]
+    at += gl.expand_dims(gl.expand_dims(column, 0), 1)
+    # .cg: from the second-level cache, where the others' stores are.
+    m = gl.load(sums, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    l = gl.load(sums + ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
+    acc = gl.load(at, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+    return m, l, acc
+
+
+@gluon.jit
 def _merge_parts(
     parts, part_sums, num_parts, seq_head, first_share, max_splits,
     SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
@@ -279,35 +302,29 @@ def _merge_parts(
 ):  # fmt: skip
     """The state of a head from those of all its shares, in the order of their keys."""
     merged: gl.constexpr = gl.SliceLayout(0, layout)
-    pairs: gl.constexpr = gl.SliceLayout(2, layout)
-    number = gl.arange(0, PARTS, layout=gl.SliceLayout(1, pairs))
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, pairs))
-    column = gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, pairs))
-    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, pairs))
+    by_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    m = gl.full([ROWS], float("-inf"), gl.float32, by_row)
+    l = gl.full([ROWS], 0.0, gl.float32, by_row)
     acc = gl.full([ROWS, V], 0.0, gl.float32, merged)
-    for start in range(0, num_parts, PARTS):
-        is_part = (start + number < num_parts)[:, None] & (row >= 0)[None, :]
-        slots = _slot(start + number, seq_head, first_share, max_splits, SPLITS_FIXED)
-        sums = part_sums + (slots * 2 * ROWS)[:, None] + row[None, :]
-        # .cg: from the second-level cache, where the others' stores are.
-        ms = gl.load(sums, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        ls = gl.load(sums + ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
-        at = (slots * ROWS * V)[:, None] + (row * V)[None, :]
-        column3 = gl.expand_dims(
-            gl.convert_layout(column, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0
-        )
-        accs = gl.load(
-            parts + at[:, :, None] + gl.expand_dims(column3, 1), mask=is_part[:, :, None],
-            other=0.0, cache_modifier=".cg",
+    # Half of them are on their way while the other half is added up.
+    HALF: gl.constexpr = max(1, PARTS // 2)
+    next_m, next_l, next_acc = _load_parts(
+        parts, part_sums, 0, num_parts, seq_head, first_share, max_splits, SPLITS_FIXED, ROWS, V,
+        HALF, layout,
+    )  # fmt: skip
+    for start in range(0, num_parts, HALF):
+        part_m, part_l, part_acc = next_m, next_l, next_acc
+        next_m, next_l, next_acc = _load_parts(
+            parts, part_sums, start + HALF, num_parts, seq_head, first_share, max_splits,
+            SPLITS_FIXED, ROWS, V, HALF, layout,
         )  # fmt: skip
-        new_m = gl.maximum(m, gl.max(ms, 0))
+        new_m = gl.maximum(m, gl.max(part_m, 0))
         pivot = _finite(new_m)
         decay = gl.exp2(m - pivot)
-        share = gl.exp2(ms - pivot[None, :])
-        l = l * decay + gl.sum(ls * share, 0)
+        weight = gl.exp2(part_m - pivot[None, :])
+        l = l * decay + gl.sum(part_l * weight, 0)
         decay = gl.convert_layout(decay, gl.SliceLayout(1, merged))
-        acc = acc * decay[:, None] + gl.sum(accs * share[:, :, None], 0)
+        acc = acc * decay[:, None] + gl.sum(part_acc * weight[:, :, None], 0)
         m = new_m
     m = gl.convert_layout(m, gl.SliceLayout(1, merged))
     return m, gl.convert_layout(l, gl.SliceLayout(1, merged)), acc

@@ -19,7 +19,7 @@ from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, refu
 from ...tiles.triton.workspace import borrow
 from .problem import CallForm, Options, PagedBatch, Problem
 from .triton_decode import decode_kernel
-from .triton_plan import GpuPlan, make_gpu_plan, power_of_2
+from .triton_plan import MERGED_AT_ONCE, GpuPlan, make_gpu_plan, power_of_2
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
@@ -217,8 +217,8 @@ def _types(
     return {
         **dict.fromkeys(("out", "q"), near),
         **dict.fromkeys(("k_cache", "v_cache"), far),
-        **dict.fromkeys(("lse", "parts", "part_sums", "alibi_slopes", "sinks"), "*fp32"),
-        **dict.fromkeys(("k_scale", "v_scale"), "*fp32"),
+        **dict.fromkeys(("parts", "part_sums"), "*fp32:16"),
+        **dict.fromkeys(("lse", "alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
         **dict.fromkeys(("arrivals", "block_tables", "seq_lens", "cu_seqlens_q"), "*i32"),
         **dict.fromkeys(("num_seqs", "num_kv_heads", "max_splits"), "i32"),
         **dict.fromkeys(("softmax_scale", "soft_cap"), "fp32"),
@@ -266,7 +266,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SEQS": power_of_2(min(max(problem.num_seqs, 128), 1024)),
         "STAGES": plan.num_stages,
         "ROWS": rows,
-        "PARTS": max(1, min(16, 8192 // (rows * v_width))),
+        "PARTS": max(1, min(MERGED_AT_ONCE, 8192 // (rows * v_width))),
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
         "PREFETCH": not INTERPRETED,

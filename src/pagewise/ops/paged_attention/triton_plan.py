@@ -24,6 +24,9 @@ HOPPER_ROWS = 16
 SPLIT_SIZE = 1024
 """Keys of one partial state where a result must not depend on the batch."""
 
+MERGED_AT_ONCE = 16
+"""Partial states that a merge has in registers, of few rows."""
+
 
 @dataclass(frozen=True)
 class GpuPlan:
@@ -114,10 +117,12 @@ def _align(programs: int, pairs: int) -> int:
     """Nearly as many programs, but so that shares end where heads do if all lengths are equal.
 
     ``pairs`` of a sequence and a KV head are the heads' number in a batch. A share that ends
-    within a head costs a state that is stored and merged.
+    within a head costs a state that is stored and merged, so many at a time.
     """
     if pairs < programs:
-        fitting = programs // max(1, pairs) * pairs
+        shares = programs // max(1, pairs)
+        whole = shares // MERGED_AT_ONCE * MERGED_AT_ONCE
+        fitting = (whole if whole >= 0.9 * shares else shares) * pairs
     else:
         fitting = next(n for n in range(programs, 0, -1) if pairs % n == 0)
     # With many heads a share few of them are cut, and every multiprocessor counts.
