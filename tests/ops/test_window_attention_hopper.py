@@ -40,13 +40,15 @@ def test_pieces_cover_the_tokens_and_fit(maker):
     found = list(plans(maker))
     assert len(found) > len(SIZES) // 2
     for problem, plan in found:
-        columns = plan.groups * PIECE + plan.rest
+        columns = plan.groups * plan.piece + plan.rest
         assert problem.num_tokens <= columns < problem.num_tokens + PIECE
         width = find_width(problem.head_size)
         marks = MARKS if problem.has_regions else 0
         is_columns = maker is make_columns_plan
         rows = plan.streams * plan.q_stages * plan.rows * 2 * (width * (1 + is_columns) + marks)
-        pieces = plan.streams * plan.stages * PIECE * (2 * (2 * width + marks) + 8 * is_columns)
+        pieces = (
+            plan.streams * plan.stages * plan.piece * (2 * (2 * width + marks) + 8 * is_columns)
+        )
         assert 2 * plan.rows * columns + rows + pieces + 1024 <= SHARED_MEMORY
         registers = plan.streams * plan.warps * 32 * plan.registers + 128 * 24
         assert registers <= 1 << 16

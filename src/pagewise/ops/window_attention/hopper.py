@@ -84,10 +84,10 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
         out,
         lse,
         describe_tokens(call.q, plan.rows),
-        describe_tokens(call.k, PIECE),
-        describe_tokens(call.v, PIECE),
+        describe_tokens(call.k, plan.piece),
+        describe_tokens(call.v, plan.piece),
         describe_marks(call.marks, plan.rows),
-        describe_marks(call.marks, PIECE),
+        describe_marks(call.marks, plan.piece),
         *call.others(plan.chunks),
     )
     return AttentionOutput(out, lse)

@@ -298,7 +298,8 @@ def column_gradients(
 ):
     """The kernel; see above. Grid: tiles of keys × heads × chunks, tiles of a window together."""
     form = Form(
-        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, TILE, STREAMS, WARPS
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, PIECE, TILE, STREAMS,
+        WARPS,
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
     CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK

@@ -61,6 +61,7 @@ from .hopper_tiles import (
 __all__ = ["attend"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
+TILE = PIECE
 
 
 @aggregate
@@ -69,13 +70,13 @@ class Memory:
 
     bias: gl.shared_memory_descriptor  # [columns / CHUNK, ROWS * CHUNK]
     bias_made: gl.shared_memory_descriptor  # a barrier
-    ones: gl.shared_memory_descriptor  # [8, PIECE]
+    ones: gl.shared_memory_descriptor  # [8, TILE]
     q: gl.shared_memory_descriptor  # [slots, 1, 1, ROWS, WIDTH]
     row_marks: gl.shared_memory_descriptor  # [slots, 1, ROWS, MARKS]
     q_turns: Turns
-    k: gl.shared_memory_descriptor  # [slots, 1, 1, PIECE, WIDTH]
+    k: gl.shared_memory_descriptor  # [slots, 1, 1, KEYS, WIDTH]
     v: gl.shared_memory_descriptor
-    marks: gl.shared_memory_descriptor  # [slots, 1, PIECE, MARKS]
+    marks: gl.shared_memory_descriptor  # [slots, 1, KEYS, MARKS]
     turns: Turns
 
     @gluon.constexpr_function
@@ -125,12 +126,12 @@ def _load_role(
                 if window + s < last_window:
                     slot = memory.turns.slot(s, use)
                     memory.turns.wait_empty(s, use)
-                    ready = memory.turns.expect(s, use, PIECE * (NUMBERS + WIDTH) * 2)
-                    keys = [window + s, head, g * PIECE, 0]
+                    ready = memory.turns.expect(s, use, form.PIECE * (NUMBERS + WIDTH) * 2)
+                    keys = [window + s, head, g * form.PIECE, 0]
                     tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(slot))
                     tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(slot))
                     if form.MASK:
-                        columns = [places[s], g * PIECE, 0]
+                        columns = [places[s], g * form.PIECE, 0]
                         marks = memory.marks.index(slot)
                         tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
             use += 1
@@ -146,44 +147,65 @@ def _max(s, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _attend_piece(
-    memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, l, acc,
-    T: gl.constexpr, COMPARE: gl.constexpr, form,
+def _attend_tile(
+    memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, pending,
+    AT: gl.constexpr, T: gl.constexpr, COMPARE: gl.constexpr, form,
 ):  # fmt: skip
-    """Online softmax over the ``T`` keys of a piece."""
+    """Online softmax over ``T`` keys of a piece, ``AT`` keys into it.
+
+    ``pending`` are products of the tile before that may still be under way: results, sums, and
+    the weights that they read.
+    """
     ROW: gl.constexpr = m.type.layout
     S_LAYOUT: gl.constexpr = scores_layout(T, form.WARPS)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    L_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, l.type.layout, 2)
+    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
+    L_LAYOUT: gl.constexpr = scores_layout(8, form.WARPS)
     # scores
-    bias = memory.bias.index(first // CHUNK)
+    bias = memory.bias.index((first + AT) // CHUNK)
     bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
     s = bias.load(S_LAYOUT).to(gl.float32)
-    k = rows_of(memory.k.index(slot), 0, T)
+    k = rows_of(memory.k.index(slot), AT, T)
     s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
     if form.MASK:
-        marks = rows_of(memory.marks.index(slot), 0, T)
+        marks = rows_of(memory.marks.index(slot), AT, T)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    made = warpgroup_mma_wait(0, deps=(s,) + pending)  # noqa: RUF005
+    s = made[0]
     if COMPARE:
-        s = compare(s, regions, row, first, mask_value, form.NUM_TOKENS)
+        s = compare(s, regions, row, first + AT, mask_value, form.NUM_TOKENS)
     # softmax
     most = gl.convert_layout(_max(s, form.ROWS, form.WARPS), ROW, assert_trivial=True)
     high = gl.maximum(m, most)
     pivot = gl.where(high == float("-inf"), 0.0, high * scale)
     decay = gl.exp2(m * scale - pivot)
-    l = l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
-    acc = acc * decay[:, None]
+    acc = made[1] * decay[:, None]
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, L_LAYOUT), assert_trivial=True)
+    l = made[2] * decay[:, None]
     at_row = gl.convert_layout(pivot, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     p = gl.exp2(gl.fma(s, scale, -at_row[:, None])).to(q.dtype)
     # values
-    p_v = gl.convert_layout(p, P_LAYOUT, assert_trivial=True)
-    p_l = gl.convert_layout(p, L_LAYOUT, assert_trivial=True)
+    p_v = gl.convert_layout(p, gl.DotOperandLayout(0, O_LAYOUT, 2), assert_trivial=True)
+    p_l = gl.convert_layout(p, gl.DotOperandLayout(0, L_LAYOUT, 2), assert_trivial=True)
     ones = memory.ones.slice(0, T, 1).permute((1, 0))
-    acc = warpgroup_mma(p_v, rows_of(memory.v.index(slot), 0, T), acc, is_async=True)
+    acc = warpgroup_mma(p_v, rows_of(memory.v.index(slot), AT, T), acc, is_async=True)
     l = warpgroup_mma(p_l, ones, l, is_async=True)
-    done = warpgroup_mma_wait(0, deps=(acc, l, p_v, p_l))
-    return high, done[1], done[0]
+    return high, (acc, l, p_v, p_l)
+
+
+@gluon.jit
+def _attend_piece(
+    memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, l, acc,
+    KEYS: gl.constexpr, COMPARE: gl.constexpr, form,
+):  # fmt: skip
+    """Online softmax over the keys of a piece; a tile's values wait for the next one's scores."""
+    pending = (acc, l)
+    for at in gl.static_range(0, KEYS, form.TILE):
+        m, pending = _attend_tile(
+            memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, pending,
+            at, form.TILE if at + form.TILE <= KEYS else KEYS - at, COMPARE, form,
+        )  # fmt: skip
+    done = warpgroup_mma_wait(0, deps=pending)
+    return m, done[1], done[0]
 
 
 @gluon.jit
@@ -205,8 +227,8 @@ def _attend_window(
     for g in range(form.GROUPS):
         memory.turns.wait_full(STREAM, use)
         m, l, acc = _attend_piece(
-            memory, memory.turns.slot(STREAM, use), q, row_marks, regions, row, g * PIECE,
-            mask_value, scale, m, l, acc, PIECE, COMPARE, form,
+            memory, memory.turns.slot(STREAM, use), q, row_marks, regions, row, g * form.PIECE,
+            mask_value, scale, m, l, acc, form.PIECE, COMPARE, form,
         )  # fmt: skip
         memory.turns.release(STREAM, use)
         use += 1
@@ -214,7 +236,7 @@ def _attend_window(
         memory.turns.wait_full(STREAM, use)
         m, l, acc = _attend_piece(
             memory, memory.turns.slot(STREAM, use), q, row_marks, regions, row,
-            form.GROUPS * PIECE, mask_value, scale, m, l, acc, form.REST, COMPARE, form,
+            form.GROUPS * form.PIECE, mask_value, scale, m, l, acc, form.REST, COMPARE, form,
         )  # fmt: skip
         memory.turns.release(STREAM, use)
         use += 1
@@ -288,10 +310,10 @@ def attend(
     out,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
     lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS]
     q_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, ROWS, WIDTH]
-    k_desc,  # in boxes of PIECE tokens, like v_desc
+    k_desc,  # in boxes of KEYS tokens, like v_desc
     v_desc,
     row_marks_desc,  # float16 [num_masks, NUM_TOKENS, 2 * MARKS] in boxes of [1, ROWS, MARKS]
-    marks_desc,  # in boxes of [1, PIECE, MARKS]
+    marks_desc,  # in boxes of [1, KEYS, MARKS]
     bias,  # [table_size, NUM_HEADS] or [NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
     kinds,  # int32 [num_masks]
@@ -311,6 +333,7 @@ def attend(
     MASK: gl.constexpr,
     GROUPS: gl.constexpr,
     REST: gl.constexpr,
+    KEYS: gl.constexpr,
     STREAMS: gl.constexpr,
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -320,28 +343,29 @@ def attend(
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
     form = Form(
-        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, PIECE, STREAMS, WARPS
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, KEYS, TILE, STREAMS,
+        WARPS,
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
-    CHUNKS: gl.constexpr = (GROUPS * PIECE + REST) // CHUNK
+    CHUNKS: gl.constexpr = (GROUPS * KEYS + REST) // CHUNK
     Q_SLOTS: gl.constexpr = STREAMS * Q_STAGES
     SLOTS: gl.constexpr = STREAMS * STAGES
     dtype: gl.constexpr = q_desc.dtype
     ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ones = gl.full([8, PIECE], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [1, WARPS], [1, 0]))
+    ones = gl.full([8, TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [1, WARPS], [1, 0]))
     memory = Memory(
         gl.allocate_shared_memory(gl.float16, [CHUNKS, ROWS * CHUNK], FLAT),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(dtype, [8, PIECE], ONES, ones),
+        gl.allocate_shared_memory(dtype, [8, TILE], ONES, ones),
         gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, ROWS, WIDTH], q_desc.layout),
         gl.allocate_shared_memory(
             gl.float16, [Q_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
         ),
         make_turns(STREAMS, Q_STAGES, 1, 1),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
-            gl.float16, [SLOTS if MASK else 1, 1, PIECE, MARKS], marks_desc.layout
+            gl.float16, [SLOTS if MASK else 1, 1, KEYS, MARKS], marks_desc.layout
         ),
         make_turns(STREAMS, STAGES, 1, 1),
     )  # fmt: skip

@@ -70,12 +70,13 @@ def make_deltas_launcher(
 def make_launcher(problem: Problem, plan: Plan, bias: str, regions: str) -> GluonLauncher:
     """The forward kernel for one kind of problem, its bias' and its regions' element types."""
     name = KINDS[problem.dtype][1:]
-    rows, piece = _tokens(problem, plan.rows), _tokens(problem, PIECE)
+    rows, piece = _tokens(problem, plan.rows), _tokens(problem, plan.piece)
     types = {"out": f"*{name}:16", "lse": "*fp32"}
     types |= {"q_desc": rows, "k_desc": piece, "v_desc": piece}
-    types |= {"row_marks_desc": _marks(plan.rows), "marks_desc": _marks(PIECE)}
+    types |= {"row_marks_desc": _marks(plan.rows), "marks_desc": _marks(plan.piece)}
     types |= _others(bias, regions)
-    return GluonLauncher(attend, types, _streamed(problem, plan), num_warps=plan.warps)
+    constants = _known(problem) | _columns(plan) | {"KEYS": plan.piece} | _streams(plan)
+    return GluonLauncher(attend, types, constants, num_warps=plan.warps)
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,7 +89,7 @@ def make_columns_launcher(problem: Problem, plan: Plan, bias: str, regions: str)
     types |= {"q_desc": piece, "dout_desc": piece, "marks_desc": _marks(PIECE)}
     types |= {"pivot_desc": numbers, "delta_desc": numbers}
     types |= _others(bias, regions) | {"dk_scale": "fp32"}
-    constants = _streamed(problem, plan) | {"TILE": plan.tile}
+    constants = _known(problem) | _columns(plan) | _streams(plan) | {"TILE": plan.tile}
     return GluonLauncher(column_gradients, types, constants, num_warps=plan.warps)
 
 
@@ -133,10 +134,12 @@ def _known(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _streamed(problem: Problem, plan: Plan) -> dict[str, Any]:
-    return _known(problem) | {
-        "GROUPS": plan.groups,
-        "REST": plan.rest,
+def _columns(plan: Plan) -> dict[str, int]:
+    return {"GROUPS": plan.groups, "REST": plan.rest}
+
+
+def _streams(plan: Plan) -> dict[str, int]:
+    return {
         "STREAMS": plan.streams,
         "WARPS": plan.warps,
         "STAGES": plan.stages,

@@ -28,7 +28,7 @@ __all__ = [
 
 # What host and kernels have to agree about.
 PIECE = 64
-"""Tokens that are fetched at once, and rows of the gradients by rows."""
+"""Tokens that are multiplied at once, and rows of the gradients by rows."""
 MOST_REGIONS = 8
 """Of a window that is masked by a product."""
 MARKS = 2 * MOST_REGIONS
@@ -40,13 +40,14 @@ NO_BIAS, TABLE, DENSE = range(3)
 Q_STAGES = 2
 """Windows whose own rows are in memory at once."""
 
-_REST = 32
+_LEAST = 32  # columns of a product
 _SHARED_BYTES = 232_448
 _SMALL = 2048  # ones, barriers, and what partitions are handed
-# Warps of a stream, streams, registers of a thread: the fastest first (lab log). The more warps,
-# the more there is to do while one waits; all of them share a multiprocessor's registers.
-_CUTS = ((8, 3, 80), (4, 4, 112), (4, 3, 160), (4, 2, 232))
-_COLUMN_CUTS = ((8, 3, 80), (4, 3, 160), (4, 2, 232))
+# Warps of a stream, streams, registers of a thread, tiles of a piece: the fastest first (lab log).
+# The more warps, the more there is to do while one waits; all of them share a multiprocessor's
+# registers.
+_CUTS = ((8, 3, 80, 2), (8, 3, 80, 1), (4, 4, 112, 1), (4, 3, 160, 1), (4, 2, 232, 1))
+_COLUMN_CUTS = ((8, 3, 80, 1), (4, 3, 160, 1), (4, 2, 232, 1))
 _SHARES = ((4, 64, 112), (3, 128, 160))  # warpgroups, keys of each, registers of a thread
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
@@ -61,8 +62,10 @@ class Plan:
     streams: int
     stages: int
     q_stages: int
+    piece: int
+    """Columns that are fetched at once."""
     groups: int
-    """Pieces of 64 columns."""
+    """Pieces."""
     rest: int
     """Columns after them."""
     registers: int
@@ -116,8 +119,8 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     Example:
         >>> import torch
         >>> plan = make_plan(Problem(343, 6, 343, 16, torch.float16), DeviceInfo("cuda", 132))
-        >>> plan.warps, plan.streams, plan.groups, plan.rest, plan.chunks
-        (8, 3, 5, 32, 7)
+        >>> plan.warps, plan.streams, plan.piece, plan.groups, plan.rest, plan.chunks
+        (8, 3, 128, 2, 96, 7)
     """
     width = find_width(problem.head_size)
     marks = MARKS if problem.has_regions else 0
@@ -155,26 +158,25 @@ def make_rows_plan(problem: Problem, device: DeviceInfo) -> RowsPlan | None:
 def _cut(
     problem: Problem,
     device: DeviceInfo,
-    cuts: tuple[tuple[int, int, int], ...],
+    cuts: tuple[tuple[int, int, int, int], ...],
     row_bytes: int,
     piece_bytes: int,
 ) -> Plan | None:
     """The first of some cuts that fits; bytes of a token in a tile's rows and in a piece."""
     num_tokens = problem.num_tokens
-    groups, last = divmod(num_tokens, PIECE)
-    rest = _REST if 0 < last <= _REST else 0
-    groups += last > _REST
-    for warps, streams, registers in cuts:
-        rows = 16 * warps
+    columns = _round_up(num_tokens, _LEAST)
+    for warps, streams, registers, tiles in cuts:
+        rows, piece = 16 * warps, PIECE * tiles
         if _round_up(num_tokens, rows) > _MOST_WASTED * _round_up(num_tokens, 64):
             continue
-        fixed = 2 * rows * (groups * PIECE + rest) + streams * Q_STAGES * rows * row_bytes + _SMALL
-        stages = (_SHARED_BYTES - fixed) // (streams * PIECE * piece_bytes)
+        fixed = 2 * rows * columns + streams * Q_STAGES * rows * row_bytes + _SMALL
+        stages = (_SHARED_BYTES - fixed) // (streams * piece * piece_bytes)
         if stages >= 2:
-            tiles = _round_up(num_tokens, rows) // rows * problem.num_heads
-            chunks = _share(tiles, problem.num_windows, streams, device.num_workers)
+            owned = _round_up(num_tokens, rows) // rows * problem.num_heads
+            chunks = _share(owned, problem.num_windows, streams, device.num_workers)
             return Plan(
-                warps, streams, min(4, stages), Q_STAGES, groups, rest, registers, chunks
+                warps, streams, min(4, stages), Q_STAGES, piece, *divmod(columns, piece),
+                registers, chunks,
             )  # fmt: skip
     return None
 

@@ -68,6 +68,7 @@ class Form:
     MASK: gl.constexpr
     GROUPS: gl.constexpr
     REST: gl.constexpr
+    PIECE: gl.constexpr
     TILE: gl.constexpr
     STREAMS: gl.constexpr
     WARPS: gl.constexpr
@@ -75,8 +76,8 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, TILE, STREAMS,
-        WARPS,
+        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, PIECE, TILE,
+        STREAMS, WARPS,
     ):  # fmt: skip
         self.NUM_HEADS = gl.constexpr(NUM_HEADS)
         self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
@@ -86,6 +87,7 @@ class Form:
         self.MASK = gl.constexpr(MASK)
         self.GROUPS = gl.constexpr(GROUPS)
         self.REST = gl.constexpr(REST)
+        self.PIECE = gl.constexpr(PIECE)
         self.TILE = gl.constexpr(TILE)
         self.STREAMS = gl.constexpr(STREAMS)
         self.WARPS = gl.constexpr(WARPS)
