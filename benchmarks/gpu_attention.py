@@ -69,8 +69,9 @@ class GpuDecodeCase:
     """One new token for each of some sequences, as one captured call.
 
     Metrics: ``GB/s`` of keys and values; ``share of read bandwidth``, of summing 4 GiB in the
-    same run; ``x PEER``; ``host, microseconds`` of an eager call; ``GB/s / OTHER``, against the
-    same work on other lengths or blocks.
+    same run; ``x PEER``, among them ``reading alone``, a kernel that only reads the same pages;
+    ``host, microseconds`` of an eager call; ``GB/s / OTHER``, against the same work on other
+    lengths or blocks.
     """
 
     name: str
@@ -314,9 +315,19 @@ Peers = dict[str, Callable[[], Any]]
 
 
 def _decode_peers(inputs: Inputs) -> Peers:
-    """SDPA over contiguous keys and values, a group's heads packed as rows; and with a gather."""
-    if inputs.shape.scales or len(set(inputs.seq_lens)) > 1:
+    """Who reads the pages alone; SDPA over contiguous keys and values, a group's heads as rows.
+
+    SDPA also with a gather.
+    """
+    from .reading import make_reader  # Triton's
+
+    if len(set(inputs.seq_lens)) > 1:
         return {}
+    reader: Peers = {"reading alone": make_reader(inputs.k_cache, inputs.v_cache, inputs.batch)}
+    return reader | ({} if inputs.shape.scales else _sdpa_peers(inputs))
+
+
+def _sdpa_peers(inputs: Inputs) -> Peers:
     q, k, v = inputs.dense()
     q = q.view(*k.shape[:2], -1, q.shape[-1])
     peers = {f"sdpa {name}": _call(backend, q, k, v) for name, backend in _BACKENDS.items()}
