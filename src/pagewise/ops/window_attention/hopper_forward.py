@@ -273,7 +273,7 @@ def _attend_role(
     """A stream: its share of the bias, then its share of the windows."""
     STREAM: gl.constexpr = stream.INDEX
     ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS))
-    make_bias(memory.bias, bias, offsets, head, first_row, centre, inverse, STREAM, False, form)
+    make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, STREAM, False, form)
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)

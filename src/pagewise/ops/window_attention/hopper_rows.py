@@ -238,7 +238,7 @@ def _walk_role(
     SHARE: gl.constexpr = share.INDEX
     S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
     N: gl.constexpr = form.NUM_TOKENS
-    make_bias(memory.bias, bias, offsets, head, first_row, centre, inverse, SHARE, False, form)
+    make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, SHARE, False, form)
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)

@@ -24,6 +24,7 @@ __all__ = [
     "compare",
     "make_bias",
     "place_of",
+    "place_rows",
     "rows_of",
     "scores_layout",
     "store_rows",
@@ -107,12 +108,12 @@ class Stream:
 
 @gluon.jit
 def make_bias(
-    memory, bias, offsets, head, first_row, centre, inverse, STREAM: gl.constexpr,
+    memory, bias, offsets, head, first_row, first_column, centre, inverse, STREAM: gl.constexpr,
     FLIPPED: gl.constexpr, form,
 ):  # fmt: skip
     """Fill a stream's share of the tile of bias, 32 columns at a time; -inf where nobody is.
 
-    ``FLIPPED``: rows are keys and columns queries.
+    The tile begins at ``first_column``. ``FLIPPED``: rows are keys and columns queries.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [form.WARPS, 1], [1, 0])
     PLACE: gl.constexpr = bias_layout(CHUNK, form.WARPS)
@@ -120,7 +121,7 @@ def make_bias(
     i = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
     for b in range(STREAM, memory.shape[0], form.STREAMS):
-        j = b * CHUNK + column
+        j = first_column + b * CHUNK + column
         inside = (i < N)[:, None] & (j < N)[None, :]
         if form.BIAS == NO_BIAS:
             value = gl.zeros([form.ROWS, CHUNK], gl.float32, LAYOUT)
@@ -143,11 +144,11 @@ def make_bias(
 
 
 @gluon.jit
-def compare(s, regions, row, first, mask_value, NUM_TOKENS: gl.constexpr):
+def compare(s, regions, row, first, mask_value, num_tokens):
     """Add what stands between regions, one by one."""
     column = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    theirs = gl.load(regions + column, column < NUM_TOKENS, 0)
-    ours = gl.load(regions + row, row < NUM_TOKENS, 0)
+    theirs = gl.load(regions + column, column < num_tokens, 0)
+    ours = gl.load(regions + row, row < num_tokens, 0)
     ours = gl.convert_layout(ours, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
     return s + gl.where(ours[:, None] == theirs[None, :], 0.0, mask_value)
 
@@ -167,13 +168,21 @@ def store_rows(out, value, window, head, first_row, form):
     """Write a tile's rows of a window and head, in whole sectors."""
     WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
     value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
+    places, inside = place_rows(out, window, head, first_row, form)
+    gl.store(places, value, inside)
+
+
+@gluon.jit
+def place_rows(out, window, head, first_row, form):
+    """Where a tile's rows of a window and head belong, and which of their numbers there are."""
+    WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
     row = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, WIDE))
     d = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
     at = (window.to(gl.int64) * form.NUM_TOKENS + row) * (form.NUM_HEADS * form.HEAD_SIZE)
     inside = (row < form.NUM_TOKENS)[:, None]
     if form.WIDTH != form.HEAD_SIZE:
         inside = inside & (d < form.HEAD_SIZE)
-    gl.store(out + at[:, None] + head * form.HEAD_SIZE + d, value, inside)
+    return out + at[:, None] + head * form.HEAD_SIZE + d, inside
 
 
 @gluon.jit
