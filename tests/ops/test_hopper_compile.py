@@ -153,28 +153,38 @@ def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
             assert body in compared or not any(re.search(r"\b(LDL|STL)", text) for text in body)
 
 
+WALKS = {
+    "columns": (make_columns_plan, launch.make_columns_launcher),
+    "rows": (make_rows_plan, launch.make_rows_launcher),
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "most_spilled"),
-    [(SHIFTED, (96, 72)), ({"num_tokens": 256, "head_size": 32, "dtype": BF16}, (216, 184))],
+    ("change", "walk", "most_spilled"),
+    [
+        (SHIFTED, "columns", 96),
+        (SHIFTED, "rows", 72),
+        ({"num_tokens": 256, "head_size": 32, "dtype": BF16}, "columns", 216),
+        ({"num_tokens": 512, "head_size": 32, "dtype": BF16}, "rows", 56),
+        ({"num_tokens": 576, "head_size": 24}, "rows", 80),
+    ],
     ids=str,
 )
-def test_gradients_of_windows_fit_a_multiprocessor(change, most_spilled, tmp_path):
+def test_gradients_of_windows_fit_a_multiprocessor(change, walk, most_spilled, tmp_path):
     problem = replace(WINDOWS, **change)
-    makers = (make_columns_plan, make_rows_plan)
-    launchers = (launch.make_columns_launcher, launch.make_rows_launcher)
-    for make, make_one, memory in zip(makers, launchers, most_spilled, strict=True):
-        plan = make(problem, H200)
-        compiled = make_one(problem, replace(plan, chunks=1), "*fp32", "*u8").compile(HOPPER)
-        assert compiled.metadata.shared <= SHARED_MEMORY
-        if FITTED:
-            used = resources(compiled, tmp_path)
-            assert used["STACK"] <= memory, used
-    one = launch.make_deltas_launcher(problem.dtype, 3, problem.num_tokens, problem.head_size, True)
-    assert "ld.global.b16" not in one.compile(HOPPER).asm["ptx"]
+    make, make_one = WALKS[walk]
+    plan = make(problem, H200)
+    compiled = make_one(problem, replace(plan, chunks=1), "*fp32", "*u8").compile(HOPPER)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    used = resources(compiled, tmp_path)
+    if FITTED:
+        assert used["STACK"] <= most_spilled, used
 
 
-def test_regions_are_marked():
+def test_what_prepares_gradients_of_windows_compiles():
     launch.make_marker("*u8", 343).compile(HOPPER)
+    deltas = launch.make_deltas_launcher(BF16, 3, 343, 32, True).compile(HOPPER)
+    assert "ld.global.b16" not in deltas.asm["ptx"]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,11 @@ def test_shares_cover_the_keys_and_fit():
     for problem, plan in found:
         width = find_width(problem.head_size)
         marks = MARKS if problem.has_regions else 0
-        assert problem.num_tokens <= plan.shares * plan.keys <= 2 * problem.num_tokens
+        together = plan.shares * plan.keys
+        assert (plan.launches - 1) * together < problem.num_tokens <= plan.launches * together
+        assert plan.launches * together <= 1.34 * problem.num_tokens
+        assert plan.keys % plan.box == 0
+        assert plan.box % 32 == 0
         numbers = 2 * (2 * width + marks)
         memory = (
             2 * PIECE * plan.shares * plan.keys + plan.stages * plan.shares * plan.keys * numbers
@@ -71,9 +75,28 @@ def test_shares_cover_the_keys_and_fit():
         assert plan.shares * 128 * plan.registers + 128 * 24 <= 1 << 16
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "cut"),
+    [
+        (256, (1, 4, 64)),
+        (288, (1, 3, 96)),
+        (343, (1, 3, 128)),
+        (392, (2, 4, 64)),
+        (512, (2, 4, 64)),
+        (576, (2, 3, 96)),
+        (768, (2, 3, 128)),
+        (784, (3, 3, 96)),
+        (1024, (3, 3, 128)),
+    ],
+)
+def test_keys_are_shared_by_few_launches_of_few_keys(num_tokens, cut):
+    plan = make_rows_plan(replace(VOLUME, num_tokens=num_tokens, head_size=32), H200)
+    assert (plan.launches, plan.shares, plan.keys) == cut
+
+
 def test_head_sizes_without_room_are_left_to_others():
     assert make_plan(replace(VOLUME, num_tokens=1024, head_size=64), H200) is None
-    assert make_rows_plan(replace(VOLUME, num_tokens=392), H200) is None
+    assert make_rows_plan(replace(VOLUME, head_size=64), H200) is None
 
 
 @pytest.mark.parametrize("maker", [make_plan, make_columns_plan, make_rows_plan])

@@ -223,28 +223,32 @@ def _make_deltas(
 def _walk_rows(
     call: _Call, plan: RowsPlan, pivot: Tensor, delta: Tensor, dout: Tensor
 ) -> triton.RowGradients:
-    """Gradients of queries, and by chunks of windows of the bias."""
+    """Gradients of queries, and by chunks of windows of the bias: each launch has some keys."""
     problem, x = call.problem, call.x
     num_tokens, num_heads = problem.num_tokens, problem.num_heads
     dq = empty_like(x.q)
+    so_far = torch.empty_like(dq, dtype=torch.float32) if plan.launches > 1 else pivot
     shape = (plan.chunks, num_heads, num_tokens, num_tokens)
     sums = pivot.new_empty(shape if problem.has_bias else 1)
     launcher = make_rows_launcher(call.kind, replace(plan, chunks=1), *call.types)
-    launcher(
-        (-(-num_tokens // PIECE) * num_heads * plan.chunks, 1, 1),
+    grid = (-(-num_tokens // PIECE) * num_heads * plan.chunks, 1, 1)
+    arguments = [
         dq,
+        so_far,
         sums,
         describe_tokens(call.q, PIECE),
         describe_tokens(dout, PIECE),
         describe_marks(call.marks, PIECE),
         describe_numbers(pivot),
         describe_numbers(delta),
-        describe_tokens(call.k, plan.keys),
-        describe_tokens(call.v, plan.keys),
-        describe_marks(call.marks, plan.keys),
+        describe_tokens(call.k, plan.box),
+        describe_tokens(call.v, plan.box),
+        describe_marks(call.marks, plan.box),
         *call.others(plan.chunks),
         x.softmax_scale,
-    )
+    ]
+    for launch in range(plan.launches):
+        launcher(grid, *arguments, launch * plan.shares * plan.keys)
     return triton.RowGradients(dq, None, sums, None)
 
 

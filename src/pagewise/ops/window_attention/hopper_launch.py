@@ -97,15 +97,16 @@ def make_columns_launcher(problem: Problem, plan: Plan, bias: str, regions: str)
 def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str) -> GluonLauncher:
     """The kernel of queries' and the bias's gradients."""
     name = KINDS[problem.dtype][1:]
-    rows, keys, numbers = _tokens(problem, PIECE), _tokens(problem, plan.keys), _numbers()
-    types = {"dq": f"*{name}:16", "dbias": "*fp32"}
+    rows, keys, numbers = _tokens(problem, PIECE), _tokens(problem, plan.box), _numbers()
+    types = {"dq": f"*{name}:16", "dq_so_far": "*fp32:16", "dbias": "*fp32"}
     types |= {"q_desc": rows, "dout_desc": rows, "row_marks_desc": _marks(PIECE)}
     types |= {"pivot_desc": numbers, "delta_desc": numbers}
-    types |= {"k_desc": keys, "v_desc": keys, "marks_desc": _marks(plan.keys)}
-    types |= _others(bias, regions) | {"dq_scale": "fp32"}
+    types |= {"k_desc": keys, "v_desc": keys, "marks_desc": _marks(plan.box)}
+    types |= _others(bias, regions) | {"dq_scale": "fp32", "first_key": "i32"}
     constants = _known(problem) | {
         "SHARES": plan.shares,
         "KEYS": plan.keys,
+        "BOX": plan.box,
         "STAGES": plan.stages,
         "BUFFERS": plan.buffers,
         "REGISTERS": plan.registers,

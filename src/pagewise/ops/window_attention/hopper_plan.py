@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 from ...device import DeviceInfo
@@ -48,7 +49,8 @@ _SMALL = 2048  # ones, barriers, and what partitions are handed
 # registers.
 _CUTS = ((8, 3, 80, 2), (8, 3, 80, 1), (4, 4, 112, 1), (4, 3, 160, 1), (4, 2, 232, 1))
 _COLUMN_CUTS = ((8, 3, 80, 1), (4, 3, 160, 1), (4, 2, 232, 1))
-_SHARES = ((4, 64, 112), (3, 128, 160))  # warpgroups, keys of each, registers of a thread
+# Warpgroups, keys of each, registers of a thread: the fewest keys first.
+_SHARES = ((4, 64, 112), (3, 96, 160), (3, 128, 160))
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
 
@@ -91,6 +93,8 @@ class Plan:
 class RowsPlan:
     """How warpgroups share the keys, and programs the windows, for the gradients by rows."""
 
+    launches: int
+    """Each takes the next ``shares * keys`` keys."""
     shares: int
     keys: int
     """Of a share."""
@@ -99,6 +103,11 @@ class RowsPlan:
     """Of the shares' parts of a window's result."""
     registers: int
     chunks: int
+
+    @property
+    def box(self) -> int:
+        """Keys of a copy, which brings a power of two."""
+        return self.keys & -self.keys
 
     @property
     def loading_registers(self) -> int:
@@ -137,22 +146,42 @@ def make_columns_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
 
 @functools.lru_cache(maxsize=1024)
 def make_rows_plan(problem: Problem, device: DeviceInfo) -> RowsPlan | None:
-    """The same for the gradients of queries and bias, whose sums have to fit into registers."""
-    width, num_tokens = find_width(problem.head_size), problem.num_tokens
-    numbers = 2 * (2 * width + (MARKS if problem.has_regions else 0))
-    for shares, keys, registers in _SHARES:
-        if num_tokens > shares * keys:
-            continue
-        fixed = 2 * PIECE * shares * keys + Q_STAGES * PIECE * (numbers + 8) + _SMALL
-        stage, buffer = shares * keys * numbers, shares * PIECE * width * 4
-        free = _SHARED_BYTES - fixed - 2 * stage - buffer
-        if free >= 0:
-            buffers = 1 + (free >= buffer)
-            stages = min(4, 2 + (free - (buffers - 1) * buffer) // stage)
-            tiles = -(-num_tokens // PIECE) * problem.num_heads
-            chunks = _share(tiles, problem.num_windows, 1, device.num_workers)
-            return RowsPlan(shares, keys, stages, buffers, registers, chunks)
+    """The same for the gradients of queries and bias, whose sums have to fit into registers.
+
+    In as few launches as that takes, and of those the one with the fewest keys.
+
+    Example:
+        >>> import torch
+        >>> plan = make_rows_plan(Problem(256, 4, 576, 32, torch.float16), DeviceInfo("cuda", 132))
+        >>> plan.launches, plan.shares, plan.keys
+        (2, 3, 96)
+    """
+    shares, keys, _ = _SHARES[0]
+    most = -(-problem.num_tokens // (shares * keys))
+    for launches, (shares, keys, registers) in itertools.product(range(1, most + 1), _SHARES):
+        if problem.num_tokens <= launches * shares * keys:
+            plan = _fit_rows(problem, device, launches, shares, keys, registers)
+            if plan is not None:
+                return plan
     return None
+
+
+def _fit_rows(
+    problem: Problem, device: DeviceInfo, launches: int, shares: int, keys: int, registers: int
+) -> RowsPlan | None:
+    """As many stages and buffers as there is room for; None if that is too few."""
+    width = find_width(problem.head_size)
+    numbers = 2 * (2 * width + (MARKS if problem.has_regions else 0))
+    fixed = 2 * PIECE * shares * keys + Q_STAGES * PIECE * (numbers + 8) + _SMALL
+    stage, buffer = shares * keys * numbers, shares * PIECE * width * 4
+    free = _SHARED_BYTES - fixed - 2 * stage - buffer
+    if free < 0:
+        return None
+    buffers = 1 + (free >= buffer)
+    stages = min(4, 2 + (free - (buffers - 1) * buffer) // stage)
+    tiles = -(-problem.num_tokens // PIECE) * problem.num_heads
+    chunks = _share(tiles, problem.num_windows, 1, device.num_workers)
+    return RowsPlan(launches, shares, keys, stages, buffers, registers, chunks)
 
 
 def _cut(

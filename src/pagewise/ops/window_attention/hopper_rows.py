@@ -14,6 +14,9 @@ memory, where one of them, in turn, adds it up::
     share 0        dS ─▶ dB += dS, dS k ─▶ ┐
     share 1        dS ─▶ dB += dS, dS k ─▶ ├ added up by share (window mod shares) ─▶ dQ
     share 2        dS ─▶ dB += dS, dS k ─▶ ┘
+
+Where registers cannot hold the sums of all keys, each launch takes the next of them, and queries'
+gradients wait in float32 from one to the next.
 """
 
 from triton.experimental import gluon
@@ -44,6 +47,7 @@ from .hopper_tiles import (
     compare,
     make_bias,
     place_of,
+    place_rows,
     rows_of,
     scores_layout,
     store_rows,
@@ -70,12 +74,14 @@ class Form:
     MASK: gl.constexpr
     STREAMS: gl.constexpr
     KEYS: gl.constexpr
+    BOX: gl.constexpr
+    PARTIAL: gl.constexpr  # whether a launch has only some of the keys
     WARPS: gl.constexpr
     ROWS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS
+        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS, BOX
     ):  # fmt: skip
         self.NUM_HEADS = gl.constexpr(NUM_HEADS)
         self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
@@ -85,6 +91,8 @@ class Form:
         self.MASK = gl.constexpr(MASK)
         self.STREAMS = gl.constexpr(SHARES)
         self.KEYS = gl.constexpr(KEYS)
+        self.BOX = gl.constexpr(BOX)
+        self.PARTIAL = gl.constexpr(SHARES * KEYS < NUM_TOKENS)
         self.WARPS = gl.constexpr(4)
         self.ROWS = PIECE
 
@@ -101,9 +109,9 @@ class Memory:
     pivot: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS]
     delta: gl.shared_memory_descriptor
     q_turns: Turns  # of all shares
-    k: gl.shared_memory_descriptor  # [SHARES * STAGES, 1, 1, KEYS, WIDTH]
+    k: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, 1, BOX, WIDTH]
     v: gl.shared_memory_descriptor
-    marks: gl.shared_memory_descriptor  # [SHARES * STAGES, 1, KEYS, MARKS]
+    marks: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, BOX, MARKS]
     turns: Turns
     parts: gl.shared_memory_descriptor  # float32 [BUFFERS * SHARES, ROWS, WIDTH]
     part_turns: Turns
@@ -132,11 +140,13 @@ class Memory:
 @gluon.jit
 def _load_role(
     q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc, kinds,
-    memory, head, first_row, first_window, last_window, num_masks, form,
+    memory, head, first_row, first_key, first_window, last_window, num_masks, form,
 ):  # fmt: skip
     """One warp: fetch what was asked and came back, and every share's keys and values."""
     MARKED: gl.constexpr = MARKS if form.MASK else 0
     NUMBERS: gl.constexpr = 2 * form.WIDTH + MARKED
+    BOXES: gl.constexpr = form.KEYS // form.BOX
+    first_key = first_key if form.PARTIAL else 0
     for window in range(first_window, last_window):
         turn = window - first_window
         place = place_of(window, kinds, num_masks, form)
@@ -157,19 +167,22 @@ def _load_role(
             k_slot = memory.turns.slot(s, turn)
             memory.turns.wait_empty(s, turn)
             k_ready = memory.turns.expect(s, turn, form.KEYS * NUMBERS * 2)
-            keys = [window, head, s * form.KEYS, 0]
-            tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(k_slot))
-            tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(k_slot))
-            if form.MASK:
-                columns = [place, s * form.KEYS, 0]
-                marks = memory.marks.index(k_slot)
-                tma.async_copy_global_to_shared(marks_desc, columns, k_ready, marks)
+            for b in gl.static_range(BOXES):
+                first = first_key + s * form.KEYS + b * form.BOX
+                box = k_slot * BOXES + b
+                keys = [window, head, first, 0]
+                tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(box))
+                tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(box))
+                if form.MASK:
+                    columns = [place, first, 0]
+                    marks = memory.marks.index(box)
+                    tma.async_copy_global_to_shared(marks_desc, columns, k_ready, marks)
 
 
 @gluon.jit
 def _walk_window(
-    memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, row, mask_value, scale, shift,
-    COMPARE: gl.constexpr, form,
+    memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, row, first_key, mask_value, scale,
+    shift, COMPARE: gl.constexpr, form,
 ):  # fmt: skip
     """A share of a window: the queries' gradients, not scaled, and the bias's so far."""
     S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
@@ -186,22 +199,25 @@ def _walk_window(
     pending = (dq,)
     for t in gl.static_range(form.KEYS // TILE):
         first = SHARE * form.KEYS + t * TILE
-        k = rows_of(memory.k.index(k_slot), t * TILE, TILE)
-        v = rows_of(memory.v.index(k_slot), t * TILE, TILE)
+        box = k_slot * (form.KEYS // form.BOX) + t * TILE // form.BOX
+        k = rows_of(memory.k.index(box), t * TILE % form.BOX, TILE)
+        v = rows_of(memory.v.index(box), t * TILE % form.BOX, TILE)
         bias = memory.bias.index(first // CHUNK)
         bias = bias._reinterpret(gl.float16, [ROWS, TILE], bias_layout(TILE, form.WARPS))
         s = bias.load(S_LAYOUT).to(gl.float32)
         s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
         if form.MASK:
             row_marks = rows_of(memory.row_marks.index(slot), 0, ROWS)
-            marks = rows_of(memory.marks.index(k_slot), t * TILE, TILE)
+            marks = rows_of(memory.marks.index(box), t * TILE % form.BOX, TILE)
             s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
         dp = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
         dp = warpgroup_mma(dout, v.permute((1, 0)), dp, use_acc=False, is_async=True)
         made = warpgroup_mma_wait(0, deps=(s, dp) + pending)  # noqa: RUF005
         s_t = made[0]
         if COMPARE:
-            s_t = compare(s_t, regions, row, first, mask_value, form.NUM_TOKENS)
+            # Counted from the launch's first key, theirs lie where the compiler knows.
+            left = form.NUM_TOKENS - first_key
+            s_t = compare(s_t, regions + first_key, row - first_key, first, mask_value, left)
         p = gl.exp2(gl.fma(s_t, scale, offset[:, None]))
         ds = p * (made[1] - delta[:, None])
         ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
@@ -220,25 +236,41 @@ def _walk_window(
 
 
 @gluon.jit
-def _add_up(dq_out, memory, buffer, window, head, first_row, dq_scale, form):
-    """The queries' gradients of a window, from all shares."""
+def _add_up(
+    dq_out, dq_so_far, memory, turn, window, head, first_row, first_key, dq_scale, form
+):  # fmt: skip
+    """The queries' gradients of a window, from all shares and from the launches before."""
     WIDE: gl.constexpr = wide_rows(form.WIDTH, form.WARPS)
+    places, inside = place_rows(dq_so_far, window, head, first_row, form)
+    if form.PARTIAL:  # on its way while the other shares are waited for
+        so_far = gl.load(places, inside & (first_key > 0), 0.0)
+    buffer = memory.part_turns.slot(0, turn)
+    memory.part_turns.wait_full(0, turn)
     total = memory.parts.index(buffer * form.STREAMS).load(WIDE)
     for s in gl.static_range(1, form.STREAMS):
         total += memory.parts.index(buffer * form.STREAMS + s).load(WIDE)
-    store_rows(dq_out, total * dq_scale, window, head, first_row, form)
+    if form.PARTIAL:
+        total += so_far
+    if form.PARTIAL and first_key + form.STREAMS * form.KEYS < form.NUM_TOKENS:
+        gl.store(places, total, inside)
+    else:
+        store_rows(dq_out, total * dq_scale, window, head, first_row, form)
 
 
 @gluon.jit
 def _walk_role(
-    dq_out, dbias_out, bias, offsets, kinds, regions, memory, head, chunk, first_row, first_window,
-    last_window, num_masks, centre, scale, inverse, mask_value, dq_scale, form, share,
+    dq_out, dq_so_far, dbias_out, bias, offsets, kinds, regions, memory, head, chunk, first_row,
+    first_key, first_window, last_window, num_masks, centre, scale, inverse, mask_value, dq_scale,
+    form, share,
 ):  # fmt: skip
     """A share: its part of the tile of bias, then its keys of every window."""
     SHARE: gl.constexpr = share.INDEX
     S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
     N: gl.constexpr = form.NUM_TOKENS
-    make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, SHARE, False, form)
+    first_key = first_key if form.PARTIAL else 0
+    make_bias(
+        memory.bias, bias, offsets, head, first_row, first_key, centre, inverse, SHARE, False, form
+    )
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)
@@ -258,19 +290,19 @@ def _walk_role(
             kind = gl.load(kinds + of_image)
             if kind == MANY:
                 dq, dbias = _walk_window(
-                    memory, dbias, SHARE, slot, k_slot, regions + of_image * N, row, mask_value,
-                    scale, 0.0, True, form,
+                    memory, dbias, SHARE, slot, k_slot, regions + of_image * N, row, first_key,
+                    mask_value, scale, 0.0, True, form,
                 )  # fmt: skip
             else:
                 shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
                 dq, dbias = _walk_window(
-                    memory, dbias, SHARE, slot, k_slot, regions, row, mask_value, scale, shift,
-                    False, form,
+                    memory, dbias, SHARE, slot, k_slot, regions, row, first_key, mask_value, scale,
+                    shift, False, form,
                 )  # fmt: skip
         else:
             dq, dbias = _walk_window(
-                memory, dbias, SHARE, slot, k_slot, regions, row, mask_value, scale, 0.0, False,
-                form,
+                memory, dbias, SHARE, slot, k_slot, regions, row, first_key, mask_value, scale, 0.0,
+                False, form,
             )  # fmt: skip
         memory.turns.release(SHARE, turn)
         memory.q_turns.release(0, turn)
@@ -280,14 +312,16 @@ def _walk_role(
         barrier()
         memory.part_turns.fill(0, turn)
         if turn % form.STREAMS == SHARE:
-            memory.part_turns.wait_full(0, turn)
-            _add_up(dq_out, memory, buffer, window, head, first_row, dq_scale, form)
+            _add_up(
+                dq_out, dq_so_far, memory, turn, window, head, first_row, first_key, dq_scale, form
+            )
             barrier()
             memory.part_turns.release(0, turn)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     at = ((chunk * form.NUM_HEADS + head) * N + row) * N
     for t in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
-        key = SHARE * form.KEYS + t * TILE + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT))
+        first = first_key + SHARE * form.KEYS + t * TILE
+        key = first + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT))
         inside = (row < N)[:, None] & (key < N)[None, :]
         gl.store(dbias_out + at[:, None] + key[None, :], dbias[t], inside)
 
@@ -295,15 +329,16 @@ def _walk_role(
 @gluon.jit
 def row_gradients(
     dq,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
+    dq_so_far,  # float32, the same, from launch to launch
     dbias,  # float32 [num_chunks, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     q_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, 64, WIDTH]
     dout_desc,
     row_marks_desc,  # float16 [num_masks, NUM_TOKENS, 2 * MARKS] in boxes of [1, 64, MARKS]
     pivot_desc,  # float32 [num_windows * NUM_HEADS, whole pieces] in boxes of [1, 64]
     delta_desc,
-    k_desc,  # in boxes of KEYS tokens, like v_desc
+    k_desc,  # in boxes of [1, 1, BOX, WIDTH], like v_desc
     v_desc,
-    marks_desc,  # in boxes of [1, KEYS, MARKS]
+    marks_desc,  # in boxes of [1, BOX, MARKS]
     bias,  # [table_size, NUM_HEADS] or [NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
     kinds,  # int32 [num_masks]
@@ -316,6 +351,7 @@ def row_gradients(
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale
     dq_scale,
+    first_key,  # of the launch
     NUM_HEADS: gl.constexpr,
     NUM_TOKENS: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
@@ -324,14 +360,15 @@ def row_gradients(
     MASK: gl.constexpr,
     SHARES: gl.constexpr,
     KEYS: gl.constexpr,
+    BOX: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr,
     LOADING: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
-    form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS)
-    SLOTS: gl.constexpr = SHARES * STAGES
+    form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SHARES, KEYS, BOX)
+    SLOTS: gl.constexpr = SHARES * STAGES * (KEYS // BOX)
     dtype: gl.constexpr = q_desc.dtype
     memory = Memory(
         gl.allocate_shared_memory(gl.float16, [SHARES * KEYS // CHUNK, ROWS * CHUNK], FLAT),
@@ -342,10 +379,10 @@ def row_gradients(
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], pivot_desc.layout),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], delta_desc.layout),
         make_turns(1, Q_STAGES, 1, SHARES),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BOX, WIDTH], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BOX, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
-            gl.float16, [SLOTS if MASK else 1, 1, KEYS, MARKS], marks_desc.layout
+            gl.float16, [SLOTS if MASK else 1, 1, BOX, MARKS], marks_desc.layout
         ),
         make_turns(SHARES, STAGES, 1, 1),
         gl.allocate_shared_memory(gl.float32, [BUFFERS * SHARES, ROWS, WIDTH], PART),
@@ -355,12 +392,13 @@ def row_gradients(
     fence_async_shared()
     chunk, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
     work = (
-        dq, dbias, bias, offsets, kinds, regions, memory, head, chunk, first_row, first_window,
-        last_window, num_masks, centre, scale, inverse, mask_value, dq_scale, form,
+        dq, dq_so_far, dbias, bias, offsets, kinds, regions, memory, head, chunk, first_row,
+        first_key, first_window, last_window, num_masks, centre, scale, inverse, mask_value,
+        dq_scale, form,
     )  # fmt: skip
     load = (
         q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc,
-        kinds, memory, head, first_row, first_window, last_window, num_masks, form,
+        kinds, memory, head, first_row, first_key, first_window, last_window, num_masks, form,
     )  # fmt: skip
     # A list for each number of them: lists of functions cannot be put together here.
     if SHARES == 3:
