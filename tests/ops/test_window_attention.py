@@ -265,6 +265,7 @@ ON_HOPPER = [
     Case((7, 7, 7), dtype=F16, num_tokens=321, **D16 | {"num_heads": 67}),
     Case((14, 14), dtype=F16, head_size=8, images=3),
     Case((15, 15), dtype=BF16, head_size=64),
+    Case((7, 7, 7), dtype=F16, head_size=64, images=1),
     Case((16, 16), dtype=BF16, mask="many", mask_value=-2.0, head_size=32),
     Case((16, 17), dtype=F16, **D16),
     Case((18, 18), dtype=F16, **D16),

@@ -98,16 +98,12 @@ def backward(
 ) -> Gradients:
     """What is to be subtracted from rows; by rows; by columns; and the sums over windows."""
     device = DeviceInfo.of(x.q.device)
-    columns_plan = make_columns_plan(problem, device)
-    if columns_plan is None or not problem.num_windows:
+    rows_plan, columns_plan = make_rows_plan(problem, device), make_columns_plan(problem, device)
+    if rows_plan is None or columns_plan is None or not problem.num_windows:
         return triton.backward(problem, x, out, lse, dout, dlse)
     call, dout = _Call(problem, x), align(dout)
     pivot, delta = _make_deltas(call, out, lse, dout, dlse)
-    rows_plan = make_rows_plan(problem, device)
-    if rows_plan is None:
-        rows = triton.walk_rows(problem, x, out, lse, dout, dlse)
-    else:
-        rows = _walk_rows(call, rows_plan, pivot, delta, dout)
+    rows = _walk_rows(call, rows_plan, pivot, delta, dout)
     dk, dv = _walk_columns(call, columns_plan, pivot, delta, dout)
     return triton.sum_up(x, rows, dk, dv)
 

@@ -49,8 +49,9 @@ _SMALL = 2048  # ones, barriers, and what partitions are handed
 # registers.
 _CUTS = ((8, 3, 80, 2), (8, 3, 80, 1), (4, 4, 112, 1), (4, 3, 160, 1), (4, 2, 232, 1))
 _COLUMN_CUTS = ((8, 3, 80, 1), (4, 3, 160, 1), (4, 2, 232, 1))
-# Warpgroups, keys of each, registers of a thread: the fewest keys first.
-_SHARES = ((4, 64, 112), (3, 96, 160), (3, 128, 160))
+# Warpgroups, keys of each, registers of a thread: the fewest keys first. Memory holds no more than
+# the first of heads wider than 32.
+_SHARES = ((3, 64, 160), (4, 64, 112), (3, 96, 160), (3, 128, 160))
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
 

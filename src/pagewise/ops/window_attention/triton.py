@@ -80,14 +80,6 @@ class RowGradients(NamedTuple):
     """Of the scales' gradient: float32 ``[chunks, heads, tiles]``."""
 
 
-def walk_rows(
-    problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> RowGradients:
-    """Queries' gradients, and what is to be summed up for the bias's and the scales'."""
-    plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
-    return _walk_rows(_Call(problem, x, dout), plan, kind, out, lse, dlse)
-
-
 def _walk_rows(
     call: _Call,
     plan: Plan,
@@ -96,7 +88,7 @@ def _walk_rows(
     lse: Tensor,
     dlse: Tensor | None,
 ) -> RowGradients:
-    """As ``walk_rows``, of a call that is already described."""
+    """Queries' gradients, and what is to be summed up for the bias's and the scales'."""
     problem = call.problem
     dq = empty_like(call.x.q)
     chunks, num_tokens, num_heads = plan.chunks_backward, problem.num_tokens, problem.num_heads
