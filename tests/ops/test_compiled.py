@@ -41,6 +41,97 @@ def resources(compiled, tmp_path):
     return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
 
 
+def list_instructions(compiled, tmp_path):
+    """A kernel's machine code by ``nvdisasm``, and which instruction a label stands before."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    command = [os.fspath(tool), "-c", os.fspath(cubin)]
+    return read_listing(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def read_listing(text):
+    code, labels = [], {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*)", line):
+            code.append(found[1])
+    return code, labels
+
+
+def loads_of_nothing(code, labels):
+    """Loads of spilled words that were not stored on every way to them.
+
+    ptxas has made such code where two branches of a loop want the same descriptors and uniform
+    registers run out: it stored them in one branch and loaded them in the other. What loads a
+    word only to change bits of it, where it packs predicates, is left out.
+    """
+    stored = {0: frozenset()}
+    waiting = [0]
+    while waiting:
+        at = waiting.pop()
+        kind, words = _spilled(code[at])
+        after = stored[at] | words if kind == "STL" else stored[at]
+        for next_one in _successors(code, labels, at):
+            known = after & stored.get(next_one, after)
+            if known != stored.get(next_one):
+                stored[next_one] = known
+                waiting.append(next_one)
+    return [
+        code[at]
+        for at, known in stored.items()
+        if _spilled(code[at])[0] == "LDL"
+        and not _spilled(code[at])[1] <= known
+        and not _changes_bits(code, at)
+    ]
+
+
+def _spilled(instruction):
+    """Whether it stores or loads spilled words, and where they lie."""
+    found = re.match(r"(?:@!?U?P\w+ )?(LDL|STL)(\S*) .*\[R1(?:\+(0x\w+))?\]", instruction)
+    if not found:
+        return None, frozenset()
+    size = 16 if "128" in found[2] else 8 if "64" in found[2] else 4
+    first = int(found[3] or "0", 16)
+    return found[1], frozenset(range(first, first + size, 4))
+
+
+def _successors(code, labels, at):
+    operation = re.sub(r"^@!?U?P\w+ ", "", code[at])
+    jumps = operation.startswith(("BRA", "BRX"))
+    ends = operation.startswith(("EXIT", "RET"))
+    goes_on = code[at].startswith("@") or not (jumps or ends)
+    named = re.findall(r"\.L_x_\d+", operation) if jumps else []
+    return [labels[name] for name in named] + [at + 1] * (goes_on and at + 1 < len(code))
+
+
+def _changes_bits(code, at):
+    register = re.search(r"LDL\S* (R\d+)", code[at])[1]
+    use = next((text for text in code[at + 1 :] if re.search(rf"\b{register}\b", text)), "")
+    return use.startswith(f"LOP3.LUT {register}, {register}, 0xffff")
+
+
+LISTING = """
+        /*0000*/                   STL [R1+0x8], R2 ;
+        /*0010*/              @!P1 BRA `(.L_x_1) ;
+        /*0020*/                   STL.64 [R1+0x10], R4 ;
+.L_x_1:
+        /*0030*/                   LDL R3, [R1+0x8] ;
+        /*0040*/                   LDL R4, [R1+0x14] ;
+        /*0050*/                   LDL R5, [R1+0x18] ;
+        /*0060*/                   LOP3.LUT R5, R5, 0xfffffffe, RZ, 0xc0, !PT ;
+        /*0070*/               @P0 BRA `(.L_x_1) ;
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_a_load_that_nothing_was_stored_for_is_found():
+    (load,) = loads_of_nothing(*read_listing(LISTING))
+    assert load.startswith("LDL R4, [R1+0x14]")
+    assert not loads_of_nothing(*read_listing(LISTING.replace("@!P1 BRA", "@!P1 NOP")))
+
+
 def assert_fits(launcher, tmp_path):
     compiled = launcher.compile(HOPPER)
     used = resources(compiled, tmp_path)

@@ -181,8 +181,8 @@ def _load_role(
 
 @gluon.jit
 def _walk_window(
-    memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, row, first_key, mask_value, scale,
-    shift, COMPARE: gl.constexpr, form,
+    memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, is_compared, row, first_key,
+    mask_value, scale, shift, form,
 ):  # fmt: skip
     """A share of a window: the queries' gradients, not scaled, and the bias's so far."""
     S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
@@ -214,10 +214,13 @@ def _walk_window(
         dp = warpgroup_mma(dout, v.permute((1, 0)), dp, use_acc=False, is_async=True)
         made = warpgroup_mma_wait(0, deps=(s, dp) + pending)  # noqa: RUF005
         s_t = made[0]
-        if COMPARE:
-            # Counted from the launch's first key, theirs lie where the compiler knows.
-            left = form.NUM_TOKENS - first_key
-            s_t = compare(s_t, regions + first_key, row - first_key, first, mask_value, left)
+        if form.MASK:  # noqa: SIM102
+            # A branch around no more than this: beside a second walk of the whole window, ptxas
+            # spilled descriptors in one branch and loaded them in the other.
+            if is_compared:
+                # Counted from the launch's first key, theirs lie where the compiler knows.
+                left = form.NUM_TOKENS - first_key
+                s_t = compare(s_t, regions + first_key, row - first_key, first, mask_value, left)
         p = gl.exp2(gl.fma(s_t, scale, offset[:, None]))
         ds = p * (made[1] - delta[:, None])
         ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
@@ -285,25 +288,19 @@ def _walk_role(
         k_slot = memory.turns.slot(SHARE, turn)
         memory.q_turns.wait_full(0, turn)
         memory.turns.wait_full(SHARE, turn)
+        theirs = regions
+        is_compared = False
+        shift = 0.0
         if form.MASK:
             of_image = window % num_masks
             kind = gl.load(kinds + of_image)
-            if kind == MANY:
-                dq, dbias = _walk_window(
-                    memory, dbias, SHARE, slot, k_slot, regions + of_image * N, row, first_key,
-                    mask_value, scale, 0.0, True, form,
-                )  # fmt: skip
-            else:
-                shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
-                dq, dbias = _walk_window(
-                    memory, dbias, SHARE, slot, k_slot, regions, row, first_key, mask_value, scale,
-                    shift, False, form,
-                )  # fmt: skip
-        else:
-            dq, dbias = _walk_window(
-                memory, dbias, SHARE, slot, k_slot, regions, row, first_key, mask_value, scale, 0.0,
-                False, form,
-            )  # fmt: skip
+            theirs = regions + of_image * N
+            is_compared = kind == MANY
+            shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
+        dq, dbias = _walk_window(
+            memory, dbias, SHARE, slot, k_slot, theirs, is_compared, row, first_key, mask_value,
+            scale, shift, form,
+        )  # fmt: skip
         memory.turns.release(SHARE, turn)
         memory.q_turns.release(0, turn)
         buffer = memory.part_turns.slot(0, turn)
