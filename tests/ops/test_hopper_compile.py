@@ -164,7 +164,7 @@ WALKS = {
     ("change", "walk", "most_spilled"),
     [
         (SHIFTED, "columns", 96),
-        (SHIFTED, "rows", 56),
+        (SHIFTED, "rows", 72),
         ({"num_tokens": 256, "head_size": 32, "dtype": BF16}, "columns", 216),
         (SHIFTED | {"num_tokens": 512, "head_size": 32, "dtype": BF16}, "rows", 184),
         ({"num_tokens": 576, "head_size": 24}, "rows", 80),

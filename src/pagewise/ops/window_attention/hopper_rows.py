@@ -215,8 +215,6 @@ def _walk_window(
         made = warpgroup_mma_wait(0, deps=(s, dp) + pending)  # noqa: RUF005
         s_t = made[0]
         if form.MASK:  # noqa: SIM102
-            # A branch around no more than this: beside a second walk of the whole window, ptxas
-            # spilled descriptors in one branch and loaded them in the other.
             if is_compared:
                 # Counted from the launch's first key, theirs lie where the compiler knows.
                 left = form.NUM_TOKENS - first_key
@@ -288,19 +286,33 @@ def _walk_role(
         k_slot = memory.turns.slot(SHARE, turn)
         memory.q_turns.wait_full(0, turn)
         memory.turns.wait_full(SHARE, turn)
-        theirs = regions
-        is_compared = False
-        shift = 0.0
         if form.MASK:
             of_image = window % num_masks
             kind = gl.load(kinds + of_image)
             theirs = regions + of_image * N
-            is_compared = kind == MANY
             shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
-        dq, dbias = _walk_window(
-            memory, dbias, SHARE, slot, k_slot, theirs, is_compared, row, first_key, mask_value,
-            scale, shift, form,
-        )  # fmt: skip
+            if form.PARTIAL:
+                # Not in a walk of its own: ptxas spilled descriptors in one and loaded them in
+                # the other. Where it does not, two walks are faster.
+                dq, dbias = _walk_window(
+                    memory, dbias, SHARE, slot, k_slot, theirs, kind == MANY, row, first_key,
+                    mask_value, scale, shift, form,
+                )  # fmt: skip
+            elif kind == MANY:
+                dq, dbias = _walk_window(
+                    memory, dbias, SHARE, slot, k_slot, theirs, True, row, first_key, mask_value,
+                    scale, 0.0, form,
+                )  # fmt: skip
+            else:
+                dq, dbias = _walk_window(
+                    memory, dbias, SHARE, slot, k_slot, theirs, False, row, first_key, mask_value,
+                    scale, shift, form,
+                )  # fmt: skip
+        else:
+            dq, dbias = _walk_window(
+                memory, dbias, SHARE, slot, k_slot, regions, False, row, first_key, mask_value,
+                scale, 0.0, form,
+            )  # fmt: skip
         memory.turns.release(SHARE, turn)
         memory.q_turns.release(0, turn)
         buffer = memory.part_turns.slot(0, turn)
