@@ -80,5 +80,15 @@ def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
 
 @pytest.mark.parametrize(("dtype", "places"), [(F16, 8), (F16, 1), (BF16, 8), (F32, 4)], ids=str)
 def test_scores_are_stored_in_whole_vectors(dtype, places, tmp_path):
-    ptx = assert_fits(scores.make_launcher(dtype, 16, places, 16 // dtype.itemsize), tmp_path)
+    unit = 16 // dtype.itemsize
+    ptx = assert_fits(scores.make_launcher(dtype, 16, unit, places, unit), tmp_path)
     assert "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "vector"), [(F32, 256, 4), (F32, 256, 1), (BF16, 256, 8), (F16, 32, 1)],
+    ids=str,
+)  # fmt: skip
+def test_scores_fit_any_gpu(dtype, size, vector, tmp_path):
+    launcher = scores.make_launcher(dtype, size, vector, vector, 16 // dtype.itemsize)
+    assert launcher.compile(HOPPER).metadata.shared <= SMALL.shared_memory

@@ -14,7 +14,8 @@ the first whole vector on, and comes back for the rest of the two vectors that i
              └── by number ──┘└───── by vector ───────┘└────── by number ─────┘
 
 One program a (batch, head, ``TILE_M`` rows, place in a vector), places first: what lies between
-a program's rows is written at the same time.
+a program's rows is written at the same time. Matrices with too few rows for that are stored number
+by number (``VECTOR`` 1).
 
 Supports float32, float16 and bfloat16, head sizes up to 256, any strides of q and k with a
 contiguous last dimension. float32 is multiplied as float32.
@@ -33,6 +34,9 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from .problem import Problem
+
+_ROWS = 16  # of a tile whose rows are stored in vectors: the fastest (lab log)
+_KEY_BYTES = 16 << 10  # of a tile, of which three are under way: any GPU has room for them
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -101,15 +105,16 @@ def _score(
             at + to[None, :], s.to(scores.dtype.element_ty), mask=is_row & (to < last)[None, :]
         )
 
-    # Up to 7 numbers before them, and as many behind.
-    edge = tl.arange(0, 16)
-    to = tl.where(edge < 8, edge, last + edge - 8)
-    key = to - before
-    seen = (key >= 0) & (key < k_len) & tl.where(edge < 8, to < first, last >= first)
-    k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
-    k_tile = tl.load(k_at, mask=seen[:, None] & is_column, other=0.0)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-    tl.store(at + to[None, :], s.to(scores.dtype.element_ty), mask=is_row & seen[None, :])
+    if PLACES > 1:
+        # Up to 7 numbers before them, and as many behind.
+        edge = tl.arange(0, 16)
+        to = tl.where(edge < 8, edge, last + edge - 8)
+        key = to - before
+        seen = (key >= 0) & (key < k_len) & tl.where(edge < 8, to < first, last >= first)
+        k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
+        k_tile = tl.load(k_at, mask=seen[:, None] & is_column, other=0.0)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        tl.store(at + to[None, :], s.to(scores.dtype.element_ty), mask=is_row & seen[None, :])
 
 
 def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
@@ -117,10 +122,12 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     shape = problem.batch, problem.num_heads, problem.q_len, problem.k_len
     scores = torch.empty(shape, dtype=q.dtype, device=q.device)
     strides = *q.stride()[:3], *k.stride()[:3]
-    vector = 16 // q.element_size()
-    factor = math.gcd(vector, *strides) if all(t.data_ptr() % 16 == 0 for t in (q, k)) else 1
-    places = vector // math.gcd(vector, problem.k_len)
-    launcher = make_launcher(q.dtype, problem.head_size, places, factor)
+    unit = 16 // q.element_size()
+    factor = math.gcd(unit, *strides) if all(t.data_ptr() % 16 == 0 for t in (q, k)) else 1
+    places = unit // math.gcd(unit, problem.k_len)
+    vector = unit if problem.q_len >= _ROWS * places else 1
+    places = min(places, vector)
+    launcher = make_launcher(q.dtype, problem.head_size, vector, places, factor)
     tiles = -(-problem.q_len // (launcher.constants["TILE_M"] * places))
     launcher(
         (problem.batch * problem.num_heads * tiles * places * (problem.k_len > 0), 1, 1),
@@ -131,11 +138,12 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def make_launcher(
-    dtype: torch.dtype, head_size: int, places: int, factor: int,
-    tile_m: int = 16, tile_n: int = 128, num_warps: int = 4, num_stages: int = 3,
+    dtype: torch.dtype, head_size: int, vector: int, places: int, factor: int
 ) -> Launcher:  # fmt: skip
     """The kernel for one head size, whose rows start at ``places`` places within a vector."""
-    vector = 16 // dtype.itemsize
+    width = max(16, triton.next_power_of_2(head_size))
+    columns = min(128 if vector > 1 else 64, max(16, _KEY_BYTES // (width * dtype.itemsize)))
+    rows = 64 if vector == 1 and columns == 64 else _ROWS
     given = POINTERS[dtype] + ":16" * (factor > 1)
     stride = f"i64:{factor}"
     types = {
@@ -145,8 +153,8 @@ def make_launcher(
         "k_batch": stride, "k_head": stride, "k_row": stride,
     }  # fmt: skip
     constants = {
-        "HEAD_SIZE": head_size, "VECTOR": vector, "PLACES": places, "TILE_M": tile_m,
-        "TILE_N": tile_n, "D": max(16, triton.next_power_of_2(head_size)), "STAGES": num_stages,
+        "HEAD_SIZE": head_size, "VECTOR": vector, "PLACES": places, "TILE_M": rows,
+        "TILE_N": columns, "D": width, "STAGES": 3,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
-    return Launcher(_score, types, constants, num_warps=num_warps)
+    return Launcher(_score, types, constants, num_warps=4)
