@@ -15,7 +15,9 @@ ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 SHAPES = [  # batch, heads, q_len, k_len, head_size
     (2, 3, 23, 43, 16),
     (1, 2, 70, 200, 8),
-    (1, 1, 130, 43, 16),  # rows enough to be stored in vectors
+    (1, 1, 130, 43, 16),  # from here on rows enough to be stored in vectors
+    (1, 1, 130, 3, 4),
+    (1, 1, 70, 150, 10),
     (2, 2, 5, 8, 24),
     (3, 1, 9, 3, 4),
     (1, 3, 20, 17, 30),

@@ -72,7 +72,8 @@ def loads_of_nothing(code, labels):
     while waiting:
         at = waiting.pop()
         kind, words = _spilled(code[at])
-        after = stored[at] | words if kind == "STL" else stored[at]
+        surely = kind == "STL" and not code[at].startswith("@")
+        after = stored[at] | words if surely else stored[at]
         for next_one in _successors(code, labels, at):
             known = after & stored.get(next_one, after)
             if known != stored.get(next_one):

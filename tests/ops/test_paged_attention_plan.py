@@ -167,6 +167,9 @@ def test_shares_end_where_heads_do_if_that_leaves_few_multiprocessors_idle():
     assert programs(8) == 256  # 64 heads of 4 shares each
     assert programs(64) == 256  # two of the 512 heads a share
     assert programs(1) == 256  # 32 shares a head, not 33: merged eight at a time
+    assert programs(2) == 256  # 16, which are two eights
+    assert make_plan(replace(DECODE, num_seqs=1, num_kv_heads=1), H200).num_programs == 264
+    assert make_plan(replace(DECODE, num_seqs=5, num_kv_heads=1), H200).num_programs == 260
     assert programs(300) == 264  # so many heads that few of them are cut
 
 

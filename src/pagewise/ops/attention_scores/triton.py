@@ -125,7 +125,8 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     unit = 16 // q.element_size()
     factor = math.gcd(unit, *strides) if all(t.data_ptr() % 16 == 0 for t in (q, k)) else 1
     places = unit // math.gcd(unit, problem.k_len)
-    vector = unit if problem.q_len >= _ROWS * places else 1
+    # Rows that all start on a vector need not be many.
+    vector = unit if places == 1 or problem.q_len >= _ROWS * places else 1
     places = min(places, vector)
     launcher = make_launcher(q.dtype, problem.head_size, vector, places, factor)
     tiles = -(-problem.q_len // (launcher.constants["TILE_M"] * places))

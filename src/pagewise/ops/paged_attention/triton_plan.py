@@ -25,7 +25,7 @@ SPLIT_SIZE = 1024
 """Keys of one partial state where a result must not depend on the batch."""
 
 MERGED_AT_ONCE = 16
-"""Partial states that a merge has in registers, of few rows."""
+"""Partial states that a merge has in registers, of few rows; half of them are on their way."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,14 @@ def _align(programs: int, pairs: int) -> int:
     """Nearly as many programs, but so that shares end where heads do if all lengths are equal.
 
     ``pairs`` of a sequence and a KV head are the heads' number in a batch. A share that ends
-    within a head costs a state that is stored and merged, so many at a time.
+    within a head costs a state that is stored and merged, and one more than a merge fetches at
+    once costs as much as many.
     """
     if pairs < programs:
         shares = programs // max(1, pairs)
-        whole = shares // MERGED_AT_ONCE * MERGED_AT_ONCE
-        fitting = (whole if whole >= 0.9 * shares else shares) * pairs
+        fetched = MERGED_AT_ONCE // 2
+        whole = shares // fetched * fetched
+        fitting = (whole if whole >= 0.95 * shares else shares) * pairs
     else:
         fitting = next(n for n in range(programs, 0, -1) if pairs % n == 0)
     # With many heads a share few of them are cut, and every multiprocessor counts.

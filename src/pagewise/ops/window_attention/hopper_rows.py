@@ -15,8 +15,8 @@ memory, where one of them, in turn, adds it up::
     share 1        dS ─▶ dB += dS, dS k ─▶ ├ added up by share (window mod shares) ─▶ dQ
     share 2        dS ─▶ dB += dS, dS k ─▶ ┘
 
-Where registers cannot hold the sums of all keys, each launch takes the next of them, and queries'
-gradients wait in float32 from one to the next.
+Where registers cannot hold the sums of all keys, or memory the keys of wide heads, each launch
+takes the next of them, and queries' gradients wait in float32 from one to the next.
 """
 
 from triton.experimental import gluon
@@ -292,8 +292,8 @@ def _walk_role(
             theirs = regions + of_image * N
             shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
             if form.PARTIAL:
-                # Not in a walk of its own: ptxas spilled descriptors in one and loaded them in
-                # the other. Where it does not, two walks are faster.
+                # Not in a walk of its own: ptxas of Triton 3.6 spilled descriptors in one and
+                # loaded them in the other. Where it does not, two walks are faster.
                 dq, dbias = _walk_window(
                     memory, dbias, SHARE, slot, k_slot, theirs, kind == MANY, row, first_key,
                     mask_value, scale, shift, form,
