@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import bind, check_device, check_dtype
+from ...shapes import Form, bind, check_device, check_dtype, form
 from .problem import Operands, Problem
 
 __all__ = ["FLOATS", "check", "check_values"]
@@ -19,8 +20,35 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ROWS = "num_windows num_heads num_tokens head_size"
 
 
+class _Forms(NamedTuple):
+    """The tensors of ``Operands``, by what is checked of them."""
+
+    q: Form
+    k: Form
+    v: Form
+    bias_table: Form | None
+    rel_offsets: Form | None
+    bias: Form | None
+    regions: Form | None
+    mask: Form | None
+    logit_scale: Form | None
+
+
 def check(x: Operands) -> Problem:
     """Raise ShapeError or DTypeError naming the argument at fault, or return the problem."""
+    if x.mask is not None and x.mask.requires_grad:
+        raise DTypeError("mask requires a gradient, but has none: pass a learned one as bias")
+    given = (x.bias_table, x.rel_offsets, x.bias, x.regions, x.mask, x.logit_scale)
+    forms = _Forms(
+        *(Form(*form(tensor)) for tensor in (x.q, x.k, x.v)),
+        *(None if tensor is None else Form(*form(tensor)) for tensor in given),
+    )
+    if torch.compiler.is_compiling():  # sizes may be symbols, which are no keys
+        return _check(forms)
+    return _check_once(forms)
+
+
+def _check(x: _Forms) -> Problem:
     _check_pairs(x)
     sizes = bind(
         q=(x.q, _ROWS),
@@ -53,6 +81,9 @@ def check(x: Operands) -> Problem:
     )
 
 
+_check_once = functools.lru_cache(maxsize=4096)(_check)
+
+
 def check_values(x: Operands) -> None:
     """Raise ShapeError if the offsets do not fit the table.
 
@@ -73,7 +104,7 @@ def check_values(x: Operands) -> None:
         raise ShapeError("rel_offsets has the same number twice: each token has its own position")
 
 
-def _check_pairs(x: Operands) -> None:
+def _check_pairs(x: _Forms) -> None:
     """What goes together, and what does not."""
     if (x.bias_table is None) != (x.rel_offsets is None):
         given, missing = "bias_table", "rel_offsets"
@@ -85,7 +116,7 @@ def _check_pairs(x: Operands) -> None:
             raise ShapeError(f"both {one} and {other} are given, expected one of them: add them up")
 
 
-def _check_types(x: Operands) -> None:
+def _check_types(x: _Forms) -> None:
     check_dtype("q", x.q, *FLOATS)
     for name, tensor in (("k", x.k), ("v", x.v)):
         check_dtype(name, tensor, x.q.dtype)
@@ -99,24 +130,22 @@ def _check_types(x: Operands) -> None:
         check_dtype("regions", x.regions, *_INTEGERS)
     if x.mask is not None:
         check_dtype("mask", x.mask, torch.bool, *FLOATS)
-        if x.mask.requires_grad:
-            raise DTypeError("mask requires a gradient, but has none: pass a learned one as bias")
     others = {"rel_offsets": x.rel_offsets, "regions": x.regions, "mask": x.mask}
     check_device("q", x.q.device, k=x.k, v=x.v, **learned, **others)
     for name, rows in (("q", x.q), ("k", x.k), ("v", x.v)):
-        if rows.shape[-1] > 1 and rows.stride(-1) != 1:
+        if rows.shape[-1] > 1 and rows.strides[-1] != 1:
             raise ShapeError(
-                f"{name} has stride {rows.stride(-1)} in its last dimension, expected 1: "
+                f"{name} has stride {rows.strides[-1]} in its last dimension, expected 1: "
                 f"pass {name}.contiguous()"
             )
 
 
-def _check_sizes(x: Operands, sizes: dict[str, int]) -> None:
+def _check_sizes(x: _Forms, sizes: dict[str, int]) -> None:
     num_windows, num_tokens = sizes["num_windows"], sizes["num_tokens"]
     for name in ("num_heads", "num_tokens", "head_size"):
         if sizes[name] < 1:
             raise ShapeError(f"q has {name}={sizes[name]}, expected at least 1")
-    turns: tuple[tuple[str, Tensor | None], ...] = (
+    turns: tuple[tuple[str, Form | None], ...] = (
         ("bias", x.bias),
         ("regions", x.regions),
         ("mask", x.mask),
