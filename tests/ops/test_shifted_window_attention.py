@@ -57,6 +57,7 @@ CASES = [
     Case((2, 9, 4), (4, 4, 4), (2, 2, 2), clamped=(2, 4, 4)),
     Case((3, 2, 4), (5, 5, 5), (2, 2, 2), clamped=(3, 2, 4), batch=3),
 ]
+SLOW = (CASES[0], CASES[2], CASES[4], CASES[5], CASES[7])  # others have all of theirs
 HEADS, SIZE = 2, 8
 
 
@@ -150,6 +151,8 @@ def impl(request):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_steps_bit_for_bit(case, impl):
     """It only copies; but the gradient of the padding is a sum."""
+    if impl == "triton" and not ON_GPU and case in SLOW:
+        pytest.skip("seconds under the interpreter")
     inputs = Inputs(case, "cuda" if impl == "triton" and ON_GPU else "cpu")
     expected = inputs.run(in_steps(case), impl=impl)
     with poisoned_memory():
@@ -322,8 +325,15 @@ def test_what_a_mode_leaves_behind_serves_no_later_call():
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("row", [(3, 2, 8), (3,), (5, 1), (144,), (1100,)], ids=str)
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [
+        *itertools.product([(3, 2, 8), (3,), (5, 1), (144,)], [F64, F32, F16, BF16]),
+        ((1100,), F64),
+        ((1100,), BF16),
+    ],
+    ids=str,
+)
 def test_rows_are_taken_as_torch_takes_them(row, dtype):
     from pagewise.ops.window_attention import triton_rows
 

@@ -335,6 +335,8 @@ def test_gradcheck_in_float64(case):
 
 @pytest.mark.parametrize("case", [Case((7, 7), dtype=F16), Case((5, 4, 4), cosine=True)], ids=str)
 def test_two_runs_give_the_same_bits(case, impl):
+    if impl == "triton" and not ON_GPU:
+        pytest.skip("the interpreter knows one order only")
     inputs = make(case, impl)
     first, second = inputs.attend(impl), inputs.attend(impl)
     assert all(torch.equal(first[name], second[name]) for name in first)
