@@ -18,6 +18,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 LONGEST = ("tests/test_interpreter.py", "tests/ops/test_paged_attention.py")
+COMPILED_ELSEWHERE = "tests/engine/test_kv_cache_dtype.py"
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -49,8 +50,14 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow"):
             is_wanted &= with_slow
         (kept if is_wanted else left).append(item)
-    # Two files run at a time: whoever takes minutes begins first, so that nobody waits at the end.
-    kept.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    # Two files run at a time: whoever takes minutes begins first, so that nobody waits at the end,
+    # and whoever would compile what the other is about to compile comes last.
+    kept.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(LONGEST),
+            item.nodeid.startswith(COMPILED_ELSEWHERE),
+        )
+    )
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
