@@ -103,7 +103,7 @@ def is_poison(tensor):
 # each. The others, twice as many, are for ``pytest -m slow`` and ``make fuzz``.
 EVERYDAY = {
     *((dtype, dtype) for dtype in (F32, F16, BF16)),
-    (BF16, F32),
+    (F32, BF16),  # as the engine's tests
     (F32, INT8),
     (BF16, E4M3),
     (F16, E5M2),
