@@ -26,12 +26,12 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
-def dump(compiled, tmp_path, option):
-    """What ``cuobjdump`` says of a kernel."""
+def dump(compiled, tmp_path, option, tool="cuobjdump"):
+    """What one of Triton's tools says of a kernel."""
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [os.fspath(tool), option, os.fspath(cubin)]
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    command = [os.fspath(path), option, os.fspath(cubin)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -43,11 +43,7 @@ def resources(compiled, tmp_path):
 
 def list_instructions(compiled, tmp_path):
     """A kernel's machine code by ``nvdisasm``, and which instruction a label stands before."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    command = [os.fspath(tool), "-c", os.fspath(cubin)]
-    return read_listing(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return read_listing(dump(compiled, tmp_path, "-c", "nvdisasm"))
 
 
 def read_listing(text):

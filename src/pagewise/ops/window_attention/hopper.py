@@ -196,10 +196,10 @@ def _make_deltas(
     call: _Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Pivots and deltas, ``[num_windows * num_heads, whole pieces]``."""
-    num_pairs = call.problem.num_windows * call.problem.num_heads
-    padded = -(-call.problem.num_tokens // PIECE) * PIECE
-    pivot, delta = lse.new_empty(2, num_pairs, padded).unbind(0)
     problem = call.problem
+    num_pairs = problem.num_windows * problem.num_heads
+    padded = -(-problem.num_tokens // PIECE) * PIECE
+    pivot, delta = lse.new_empty(2, num_pairs, padded).unbind(0)
     launcher = make_deltas_launcher(
         problem.dtype, problem.num_heads, problem.num_tokens, problem.head_size, dlse is not None
     )

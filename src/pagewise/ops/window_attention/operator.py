@@ -44,7 +44,7 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     x = operands(*inputs)
     problem, module = _choose(x, inputs[-1])
     out, lse = module.forward(problem, x)
-    return _like(out, x.q), lse.contiguous()
+    return _lay_out(out), lse.contiguous()
 
 
 @torch.library.custom_op(
@@ -56,14 +56,14 @@ def _backward(*inputs: Any) -> list[Tensor]:
     """Gradients of what can be learned, in the order of ``_LEARNED``."""
     *call, out, lse, dout, dlse = inputs
     x = operands(*call)
-    out, lse = _like(out, x.q), lse.contiguous()  # hooks on saved tensors may lay them out anew
+    out, lse = _lay_out(out), lse.contiguous()  # hooks on saved tensors may lay them out anew
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     problem, module = _choose(x, call[-1])
     gradients: Gradients = module.backward(problem, x, out, lse, dout, dlse)
     found = [getattr(gradients, name) for name in _LEARNED]
     for i in range(3):
-        found[i] = _like(found[i], x.q)
+        found[i] = _lay_out(found[i])
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -119,10 +119,7 @@ def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:
     return problem, choose(__package__, IMPLEMENTATIONS, problem, device, impl)
 
 
-def _like(result: Tensor, q: Tensor) -> Tensor:
-    """``result`` in the memory order that the fake promises."""
-    _, num_heads, num_tokens, head_size = (max(1, size) for size in q.shape)
-    row = num_heads * head_size
-    if result.stride() == (num_tokens * row, head_size, row, 1):  # as empty_like's
-        return result
-    return result.transpose(1, 2).contiguous().transpose(1, 2)
+def _lay_out(result: Tensor) -> Tensor:
+    """``result`` in the memory order that the fake promises, ``empty_like``'s."""
+    by_token = result.transpose(1, 2)
+    return result if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
