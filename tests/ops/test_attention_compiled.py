@@ -78,17 +78,22 @@ def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
         assert compiled.metadata.shared <= SMALL.shared_memory
 
 
-@pytest.mark.parametrize(("dtype", "places"), [(F16, 8), (F16, 1), (BF16, 8), (F32, 4)], ids=str)
-def test_scores_are_stored_in_whole_vectors(dtype, places, tmp_path):
-    unit = 16 // dtype.itemsize
-    ptx = assert_fits(scores.make_launcher(dtype, 16, unit, places, unit), tmp_path)
-    assert "st.global.v4.b32" in ptx
+@pytest.mark.parametrize(("dtype", "length"), [(F16, 343), (BF16, 49), (F16, 3000)], ids=str)
+def test_scores_leave_in_whole_lines(dtype, length, tmp_path):
+    launcher = scores.make_launcher(dtype, 16, length, 8, True)
+    assert "cp.async.bulk.global.shared::cta" in assert_fits(launcher, tmp_path)
+    layouts = launcher.compile(HOPPER).asm["ttgir"]
+    assert "convert_layout" not in layouts  # eight neighbours a thread, as registers lie
+    assert "async_copy_global_to_local" in layouts
+    before = scores.make_launcher(dtype, 16, length, 8, False).compile(GPUTarget("cuda", 80, 32))
+    assert "st.global.v4.b32" in before.asm["ptx"]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "vector"), [(F32, 256, 4), (F32, 256, 1), (BF16, 256, 8), (F16, 32, 1)],
+    ("dtype", "size", "length"),
+    [(F32, 16, 343), (F32, 64, 343), (F32, 256, 3000), (BF16, 128, 3000), (BF16, 256, 343)],
     ids=str,
-)  # fmt: skip
-def test_scores_fit_any_gpu(dtype, size, vector, tmp_path):
-    launcher = scores.make_launcher(dtype, size, vector, vector, 16 // dtype.itemsize)
+)
+def test_scores_fit_any_gpu(dtype, size, length):
+    launcher = scores.make_launcher(dtype, size, length, 16 // dtype.itemsize, True)
     assert launcher.compile(HOPPER).metadata.shared <= SMALL.shared_memory

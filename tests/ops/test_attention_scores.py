@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from line_memory import LineMemory
 
 from pagewise import DTypeError, ShapeError, UnsupportedError, attention_scores
 from pagewise.testing import poisoned_memory
@@ -15,9 +16,10 @@ ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 SHAPES = [  # batch, heads, q_len, k_len, head_size
     (2, 3, 23, 43, 16),
     (1, 2, 70, 200, 8),
-    (1, 1, 130, 43, 16),  # from here on rows enough to be stored in vectors
+    (1, 1, 130, 43, 16),
     (1, 1, 130, 3, 4),
     (1, 1, 70, 150, 10),
+    (1, 1, 3, 777, 8),  # too long for rows of one line
     (2, 2, 5, 8, 24),
     (3, 1, 9, 3, 4),
     (1, 3, 20, 17, 30),
@@ -27,7 +29,20 @@ SHAPES = [  # batch, heads, q_len, k_len, head_size
     (1, 2, 0, 7, 8),
     (1, 2, 7, 0, 8),
 ]
+LINE = (
+    "address", "put", "put_some", "copy_vectors", "copy_numbers", "send", "settle", "wait_for_sent"
+)  # fmt: skip
 IMPLEMENTATIONS = ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpret)]
+
+
+@pytest.fixture(autouse=True)
+def memory_for_the_interpreter(monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from pagewise.ops.attention_scores import triton
+
+        memory = LineMemory()
+        for name in LINE:
+            monkeypatch.setattr(triton, name, getattr(memory, name))
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -84,10 +99,28 @@ def test_tiles_of_keys_and_pieces_of_heads_on_a_cpu(shape):
     check(shape, F32, "cpu")
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("shape", [SHAPES[0], (2, 1, 1, 3, 4), (1, 1, 2, 777, 8)], ids=str)
+def test_lines_that_the_copy_engine_takes(shape, monkeypatch):
+    triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
+    make = triton.make_launcher
+    if not ON_GPU:  # where it is taken if the GPU has one
+        monkeypatch.setattr(triton, "make_launcher", lambda *form: make(*form[:-1], True))
+    check(shape, F16, "triton")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(5, 3, 343, 343, 16), (3, 4, 49, 49, 32), (2, 1, 600, 1001, 128)]
+    "shape",
+    [
+        (5, 3, 343, 343, 16),
+        (3, 4, 49, 49, 32),
+        (2, 1, 600, 1001, 128),
+        (1, 2, 100, 3001, 256),
+        (2, 3, 64, 512, 64),
+    ],
+    ids=str,
 )
 def test_windows_on_a_gpu(shape, dtype):
     check(shape, dtype, "triton")

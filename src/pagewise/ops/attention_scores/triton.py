@@ -1,21 +1,24 @@
-"""Scores on a GPU: a product whose rows are stored in whole, aligned vectors.
+"""Scores on a GPU: a product that leaves in whole lines of memory.
 
 ::
 
     scores[b, h, i, j] = scale · q[b, h, i] · k[b, h, j]
 
-A row of 343 float16 scores does not start where a 16-byte vector does, and storing it number by
-number takes twice as long. But rows whose numbers differ by the elements of a vector (8 float16)
-start at the same place within one. So a program takes ``TILE_M`` such rows, walks the keys from
-the first whole vector on, and comes back for the rest of the two vectors that it shares::
+There is nothing to this but writing: a score is two bytes to write and a few operations. A row of
+343 float16 scores begins anywhere in the 128 bytes that memory is written by, so a program puts
+``TILE_M`` rows together in shared memory as they will lie, and they leave in one piece, on Hopper
+by the copy engine (``tiles/triton/line``). Only the numbers before the first whole vector of the
+piece and behind its last are written by themselves::
 
-    row 3    ┆· · · · · 0 1 2┆3 4 5 … 10┆ … ┆331 … 338┆339 340 341 342 · · · ·┆
-    row 11   ┆· · · · · 0 1 2┆3 4 5 … 10┆ … ┆331 … 338┆339 340 341 342 · · · ·┆
-             └── by number ──┘└───── by vector ───────┘└────── by number ─────┘
+    row 0           row 1           row 2
+    ┆· · · 0 1 2 3 4┆5 6 0 1 2 3 4 5┆6 0 1 2 3 4 5 6┆· · · · · · · ·┆
+           └numbers┘ └───────── vectors ───────────┘
 
-One program a (batch, head, ``TILE_M`` rows, place in a vector), places first: what lies between
-a program's rows is written at the same time. Matrices with too few rows for that are stored number
-by number (``VECTOR`` 1).
+Where so many rows are too long (``IS_LONG``), a program has ``COLUMNS`` keys of each, and every
+row's is a piece.
+
+One program a (batch, head, ``TILE_M`` rows, ``COLUMNS`` keys). Queries are read with every tile of
+keys, so that both are on their way before either is waited for.
 
 Supports float32, float16 and bfloat16, head sizes up to 256, any strides of q and k with a
 contiguous last dimension. float32 is multiplied as float32.
@@ -33,10 +36,23 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...tiles.triton.line import (
+    address,
+    copy_numbers,
+    copy_vectors,
+    in_eights,
+    order,
+    put,
+    put_some,
+    send,
+    settle,
+    wait_for_sent,
+)
 from .problem import Problem
 
-_ROWS = 16  # of a tile whose rows are stored in vectors: the fastest (lab log)
-_KEY_BYTES = 16 << 10  # of a tile, of which three are under way: any GPU has room for them
+_LINE = 45 << 10  # bytes of a program's rows at most
+_TILES = 44 << 10  # bytes of its tiles under way: any GPU has room for both
+_ALIGN = 128  # bytes: what memory is written by
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -59,62 +75,96 @@ def _score(
     num_heads,
     q_len,
     k_len,
+    line_size,
     scale,
     q_batch, q_head, q_row,
     k_batch, k_head, k_row,
     HEAD_SIZE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PLACES: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     D: tl.constexpr,
+    T: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_LONG: tl.constexpr,
+    BULK: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
-    # Which rows am I?
-    tiles = tl.cdiv(q_len, TILE_M * PLACES)
-    place = tl.program_id(0) % PLACES
-    m0 = tl.program_id(0) // PLACES % tiles * TILE_M
-    matrix = (tl.program_id(0) // (PLACES * tiles)).to(tl.int64)
-    rows = place + (m0 + tl.arange(0, TILE_M)) * PLACES
-    column = tl.arange(0, D)
-    is_row, is_column = (rows < q_len)[:, None], (column < HEAD_SIZE)[None, :]
+    BITS: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth
+    SIZE: tl.constexpr = BITS // 8
+    ALIGN: tl.constexpr = 128 // SIZE
+    PITCH: tl.constexpr = COLUMNS + ALIGN
 
-    # Load the queries.
-    q += matrix // num_heads * q_batch + matrix % num_heads * q_head
-    k += matrix // num_heads * k_batch + matrix % num_heads * k_head
-    q_at = q + rows.to(tl.int64)[:, None] * q_row + column[None, :]
-    q_tile = tl.load(q_at, mask=is_row & is_column, other=0.0)
+    # Which rows and keys am I?
+    tiles, parts = tl.cdiv(q_len, TILE_M), tl.cdiv(k_len, COLUMNS)
+    n0 = tl.program_id(0) % parts * COLUMNS
+    m0 = tl.program_id(0) // parts % tiles * TILE_M
+    matrix = (tl.program_id(0) // (parts * tiles)).to(tl.int64)
+    num_rows, num_keys = tl.minimum(TILE_M, q_len - m0), tl.minimum(COLUMNS, k_len - n0)
+    row, column = tl.arange(0, TILE_M), tl.arange(0, D)
+    is_column = (column < HEAD_SIZE)[None, :]
 
-    # From the vector on in which a row starts, ``before`` places into it, and they all alike.
-    start = (matrix * q_len + rows) * k_len
-    before = ((matrix * q_len + place) * k_len % VECTOR).to(tl.int32)
-    at = scores + (start // VECTOR * VECTOR)[:, None]
-    first = (before + VECTOR - 1) // VECTOR * VECTOR
-    last = (before + k_len) // VECTOR * VECTOR
+    # Where do they come from? Keys in an order in which a thread's scores are neighbours.
+    batch, head = matrix // num_heads, matrix % num_heads
+    q += batch * q_batch + head * q_head + m0.to(tl.int64) * q_row
+    k += batch * k_batch + head * k_head + n0.to(tl.int64) * k_row
+    key = order(TILE_N, T)
+    q_at = q + row.to(tl.int64)[:, None] * q_row + column[None, :]
+    k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
 
-    # The vectors that are the rows' own.
-    for n in tl.range(first, last, TILE_N, num_stages=STAGES):
-        to = n + tl.arange(0, TILE_N)
-        key = to - before
-        k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
-        k_tile = tl.load(k_at, mask=(key < k_len)[:, None] & is_column, other=0.0)
+    # And where do they go? A piece begins within 128 bytes as it will in the GPU's memory.
+    start = (matrix * q_len + m0) * k_len + n0
+    if IS_LONG:
+        place = ((start + row.to(tl.int64) * k_len) % ALIGN).to(tl.int32) + row * PITCH
+    else:
+        place = (start % ALIGN).to(tl.int32) + row * k_len
+    line = address(line_size)
+    chunk = 8 * T * tl.arange(0, TILE_N // (8 * T))[:, None] + 8 * tl.arange(0, T)[None, :]
+    at = line + (place[:, None, None] + chunk[None, :, :]) * SIZE
+
+    for n in tl.range(0, num_keys, TILE_N, num_stages=STAGES):
+        q_tile = tl.load(q_at, mask=(row < num_rows)[:, None] & is_column, other=0.0)
+        is_key = (key < num_keys - n)[:, None]
+        k_tile = tl.load(k_at + n * k_row, mask=is_key & is_column, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        tl.store(
-            at + to[None, :], s.to(scores.dtype.element_ty), mask=is_row & (to < last)[None, :]
-        )
+        x0, x1, x2, x3, x4, x5, x6, x7 = in_eights(s.to(scores.dtype.element_ty), T)
+        if n + TILE_N <= num_keys:
+            put(at + n * SIZE, x0, x1, x2, x3, x4, x5, x6, x7)
+        else:
+            to, count = tl.broadcast(at + n * SIZE, (num_keys - n - chunk)[None, :, :])
+            put_some(to, x0, x1, x2, x3, x4, x5, x6, x7, count)
+    settle(BULK)
 
-    if PLACES > 1:
-        # Up to 7 numbers before them, and as many behind.
-        edge = tl.arange(0, 16)
-        to = tl.where(edge < 8, edge, last + edge - 8)
-        key = to - before
-        seen = (key >= 0) & (key < k_len) & tl.where(edge < 8, to < first, last >= first)
-        k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
-        k_tile = tl.load(k_at, mask=seen[:, None] & is_column, other=0.0)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        tl.store(at + to[None, :], s.to(scores.dtype.element_ty), mask=is_row & seen[None, :])
+    for piece in range(num_rows if IS_LONG else 1):
+        start = (matrix * q_len + m0 + piece) * k_len + n0
+        begin = (start % ALIGN).to(tl.int32)
+        end = begin + (num_keys if IS_LONG else num_rows * k_len)
+        _write(line + piece * (PITCH * SIZE), scores, start - begin, begin, end, BITS, BULK)
+    if BULK:
+        wait_for_sent()
+
+
+@triton.jit
+def _write(line, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.constexpr):
+    """Numbers ``begin`` to ``end`` of a line, which is on 128 bytes, as ``scores + offset`` is."""
+    SIZE: tl.constexpr = BITS // 8
+    WIDTH: tl.constexpr = 16 // SIZE
+    VECTORS: tl.constexpr = 256
+    to = scores.to(tl.int64) + offset * SIZE
+    first, last = (begin + WIDTH - 1) // WIDTH, end // WIDTH
+    if BULK:
+        if last > first:
+            send(line + first * 16, to + first * 16, (last - first) * 16)
+    else:
+        for v in range(0, last, VECTORS):
+            vector = v + tl.arange(0, VECTORS)
+            is_whole = (vector >= first) & (vector < last)
+            copy_vectors(line + vector * 16, to + vector * 16, is_whole)
+    edge = tl.arange(0, 2 * WIDTH)
+    number = tl.where(edge < WIDTH, begin // WIDTH * WIDTH, (last - 1) * WIDTH) + edge
+    is_one = (number >= begin) & (number < end)
+    copy_numbers(line + number * SIZE, to + number * SIZE, is_one, BITS)
 
 
 def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
@@ -123,39 +173,48 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     scores = torch.empty(shape, dtype=q.dtype, device=q.device)
     strides = *q.stride()[:3], *k.stride()[:3]
     unit = 16 // q.element_size()
-    factor = math.gcd(unit, *strides) if all(t.data_ptr() % 16 == 0 for t in (q, k)) else 1
-    places = unit // math.gcd(unit, problem.k_len)
-    # Rows that all start on a vector need not be many.
-    vector = unit if places == 1 or problem.q_len >= _ROWS * places else 1
-    places = min(places, vector)
-    launcher = make_launcher(q.dtype, problem.head_size, vector, places, factor)
-    tiles = -(-problem.q_len // (launcher.constants["TILE_M"] * places))
+    is_aligned = all(t.data_ptr() % 16 == 0 for t in (q, k))
+    factor = math.gcd(unit, *strides) if is_aligned else 1
+    has_bulk = DeviceInfo.of(q.device).capability >= (9, 0)
+    launcher = make_launcher(q.dtype, problem.head_size, problem.k_len, factor, has_bulk)
+    tiles = -(-problem.q_len // launcher.constants["TILE_M"])
+    parts = -(-problem.k_len // launcher.constants["COLUMNS"])
     launcher(
-        (problem.batch * problem.num_heads * tiles * places * (problem.k_len > 0), 1, 1),
-        scores, q, k, problem.num_heads, problem.q_len, problem.k_len, softmax_scale, *strides,
+        (problem.batch * problem.num_heads * tiles * parts, 1, 1),
+        scores, q, k, problem.num_heads, problem.q_len, problem.k_len, launcher.more_shared,
+        softmax_scale, *strides,
     )  # fmt: skip
     return scores
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def make_launcher(
-    dtype: torch.dtype, head_size: int, vector: int, places: int, factor: int
-) -> Launcher:  # fmt: skip
-    """The kernel for one head size, whose rows start at ``places`` places within a vector."""
-    width = max(16, triton.next_power_of_2(head_size))
-    columns = min(128 if vector > 1 else 64, max(16, _KEY_BYTES // (width * dtype.itemsize)))
-    rows = 64 if vector == 1 and columns == 64 else _ROWS
+    dtype: torch.dtype, head_size: int, k_len: int, factor: int, has_bulk: bool
+) -> Launcher:
+    """The kernel for heads of one size. Other numbers of keys take other shared memory only."""
+    size, width = dtype.itemsize, max(16, triton.next_power_of_2(head_size))
+    # Rows: with fewer, keys are read too often; with more, too few programs fit (lab log).
+    rows = 32 if width * size < 1024 else 16
+    warps, stages = (2, 3) if k_len <= 64 else (4, 4)
+    while warps > 1 and (rows + 32 * warps) * width * size > _TILES:
+        warps //= 2
+    stages = min(stages, 1 + _TILES // ((rows + 32 * warps) * width * size))
+    columns, line = _LINE // (rows * size), rows * k_len * size
+    if is_long := k_len > columns:
+        columns -= _ALIGN // size
+        line = _LINE
     given = POINTERS[dtype] + ":16" * (factor > 1)
     stride = f"i64:{factor}"
     types = {
         "scores": POINTERS[dtype] + ":16", "q": given, "k": given,
-        "num_heads": "i32", "q_len": "i32", "k_len": "i32", "scale": "fp32",
+        "num_heads": "i32", "q_len": "i32", "k_len": "i32", "line_size": "i32", "scale": "fp32",
         "q_batch": stride, "q_head": stride, "q_row": stride,
         "k_batch": stride, "k_head": stride, "k_row": stride,
     }  # fmt: skip
     constants = {
-        "HEAD_SIZE": head_size, "VECTOR": vector, "PLACES": places, "TILE_M": rows,
-        "TILE_N": columns, "D": width, "STAGES": 3,
+        "HEAD_SIZE": head_size, "TILE_M": rows, "TILE_N": 32 * warps, "D": width, "T": 4 * warps,
+        "COLUMNS": columns, "IS_LONG": is_long, "BULK": has_bulk, "STAGES": stages,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
-    return Launcher(_score, types, constants, num_warps=4)
+    more = line + 2 * _ALIGN - 1  # it begins anywhere within 128 bytes, and they anywhere
+    return Launcher(_score, types, constants, more_shared=more, num_warps=warps)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 
 from ...device import DeviceInfo
@@ -61,16 +61,23 @@ class Launcher:
         types: Of its other parameters, in their order: ``"*fp16"``, ``"i32"``; ``"*fp16:16"`` is
             a pointer to an address that is a multiple of 16, ``"i64:8"`` a multiple of 8.
         constants: Its ``tl.constexpr`` parameters, in their order.
+        more_shared: Bytes of shared memory behind those that Triton uses (``tiles/triton/line``).
         **options: Of the compiler, like ``num_warps``.
     """
 
     source: Any = ASTSource  # a subclass for another language of Triton's names its own
 
     def __init__(
-        self, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
+        self,
+        kernel: Any,
+        types: dict[str, str],
+        constants: dict[str, Any],
+        more_shared: int = 0,
+        **options: Any,
     ) -> None:
         assert [*types, *constants] == list(kernel.arg_names), "in the kernel's order"
         self.kernel, self.types, self.constants, self.options = kernel, types, constants, options
+        self.more_shared = more_shared
         self._values = tuple(constants.values())
         self._pointers = [at for at, kind in enumerate(types.values()) if kind[0] == "*"]
         self._loaded: dict[int, Any] = {}
@@ -84,7 +91,12 @@ class Launcher:
             (at,): [["tt.divisibility", int(factor)]] for at, factor in enumerate(factors) if factor
         }
         source = self.source(self.kernel, signature, self.constants, attributes)
-        return triton.compile(source, target=target, options=self.options)
+        compiled = triton.compile(source, target=target, options=self.options)
+        if self.more_shared:  # before it is loaded, which asks the driver for as much
+            shared = compiled.metadata.shared + self.more_shared
+            compiled.metadata = compiled.metadata._replace(shared=shared)
+            compiled.packed_metadata = make_backend(target).pack_metadata(compiled.metadata)
+        return compiled
 
     def bind(self, grid: tuple[int, int, int], *numbers: float) -> Launch:
         """A launch with all but its tensors, which come first among the parameters, settled."""

@@ -1,0 +1,190 @@
+"""Rows of a product written as one line of memory, whatever place they begin at.
+
+Memory is written by 128 bytes, and a row of 343 float16 numbers begins anywhere within them: a
+warp that stores a part of a row touches two such lines, and sectors that are not all its own.
+Rows that follow one another are therefore put together in shared memory, exactly as they will
+lie, and leave in one piece. That takes shared memory at addresses of one's own, which Triton does
+not have; these functions say it in PTX. A launcher's ``more_shared`` brings the bytes, behind
+those that Triton uses.
+
+Of a product of tensor cores a thread holds pairs of neighbours; the next pair of its row is ``2 T``
+columns further, since ``T`` threads share a row (4 in a warp, times the warps side by side). If
+the columns are made in another ``order``, four pairs of a thread are eight neighbours of the line,
+which ``in_eights`` takes from the registers as they lie and ``put`` stores by words (``T = 4``)::
+
+    column of the product   0 1 2 3  4  5  6  7 | 8 9 10 11 …
+    thread                  0 0 1 1  2  2  3  3 | 0 0  1  1
+    place in the line       0 1 8 9 16 17 24 25 | 2 3 10 11 …
+
+Where the compiler lays a product out in another way, the result is the same, by conversions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "address",
+    "copy_numbers",
+    "copy_vectors",
+    "in_eights",
+    "order",
+    "put",
+    "put_some",
+    "send",
+    "settle",
+    "wait_for_sent",
+]
+
+
+@triton.jit
+def address(size):
+    """Where, on 128 bytes, the last ``size`` bytes of a program's shared memory begin, or later."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 all; mov.u32 $0, global_smem; mov.u32 all, %dynamic_smem_size;
+        add.u32 $0, $0, all; sub.u32 $0, $0, $1; and.b32 $0, $0, -128; }""",
+        "=r,r", [size - 127], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def order(COLUMNS: tl.constexpr, T: tl.constexpr):
+    """For every column of a product, its place in the line: ``[COLUMNS]``, of 0 to COLUMNS - 1."""
+    column = tl.arange(0, COLUMNS)
+    thread, pair = column % (2 * T) // 2, column % (8 * T) // (2 * T)
+    return column // (8 * T) * (8 * T) + thread * 8 + pair * 2 + column % 2
+
+
+@triton.jit
+def in_eights(x, T: tl.constexpr):
+    """A product whose columns are in ``order``, as eight ``[rows, columns // (8 T), T]``.
+
+    The first is the first of each eight neighbours in the line, as integers of as many bits;
+    the eight of ``[:, g, t]`` begin at place ``8 T g + 8 t``.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // (8 * T)
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    x = x.to(tl.int16 if BITS == 16 else tl.int32, bitcast=True)
+    even, odd = tl.split(x.reshape([ROWS, GROUPS, 4, T, 2]))
+    even = even.permute([0, 1, 3, 2]).reshape([ROWS, GROUPS, T, 2, 2])
+    odd = odd.permute([0, 1, 3, 2]).reshape([ROWS, GROUPS, T, 2, 2])
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def put(at, x0, x1, x2, x3, x4, x5, x6, x7):
+    """Store eight neighbours each to shared memory, from address ``at`` on."""
+    WORDS: tl.constexpr = x0.dtype.primitive_bitwidth == 32
+    tl.inline_asm_elementwise(
+        _PUT_WORDS if WORDS else _PUT_HALVES,
+        "=r,r,r,r,r,r,r,r,r,r" if WORDS else "=r,r,h,h,h,h,h,h,h,h",
+        [at, x0, x1, x2, x3, x4, x5, x6, x7], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def put_some(at, x0, x1, x2, x3, x4, x5, x6, x7, count):
+    """Only the first ``count`` of them: none if it is 0 or less."""
+    WORDS: tl.constexpr = x0.dtype.primitive_bitwidth == 32
+    tl.inline_asm_elementwise(
+        _put_some(32 if WORDS else 16),
+        "=r,r,r,r,r,r,r,r,r,r,r" if WORDS else "=r,r,h,h,h,h,h,h,h,h,r",
+        [at, x0, x1, x2, x3, x4, x5, x6, x7, count], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# Halves that begin in the middle of a word go out as words across them, but for the outer two.
+_PUT_HALVES = tl.constexpr("""{
+.reg .pred odd; .reg .b32 w<4>, v<3>, half, bytes, at;
+and.b32 half, $1, 2; setp.ne.b32 odd, half, 0;
+selp.b32 bytes, 0x5432, 0x3210, odd; add.u32 at, $1, half;
+mov.b32 w0, {$2, $3}; mov.b32 w1, {$4, $5}; mov.b32 w2, {$6, $7}; mov.b32 w3, {$8, $9};
+prmt.b32 v0, w0, w1, bytes; prmt.b32 v1, w1, w2, bytes; prmt.b32 v2, w2, w3, bytes;
+@odd st.shared.b16 [$1], $2;
+st.shared.b32 [at], v0; st.shared.b32 [at+4], v1; st.shared.b32 [at+8], v2;
+@!odd st.shared.b32 [at+12], w3;
+@odd st.shared.b16 [$1+14], $9;
+mov.b32 $0, 0; }""")
+_PUT_WORDS = tl.constexpr("""{
+st.shared.b32 [$1], $2; st.shared.b32 [$1+4], $3;
+st.shared.b32 [$1+8], $4; st.shared.b32 [$1+12], $5;
+st.shared.b32 [$1+16], $6; st.shared.b32 [$1+20], $7;
+st.shared.b32 [$1+24], $8; st.shared.b32 [$1+28], $9;
+mov.b32 $0, 0; }""")
+
+
+@triton.constexpr_function
+def _put_some(bits):
+    stores = (
+        f"setp.gt.s32 is_in, $10, {i}; @is_in st.shared.b{bits} [$1+{i * bits // 8}], ${i + 2};"
+        for i in range(8)
+    )
+    return "{ .reg .pred is_in; " + " ".join(stores) + " mov.b32 $0, 0; }"
+
+
+@triton.jit
+def copy_vectors(source, to, mask):
+    """Copy 16 bytes each from shared memory to the GPU's."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred is_in; .reg .b32 x<4>; setp.ne.b32 is_in, $3, 0;
+        @is_in ld.shared.v4.b32 {x0, x1, x2, x3}, [$1];
+        @is_in st.global.v4.b32 [$2], {x0, x1, x2, x3}; mov.b32 $0, 0; }""",
+        "=r,r,l,r", [source, to, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_numbers(source, to, mask, BITS: tl.constexpr):
+    """Copy numbers of ``BITS`` bits from shared memory to the GPU's."""
+    tl.inline_asm_elementwise(
+        _copy_numbers(BITS), "=r,r,l,r", [source, to, mask.to(tl.int32)], tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _copy_numbers(bits):
+    return (
+        f"{{ .reg .pred is_in; .reg .b{bits} x; setp.ne.b32 is_in, $3, 0;"
+        f" @is_in ld.shared.b{bits} x, [$1]; @is_in st.global.b{bits} [$2], x; mov.b32 $0, 0; }}"
+    )
+
+
+@triton.jit
+def settle(BULK: tl.constexpr):
+    """What was put is there for all threads, and for the copy engine if it is to read it."""
+    if BULK:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; mov.b32 $0, 0;",
+            "=r,r", [tl.program_id(0)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    tl.debug_barrier()
+
+
+@triton.jit
+def send(source, to, size):
+    """Have the copy engine of Hopper take ``size`` bytes to the GPU's memory, all by 16."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred is_first; .reg .b32 thread; mov.u32 thread, %tid.x;
+        setp.eq.u32 is_first, thread, 0;
+        @is_first cp.async.bulk.global.shared::cta.bulk_group [$2], [$1], $3;
+        mov.b32 $0, 0; }""",
+        "=r,r,l,r", [source, to, size], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_sent():
+    """Until the copy engine has read all that was sent: before a program ends."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; mov.b32 $0, 0;",
+        "=r,r", [tl.program_id(0)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

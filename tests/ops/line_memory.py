@@ -1,0 +1,75 @@
+"""What ``tiles/triton/line`` says in PTX, in NumPy: shared memory for interpreted kernels."""
+
+import ctypes
+
+import numpy as np
+
+SIZE = 1 << 17
+
+
+class LineMemory:
+    """Stands in for the functions of the same names; programs are interpreted one by one."""
+
+    def __init__(self):
+        self.bytes = np.zeros(SIZE, np.uint8)
+        self.end = 0
+
+    def address(self, size):
+        """New memory, as far as the program knows: full of what nobody stored."""
+        assert size <= SIZE
+        self.bytes[:] = 0xFF
+        self.end = size
+        return 0
+
+    def put(self, at, *numbers):
+        self.put_some(at, *numbers, None)
+
+    def put_some(self, at, *numbers_and_count):
+        *numbers, count = numbers_and_count
+        counts = np.full(at.shape, 8) if count is None else _array(count)
+        for place, number in enumerate(numbers):
+            values = _array(number)
+            for start, value, left in zip(
+                _array(at).ravel(), values.ravel(), counts.ravel(), strict=True
+            ):
+                if place < left:
+                    begin = start + place * value.nbytes
+                    assert begin % value.nbytes == 0
+                    assert 0 <= begin < self.end - 127, "the line may begin up to 127 bytes later"
+                    self.bytes[begin : begin + value.nbytes] = np.frombuffer(
+                        value.tobytes(), np.uint8
+                    )
+
+    def copy_vectors(self, source, to, mask):
+        self._copy(source, to, mask, 16)
+
+    def copy_numbers(self, source, to, mask, bits):
+        self._copy(source, to, mask, int(getattr(bits, "value", bits)) // 8)
+
+    def send(self, source, to, size):
+        (size,) = _array(size).ravel()
+        assert size > 0
+        assert _array(source).item() % 16 == _array(to).item() % 16 == size % 16 == 0
+        self._move(_array(source).item(), _array(to).item(), size)
+
+    def settle(self, bulk):
+        pass
+
+    def wait_for_sent(self):
+        pass
+
+    def _copy(self, source, to, mask, size):
+        for start, address, is_in in zip(
+            _array(source).ravel(), _array(to).ravel(), _array(mask).ravel(), strict=True
+        ):
+            if is_in:
+                assert start % size == address % size == 0
+                self._move(start, address, size)
+
+    def _move(self, start, address, size):
+        chunk = self.bytes[start : start + size].tobytes()
+        ctypes.memmove(int(address), chunk, int(size))
+
+
+def _array(tensor):
+    return np.asarray(tensor.handle.data)
