@@ -74,7 +74,7 @@ def launchers(problem):
     if problem.dtype == F32:
         factor = min(factor, 4)
     kinds = (("*fp32", "*i32", "*i32", "*u8" if problem.has_regions else "*fp32", "*fp32"),)
-    kinds += (factor, True)
+    kinds += (factor, factor, True)
     first, last = plan.groups[0], plan.groups[-1]
     yield kernels._attend(problem, plan, kinds)
     yield kernels._row_gradients(problem, plan, kinds, first, 0, len(plan.groups) == 1, False)
@@ -96,11 +96,12 @@ def test_kernels_compile_for_hopper_within_its_memory(problem, most_spilled, tmp
         assert used["STACK"] <= most_spilled, used
 
 
-def test_another_number_of_windows_is_the_same_kernel():
+def test_another_number_of_windows_or_heads_is_the_same_kernel():
     pytest.importorskip("triton")
     from pagewise.ops.window_attention import triton as kernels
 
     first, second = (
-        kernels._cut(replace(VOLUME, num_windows=n, num_masks=n), H200)[1] for n in (343, 1000)
+        kernels._cut(replace(VOLUME, num_windows=n, num_masks=n, num_heads=heads), H200)[1]
+        for n, heads in ((343, 3), (1000, 6))
     )
     assert first == second

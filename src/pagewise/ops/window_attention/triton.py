@@ -129,7 +129,7 @@ def _cut(problem: Problem, device: DeviceInfo) -> tuple[Plan, tuple[Problem, Pla
     """The plan, and what of problem and plan a kernel is compiled for: not how many windows."""
     plan = make_plan(problem, device)
     num_masks, num_biases = min(problem.num_masks, 1), min(problem.num_biases, 1)
-    one = replace(problem, num_windows=1, num_masks=num_masks, num_biases=num_biases)
+    one = replace(problem, num_windows=1, num_heads=1, num_masks=num_masks, num_biases=num_biases)
     return plan, (one, replace(plan, chunks=1, chunks_backward=1))
 
 
@@ -165,13 +165,15 @@ class _Call:
         in_rows = [stride for rows in self.qkv for stride in rows.stride()[:3]]
         factor = math.gcd(16 // x.q.element_size(), problem.head_size, *in_rows)
         is_aligned = all(rows.data_ptr() % 16 == 0 for rows in self.qkv)
-        self.kinds = (tuple(KINDS[t.dtype] for t in self.added), factor, is_aligned)
+        types = tuple(KINDS[t.dtype] for t in self.added)
+        self.kinds = types, factor, math.gcd(8, self.strides[0]), is_aligned
 
     def scalars(self, num_chunks: int) -> list[Any]:
         """What the kernels take between tensors and strides."""
         x, table_size = self.x, self.problem.table_size
         return [
             self.problem.num_windows,
+            self.problem.num_heads,
             num_chunks,
             max(1, self.problem.num_masks),
             max(1, self.problem.num_biases),
@@ -218,13 +220,13 @@ def _sum_table(x: Operands, dbias: Tensor) -> Tensor:
     types = {"dtable": KINDS[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
              "offsets": "*i32", "num_tokens": "i32", "table_size": "i32"}  # fmt: skip
     launcher = _small(triton_backward.table_gradient, tuple(types.items()),
-                      (("NUM_HEADS", num_heads), ("TILE", 32), ("TILE_N", 64), width))  # fmt: skip
+                      (("TILE", 32), ("TILE_N", 64), width))  # fmt: skip
     launcher((-(-table_size // 32), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
              table_size)  # fmt: skip
     return dtable
 
 
-_Kinds = tuple[tuple[str, ...], int, bool]
+_Kinds = tuple[tuple[str, ...], int, int, bool]
 
 
 @functools.lru_cache(maxsize=256)
@@ -275,7 +277,7 @@ def _types(
     others: tuple[str, ...],
 ) -> dict[str, str]:  # fmt: skip
     """The types of all parameters but the constants, in the order that the kernels share."""
-    added, factor, is_aligned = kinds
+    added, factor, out_factor, is_aligned = kinds
     own, stride = KINDS[problem.dtype], f"i64:{factor}"
     floats = ("lse", "dlse", "delta", "dq_so_far", "dbias", "dscale")
     types = {name: "*fp32" if name in floats else own + ":16" for name in results}
@@ -284,11 +286,10 @@ def _types(
     names = ("bias", "offsets", "mixed", "mask", "logit_scale")
     types |= dict(zip(names, added, strict=True))
     types["mixed"] = "*i32"  # or not read
-    integers = ("num_windows", "num_chunks", "num_masks", "num_biases", "centre")
+    integers = ("num_windows", "num_heads", "num_chunks", "num_masks", "num_biases", "centre")
     types |= dict.fromkeys(integers, "i32")
     types |= dict.fromkeys(("softmax_scale", "mask_value", "eps"), "fp32")
-    own_row = math.gcd(8, problem.num_heads * problem.head_size * problem.num_tokens)
-    types |= {"out_window": f"i64:{own_row}", "lse_window": "i64", "mask_window": "i64",
+    types |= {"out_window": f"i64:{out_factor}", "lse_window": "i64", "mask_window": "i64",
               "mask_row": "i64", "bias_window": "i64"}  # fmt: skip
     axes = ("window", "head", "token")
     return types | {f"{name}_{axis}": stride for name in rows for axis in axes}
@@ -298,8 +299,8 @@ def _features(problem: Problem) -> dict[str, Any]:
     bias = 1 if problem.table_size is not None else 2 if problem.num_biases else 0
     mask = 1 if problem.has_regions else 2 if problem.num_masks else 0
     return {
-        "NUM_HEADS": problem.num_heads, "NUM_TOKENS": problem.num_tokens,
-        "HEAD_SIZE": problem.head_size, "BIAS": bias, "MASK": mask, "COSINE": problem.cosine,
+        "NUM_TOKENS": problem.num_tokens, "HEAD_SIZE": problem.head_size,
+        "BIAS": bias, "MASK": mask, "COSINE": problem.cosine,
     }  # fmt: skip
 
 

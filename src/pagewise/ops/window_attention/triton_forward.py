@@ -36,17 +36,18 @@ from .triton_tiles import (
 
 @triton.jit
 def attend(
-    out,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
-    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS]
-    q,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE], like k and v
+    out,  # [num_windows, NUM_TOKENS, num_heads, HEAD_SIZE]
+    lse,  # float32 [num_windows, num_heads, NUM_TOKENS]
+    q,  # [num_windows, num_heads, NUM_TOKENS, HEAD_SIZE], like k and v
     k,
     v,
-    bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    bias,  # [table_size, num_heads] or [num_biases, num_heads, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
     mixed,  # int32 [num_masks]
     mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
-    logit_scale,  # [NUM_HEADS]
+    logit_scale,  # [num_heads]
     num_windows,
+    num_heads,
     num_chunks,
     num_masks,
     num_biases,
@@ -58,7 +59,6 @@ def attend(
     q_window, q_head, q_token,
     k_window, k_head, k_token,
     v_window, v_head, v_token,
-    NUM_HEADS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -75,14 +75,14 @@ def attend(
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
     rows = program % NUM_TILES * TILE_M + tl.arange(0, TILE_M)
-    head = program // NUM_TILES % NUM_HEADS
-    chunk = program // (NUM_TILES * NUM_HEADS)
+    head = program // NUM_TILES % num_heads
+    chunk = program // (NUM_TILES * num_heads)
     is_row = rows < NUM_TOKENS
     q, k, v = q + head * q_head, k + head * k_head, v + head * v_head
     bias += chunk % num_biases * bias_window
     scale = head_scale(logit_scale, softmax_scale, head, COSINE)
     kept = load_biases(
-        bias, offsets, rows, 0, head, centre, TILES, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False
+        bias, offsets, rows, 0, head, centre, TILES, KEPT, num_heads, NUM_TOKENS, BIAS, False
     )
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load q
@@ -103,7 +103,7 @@ def attend(
             s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")
             s = scale_and_add_bias(
                 s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys,
-                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
+                head, centre, KEPT, num_heads, NUM_TOKENS, BIAS, False,
             )  # fmt: skip
             s = add_mask(
                 s, mask_at, is_masked, rows, keys, mask_value, mask_row, NUM_TOKENS, MASK, False
@@ -114,7 +114,7 @@ def attend(
         # finish and store
         result, row_lse = finish(m, l, acc)
         d = tl.arange(0, D)
-        at = out + window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
+        at = out + window * out_window + (rows[:, None] * num_heads + head) * HEAD_SIZE + d[None, :]
         inside = is_row[:, None] & (d < HEAD_SIZE)[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=inside)
         tl.store(lse + window * lse_window + head * NUM_TOKENS + rows, row_lse, mask=is_row)

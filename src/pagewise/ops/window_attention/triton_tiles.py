@@ -71,7 +71,7 @@ def unnormalise(gradient, x, eps):
 @triton.jit
 def load_bias(
     bias, offsets, rows, columns, head, centre,
-    NUM_HEADS: tl.constexpr, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, FLIPPED: tl.constexpr,
+    num_heads, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """A tile of bias in powers of two; -inf where there is no key.
 
@@ -81,7 +81,7 @@ def load_bias(
         u = tl.load(offsets + rows, mask=rows < NUM_TOKENS, other=0)[:, None]
         other_u = tl.load(offsets + columns, mask=columns < NUM_TOKENS, other=0)[None, :]
         difference = other_u - u if FLIPPED else u - other_u
-        at = (difference + centre) * NUM_HEADS + head
+        at = (difference + centre) * num_heads + head
     else:
         i, j = rows[:, None], columns[None, :]
         at = (head * NUM_TOKENS + (j if FLIPPED else i)) * NUM_TOKENS + (i if FLIPPED else j)
@@ -97,14 +97,14 @@ def load_bias(
 @triton.jit
 def load_biases(
     bias, offsets, rows, first_column, head, centre, TILES: tl.constexpr, KEPT: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, FLIPPED: tl.constexpr,
+    num_heads, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """Bias for neighbouring tiles of columns, float16, if it is to be kept."""
     tiles = ()
     for t in tl.static_range(0 if KEPT == NOWHERE else len(TILES)):
         columns = first_column + tl.arange(0, TILES[t])
         tile = load_bias(
-            bias, offsets, rows, columns, head, centre, NUM_HEADS, NUM_TOKENS, BIAS, FLIPPED
+            bias, offsets, rows, columns, head, centre, num_heads, NUM_TOKENS, BIAS, FLIPPED
         )
         if KEPT == SHARED:
             tile = tl.maximum(tile, -60000.0)  # 0 · -inf is no number
@@ -116,7 +116,7 @@ def load_biases(
 @triton.jit
 def scale_and_add_bias(
     s, scale, kept, bias, offsets, rows, columns, head, centre, KEPT: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, FLIPPED: tl.constexpr,
+    num_heads, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """A tile of products into scores with their bias.
 
@@ -130,7 +130,7 @@ def scale_and_add_bias(
     if KEPT == REGISTERS:
         return s * scale + kept.to(tl.float32)
     return s * scale + load_bias(
-        bias, offsets, rows, columns, head, centre, NUM_HEADS, NUM_TOKENS, BIAS, FLIPPED
+        bias, offsets, rows, columns, head, centre, num_heads, NUM_TOKENS, BIAS, FLIPPED
     )
 
 
