@@ -47,6 +47,7 @@ from pagewise.tiles.state import AttentionOutput
 
 REFERENCE_EVERY = 8
 GPU_IMPLEMENTATIONS = ("auto", "hopper_prefill", "hopper", "triton")
+PART = 100  # cases of a lot that a process takes at a time
 STRIDED_EVERY = 4  # lots: kernels are compiled for what strides are multiples of
 
 
@@ -74,8 +75,13 @@ def main() -> int:
     options = _parse()
     last = options.first + options.cases
     lot = options.alike
+    # The first parts of all lots, which compile, before the next: a slow lot's are shared out.
+    part = min(lot, PART)
     starts = range(options.first // lot * lot, last, lot)
-    lots = [range(max(at, options.first), min(at + lot, last)) for at in starts]
+    cuts = [
+        (at + cut, min(at + cut + part, at + lot)) for cut in range(0, lot, part) for at in starts
+    ]
+    lots = [range(max(at, options.first), min(end, last)) for at, end in cuts]
     total = Tally()
     with tqdm(total=options.cases, unit="case", smoothing=0.02) as bar:
         for tally in _in_processes(options, lots):

@@ -40,10 +40,9 @@ from .load import (
     load_keys_role,
     load_values_role,
 )
-from .names import barrier
 from .ring import make_ring
 from .schedule import Batch, make_orders
-from .softmax import hide, pass_turn, take_turn, weigh
+from .softmax import hide, meet, pass_turn, take_turn, weigh
 
 __all__ = ["forward_kernel"]
 
@@ -82,7 +81,9 @@ def _compute_role(
         last = orders.read(tile_use, LAST)
         if last < TILE_N:
             v_ring.turns.wait_full(0, use)
-            _clear_rows(v_ring.tile(use, 0), gl.maximum(last, 0), form)
+            if WG == 0:
+                _clear_rows(v_ring.tile(use, 0), gl.maximum(last, 0), form)
+            meet(form.WARPGROUPS)
         num_right = orders.read(tile_use, NUM_RIGHT)
         num_full = orders.read(tile_use, NUM_FULL)
         for _ in range(num_right):
@@ -186,7 +187,7 @@ def _attend_tile(
 
 @gluon.jit
 def _clear_rows(tile, first, form):
-    """Zero a tile's rows from ``first`` to the end of its box; every warpgroup for itself."""
+    """Zero a tile's rows from ``first`` to the end of its box."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     EIGHTS: gl.constexpr = tile.shape[0] // 8
     CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
@@ -197,7 +198,6 @@ def _clear_rows(tile, first, form):
             part = parts.index(i * CHUNKS + c if form.ATOMS else c * EIGHTS + i)
             part.store(gl.where(row < first - i * 8, part.load(LAYOUT), 0.0))
     fence_async_shared()
-    barrier()
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["hide", "pass_turn", "take_turn", "weigh"]
+__all__ = ["hide", "meet", "pass_turn", "take_turn", "weigh"]
 
 
 @gluon.jit
@@ -30,16 +30,16 @@ def weigh(s, m, l, scale, MASKED: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _barrier(what, number):
+def _barrier(what, number, warpgroups):
     # Barriers from 8 on are free: the compiler takes one for each partition from 0 on.
-    return f"barrier.cta.{what}.aligned {8 + number}, 256; mov.u32 $0, 0;"
+    return f"barrier.cta.{what}.aligned {8 + number}, {128 * warpgroups}; mov.u32 $0, 0;"
 
 
 @gluon.jit
 def take_turn(GROUP: gl.constexpr):
     """Wait until the warpgroup before has issued its products."""
     gl.inline_asm_elementwise(
-        _barrier("sync", GROUP), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
+        _barrier("sync", GROUP, 2), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
     )
 
 
@@ -47,5 +47,12 @@ def take_turn(GROUP: gl.constexpr):
 def pass_turn(GROUP: gl.constexpr):
     """Let a warpgroup issue its products."""
     gl.inline_asm_elementwise(
-        _barrier("arrive", GROUP), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
+        _barrier("arrive", GROUP, 2), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def meet(WARPGROUPS: gl.constexpr):
+    """Wait until all warpgroups are here."""
+    barrier: gl.constexpr = _barrier("sync", WARPGROUPS, WARPGROUPS)
+    gl.inline_asm_elementwise(barrier, "=r,~{memory}", [], gl.int32, is_pure=False, pack=1)
