@@ -195,7 +195,7 @@ def make_launcher(
     size, width = dtype.itemsize, max(16, triton.next_power_of_2(head_size))
     # Rows: with fewer, keys are read too often; with more, too few programs fit (lab log).
     rows = 32 if width * size < 1024 else 16
-    warps, stages = (2, 3) if k_len <= 64 else (4, 4)
+    warps, stages = (2, 2) if k_len <= 64 else (4, 4)
     while warps > 1 and (rows + 32 * warps) * width * size > _TILES:
         warps //= 2
     stages = min(stages, 1 + _TILES // ((rows + 32 * warps) * width * size))

@@ -1,0 +1,154 @@
+"""A small call of every GPU kernel, for a tool that watches what it does.
+
+    compute-sanitizer --tool memcheck python tools/small_calls.py
+    compute-sanitizer --tool racecheck python tools/small_calls.py decode prefill
+
+Every result is compared with the reference; exits with 1 if one is wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewise import (
+    attention,
+    attention_scores,
+    copy_blocks,
+    merge_states,
+    rel_offsets,
+    shift_regions,
+    window_attention,
+    write_kv,
+)
+from pagewise.testing import PagedCase, compare, make_inputs
+from pagewise.tiles.state import AttentionOutput
+
+LONG: dict[str, Any] = {"query_lens": (1, 1, 1), "seq_lens": (150, 700, 33)}
+SEVERAL: dict[str, Any] = {"query_lens": (70, 130), "seq_lens": (70, 150)}
+PAGED = {
+    "decode": ("hopper", LONG),
+    "decode-8-bit": ("hopper", LONG | {"kv_dtype": torch.float8_e4m3fn, "scales": "token"}),
+    "decode-triton": ("triton", LONG),
+    "prefill": ("hopper_prefill", SEVERAL),
+    "prefill-narrow": ("hopper_prefill", SEVERAL | {"head_size": 64}),
+    "prefill-triton": ("triton", SEVERAL),
+}
+
+
+def paged(name: str) -> float:
+    """``paged_attention``, poisoned, as a part of what is allowed."""
+    impl, sizes = PAGED[name]
+    plain: dict[str, Any] = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+    }
+    inputs = make_inputs(PagedCase(**(plain | sizes)))
+    there = inputs.to("cuda")
+    out = there.attend(impl=impl, out=torch.full_like(there.out, torch.nan))
+    return compare(AttentionOutput(*(x.cpu() for x in out)), inputs).ratio
+
+
+def dense(head_size: int) -> float:
+    """``attention`` and its gradients."""
+    q, k, v, dout = _random(4, 2, 150, 4, head_size)
+    return _against_reference(attention, (q, k, v), dout, causal=True)
+
+
+def windows(num_tokens: int, side: int, impl: str) -> float:
+    """``window_attention`` with bias and regions, and its gradients."""
+    window = (side,) * 2 if side**2 == num_tokens else (side,) * 3
+    q, k, v, dout = _random(4, 8, 3, num_tokens, 16)
+    table = torch.randn((2 * side - 1) ** len(window), 3, device="cuda")
+    regions = shift_regions([2 * side] * len(window), window, [side // 2] * len(window))
+    return _against_reference(
+        window_attention, (q, k, v), dout, impl,
+        bias_table=table, rel_offsets=rel_offsets(window).cuda(),
+        regions=regions[: len(q)].cuda(),
+    )  # fmt: skip
+
+
+def scores(k_len: int) -> float:
+    """``attention_scores``."""
+    q, k = _random(2, 2, 3, 49, 16)
+    k = _random(1, 2, 3, k_len, 16)[0]
+    return _distance(attention_scores(q, k), attention_scores(q, k, impl="reference"))
+
+
+def states() -> float:
+    """``merge_states``."""
+    outs, lses = _random(1, 3, 20, 4, 64)[0], torch.randn(3, 20, 4, device="cuda")
+    return _distance(merge_states(outs, lses).out, merge_states(outs, lses, impl="reference").out)
+
+
+def caches() -> float:
+    """``write_kv`` into 8 bits, then ``copy_blocks``."""
+    k, v = _random(2, 40, 2, 64)
+    slots = torch.randperm(64, device="cuda")[:40]
+    scale = torch.ones(2, device="cuda")
+    found = []
+    for impl in ("auto", "reference"):
+        cache = torch.zeros(2, 6, 16, 2, 64, device="cuda").to(torch.float8_e4m3fn)
+        write_kv(k, v, cache[0], cache[1], slots, k_scale=scale, v_scale=scale, impl=impl)
+        copy_blocks([cache[0]], torch.tensor([[0, 4], [1, 5]]), impl=impl)
+        found.append(cache.float())
+    return _distance(*found)
+
+
+CALLS: dict[str, Callable[[], float]] = {
+    **{name: lambda name=name: paged(name) for name in PAGED},  # type: ignore[misc]
+    "attention": lambda: dense(128),
+    "windows": lambda: windows(343, 7, "hopper"),
+    "windows-triton": lambda: windows(49, 7, "triton"),
+    "scores": lambda: scores(49),
+    "scores-long": lambda: scores(1001),
+    "merge": states,
+    "caches": caches,
+}
+
+
+def main() -> int:
+    """Make the calls; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CALLS)}")
+    names = parser.parse_args().names or list(CALLS)
+    if unknown := set(names) - set(CALLS):
+        parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(CALLS)}")
+    torch.manual_seed(0)
+    worst = 0.0
+    for name in names:
+        worst = max(worst, part := CALLS[name]())
+        print(f"{name:16} {part:.3f} of what is allowed", flush=True)
+    return 0 if worst <= 1 else 1
+
+
+def _random(count: int, *shape: int) -> tuple[Tensor, ...]:
+    return torch.randn(count, *shape, dtype=torch.bfloat16, device="cuda").unbind(0)
+
+
+def _against_reference(
+    op: Callable[..., AttentionOutput], qkv: tuple[Tensor, ...], dout: Tensor, impl: str = "auto",
+    **others: Any,
+) -> float:  # fmt: skip
+    """The worst distance of results and gradients."""
+    found = []
+    for chosen in (impl, "reference"):
+        leaves = [x.detach().clone().requires_grad_() for x in qkv]
+        out = op(*leaves, **others, impl=chosen).out
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    return max(_distance(*pair) for pair in zip(*found, strict=True))
+
+
+def _distance(mine: Tensor, theirs: Tensor) -> float:
+    """As a part of 2 % of the largest number: bfloat16 rounds to 0.4 %."""
+    gap = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
+    return float(gap / 0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
