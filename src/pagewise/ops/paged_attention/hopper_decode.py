@@ -20,161 +20,18 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...tiles.hopper.codes import split_codes
 from ...tiles.hopper.names import barrier
+from .hopper_fetch import FETCH_WARPS, fetch_role
+from .hopper_merge import LOG2_E, finite, merge_parts, slot_of, write_rows
+from .hopper_work import add, count_items, segment
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-FETCH_WARPS = gl.constexpr(4)
+FEW_TILES = gl.constexpr(8)  # of a share
 SMALLEST = gl.constexpr(-100)
 ROOM = gl.constexpr(14)
-
-
-@gluon.jit
-def _key_tiles(seq_len, query_len, window, TILE_N: gl.constexpr):
-    """The first tile that any row sees, and the one after the last."""
-    first = gl.maximum(seq_len - query_len - window + 1, 0) // TILE_N
-    return first, gl.maximum((seq_len + TILE_N - 1) // TILE_N, first)
-
-
-@gluon.jit
-def _count_items(
-    seq_lens, cu_seqlens_q, seq, num_seqs, window, TILE_N: gl.constexpr, SPLIT_TILES: gl.constexpr
-):
-    """Pieces of work of one KV head of each sequence: tiles, or splits. At least one: it writes."""
-    is_seq = seq < num_seqs
-    seq_len = gl.load(seq_lens + seq, mask=is_seq, other=0)
-    start = gl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
-    query_len = gl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - start
-    first, end = _key_tiles(seq_len, query_len, window, TILE_N)
-    count = (end + SPLIT_TILES - 1) // SPLIT_TILES - first // SPLIT_TILES
-    return gl.where(is_seq, gl.maximum(count, 1), 0)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _segment(
-    seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N: gl.constexpr,
-    SPLIT_TILES: gl.constexpr, SPLITS_FIXED: gl.constexpr,
-):  # fmt: skip
-    """The piece of one KV head that comes next on the line."""
-    seq_len = gl.load(seq_lens + seq)
-    first_token = gl.load(cu_seqlens_q + seq)
-    query_len = gl.load(cu_seqlens_q + seq + 1) - first_token
-    first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
-    first_split = first_tile // SPLIT_TILES
-    items = gl.maximum((end_tile + SPLIT_TILES - 1) // SPLIT_TILES - first_split, 1)
-    head = (item - before) // items
-    first = item - before - head * items
-    count = gl.minimum(end_item - item, 1 if SPLITS_FIXED else items - first)
-    low = gl.maximum((first_split + first) * SPLIT_TILES, first_tile)
-    high = gl.minimum((first_split + first + count) * SPLIT_TILES, end_tile)
-    return seq_len, first_token, query_len, items, head, first, count, low, high
-
-
-@gluon.jit
-def _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE: gl.constexpr):
-    """The blocks of some keys; 0 for keys that nobody sees, whose entries may be anything."""
-    index = key // (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
-    return gl.load(table + index, mask=(key >= first_key) & (key < seq_len), other=0)
-
-
-@gluon.jit
-def _fetch(
-    rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens, cu_seqlens_q,
-    seq, before, item, end_item, num_kv_heads, window, block_size,
-    k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
-    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
-    WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLITS_FIXED: gl.constexpr,
-):  # fmt: skip
-    """Bring every tile of our items into the ring, in order."""
-    k_ring, v_ring, ks_ring, vs_ring = rings
-    full, empty = bars
-    STAGES: gl.constexpr = k_ring.shape[0]
-    TILE_N: gl.constexpr = k_ring.shape[1]
-    D: gl.constexpr = k_ring.shape[2]
-    V: gl.constexpr = v_ring.shape[2]
-    K_LANES: gl.constexpr = min(32, D // 8)
-    V_LANES: gl.constexpr = min(32, V // 8)
-    k_layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // K_LANES, K_LANES], [FETCH_WARPS, 1], [1, 0]
-    )
-    v_layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // V_LANES, V_LANES], [FETCH_WARPS, 1], [1, 0]
-    )
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [FETCH_WARPS], [0])
-    keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, k_layout))
-    v_keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, v_layout))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, k_layout))
-    v_columns = gl.arange(0, V, layout=gl.SliceLayout(0, v_layout))
-    step = 0
-    while item < end_item:
-        seq_len, _, query_len, items, head, _, count, low, high = _segment(
-            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N, SPLIT_TILES,
-            SPLITS_FIXED,
-        )  # fmt: skip
-        first_key = gl.maximum(seq_len - query_len - window + 1, 0)
-        table = block_tables + seq.to(gl.int64) * table_stride
-        # Block ids are fetched a tile ahead: keys and values need not wait for them.
-        key = low * TILE_N + keys
-        blocks = _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
-        for tile in range(low, high):
-            stage = step % STAGES
-            key = tile * TILE_N + keys
-            used = (key >= first_key) & (key < seq_len)
-            slot = key % (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
-            block = blocks.to(gl.int64)
-            key += TILE_N
-            blocks = _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            row = block * k_block + slot * k_slot + head * k_head
-            async_copy.async_copy_global_to_shared(
-                k_ring.index(stage),
-                k_cache + row[:, None] + columns[None, :],
-                mask=used[:, None] & (columns < WIDTH)[None, :],
-            )
-            row = block * v_block + slot * v_slot + head * v_head
-            row = gl.convert_layout(row, gl.SliceLayout(1, v_layout))
-            v_key = tile * TILE_N + v_keys
-            v_used = (v_key >= first_key) & (v_key < seq_len)
-            async_copy.async_copy_global_to_shared(
-                v_ring.index(stage),
-                v_cache + row[:, None] + v_columns[None, :],
-                mask=v_used[:, None] & (v_columns < V_WIDTH)[None, :],
-            )
-            if SCALES == "token":
-                row = block * ks_block + slot * ks_slot + head * ks_head
-                at = gl.convert_layout(row, line)
-                is_used = gl.convert_layout(used, line)
-                async_copy.async_copy_global_to_shared(
-                    ks_ring.index(stage), k_scale + at, mask=is_used
-                )
-                row = block * vs_block + slot * vs_slot + head * vs_head
-                at = gl.convert_layout(row, line)
-                async_copy.async_copy_global_to_shared(
-                    vs_ring.index(stage), v_scale + at, mask=is_used
-                )
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            step += 1
-        item += count
-        if item == before + items * num_kv_heads:
-            before = item
-            seq += 1
-    async_copy.wait_group(0)
-
-
-@gluon.jit
-def _finite(m):
-    """A pivot for exponents: where no key was seen yet, -inf - -inf would be no number."""
-    return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
@@ -209,16 +66,6 @@ def _fit_queries(even, odd, layout: gl.constexpr):
 
 
 @gluon.jit
-def _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED: gl.constexpr):
-    """Where the state of a head's ``part``-th share is kept; see ``triton_decode``."""
-    if SPLITS_FIXED:
-        slot = seq_head * max_splits + part
-    else:
-        slot = gl.where(part == 0, 2 * first_share + 1, 2 * (first_share + part))
-    return slot.to(gl.int64)
-
-
-@gluon.jit
 def _load_queries(
     q, first_token, head, query_len, q_token, q_head, GROUP: gl.constexpr, FIRST: gl.constexpr,
     STEP: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr, D: gl.constexpr,
@@ -240,98 +87,7 @@ def _load_queries(
 
 
 @gluon.jit
-def _write(
-    out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
-    out_token, out_head, GROUP: gl.constexpr, V_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """Add the sinks, divide, and write a KV head's rows of ``out`` and ``lse``."""
-    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-    is_row = row < query_len * GROUP
-    token = (first_token + row // GROUP).to(gl.int64)
-    q_head = head * GROUP + row % GROUP
-    if HAS_SINKS:
-        sink = gl.load(sinks + q_head, mask=is_row, other=0.0) * LOG2_E
-        new_m = gl.maximum(m, sink)
-        pivot = _finite(new_m)
-        decay = gl.exp2(m - pivot)
-        l = l * decay + gl.exp2(sink - pivot)
-        acc = acc * decay[:, None]
-        m = new_m
-    seen = l != 0  # NaN counts as seen: it has to show
-    divisor = gl.where(seen, l, 1.0)
-    result = acc * (factor / divisor)[:, None]
-    gl.store(
-        out + (token * out_token + q_head * out_head)[:, None] + column[None, :],
-        result.to(out.dtype.element_ty),
-        mask=is_row[:, None] & (column < V_SIZE)[None, :],
-    )
-    row_lse = gl.where(seen, (m + gl.log2(divisor)) * LN_2, float("-inf"))
-    gl.store(lse + token * num_kv_heads * GROUP + q_head, row_lse, mask=is_row)
-
-
-@gluon.jit
-def _load_parts(
-    parts, part_sums, start, num_parts, seq_head, first_share, max_splits,
-    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """The states of ``PARTS`` shares of a head, from ``start`` on; nothing past the last."""
-    pairs: gl.constexpr = gl.SliceLayout(2, layout)
-    part = start + gl.arange(0, PARTS, layout=gl.SliceLayout(1, pairs))
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, pairs))
-    column = gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    is_part = (part < num_parts)[:, None] & (row >= 0)[None, :]
-    slots = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED)
-    sums = part_sums + (slots * 2 * ROWS)[:, None] + row[None, :]
-    at = parts + ((slots * ROWS * V)[:, None] + (row * V)[None, :])[:, :, None]
-    at += gl.expand_dims(gl.expand_dims(column, 0), 1)
-    # .cg: from the second-level cache, where the others' stores are.
-    m = gl.load(sums, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-    l = gl.load(sums + ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
-    acc = gl.load(at, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
-    return m, l, acc
-
-
-@gluon.jit
-def _merge_parts(
-    parts, part_sums, num_parts, seq_head, first_share, max_splits,
-    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """The state of a head from those of all its shares, in the order of their keys."""
-    merged: gl.constexpr = gl.SliceLayout(0, layout)
-    by_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    m = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-    l = gl.full([ROWS], 0.0, gl.float32, by_row)
-    acc = gl.full([ROWS, V], 0.0, gl.float32, merged)
-    # Half of them are on their way while the other half is added up.
-    HALF: gl.constexpr = max(1, PARTS // 2)
-    next_m, next_l, next_acc = _load_parts(
-        parts, part_sums, 0, num_parts, seq_head, first_share, max_splits, SPLITS_FIXED, ROWS, V,
-        HALF, layout,
-    )  # fmt: skip
-    for start in range(0, num_parts, HALF):
-        part_m, part_l, part_acc = next_m, next_l, next_acc
-        next_m, next_l, next_acc = _load_parts(
-            parts, part_sums, start + HALF, num_parts, seq_head, first_share, max_splits,
-            SPLITS_FIXED, ROWS, V, HALF, layout,
-        )  # fmt: skip
-        new_m = gl.maximum(m, gl.max(part_m, 0))
-        pivot = _finite(new_m)
-        decay = gl.exp2(m - pivot)
-        weight = gl.exp2(part_m - pivot[None, :])
-        l = l * decay + gl.sum(part_l * weight, 0)
-        decay = gl.convert_layout(decay, gl.SliceLayout(1, merged))
-        acc = acc * decay[:, None] + gl.sum(part_acc * weight[:, :, None], 0)
-        m = new_m
-    m = gl.convert_layout(m, gl.SliceLayout(1, merged))
-    return m, gl.convert_layout(l, gl.SliceLayout(1, merged)), acc
-
-
-@gluon.jit
-def _attend(
+def attend_role(
     rings, bars, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
     alibi_slopes, sinks, k_scale, v_scale,
     seq, before, item, end_item, share, programs, total,
@@ -370,7 +126,7 @@ def _attend(
     nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
     step = 0
     while item < end_item:
-        seq_len, first_token, query_len, items, head, first, count, low, high = _segment(
+        seq_len, first_token, query_len, items, head, first, count, low, high = segment(
             seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N, SPLIT_TILES,
             SPLITS_FIXED,
         )  # fmt: skip
@@ -428,7 +184,7 @@ def _attend(
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = gl.where(seen, s, float("-inf"))
             new_m = gl.maximum(m, gl.max(s, 1))
-            pivot = _finite(new_m)
+            pivot = finite(new_m)
             p = gl.exp2(s - pivot[:, None])
             decay = gl.exp2(m - pivot)
             l = l * decay + gl.sum(p, 1)
@@ -452,7 +208,7 @@ def _attend(
 
         # All keys of the head: done. Some of them: whoever comes last merges.
         if count == items:
-            _write(
+            write_rows(
                 out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
                 out_token, out_head, GROUP, V_SIZE, HAS_SINKS, mma,
             )  # fmt: skip
@@ -463,7 +219,7 @@ def _attend(
             last_share = (((start + items) * programs - 1) // total).to(gl.int32)
             part = first if SPLITS_FIXED else share - first_share
             num_parts = items if SPLITS_FIXED else last_share - first_share + 1
-            slot = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED)
+            slot = slot_of(part, seq_head, first_share, max_splits, SPLITS_FIXED)
             is_kept = row < ROWS
             gl.store(part_sums + slot * 2 * ROWS + row, m, mask=is_kept)
             gl.store(part_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
@@ -473,11 +229,11 @@ def _attend(
             arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
             if arrived == num_parts - 1:
                 gl.store(arrivals + seq_head, 0)
-                all_m, all_l, all_acc = _merge_parts(
+                all_m, all_l, all_acc = merge_parts(
                     parts, part_sums, num_parts, seq_head, first_share, max_splits,
                     SPLITS_FIXED, ROWS, V_ALL, PARTS, merging,
                 )  # fmt: skip
-                _write(
+                write_rows(
                     out, lse, all_m, all_l, all_acc, sinks, factor, first_token, head, query_len,
                     num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
                     gl.SliceLayout(0, merging),
@@ -520,31 +276,34 @@ def decode_kernel(
     # How much work there is, and which part of it is ours.
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seqs = gl.arange(0, SEQS, layout=line)
-    counts = num_kv_heads * _count_items(
+    counts = num_kv_heads * count_items(
         seq_lens, cu_seqlens_q, seqs, num_seqs, window, TILE_N, SPLIT_TILES
     )
     total = gl.sum(counts, 0)
     for start in range(SEQS, num_seqs, SEQS):
-        total += num_kv_heads * gl.sum(_count_items(
+        total += num_kv_heads * gl.sum(count_items(
             seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, TILE_N, SPLIT_TILES
         ), 0)  # fmt: skip
     programs = gl.minimum(gl.num_programs(0), total)
+    if not SPLITS_FIXED and total < FEW_TILES * gl.num_programs(0):
+        # Short shares take longer to merge than to read: half as many, one a multiprocessor.
+        programs = gl.minimum(programs, gl.num_programs(0) // 2)
     share = gl.program_id(0)
     if share < programs:
         item = (share.to(gl.int64) * total // programs).to(gl.int32)
         end_item = ((share + 1).to(gl.int64) * total // programs).to(gl.int32)
 
         # The sequence that the first item belongs to, and the items before it.
-        ends = gl.associative_scan(counts, 0, _add)
+        ends = gl.associative_scan(counts, 0, add)
         passed = ends <= item
         seq = gl.sum((passed & (seqs < num_seqs)).to(gl.int32), 0)
         before = gl.max(gl.where(passed, ends, 0), 0)
         running = gl.max(ends, 0)
         for start in range(SEQS, num_seqs, SEQS):
-            counts = num_kv_heads * _count_items(
+            counts = num_kv_heads * count_items(
                 seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, TILE_N, SPLIT_TILES
             )
-            ends = running + gl.associative_scan(counts, 0, _add)
+            ends = running + gl.associative_scan(counts, 0, add)
             passed = ends <= item
             seq += gl.sum((passed & (start + seqs < num_seqs)).to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
@@ -570,7 +329,7 @@ def decode_kernel(
         bars = (full, empty)
         gl.warp_specialize(
             [
-                (_attend, (
+                (attend_role, (
                     rings, bars, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
                     seq, before, item, end_item, share, programs, total,
@@ -579,7 +338,7 @@ def decode_kernel(
                     GROUP, SIZE // PER, V_SIZE, CODE, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
                     SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, PARTS,
                 )),
-                (_fetch, (
+                (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,
                     cu_seqlens_q,
                     seq, before, item, end_item, num_kv_heads, window, block_size,
