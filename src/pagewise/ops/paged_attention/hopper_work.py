@@ -13,7 +13,7 @@ __all__ = ["add", "count_items", "segment"]
 
 
 @gluon.jit
-def key_tiles(seq_len, query_len, window, TILE_N: gl.constexpr):
+def _key_tiles(seq_len, query_len, window, TILE_N: gl.constexpr):
     """The first tile that any row sees, and the one after the last."""
     first = gl.maximum(seq_len - query_len - window + 1, 0) // TILE_N
     return first, gl.maximum((seq_len + TILE_N - 1) // TILE_N, first)
@@ -28,7 +28,7 @@ def count_items(
     seq_len = gl.load(seq_lens + seq, mask=is_seq, other=0)
     start = gl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
     query_len = gl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - start
-    first, end = key_tiles(seq_len, query_len, window, TILE_N)
+    first, end = _key_tiles(seq_len, query_len, window, TILE_N)
     count = (end + SPLIT_TILES - 1) // SPLIT_TILES - first // SPLIT_TILES
     return gl.where(is_seq, gl.maximum(count, 1), 0)
 
@@ -48,7 +48,7 @@ def segment(
     seq_len = gl.load(seq_lens + seq)
     first_token = gl.load(cu_seqlens_q + seq)
     query_len = gl.load(cu_seqlens_q + seq + 1) - first_token
-    first_tile, end_tile = key_tiles(seq_len, query_len, window, TILE_N)
+    first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
     first_split = first_tile // SPLIT_TILES
     items = gl.maximum((end_tile + SPLIT_TILES - 1) // SPLIT_TILES - first_split, 1)
     head = (item - before) // items
