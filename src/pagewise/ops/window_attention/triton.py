@@ -42,14 +42,14 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
     """One launch, and a small one to find the windows that a mask concerns."""
-    plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
+    plan, kind, _ = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x)
     out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     launcher = _attend(*kind, call.kinds)
     programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks
-    launcher((programs, 1, 1), out, lse, *call.qkv, *call.added, *call.scalars(plan.chunks),
-             *call.strides)  # fmt: skip
+    launcher((programs, 1, 1), out, lse, *call.qkv, *call.added, problem.num_heads,
+             *call.scalars(plan.chunks), *call.strides)  # fmt: skip
     return AttentionOutput(out, lse)
 
 
@@ -57,7 +57,7 @@ def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """By rows, a launch for each group of keys; by columns; and the sums over windows."""
-    plan, kind = _cut(problem, DeviceInfo.of(x.q.device))
+    plan, _, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
     rows = _walk_rows(call, plan, kind, out, lse, dlse)
     dk, dv = empty_like(x.q), empty_like(x.q)
@@ -125,12 +125,18 @@ def sum_up(x: Operands, rows: RowGradients, dk: Tensor, dv: Tensor) -> Gradients
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut(problem: Problem, device: DeviceInfo) -> tuple[Plan, tuple[Problem, Plan]]:
-    """The plan, and what of problem and plan a kernel is compiled for: not how many windows."""
+def _cut(
+    problem: Problem, device: DeviceInfo
+) -> tuple[Plan, tuple[Problem, Plan], tuple[Problem, Plan]]:
+    """The plan, and what of problem and plan kernels are compiled for: not how many windows.
+
+    Forward it is any number of heads; the gradients' kernels would spill more.
+    """
     plan = make_plan(problem, device)
     num_masks, num_biases = min(problem.num_masks, 1), min(problem.num_biases, 1)
-    one = replace(problem, num_windows=1, num_heads=1, num_masks=num_masks, num_biases=num_biases)
-    return plan, (one, replace(plan, chunks=1, chunks_backward=1))
+    one = replace(problem, num_windows=1, num_masks=num_masks, num_biases=num_biases)
+    shape = replace(plan, chunks=1, chunks_backward=1)
+    return plan, (replace(one, num_heads=1), shape), (one, shape)
 
 
 class _Call:
@@ -173,7 +179,6 @@ class _Call:
         x, table_size = self.x, self.problem.table_size
         return [
             self.problem.num_windows,
-            self.problem.num_heads,
             num_chunks,
             max(1, self.problem.num_masks),
             max(1, self.problem.num_biases),
@@ -236,7 +241,7 @@ def _small(kernel: Any, types: tuple[Any, ...], constants: tuple[Any, ...]) -> L
 
 @functools.lru_cache(maxsize=256)
 def _attend(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
-    types = _types(problem, kinds, ("out", "lse"), ("q", "k", "v"), ())
+    types = _types(problem, kinds, ("out", "lse"), ("q", "k", "v"), (), ("num_heads",))
     constants = {
         **_features(problem), "KEPT": plan.kept, **_tiles(problem, plan.tile_m, plan.tiles),
         "STAGES": plan.stages,
@@ -254,8 +259,8 @@ def _row_gradients(
     if is_last and first == 0:
         types["dq_so_far"] = types["dq"]
     constants = {
-        **_features(problem), "KEPT": plan.kept_backward, "SUMS": problem.has_bias,
-        "HAS_DLSE": has_dlse, "FIRST_KEY": first, "IS_LAST": is_last,
+        "NUM_HEADS": problem.num_heads, **_features(problem), "KEPT": plan.kept_backward,
+        "SUMS": problem.has_bias, "HAS_DLSE": has_dlse, "FIRST_KEY": first, "IS_LAST": is_last,
         **_tiles(problem, plan.tile_m, group), "STAGES": plan.stages,
     }  # fmt: skip
     return Launcher(triton_backward.row_gradients, types, constants, num_warps=_num_warps(plan))
@@ -266,7 +271,8 @@ def _column_gradients(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
     types = _types(problem, kinds, ("dk", "dv"), ("q", "k", "v", "dout"), ("lse", "delta"))
     tiles = tuple(itertools.chain(*plan.groups))
     constants = {
-        **_features(problem), "KEPT": plan.kept_backward, **_tiles(problem, plan.tile_m, tiles),
+        "NUM_HEADS": problem.num_heads, **_features(problem), "KEPT": plan.kept_backward,
+        **_tiles(problem, plan.tile_m, tiles),
         "STAGES": plan.stages if len(tiles) == 1 else min(plan.stages, 2),
     }  # fmt: skip
     return Launcher(triton_backward.column_gradients, types, constants, num_warps=_num_warps(plan))
@@ -274,7 +280,7 @@ def _column_gradients(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
 
 def _types(
     problem: Problem, kinds: _Kinds, results: tuple[str, ...], rows: tuple[str, ...],
-    others: tuple[str, ...],
+    others: tuple[str, ...], numbers: tuple[str, ...] = (),
 ) -> dict[str, str]:  # fmt: skip
     """The types of all parameters but the constants, in the order that the kernels share."""
     added, factor, out_factor, is_aligned = kinds
@@ -286,8 +292,8 @@ def _types(
     names = ("bias", "offsets", "mixed", "mask", "logit_scale")
     types |= dict(zip(names, added, strict=True))
     types["mixed"] = "*i32"  # or not read
-    integers = ("num_windows", "num_heads", "num_chunks", "num_masks", "num_biases", "centre")
-    types |= dict.fromkeys(integers, "i32")
+    integers = ("num_windows", "num_chunks", "num_masks", "num_biases", "centre")
+    types |= dict.fromkeys(numbers + integers, "i32")
     types |= dict.fromkeys(("softmax_scale", "mask_value", "eps"), "fp32")
     types |= {"out_window": f"i64:{out_factor}", "lse_window": "i64", "mask_window": "i64",
               "mask_row": "i64", "bias_window": "i64"}  # fmt: skip

@@ -33,25 +33,24 @@ from .triton_tiles import (
 
 @triton.jit
 def row_gradients(
-    dq,  # [num_windows, NUM_TOKENS, num_heads, HEAD_SIZE]
+    dq,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
     dq_so_far,  # float32, the same
-    dbias,  # float32 [num_chunks, num_heads, NUM_TOKENS, NUM_TOKENS]
-    dscale,  # float32 [num_chunks, num_heads, tiles of tokens]
-    delta,  # float32 [num_windows, num_heads, NUM_TOKENS]
-    q,  # [num_windows, num_heads, NUM_TOKENS, HEAD_SIZE], like k, v and dout
+    dbias,  # float32 [num_chunks, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    dscale,  # float32 [num_chunks, NUM_HEADS, tiles of tokens]
+    delta,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS]
+    q,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE], like k, v and dout
     k,
     v,
     dout,
     out,  # like dq
-    lse,  # float32 [num_windows, num_heads, NUM_TOKENS], like dlse
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like dlse
     dlse,
-    bias,  # [table_size, num_heads] or [num_biases, num_heads, NUM_TOKENS, NUM_TOKENS]
+    bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
     mixed,  # int32 [num_masks]
     mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
-    logit_scale,  # [num_heads]
+    logit_scale,  # [NUM_HEADS]
     num_windows,
-    num_heads,
     num_chunks,
     num_masks,
     num_biases,
@@ -64,6 +63,7 @@ def row_gradients(
     k_window, k_head, k_token,
     v_window, v_head, v_token,
     dout_window, dout_head, dout_token,
+    NUM_HEADS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -86,8 +86,8 @@ def row_gradients(
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
     tile = program % NUM_TILES
     rows = tile * TILE_M + tl.arange(0, TILE_M)
-    head = program // NUM_TILES % num_heads
-    chunk = program // (NUM_TILES * num_heads)
+    head = program // NUM_TILES % NUM_HEADS
+    chunk = program // (NUM_TILES * NUM_HEADS)
     is_row = rows < NUM_TOKENS
     d = tl.arange(0, D)
     inside = is_row[:, None] & (d < HEAD_SIZE)[None, :]
@@ -97,7 +97,7 @@ def row_gradients(
     scale = head_scale(logit_scale, softmax_scale, head, COSINE)
     kept = load_biases(
         bias, offsets, rows, FIRST_KEY, head, centre, TILES, KEPT,
-        num_heads, NUM_TOKENS, BIAS, False,
+        NUM_HEADS, NUM_TOKENS, BIAS, False,
     )  # fmt: skip
     sums = ()
     for t in tl.static_range(len(TILES) if SUMS else 0):
@@ -110,7 +110,7 @@ def row_gradients(
         dout_tile = load_rows(
             dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
         )
-        at = window * out_window + (rows[:, None] * num_heads + head) * HEAD_SIZE + d[None, :]
+        at = window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         row_at = window * lse_window + head * NUM_TOKENS + rows
         pivot = _pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
         row_delta = tl.zeros([TILE_M], tl.float32)
@@ -136,7 +136,7 @@ def row_gradients(
             s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")
             s = scale_and_add_bias(
                 s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys,
-                head, centre, KEPT, num_heads, NUM_TOKENS, BIAS, False,
+                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
             )  # fmt: skip
             s = add_mask(
                 s, mask_at, is_masked, rows, keys, mask_value, mask_row, NUM_TOKENS, MASK, False
@@ -169,7 +169,7 @@ def row_gradients(
         else:
             tl.store(dq_so_far + at, acc, mask=inside)
     # what this chunk's windows sum up to
-    block = (chunk * num_heads + head).to(tl.int64) * NUM_TOKENS
+    block = (chunk * NUM_HEADS + head).to(tl.int64) * NUM_TOKENS
     first = FIRST_KEY
     for t in tl.static_range(len(TILES) if SUMS else 0):
         keys = first + tl.arange(0, TILES[t])
@@ -182,21 +182,20 @@ def row_gradients(
 
 @triton.jit
 def column_gradients(
-    dk,  # [num_windows, NUM_TOKENS, num_heads, HEAD_SIZE], like dv
+    dk,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE], like dv
     dv,
-    q,  # [num_windows, num_heads, NUM_TOKENS, HEAD_SIZE], like k, v and dout
+    q,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE], like k, v and dout
     k,
     v,
     dout,
-    lse,  # float32 [num_windows, num_heads, NUM_TOKENS], like delta
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like delta
     delta,
-    bias,  # [table_size, num_heads] or [num_biases, num_heads, NUM_TOKENS, NUM_TOKENS]
+    bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
     mixed,  # int32 [num_masks]
     mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
-    logit_scale,  # [num_heads]
+    logit_scale,  # [NUM_HEADS]
     num_windows,
-    num_heads,
     num_chunks,
     num_masks,
     num_biases,
@@ -209,6 +208,7 @@ def column_gradients(
     k_window, k_head, k_token,
     v_window, v_head, v_token,
     dout_window, dout_head, dout_token,
+    NUM_HEADS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -225,8 +225,8 @@ def column_gradients(
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
     keys = program % NUM_TILES * TILE_M + tl.arange(0, TILE_M)
-    head = program // NUM_TILES % num_heads
-    chunk = program // (NUM_TILES * num_heads)
+    head = program // NUM_TILES % NUM_HEADS
+    chunk = program // (NUM_TILES * NUM_HEADS)
     d = tl.arange(0, D)
     inside = (keys < NUM_TOKENS)[:, None] & (d < HEAD_SIZE)[None, :]
     q, k, v = q + head * q_head, k + head * k_head, v + head * v_head
@@ -234,7 +234,7 @@ def column_gradients(
     bias += chunk % num_biases * bias_window
     scale = head_scale(logit_scale, softmax_scale, head, COSINE)
     kept = load_biases(
-        bias, offsets, keys, 0, head, centre, TILES, KEPT, num_heads, NUM_TOKENS, BIAS, True
+        bias, offsets, keys, 0, head, centre, TILES, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, True
     )
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load k and v
@@ -262,7 +262,7 @@ def column_gradients(
             s = tl.dot(k_tile, q_tile.T, input_precision="tf32x3")
             s = scale_and_add_bias(
                 s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, keys, rows,
-                head, centre, KEPT, num_heads, NUM_TOKENS, BIAS, True,
+                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, True,
             )  # fmt: skip
             s = add_mask(
                 s, mask_at, is_masked, keys, rows, mask_value, mask_row, NUM_TOKENS, MASK, True
@@ -277,7 +277,7 @@ def column_gradients(
         dk_acc *= scale
         if COSINE:
             dk_acc, _ = unnormalise(dk_acc, k_raw, eps)
-        at = window * out_window + (keys[:, None] * num_heads + head) * HEAD_SIZE + d[None, :]
+        at = window * out_window + (keys[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         tl.store(dk + at, dk_acc.to(dk.dtype.element_ty), mask=inside)
         tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=inside)
 

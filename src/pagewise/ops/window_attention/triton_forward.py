@@ -46,8 +46,8 @@ def attend(
     mixed,  # int32 [num_masks]
     mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
     logit_scale,  # [num_heads]
-    num_windows,
     num_heads,
+    num_windows,
     num_chunks,
     num_masks,
     num_biases,
