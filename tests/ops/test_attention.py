@@ -450,14 +450,14 @@ def leaves_of(*heads, dtype=F32, tokens=6):
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize("case", [Case((3, 4), (5, 4)), Case((3,), (5,), batch=2, head_size=24)])
 def test_the_operation_keeps_torchs_contract(case, impl):
-    from pagewise.ops.attention.op import attention_op
+    operator = torch.ops.pagewise.attention.default
 
     inputs = Inputs(replace(case, causal=True))
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     lengths = list(inputs.lengths.values()) or [None] * 4
     sinks = torch.randn(4, requires_grad=True)
     options = (None, sinks, *lengths[2:], 0.3, True, None, None, impl)
-    torch.library.opcheck(attention_op, (*leaves, *lengths[:2], *options))
+    torch.library.opcheck(operator, (*leaves, *lengths[:2], *options))
 
 
 def test_it_compiles_as_one_node():

@@ -12,7 +12,7 @@ from ...errors import UnsupportedError
 from ...tiles.state import AttentionOutput
 from ..dispatch import explain
 from .checks import check
-from .op import IMPLEMENTATIONS, attention_op
+from .op import IMPLEMENTATIONS, attend
 from .problem import Lengths, Options
 
 
@@ -102,7 +102,7 @@ def attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
-    out, lse = attention_op(
+    out, lse = attend(
         q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, alibi_slopes, sinks,
         lengths.max_query_len, lengths.max_seq_len, _scale(softmax_scale, q), causal,
         sliding_window, logits_soft_cap, impl,

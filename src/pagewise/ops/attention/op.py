@@ -1,11 +1,13 @@
 """The operation as torch sees it: opaque to a compiler, with a gradient and a shape.
 
 A compiler traces ``pagewise::attention`` as one node. What it saves for the backward pass is its
-arguments, ``out`` and ``lse``; the scores are computed again.
+arguments, ``out`` and ``lse``; the scores are computed again. Plain eager code takes a shorter way
+(``ops/eager``).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
+from ..eager import is_plain, make_function
 from .checks import check, check_starts
 from .problem import Lengths, Options
 
@@ -29,8 +32,13 @@ BACKWARD = {
 """Whose gradients go with whose forward pass."""
 
 
-@torch.library.custom_op("pagewise::attention", mutates_args=())
-def attention_op(
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``, for autograd or for whoever else is there to see."""
+    out, lse = (_function if is_plain(*inputs) else _operator)(*inputs)
+    return out, lse
+
+
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -46,7 +54,6 @@ def attention_op(
     logits_soft_cap: float | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``."""
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
     options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
     problem = check(q, k, v, lengths, options)
@@ -57,7 +64,10 @@ def attention_op(
     return out, lse
 
 
-@attention_op.register_fake
+_operator = torch.library.custom_op("pagewise::attention", _forward, mutates_args=())
+
+
+@_operator.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -81,8 +91,7 @@ def _(
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("pagewise::attention_backward", mutates_args=())
-def attention_backward_op(
+def _backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     out: Tensor,
@@ -118,7 +127,12 @@ def attention_backward_op(
     return d_q, d_k, d_v
 
 
-@attention_backward_op.register_fake
+_operator_backward = torch.library.custom_op(
+    "pagewise::attention_backward", _backward, mutates_args=()
+)
+
+
+@_operator_backward.register_fake
 def _(
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -138,11 +152,13 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None
+) -> tuple[Any, ...]:
     out, lse, q, k, v, *others = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
-    d_qkv = attention_backward_op(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
+    d_qkv = backward(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
     sinks, d_sinks = others[-1], None
     if sinks is not None and ctx.needs_input_grad[6]:
         d_sinks = _differentiate_sinks(sinks, d_out, d_lse, out, lse)
@@ -161,4 +177,5 @@ def _differentiate_sinks(
     return -(share * mean).flatten(0, -2).sum(dim=0).to(sinks.dtype)
 
 
-attention_op.register_autograd(_differentiate, setup_context=_remember)
+_operator.register_autograd(partial(_differentiate, _operator_backward), setup_context=_remember)
+_function = make_function("Attention", _forward, _remember, partial(_differentiate, _backward))

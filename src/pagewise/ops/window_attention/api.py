@@ -111,7 +111,6 @@ def window_attention(
         logit_scale=logit_scale,
         qk_norm_eps=qk_norm_eps,
     )
-    check(x)
     inputs = (getattr(x, name) for name in Operands.__dataclass_fields__)
     return AttentionOutput(*operator.forward(*inputs, impl))
 

@@ -1,11 +1,13 @@
 """Window attention as torch knows it: an operator with a fake, and with a gradient.
 
 So ``torch.compile`` and ``torch.export`` see one node, checkpointing may run it twice, and between
-forward and backward nothing is kept but the inputs, the result and its log-sum-exp.
+forward and backward nothing is kept but the inputs, the result and its log-sum-exp. Plain eager
+code takes a shorter way (``ops/eager``).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
+from ..eager import is_plain, make_function
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
@@ -34,24 +37,23 @@ def operands(*inputs: Any) -> Operands:
     return Operands(*inputs[:-1])
 
 
-@torch.library.custom_op(
-    "pagewise::window_attention",
-    mutates_args=(),
-    schema=f"({_INPUTS}) -> (Tensor out, Tensor lse)",
-)
 def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``AttentionOutput`` as a plain pair."""
+    if is_plain(*inputs):
+        out, lse = _function(*inputs)
+    else:
+        check(operands(*inputs))  # here, where an error has no compiler around it
+        out, lse = _operator(*inputs)
+    return out, lse
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     x = operands(*inputs)
     problem, module = _choose(x, inputs[-1])
     out, lse = module.forward(problem, x)
     return _lay_out(out), lse.contiguous()
 
 
-@torch.library.custom_op(
-    "pagewise::window_attention_backward",
-    mutates_args=(),
-    schema=f"({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse) -> Tensor[]",
-)
 def _backward(*inputs: Any) -> list[Tensor]:
     """Gradients of what can be learned, in the order of ``_LEARNED``."""
     *call, out, lse, dout, dlse = inputs
@@ -67,14 +69,28 @@ def _backward(*inputs: Any) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-@forward.register_fake
+_operator = torch.library.custom_op(
+    "pagewise::window_attention",
+    _forward,
+    mutates_args=(),
+    schema=f"({_INPUTS}) -> (Tensor out, Tensor lse)",
+)
+_operator_backward = torch.library.custom_op(
+    "pagewise::window_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse) -> Tensor[]",
+)
+
+
+@_operator.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor]:
     q = inputs[0]
     wide = torch.promote_types(q.dtype, torch.float32)
     return empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
 
 
-@_backward.register_fake
+@_operator_backward.register_fake
 def _(*inputs: Any) -> list[Tensor]:
     x = operands(*inputs[:-4])
     learned = (x.bias_table, x.bias, x.logit_scale)
@@ -91,7 +107,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    backward: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
     inputs = [
         constant if tensor is None else tensor
@@ -99,7 +117,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     ]
     if dout is None:
         dout = torch.zeros_like(out)
-    found = iter(_backward(*inputs, out, lse, dout, dlse))
+    found = iter(backward(*inputs, out, lse, dout, dlse))
     x = operands(*inputs)
     gradients: dict[str, Tensor] = {
         name: next(found) for name in _LEARNED if getattr(x, name) is not None
@@ -108,7 +126,12 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return (*(gradients.get(name) for name in names), None)
 
 
-forward.register_autograd(_differentiate, setup_context=_setup_context)
+_operator.register_autograd(
+    partial(_differentiate, _operator_backward), setup_context=_setup_context
+)
+_function = make_function(
+    "WindowAttention", _forward, _setup_context, partial(_differentiate, _backward)
+)
 
 
 def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:

@@ -1,0 +1,76 @@
+"""The short way to operators with gradients: when nobody watches, and the same numbers."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pagewise import attention, window_attention
+from pagewise.ops.eager import is_plain
+
+
+class Watch(TorchDispatchMode):
+    """Counts pagewise's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "pagewise":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def call(name):
+    """A call with gradients: results and gradients."""
+    torch.manual_seed(0)
+    if name == "attention":
+        leaves = [torch.randn(2, 9, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+        out, lse = attention(*leaves, causal=True)
+    else:
+        leaves = [torch.randn(2, 3, 17, 16).requires_grad_() for _ in range(3)]
+        leaves.append(torch.randn(2, 3, 17, 17).requires_grad_())
+        out, lse = window_attention(*leaves[:3], bias=leaves[3])
+    loss = (out.sin().sum() + lse.cos().sum()).requires_grad_()
+    return [out, lse, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("name", ["attention", "window_attention"])
+def test_both_ways_give_the_same_bits(name):
+    short = call(name)
+    with Watch() as watch:
+        long = call(name)
+    assert watch.seen == [name, f"{name}_backward"]
+    assert all(torch.equal(*pair) for pair in zip(short, long, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_who_watches_sees_the_operator():
+    x = torch.randn(1, 2, 17, 16)
+    assert is_plain(x, None, 1.0, torch.nn.Parameter(x))
+    assert not is_plain(x, x.as_subclass(Subclass))
+    with Watch():
+        assert not is_plain(x)
+    with FakeTensorMode() as mode:
+        assert not is_plain(mode.from_tensor(x))
+    answers = []
+    torch.func.vmap(lambda row: answers.append(is_plain(row)) or row)(x)
+    torch.jit.trace(lambda row: answers.append(is_plain(row)) or row, x, check_trace=False)
+    assert answers == [False, False]
+    assert torch.equal(torch.compile(lambda row: row + is_plain(row), backend="eager")(x), x)
+
+
+@pytest.mark.parametrize("name", ["attention", "window_attention"])
+def test_a_gradient_of_a_gradient_is_refused(name):
+    x = torch.randn(1, 2, 17, 16).requires_grad_()
+    op = attention if name == "attention" else window_attention
+    out = op(x, x, x).out
+    assert type(out.grad_fn).__name__ in ("AttentionBackward", "WindowAttentionBackward")
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
