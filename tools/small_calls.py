@@ -1,4 +1,4 @@
-"""A small call of every GPU kernel, for a tool that watches what it does.
+"""Small calls of the GPU kernels, for a tool that watches what they do.
 
     compute-sanitizer --tool memcheck python tools/small_calls.py
     compute-sanitizer --tool racecheck python tools/small_calls.py decode prefill
@@ -7,6 +7,7 @@ Every result is compared with the reference; exits with 1 if one is wrong.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,17 +55,17 @@ def paged(name: str) -> float:
     return compare(AttentionOutput(*(x.cpu() for x in out)), inputs).ratio
 
 
-def dense(head_size: int) -> float:
+def dense(impl: str) -> float:
     """``attention`` and its gradients."""
-    q, k, v, dout = _random(4, 2, 150, 4, head_size)
-    return _against_reference(attention, (q, k, v), dout, causal=True)
+    q, k, v, dout = _random(4, 2, 150, 4, 128)
+    return _against_reference(attention, (q, k, v), dout, impl, causal=True)
 
 
 def windows(num_tokens: int, side: int, impl: str) -> float:
     """``window_attention`` with bias and regions, and its gradients."""
     window = (side,) * 2 if side**2 == num_tokens else (side,) * 3
     q, k, v, dout = _random(4, 8, 3, num_tokens, 16)
-    table = torch.randn((2 * side - 1) ** len(window), 3, device="cuda")
+    table = torch.randn((2 * side - 1) ** len(window), 3, device="cuda").requires_grad_()
     regions = shift_regions([2 * side] * len(window), window, [side // 2] * len(window))
     return _against_reference(
         window_attention, (q, k, v), dout, impl,
@@ -102,10 +103,12 @@ def caches() -> float:
 
 CALLS: dict[str, Callable[[], float]] = {
     **{name: lambda name=name: paged(name) for name in PAGED},  # type: ignore[misc]
-    "attention": lambda: dense(128),
+    "attention": lambda: dense("hopper"),
+    "attention-triton": lambda: dense("triton"),
     "windows": lambda: windows(343, 7, "hopper"),
     "windows-triton": lambda: windows(49, 7, "triton"),
     "scores": lambda: scores(49),
+    "scores-343": lambda: scores(343),
     "scores-long": lambda: scores(1001),
     "merge": states,
     "caches": caches,
@@ -139,15 +142,17 @@ def _against_reference(
     found = []
     for chosen in (impl, "reference"):
         leaves = [x.detach().clone().requires_grad_() for x in qkv]
-        out = op(*leaves, **others, impl=chosen).out
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        out, lse = op(*leaves, **others, impl=chosen)
+        leaves += [x for x in others.values() if isinstance(x, Tensor) and x.requires_grad]
+        gradients = torch.autograd.grad([out, lse], leaves, [dout, torch.ones_like(lse)])
+        found.append([out.detach(), lse.detach(), *gradients])
     return max(_distance(*pair) for pair in zip(*found, strict=True))
 
 
 def _distance(mine: Tensor, theirs: Tensor) -> float:
     """As a part of 2 % of the largest number: bfloat16 rounds to 0.4 %."""
-    gap = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
-    return float(gap / 0.02)
+    gap = float((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+    return gap / 0.02 if math.isfinite(gap) else math.inf
 
 
 if __name__ == "__main__":

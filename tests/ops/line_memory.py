@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-SIZE = 1 << 17
+SIZE, BASE = 1 << 17, 384
 
 
 class LineMemory:
@@ -13,13 +13,14 @@ class LineMemory:
     def __init__(self):
         self.bytes = np.zeros(SIZE, np.uint8)
         self.end = 0
+        self.is_settled = True
 
     def address(self, size):
         """New memory, as far as the program knows: full of what nobody stored."""
-        assert size <= SIZE
         self.bytes[:] = 0xFF
-        self.end = size
-        return 0
+        self.end = BASE + _array(size).item() - 127  # the line may begin up to 127 bytes later
+        assert self.end <= SIZE
+        return BASE
 
     def put(self, at, *numbers):
         self.put_some(at, *numbers, None)
@@ -27,6 +28,7 @@ class LineMemory:
     def put_some(self, at, *numbers_and_count):
         *numbers, count = numbers_and_count
         counts = np.full(at.shape, 8) if count is None else _array(count)
+        self.is_settled = False
         for place, number in enumerate(numbers):
             values = _array(number)
             for start, value, left in zip(
@@ -35,7 +37,7 @@ class LineMemory:
                 if place < left:
                     begin = start + place * value.nbytes
                     assert begin % value.nbytes == 0
-                    assert 0 <= begin < self.end - 127, "the line may begin up to 127 bytes later"
+                    assert BASE <= begin <= begin + value.nbytes <= self.end
                     self.bytes[begin : begin + value.nbytes] = np.frombuffer(
                         value.tobytes(), np.uint8
                     )
@@ -53,7 +55,7 @@ class LineMemory:
         self._move(_array(source).item(), _array(to).item(), size)
 
     def settle(self, bulk):
-        pass
+        self.is_settled = True
 
     def wait_for_sent(self):
         pass
@@ -67,6 +69,8 @@ class LineMemory:
                 self._move(start, address, size)
 
     def _move(self, start, address, size):
+        assert self.is_settled
+        assert BASE <= start <= start + size <= self.end
         chunk = self.bytes[start : start + size].tobytes()
         ctypes.memmove(int(address), chunk, int(size))
 

@@ -64,7 +64,13 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return f"head_size is {problem.head_size}; up to 256 run"
     if problem.needs_gradient:
         return "a gradient is wanted; the reference has one"
-    return refuse(device)
+    return refuse(device) or _refuse_interpreter(device)
+
+
+def _refuse_interpreter(device: DeviceInfo) -> str | None:
+    if device.kind == "cpu":
+        return "its shared memory is said in PTX, which is not interpreted"
+    return None
 
 
 @triton.jit
@@ -75,7 +81,7 @@ def _score(
     num_heads,
     q_len,
     k_len,
-    line_size,
+    more_shared,
     scale,
     q_batch, q_head, q_row,
     k_batch, k_head, k_row,
@@ -119,7 +125,7 @@ def _score(
         place = ((start + row.to(tl.int64) * k_len) % ALIGN).to(tl.int32) + row * PITCH
     else:
         place = (start % ALIGN).to(tl.int32) + row * k_len
-    line = address(line_size)
+    line = address(more_shared)
     chunk = 8 * T * tl.arange(0, TILE_N // (8 * T))[:, None] + 8 * tl.arange(0, T)[None, :]
     at = line + (place[:, None, None] + chunk[None, :, :]) * SIZE
 
@@ -147,7 +153,10 @@ def _score(
 
 @triton.jit
 def _write(line, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.constexpr):
-    """Numbers ``begin`` to ``end`` of a line, which is on 128 bytes, as ``scores + offset`` is."""
+    """Numbers ``begin`` to ``end`` of a line, whose number 0 belongs to ``scores + offset``.
+
+    That is on 128 bytes, so vectors are counted from there: a warp then writes whole lines.
+    """
     SIZE: tl.constexpr = BITS // 8
     WIDTH: tl.constexpr = 16 // SIZE
     VECTORS: tl.constexpr = 256
@@ -176,7 +185,8 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (q, k))
     factor = math.gcd(unit, *strides) if is_aligned else 1
     has_bulk = DeviceInfo.of(q.device).capability >= (9, 0)
-    launcher = make_launcher(q.dtype, problem.head_size, problem.k_len, factor, has_bulk)
+    k_len = min(problem.k_len, _LINE // (16 * q.element_size()) + 1)  # all beyond are long
+    launcher = make_launcher(q.dtype, problem.head_size, k_len, factor, has_bulk)
     tiles = -(-problem.q_len // launcher.constants["TILE_M"])
     parts = -(-problem.k_len // launcher.constants["COLUMNS"])
     launcher(
@@ -202,12 +212,13 @@ def make_launcher(
     columns, line = _LINE // (rows * size), rows * k_len * size
     if is_long := k_len > columns:
         columns -= _ALIGN // size
+        columns -= columns % (32 * warps)
         line = _LINE
     given = POINTERS[dtype] + ":16" * (factor > 1)
     stride = f"i64:{factor}"
     types = {
         "scores": POINTERS[dtype] + ":16", "q": given, "k": given,
-        "num_heads": "i32", "q_len": "i32", "k_len": "i32", "line_size": "i32", "scale": "fp32",
+        "num_heads": "i32", "q_len": "i32", "k_len": "i32", "more_shared": "i32", "scale": "fp32",
         "q_batch": stride, "q_head": stride, "q_row": stride,
         "k_batch": stride, "k_head": stride, "k_row": stride,
     }  # fmt: skip

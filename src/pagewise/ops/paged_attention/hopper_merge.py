@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["finite", "merge_parts", "slot_of", "write_rows"]
+__all__ = ["LOG2_E", "finite", "merge_parts", "slot_of", "write_rows"]
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)

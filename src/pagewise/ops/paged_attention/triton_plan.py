@@ -27,6 +27,8 @@ SPLIT_SIZE = 1024
 MERGED_AT_ONCE = 16
 """Partial states that a merge has in registers, of few rows; half of them are on their way."""
 
+_MANY_SHARES = 32
+
 
 @dataclass(frozen=True)
 class GpuPlan:
@@ -49,6 +51,8 @@ class GpuPlan:
     """Tiles on their way from memory at a time."""
     num_programs: int
     """Of a decode launch; a prefill launch has one a tile of rows."""
+    few_programs: int = 0
+    """How many take part where shares would be short; 0: always all."""
     split_size: int = 0
     max_registers: int = 0
     """Of a thread; 0 leaves it to the compiler."""
@@ -93,15 +97,18 @@ def make_gpu_plan(
     if problem.rows > (16 if _is_bulky(problem, device) else DECODE_ROWS):
         return _plan_prefill(problem, device)
     tiles = choose_tiles(problem, device, hopper)
+    pairs = problem.num_seqs * problem.num_kv_heads
+    num_programs = _align(tiles.programs * device.num_workers, pairs)
+    # Many short shares of a head take longer to merge than to read: one on a multiprocessor then.
+    merges_many = hopper and tiles.programs == 2 and pairs * _MANY_SHARES <= num_programs
     return GpuPlan(
         "decode",
         tile_m=max(16, power_of_2(problem.rows)),
         tile_n=tiles.tile_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        num_programs=_align(
-            tiles.programs * device.num_workers, problem.num_seqs * problem.num_kv_heads
-        ),
+        num_programs=num_programs,
+        few_programs=num_programs // 2 if merges_many and not batch_invariant else 0,
         split_size=SPLIT_SIZE if batch_invariant else 0,
         max_registers=tiles.max_registers,
         fetch_registers=tiles.fetch_registers,

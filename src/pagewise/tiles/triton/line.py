@@ -44,7 +44,7 @@ def address(size):
     return tl.inline_asm_elementwise(
         """{ .reg .b32 all; mov.u32 $0, global_smem; mov.u32 all, %dynamic_smem_size;
         add.u32 $0, $0, all; sub.u32 $0, $0, $1; and.b32 $0, $0, -128; }""",
-        "=r,r", [size - 127], tl.int32, is_pure=False, pack=1,
+        "=&r,r", [size - 127], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
