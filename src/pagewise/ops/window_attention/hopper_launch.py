@@ -192,6 +192,7 @@ def _describe(x: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> Tensor
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
 
 
+@functools.cache
 def _layout(width: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(2 * width, 16, rank=rank)
 

@@ -293,6 +293,7 @@ def _describe(x: Tensor, num_rows: int, box: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, box, _layout(len(box)))
 
 
+@functools.cache
 def _layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(128, 16, rank=rank)
 
