@@ -1,5 +1,7 @@
 """Products of small float32 matrices in scratch memory, four rows by 64 columns at a time.
 
+The rest of the columns goes by sixteens, eight rows at a time: as many sums as hide the latency.
+
 ::
 
     c[r, n]  =  Σ_k a[r, k] · b[k, n]        or, with ``adds``,  +=
@@ -65,6 +67,31 @@ def _multiply_4x16(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps,
 
 
 @inner()
+def _multiply_8x16(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps, adds):
+    c4, a4 = at + 4 * c_row, a_at + 4 * a_row
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zeros()
+    if adds:
+        s0, s1 = load(c, at), load(c, at + c_row)
+        s2, s3 = load(c, at + 2 * c_row), load(c, at + 3 * c_row)
+        s4, s5 = load(c, c4), load(c, c4 + c_row)
+        s6, s7 = load(c, c4 + 2 * c_row), load(c, c4 + 3 * c_row)
+    for k in range(steps):
+        x, j, i = load(b, b_at + k * b_step), a_at + k * a_step, a4 + k * a_step
+        s0, s1 = fma(splat(a[j]), x, s0), fma(splat(a[j + a_row]), x, s1)
+        s2, s3 = fma(splat(a[j + 2 * a_row]), x, s2), fma(splat(a[j + 3 * a_row]), x, s3)
+        s4, s5 = fma(splat(a[i]), x, s4), fma(splat(a[i + a_row]), x, s5)
+        s6, s7 = fma(splat(a[i + 2 * a_row]), x, s6), fma(splat(a[i + 3 * a_row]), x, s7)
+    store(c, at, s0)
+    store(c, at + c_row, s1)
+    store(c, at + 2 * c_row, s2)
+    store(c, at + 3 * c_row, s3)
+    store(c, c4, s4)
+    store(c, c4 + c_row, s5)
+    store(c, c4 + 2 * c_row, s6)
+    store(c, c4 + 3 * c_row, s7)
+
+
+@inner()
 def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds):
     """Rows by fours, columns by sixteens; ``a[r, k]`` is at ``a_at + r * a_row + k * a_step``."""
     wide = columns - columns % 64
@@ -74,8 +101,14 @@ def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, ste
                 c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
                 b, column, b_step, steps, adds,
             )  # fmt: skip
+    eights = rows - rows % 8
     for column in range(wide, columns, 16):
-        for r in range(0, rows, 4):
+        for r in range(0, eights, 8):
+            _multiply_8x16(
+                c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
+                b, column, b_step, steps, adds,
+            )  # fmt: skip
+        for r in range(eights, rows, 4):
             _multiply_4x16(
                 c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
                 b, column, b_step, steps, adds,
