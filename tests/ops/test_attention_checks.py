@@ -30,6 +30,7 @@ WRONG = [
     ((Q, KV, KV[..., :4]), {}, "v_head_size is 4, expected a multiple of 8"),
     ((Q, KV.mT.contiguous().mT, KV), {}, r"k has stride 2 in its last.*pass k.contiguous\(\)"),
     ((Q, KV, KV), {"sliding_window": 0}, "sliding_window is 0, expected at least 1"),
+    ((Q, KV, KV), {"sliding_window": 4.0}, "sliding_window is 4.0, expected at least 1"),
     ((Q, KV, KV), {"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0, expected a finite number"),
     ((Q, KV, KV), {"alibi_slopes": torch.zeros(3)}, "alibi_slopes has num_heads=3 but q has 4"),
     ((Q, KV, KV), {"sinks": torch.zeros(2, 2)}, "sinks has 2 dimensions"),
@@ -95,3 +96,8 @@ def test_other_devices_are_named():
 def test_a_compiler_hears_of_wrong_sizes_too():
     with pytest.raises(Exception, match="k has head_size=8 but q has 16"):
         torch.compile(attention, backend="eager", fullgraph=True)(Q, KV[..., :8], KV)
+
+
+def test_causal_is_true_or_false():
+    with pytest.raises(DTypeError, match="causal is 'x', expected True or False"):
+        attention(Q, KV, KV, causal="x")

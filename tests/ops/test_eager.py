@@ -60,8 +60,11 @@ def test_who_watches_sees_the_operator():
         assert not is_plain(mode.from_tensor(x))
     answers = []
     torch.func.vmap(lambda row: answers.append(is_plain(row)) or row)(x)
+    torch.fx.experimental.proxy_tensor.make_fx(
+        lambda row: answers.append(is_plain(row)) or row, pre_dispatch=True
+    )(x)
     torch.jit.trace(lambda row: answers.append(is_plain(row)) or row, x, check_trace=False)
-    assert answers == [False, False]
+    assert answers == [False] * 3
     assert torch.equal(torch.compile(lambda row: row + is_plain(row), backend="eager")(x), x)
 
 
@@ -71,6 +74,34 @@ def test_a_gradient_of_a_gradient_is_refused(name):
     op = attention if name == "attention" else window_attention
     out = op(x, x, x).out
     assert type(out.grad_fn).__name__ in ("AttentionBackward", "WindowAttentionBackward")
-    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    for loss in (out.square().sum(), out.sum()):  # the second one's gradient has no gradient itself
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            gradient.square().sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("name", ["attention", "window_attention"])
+def test_who_watches_only_the_gradient_sees_its_operator(name):
+    x = torch.randn(1, 2, 17, 16).requires_grad_()
+    out = (attention if name == "attention" else window_attention)(x, x, x).out
+    with Watch() as watch:
+        out.sum().backward()
+    assert watch.seen == [f"{name}_backward"]
+
+
+@pytest.mark.parametrize("name", ["attention", "window_attention"])
+def test_results_of_what_is_not_learned_may_be_changed(name):
+    x, learned = torch.randn(1, 2, 17, 16), torch.ones(()).requires_grad_()
+    out = (attention if name == "attention" else window_attention)(x, x, x).out
+    before = out.sum()
+    out.mul_(learned).sum().backward()
+    torch.testing.assert_close(learned.grad, before)
+
+
+def test_a_checkpoint_computes_once_more():
+    x = torch.randn(1, 3, 17, 16).requires_grad_()
+    direct = torch.autograd.grad(window_attention(x, x, x).out.square().sum(), x)
+    again = torch.utils.checkpoint.checkpoint(
+        lambda y: window_attention(y, y, y).out, x, use_reentrant=False
+    )
+    assert torch.equal(*direct, *torch.autograd.grad(again.square().sum(), x))

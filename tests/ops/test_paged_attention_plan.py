@@ -174,16 +174,16 @@ def test_shares_end_where_heads_do_if_that_leaves_few_multiprocessors_idle():
 
 
 def test_short_shares_of_a_head_that_has_many_are_joined():
-    def few(batch_invariant=False, **changes):
+    def joins(batch_invariant=False, **changes):
         return make_gpu_plan(
             replace(DECODE, **changes), H200, hopper=True, batch_invariant=batch_invariant
-        ).few_programs
+        ).joins_short_shares
 
-    assert few(num_seqs=1) == 128
-    assert few(num_seqs=1, num_kv_heads=1) == 132
-    assert few(num_seqs=2) == 0  # 16 of a head are merged in no time
-    assert few(num_seqs=1, head_size=256, v_head_size=256) == 0  # one on a multiprocessor anyway
-    assert few(num_seqs=1, batch_invariant=True) == 0
+    assert joins(num_seqs=1)
+    assert joins(num_seqs=8, num_kv_heads=1)
+    assert not joins(num_seqs=2)  # 16 of a head are merged in no time
+    assert not joins(num_seqs=1, head_size=256, v_head_size=256)  # one on a multiprocessor anyway
+    assert not joins(num_seqs=1, batch_invariant=True)
 
 
 def test_invariant_splits_are_the_same_for_every_batch():

@@ -35,9 +35,10 @@ def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> N
 
 def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> None:
     """Raise ShapeError for a window or a cap that means nothing."""
-    if sliding_window is not None and sliding_window < 1:
+    if sliding_window is not None and (isinstance(sliding_window, float) or sliding_window < 1):
         raise ShapeError(
-            f"sliding_window is {sliding_window}, expected at least 1, or None for all keys"
+            f"sliding_window is {sliding_window}, expected at least 1 (an integer), or None for "
+            "all keys"
         )
     if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
         raise ShapeError(

@@ -7,7 +7,6 @@ arguments, ``out`` and ``lse``; the scores are computed again. Plain eager code 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -152,10 +151,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(
-    backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None
-) -> tuple[Any, ...]:
-    out, lse, q, k, v, *others = ctx.saved_tensors
+def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
+    out, lse, q, k, v, *others = saved
+    is_last = not torch.is_grad_enabled()  # the operator refuses gradients of gradients
+    backward = _backward if is_last and is_plain(d_out, d_lse, *saved) else _operator_backward
     if d_out is None:
         d_out = torch.zeros_like(out)
     d_qkv = backward(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
@@ -177,5 +177,5 @@ def _differentiate_sinks(
     return -(share * mean).flatten(0, -2).sum(dim=0).to(sinks.dtype)
 
 
-_operator.register_autograd(partial(_differentiate, _operator_backward), setup_context=_remember)
-_function = make_function("Attention", _forward, _remember, partial(_differentiate, _backward))
+_operator.register_autograd(_differentiate, setup_context=_remember)
+_function = make_function("Attention", _forward, _remember, _differentiate)

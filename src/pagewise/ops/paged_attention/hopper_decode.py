@@ -1,10 +1,10 @@
 """Paged attention of few new tokens a sequence on Hopper: fetching never waits for computing.
 
-The work is laid out and shared out as in ``triton_decode``, but for batches of little work, of
-which half the programs take twice the share (``FEW_PROGRAMS``). What differs is that four warps
-only fetch and four only compute: the fetching ones run ahead through a ring of tiles in shared
-memory, over the ends of heads and sequences, so memory is not idle while one head is finished and
-the next begun::
+The work is laid out and shared out as in ``triton_decode``, but for batches of few heads and
+little work, where half the programs take twice the share (``JOINED``). What differs is that four
+warps only fetch and four only compute: the fetching ones run ahead through a ring of tiles in
+shared memory, over the ends of heads and sequences, so memory is not idle while one head is
+finished and the next begun::
 
     fetch    K0 V0  K1 V1  K2 V2 │ K0 V0  K1 ...          │ = the next head
     ring     ▓▓▓▓▓  ▓▓▓▓▓  ▓▓▓▓▓   ▓▓▓▓▓
@@ -30,7 +30,7 @@ from .hopper_fetch import FETCH_WARPS, fetch_role
 from .hopper_merge import LOG2_E, finite, merge_parts, slot_of, write_rows
 from .hopper_work import add, count_items, segment
 
-SHORT = gl.constexpr(512)  # keys of a share, of which FEW_PROGRAMS take two each
+SHORT = gl.constexpr(512)  # keys of a share
 SMALLEST = gl.constexpr(-100)
 ROOM = gl.constexpr(14)
 
@@ -269,7 +269,7 @@ def decode_kernel(
     GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     CODE: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, FEW_PROGRAMS: gl.constexpr, TILE_M: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, JOINED: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, DOT: gl.constexpr,
     FETCH_REGS: gl.constexpr,
@@ -287,8 +287,8 @@ def decode_kernel(
             seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, TILE_N, SPLIT_TILES
         ), 0)  # fmt: skip
     programs = gl.minimum(gl.num_programs(0), total)
-    if FEW_PROGRAMS > 0 and total < SHORT // TILE_N * gl.num_programs(0):
-        programs = gl.minimum(programs, FEW_PROGRAMS)
+    if JOINED and total < SHORT // TILE_N * gl.num_programs(0):
+        programs = gl.minimum(programs, (gl.num_programs(0) + 1) // 2)
     share = gl.program_id(0)
     if share < programs:
         item = (share.to(gl.int64) * total // programs).to(gl.int32)

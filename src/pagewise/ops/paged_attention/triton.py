@@ -259,7 +259,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SCALES": problem.scale_kind,
         "SPLIT_TILES": plan.split_size // plan.tile_n if plan.split_size else 1,
         "SPLITS_FIXED": plan.split_size > 0,
-        "FEW_PROGRAMS": plan.few_programs,
+        "JOINED": plan.joins_short_shares,
         "TILE_M": plan.tile_m,
         "TILE_N": plan.tile_n,
         "D": max(narrowest, power_of_2(problem.head_size)),

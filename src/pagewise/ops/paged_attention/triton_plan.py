@@ -51,8 +51,8 @@ class GpuPlan:
     """Tiles on their way from memory at a time."""
     num_programs: int
     """Of a decode launch; a prefill launch has one a tile of rows."""
-    few_programs: int = 0
-    """How many take part where shares would be short; 0: always all."""
+    joins_short_shares: bool = False
+    """Whether half the programs take part where their shares would be short."""
     split_size: int = 0
     max_registers: int = 0
     """Of a thread; 0 leaves it to the compiler."""
@@ -108,7 +108,7 @@ def make_gpu_plan(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         num_programs=num_programs,
-        few_programs=num_programs // 2 if merges_many and not batch_invariant else 0,
+        joins_short_shares=merges_many and not batch_invariant,
         split_size=SPLIT_SIZE if batch_invariant else 0,
         max_registers=tiles.max_registers,
         fetch_registers=tiles.fetch_registers,

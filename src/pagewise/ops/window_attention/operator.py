@@ -7,7 +7,6 @@ code takes a shorter way (``ops/eager``).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -107,10 +106,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(
-    backward: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None
-) -> tuple[Any, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
+    *tensors, out, lse = saved
+    is_last = not torch.is_grad_enabled()  # the operator refuses gradients of gradients
+    backward = _backward if is_last and is_plain(dout, dlse, *saved) else _operator_backward
     inputs = [
         constant if tensor is None else tensor
         for tensor, constant in zip(tensors, ctx.constants, strict=True)
@@ -126,12 +126,8 @@ def _differentiate(
     return (*(gradients.get(name) for name in names), None)
 
 
-_operator.register_autograd(
-    partial(_differentiate, _operator_backward), setup_context=_setup_context
-)
-_function = make_function(
-    "WindowAttention", _forward, _setup_context, partial(_differentiate, _backward)
-)
+_operator.register_autograd(_differentiate, setup_context=_setup_context)
+_function = make_function("WindowAttention", _forward, _setup_context, _differentiate)
 
 
 def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:
