@@ -61,23 +61,22 @@ def dense(impl: str) -> float:
     return _against_reference(attention, (q, k, v), dout, impl, causal=True)
 
 
-def windows(num_tokens: int, side: int, impl: str) -> float:
+def windows(axes: int, impl: str) -> float:
     """``window_attention`` with bias and regions, and its gradients."""
-    window = (side,) * 2 if side**2 == num_tokens else (side,) * 3
-    q, k, v, dout = _random(4, 8, 3, num_tokens, 16)
-    table = torch.randn((2 * side - 1) ** len(window), 3, device="cuda").requires_grad_()
-    regions = shift_regions([2 * side] * len(window), window, [side // 2] * len(window))
+    window = [7] * axes
+    q, k, v, dout = _random(4, 8, 3, 7**axes, 16)
+    table = torch.randn(13**axes, 3, device="cuda").requires_grad_()
+    regions = shift_regions([14] * axes, window, [3] * axes)
     return _against_reference(
         window_attention, (q, k, v), dout, impl,
         bias_table=table, rel_offsets=rel_offsets(window).cuda(),
-        regions=regions[: len(q)].cuda(),
+        regions=regions.cuda(),
     )  # fmt: skip
 
 
 def scores(k_len: int) -> float:
     """``attention_scores``."""
-    q, k = _random(2, 2, 3, 49, 16)
-    k = _random(1, 2, 3, k_len, 16)[0]
+    (q,), (k,) = _random(1, 2, 3, 49, 16), _random(1, 2, 3, k_len, 16)
     return _distance(attention_scores(q, k), attention_scores(q, k, impl="reference"))
 
 
@@ -105,8 +104,8 @@ CALLS: dict[str, Callable[[], float]] = {
     **{name: lambda name=name: paged(name) for name in PAGED},  # type: ignore[misc]
     "attention": lambda: dense("hopper"),
     "attention-triton": lambda: dense("triton"),
-    "windows": lambda: windows(343, 7, "hopper"),
-    "windows-triton": lambda: windows(49, 7, "triton"),
+    "windows": lambda: windows(3, "hopper"),
+    "windows-triton": lambda: windows(2, "triton"),
     "scores": lambda: scores(49),
     "scores-343": lambda: scores(343),
     "scores-long": lambda: scores(1001),
@@ -135,7 +134,7 @@ def _random(count: int, *shape: int) -> tuple[Tensor, ...]:
 
 
 def _against_reference(
-    op: Callable[..., AttentionOutput], qkv: tuple[Tensor, ...], dout: Tensor, impl: str = "auto",
+    op: Callable[..., AttentionOutput], qkv: tuple[Tensor, ...], dout: Tensor, impl: str,
     **others: Any,
 ) -> float:  # fmt: skip
     """The worst distance of results and gradients."""

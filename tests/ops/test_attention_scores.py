@@ -29,9 +29,6 @@ SHAPES = [  # batch, heads, q_len, k_len, head_size
     (1, 2, 0, 7, 8),
     (1, 2, 7, 0, 8),
 ]
-LINE = (
-    "address", "put", "put_some", "copy_vectors", "copy_numbers", "send", "settle", "wait_for_sent"
-)  # fmt: skip
 IMPLEMENTATIONS = ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpret)]
 
 
@@ -42,8 +39,9 @@ def memory_for_the_interpreter(monkeypatch):
 
         monkeypatch.setattr(triton, "_refuse_interpreter", lambda device: None)
         memory = LineMemory()
-        for name in LINE:
-            monkeypatch.setattr(triton, name, getattr(memory, name))
+        for name in vars(LineMemory):
+            if not name.startswith("_"):
+                monkeypatch.setattr(triton, name, getattr(memory, name))
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

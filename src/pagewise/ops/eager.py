@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["is_plain", "make_function"]
+__all__ = ["choose_gradient", "is_plain", "make_function"]
 
 
 def is_plain(*inputs: Any) -> bool:
@@ -32,6 +32,14 @@ def is_plain(*inputs: Any) -> bool:
 def _is_special(x: Tensor) -> bool:
     is_batched = torch._C._functorch.is_legacy_batchedtensor(x)  # is_grads_batched
     return is_batched or type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def choose_gradient(function: Any, operator: Any, *inputs: Any) -> Any:
+    """``function``, or the operator of the same where somebody watches.
+
+    So a gradient that is to be differentiated goes to the operator, which refuses.
+    """
+    return function if not torch.is_grad_enabled() and is_plain(*inputs) else operator
 
 
 def make_function(

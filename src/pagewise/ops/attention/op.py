@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import is_plain, make_function
+from ..eager import choose_gradient, is_plain, make_function
 from .checks import check, check_starts
 from .problem import Lengths, Options
 
@@ -154,8 +154,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
     out, lse, q, k, v, *others = saved
-    is_last = not torch.is_grad_enabled()  # the operator refuses gradients of gradients
-    backward = _backward if is_last and is_plain(d_out, d_lse, *saved) else _operator_backward
+    backward = choose_gradient(_backward, _operator_backward, d_out, d_lse, *saved)
     if d_out is None:
         d_out = torch.zeros_like(out)
     d_qkv = backward(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,17 +38,18 @@ def check(x: Operands) -> Problem:
     """Raise ShapeError or DTypeError naming the argument at fault, or return the problem."""
     if x.mask is not None and x.mask.requires_grad:
         raise DTypeError("mask requires a gradient, but has none: pass a learned one as bias")
-    given = (x.bias_table, x.rel_offsets, x.bias, x.regions, x.mask, x.logit_scale)
-    forms = _Forms(
-        *(Form(*form(tensor)) for tensor in (x.q, x.k, x.v)),
-        *(None if tensor is None else Form(*form(tensor)) for tensor in given),
-    )
+    tensors = (
+        x.q, x.k, x.v, x.bias_table, x.rel_offsets, x.bias, x.regions, x.mask, x.logit_scale
+    )  # fmt: skip
+    forms = tuple(None if tensor is None else form(tensor) for tensor in tensors)
     if torch.compiler.is_compiling():  # sizes may be symbols, which are no keys
         return _check(forms)
     return _check_once(forms)
 
 
-def _check(x: _Forms) -> Problem:
+def _check(forms: tuple[Any, ...]) -> Problem:
+    named: list[Any] = [None if fields is None else Form(*fields) for fields in forms]
+    x = _Forms(*named)
     _check_pairs(x)
     sizes = bind(
         q=(x.q, _ROWS),

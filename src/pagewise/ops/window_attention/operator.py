@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import is_plain, make_function
+from ..eager import choose_gradient, is_plain, make_function
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
@@ -109,8 +109,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
     *tensors, out, lse = saved
-    is_last = not torch.is_grad_enabled()  # the operator refuses gradients of gradients
-    backward = _backward if is_last and is_plain(dout, dlse, *saved) else _operator_backward
+    backward = choose_gradient(_backward, _operator_backward, dout, dlse, *saved)
     inputs = [
         constant if tensor is None else tensor
         for tensor, constant in zip(tensors, ctx.constants, strict=True)

@@ -36,23 +36,24 @@ def _barrier(what, number, warpgroups):
 
 
 @gluon.jit
+def _at_barrier(WHAT: gl.constexpr, NUMBER: gl.constexpr, WARPGROUPS: gl.constexpr):
+    barrier: gl.constexpr = _barrier(WHAT, NUMBER, WARPGROUPS)
+    gl.inline_asm_elementwise(barrier, "=r,~{memory}", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def take_turn(GROUP: gl.constexpr):
     """Wait until the warpgroup before has issued its products."""
-    gl.inline_asm_elementwise(
-        _barrier("sync", GROUP, 2), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
-    )
+    _at_barrier("sync", GROUP, 2)
 
 
 @gluon.jit
 def pass_turn(GROUP: gl.constexpr):
     """Let a warpgroup issue its products."""
-    gl.inline_asm_elementwise(
-        _barrier("arrive", GROUP, 2), "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
-    )
+    _at_barrier("arrive", GROUP, 2)
 
 
 @gluon.jit
 def meet(WARPGROUPS: gl.constexpr):
     """Wait until all warpgroups are here."""
-    barrier: gl.constexpr = _barrier("sync", WARPGROUPS, WARPGROUPS)
-    gl.inline_asm_elementwise(barrier, "=r,~{memory}", [], gl.int32, is_pure=False, pack=1)
+    _at_barrier("sync", WARPGROUPS, WARPGROUPS)
