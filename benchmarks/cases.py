@@ -14,7 +14,7 @@ from .attention import AttentionCase
 from .cache_ops import CopyBlocksCase, WriteKVCase
 from .case import Case, Target, at_least, at_most
 from .engine import EngineCase
-from .gpu_attention import GpuDecodeCase, GpuPrefillCase, Shape
+from .gpu_attention import GpuBlockSizesCase, GpuDecodeCase, GpuPrefillCase, Shape
 from .swin_unetr import SwinUnetrCase
 from .tile_cases import TILE_CASES
 from .windows import WindowCase
@@ -182,6 +182,21 @@ GPU_CASES: tuple[Case, ...] = (
             ("32x512", (512,) * 32, 16, 16, 128, True, 370, 340),
             ("1x16384-size-64", (16384,), 32, 32, 64, True, 510, 480),
             ("1x16384-size-256", (16384,), 8, 8, 256, True, 740, 680),
+        )
+    ),
+    *(
+        GpuBlockSizesCase(
+            f"gpu-prefill-blocks-{name}",
+            lengths,
+            replace(LLAMA, num_heads=heads, num_kv_heads=kv_heads, head_size=size),
+            targets=(at_least("slowest / fastest", 0.92),),
+        )
+        for name, lengths, heads, kv_heads, size in (
+            ("1x16384", (16384,), 16, 16, 128),
+            ("4x4096-gqa", (4096,) * 4, 32, 8, 128),
+            ("32x512", (512,) * 32, 16, 16, 128),
+            ("1x16384-size-64", (16384,), 32, 32, 64),
+            ("1x16384-size-256", (16384,), 8, 8, 256),
         )
     ),
 )

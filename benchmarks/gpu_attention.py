@@ -29,7 +29,13 @@ from .gpu_timing import time_gpu, time_gpu_in_turns, time_host
 from .libraries import find_libraries
 from .timing import Times
 
-__all__ = ["GpuDecodeCase", "GpuPrefillCase", "Inputs", "check_against_float64"]
+__all__ = [
+    "GpuBlockSizesCase",
+    "GpuDecodeCase",
+    "GpuPrefillCase",
+    "Inputs",
+    "check_against_float64",
+]
 
 READ_GIB = 4
 SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 and much memory
@@ -165,6 +171,12 @@ class GpuPrefillCase:
         kind = "causal" if self.causal else "full"
         return f"prefill: {_lengths(self.seq_lens)}, {kind}, {self.shape}"
 
+    @property
+    def work(self) -> int:
+        """Operations of both products."""
+        pairs = sum(n * n // 2 if self.causal else n * n for n in self.seq_lens)
+        return 4 * pairs * self.shape.num_heads * self.shape.head_size
+
     def verify(self) -> list[Check]:
         """Shortened and poisoned, against float64."""
         lengths = [min(n, SHORT) for n in self.seq_lens[:3]]
@@ -180,17 +192,58 @@ class GpuPrefillCase:
         ours: Peers = {"pagewise": inputs.attend, "pagewise, in order": inputs.in_order().attend}
         times = time_gpu_in_turns(ours | _prefill_peers(inputs) | find_libraries(inputs))
         peers = {name: time for name, time in times.items() if name not in ours}
-        pairs = sum(n * n // 2 if self.causal else n * n for n in self.seq_lens)
-        work = 4 * pairs * self.shape.num_heads * self.shape.head_size
         metrics = {
-            "TFLOP/s": work / times["pagewise"].median / 1e12,
-            "TFLOP/s in order": work / times["pagewise, in order"].median / 1e12,
+            "TFLOP/s": self.work / times["pagewise"].median / 1e12,
+            "TFLOP/s in order": self.work / times["pagewise, in order"].median / 1e12,
         }
         for name, time in peers.items():
-            metrics[f"TFLOP/s, {name}"] = work / time.median / 1e12
+            metrics[f"TFLOP/s, {name}"] = self.work / time.median / 1e12
         best = min(time.median for time in peers.values())
         metrics["x best peer"] = best / times["pagewise"].median
         return Measurement(times, metrics)
+
+
+@dataclass(frozen=True)
+class GpuBlockSizesCase:
+    """Whole prompts over blocks of several sizes, each in random order, in turns.
+
+    Metrics: ``TFLOP/s, blocks of N``, and ``slowest / fastest`` of them.
+    """
+
+    name: str
+    seq_lens: tuple[int, ...]
+    shape: Shape = Shape()
+    sizes: tuple[int, ...] = (1, 8, 16, 64, 128)
+    targets: tuple[Target, ...] = ()
+    device: str = "cuda"
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        sizes = ", ".join(map(str, self.sizes))
+        about = self._at(self.sizes[0]).about
+        return about.replace(f"blocks of {self.sizes[0]},", f"blocks of {sizes},")
+
+    def verify(self) -> list[Check]:
+        """Each size, shortened and poisoned, against float64."""
+        return [
+            check._replace(what=f"blocks of {size}: {check.what}")
+            for size in self.sizes
+            for check in self._at(size).verify()
+        ]
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Time all sizes in turns, by graph replay, cache cold."""
+        calls = {f"blocks of {size}": self._at(size).call() for size in self.sizes}
+        times = time_gpu_in_turns(calls)
+        work = self._at(self.sizes[0]).work
+        metrics = {f"TFLOP/s, {name}": work / time.median / 1e12 for name, time in times.items()}
+        medians = [time.median for time in times.values()]
+        metrics["slowest / fastest"] = min(medians) / max(medians)
+        return Measurement(times, metrics)
+
+    def _at(self, size: int) -> GpuPrefillCase:
+        return GpuPrefillCase(self.name, self.seq_lens, replace(self.shape, block_size=size))
 
 
 @functools.cache

@@ -36,6 +36,7 @@ PAGED = {
     "decode-triton": ("triton", LONG),
     "prefill": ("hopper_prefill", SEVERAL),
     "prefill-narrow": ("hopper_prefill", SEVERAL | {"head_size": 64}),
+    "prefill-gathering": ("hopper_prefill", SEVERAL | {"block_size": 1}),
     "prefill-triton": ("triton", SEVERAL),
 }
 

@@ -47,6 +47,12 @@ FORMS = [
     (Form(BF16, 80, 16, True, False, False, 8), 24),
     (Form(BF16, 64, 16, True, False, True, 1), 40),
     (Form(F16, 64, 0, False, False, True, 1), 40),
+    # rows gathered one by one
+    (Form(BF16, 128, 1, True, False, True, 1), 0),
+    (Form(F16, 128, 2, True, True, False, 4), 0),
+    (Form(BF16, 80, 5, True, False, False, 8), 0),
+    (Form(BF16, 256, 12, False, False, True, 1), 16),
+    (Form(BF16, 64, 4, True, False, True, 1), 48),
 ]
 
 
@@ -57,11 +63,11 @@ def disassemble(compiled, tmp_path):
     return [(int(address, 16), instruction) for address, instruction in lines]
 
 
-def loops_that_multiply(code):
-    """Innermost loops with tensor core products, as lists of instructions."""
+def loops_with(instruction, code):
+    """Innermost loops with an instruction, as lists of instructions."""
     loops = []
-    for address, instruction in code:
-        jump = re.search(r"\bBRA 0x([0-9a-f]+)", instruction)
+    for address, text in code:
+        jump = re.search(r"\bBRA 0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < address:
             loops.append((int(jump[1], 16), address))
     inner = [
@@ -70,7 +76,12 @@ def loops_that_multiply(code):
         if not any(first <= a and b < last for a, b in loops if (a, b) != (first, last))
     ]
     bodies = [[text for address, text in code if a <= address <= b] for a, b in inner]
-    return [body for body in bodies if any("HGMMA" in text for text in body)]
+    return [body for body in bodies if any(instruction in text for text in body)]
+
+
+def loops_that_multiply(code):
+    """Innermost loops with tensor core products."""
+    return loops_with("HGMMA", code)
 
 
 @pytest.mark.parametrize(("form", "memory"), FORMS, ids=str)
@@ -81,7 +92,8 @@ def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
         return
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= memory, used
-    loops = loops_that_multiply(disassemble(compiled, tmp_path))
+    code = disassemble(compiled, tmp_path)
+    loops = loops_that_multiply(code)
     unmasked = [body for body in loops if not any("-INF" in text for text in body)]
     assert len(unmasked) == form.tiling.warpgroups  # one each
     tile_n, width = form.tiling.tile_n, form.tiling.width
@@ -92,10 +104,18 @@ def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
         assert sorted(map(int, products)) == sorted(
             [tile_n] * (width // 16) + [width] * (tile_n // 16)
         )
+    gathering = loops_with("LDGSTS", code)
+    assert len(gathering) == (2 if form.gathers else 0)  # keys, values
+    for body in gathering:
+        copies = [text for text in body if "LDGSTS" in text]
+        assert all(".BYPASS.128 " in text for text in copies)
+        assert len(copies) == tile_n * width // 8 // 64  # by 64 threads, eight elements each
+        assert not re.search(r"\b(LDL|STL)", "\n".join(body))
 
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
     assert {form.tiling for form, _ in FORMS} == set(TILINGS)
+    assert {form.tiling for form, _ in FORMS if form.gathers} == set(TILINGS)
     assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]

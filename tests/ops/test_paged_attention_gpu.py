@@ -84,6 +84,32 @@ def test_the_case_table_matches_float64_on_hopper(case, dtype, impl):
     assert_matches(attend(inputs, impl), inputs)
 
 
+SMALL_BLOCKS = [
+    *(
+        PagedCase((70, 300, 9), (70, 700, 600), 4, 2, head_size=d, block_size=b)
+        for b in (1, 2, 4, 8)
+        for d in (64, 128, 256)
+    ),
+    *(PagedCase((150, 70), (150, 333), 4, 2, head_size=128, block_size=b) for b in (3, 5, 12, 100)),
+    *(PagedCase((200,), (200,), 8, 1, head_size=d, block_size=1) for d in (8, 72, 136, 248)),
+    PagedCase((200, 70), (700, 300), 4, 4, head_size=128, block_size=1, sliding_window=100),
+    PagedCase((200, 70), (700, 300), 6, 2, head_size=64, block_size=2, sliding_window=300),
+    PagedCase((200, 70), (300, 301), 8, 2, head_size=128, block_size=1, causal=False),
+    PagedCase((80, 90), (3, 0), 4, 2, head_size=128, block_size=4),
+    PagedCase((80, 90), (3, 0), 4, 2, head_size=64, block_size=1, causal=False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL_BLOCKS, ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_rows_of_small_blocks_are_gathered(case, dtype):
+    inputs = make_inputs(replace(case, dtype=dtype))
+    there = inputs.to("cuda")
+    result = there.attend(impl="hopper_prefill", out=there.out)
+    assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
+
+
 def random_inputs(count, accepts, seed):
     rng = random.Random(f"gpu-{seed}")
     found = 0
@@ -293,3 +319,18 @@ def test_a_cache_of_more_elements_than_32_bits_count():
     for impl in ("triton", "hopper"):
         result = paged_attention(q, cache, cache, batch, impl=impl)
         assert_same_bits(result, paged_attention(q, tail, tail, small, impl=impl))
+
+
+@pytest.mark.gpu
+def test_gathered_rows_of_a_cache_of_more_elements_than_32_bits_count():
+    num_blocks = (1 << 31) // (8 * 128) + 100
+    cache = torch.zeros(num_blocks, 1, 8, 128, dtype=BF16, device="cuda")
+    cache[-100:].normal_()
+    table = torch.arange(num_blocks - 100, num_blocks, device="cuda").int()[None]
+    q = torch.randn(90, 8, 128, dtype=BF16, device="cuda")
+    lengths, starts = torch.tensor([100]).int().cuda(), torch.tensor([0, 90]).int().cuda()
+    batch = PagedBatch(table, lengths, starts, 90, 100)
+    small = replace(batch, block_tables=torch.arange(100, device="cuda").int()[None])
+    tail = cache[-100:].clone()
+    result = paged_attention(q, cache, cache, batch, impl="hopper_prefill")
+    assert_same_bits(result, paged_attention(q, tail, tail, small, impl="hopper_prefill"))

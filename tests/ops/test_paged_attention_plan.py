@@ -207,6 +207,30 @@ def test_what_hopper_s_kernel_does_not_take_is_planned_for_the_portable_one(chan
     assert make_plan(problem, H200) == make_gpu_plan(problem, H200)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        *(({"block_size": n}, None) for n in (1, 2, 3, 4, 12, 16, 256)),
+        ({"is_aligned": False}, None),  # copied, if descriptors cannot say it
+        *(
+            (
+                {"block_size": n, "is_aligned": False},
+                f"block_size={n} and rows of the caches do not",
+            )
+            for n in (1, 8)
+        ),
+    ],
+    ids=str,
+)
+def test_prefill_on_hopper_takes_blocks_of_any_size(change, reason):
+    pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
+    from pagewise.ops.paged_attention import hopper_prefill
+
+    device = replace(H200, capability=(9, 0))
+    answer = hopper_prefill.supports(replace(PREFILL, **change), device)
+    assert answer is None if reason is None else reason in answer
+
+
 def test_two_types_of_16_bits_are_multiplied_and_planned_as_float32():
     for problem in (replace(DECODE, max_query_len=16, **WIDE), PREFILL):
         mixed = replace(problem, kv_dtype=torch.float16)

@@ -4,11 +4,12 @@
 
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
     keys of a tile = boxes of min(block_size, tile) rows, straight from their pages by TMA
+                     where block_size is a multiple of 16; otherwise row by row by cp.async
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
-blocks of a multiple of 8 slots, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi,
-sinks and 8-bit caches are for the Triton kernels, and so are few new tokens a sequence: a tile
-of theirs would be nearly empty, and nobody else would help to walk their keys.
+any block size, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi, sinks and 8-bit
+caches are for the Triton kernels, and so are few new tokens a sequence: a tile of theirs would
+be nearly empty, and nobody else would help to walk their keys.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
     if reason is None and not problem.is_plain:
         reason = "scores are capped or biased, or there are sinks; plain ones run"
-    if reason is None and problem.block_size % 8:
-        reason = f"k_cache has block_size={problem.block_size}; multiples of 8 run"
+    if reason is None and problem.block_size % 16 and not problem.is_aligned:
+        reason = (
+            f"k_cache has block_size={problem.block_size} and rows of the caches do not begin at "
+            "multiples of 16 bytes; with such rows multiples of 16 run"
+        )
     if reason is None and problem.rows <= DECODE_ROWS:
         reason = f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
     return reason

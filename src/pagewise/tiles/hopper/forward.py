@@ -1,4 +1,4 @@
-"""Attention forward on Hopper: two warps load, two or three warpgroups compute.
+"""Attention forward on Hopper: two warps load, or four, two or three warpgroups compute.
 
 ::
 
@@ -12,8 +12,9 @@ a tile's last product goes with the next tile's first::
     computing    S2 softmax │ S1 O2 softmax │ S0 O1 softmax │ S1' O0 softmax' │ S0' O1' ...
 
 While one warpgroup does a softmax, another multiplies. Keys and values come in boxes of ``BOX``
-rows: a page, a part of one, or, of ragged tensors, a tile. What lies past a sequence's end is
-read as zeros or, inside its last box, overwritten with zeros: no NaN comes into a product.
+rows: a page, a part of one, or, of ragged tensors, a tile. Pages that make no boxes are gathered
+row by row, by two warps for keys and two for values. What lies past a sequence's end is read as
+zeros or, inside its last box, overwritten with zeros: no NaN comes into a product.
 """
 
 from triton.experimental import gluon
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gather import GATHERING_WARPS, make_pages
 from .layouts import wide_rows
 from .load import (
     COLUMNS,
@@ -79,7 +81,7 @@ def _compute_role(
         p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
         acc = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         last = orders.read(tile_use, LAST)
-        if last < TILE_N:
+        if not form.GATHER and last < TILE_N:
             v_ring.turns.wait_full(0, use)
             if WG == 0:
                 _clear_rows(v_ring.tile(use, 0), gl.maximum(last, 0), form)
@@ -267,8 +269,8 @@ def forward_kernel(
     lse,  # [num_tokens, num_heads] float32
     # inputs
     q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 / PACK, PACK, 64]
-    k_desc,  # [num_blocks, block_size, num_kv_heads, head_size] in boxes of [1, BOX, 1, 64]
-    v_desc,
+    k,  # [num_blocks, block_size, num_kv_heads, head_size] in boxes of [1, BOX, 1, 64]; or pointers
+    v,
     # metadata
     cu_seqlens_q,  # [num_seqs + 1]
     lengths,  # [num_seqs] keys of each sequence; or, of ragged ones, cu_seqlens_k [num_seqs + 1]
@@ -288,6 +290,12 @@ def forward_kernel(
     table_stride,
     token_stride,
     head_stride,
+    k_block,  # of the caches: where rows are gathered
+    k_slot,
+    k_head,
+    v_block,
+    v_slot,
+    v_head,
     # constants
     HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -298,6 +306,7 @@ def forward_kernel(
     PACK: gl.constexpr,
     BOX: gl.constexpr,
     ATOMS: gl.constexpr,
+    GATHER: gl.constexpr,
     TILE_N: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -307,7 +316,8 @@ def forward_kernel(
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     form = Form(
-        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW, UNIFORM, TAKE_TURNS
+        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW, UNIFORM,
+        TAKE_TURNS,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows, num_rows,
@@ -317,6 +327,9 @@ def forward_kernel(
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
     orders = make_orders(Q_STAGES)
+    if GATHER:
+        k = make_pages(k, k_block, k_slot, k_head, TILE_N)
+        v = make_pages(v, v_block, v_slot, v_head, TILE_N)
     fence_async_shared()
     compute = (
         out, lse, num_heads, token_stride, head_stride, window, scale,
@@ -324,16 +337,17 @@ def forward_kernel(
     )  # fmt: skip
     # What the others leave of a multiprocessor's registers, which go round in eights.
     EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
+    LOADING: gl.constexpr = GATHERING_WARPS if GATHER else 1
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_role_0, compute),
                 (_compute_role_1, compute),
-                (load_keys_role, (q_desc, k_desc, batch, orders, q_ring, k_ring, form)),
-                (load_values_role, (v_desc, batch, v_ring, form)),
+                (load_keys_role, (q_desc, k, batch, orders, q_ring, k_ring, form)),
+                (load_values_role, (v, batch, v_ring, form)),
             ],
-            [4, 1, 1],
+            [4, LOADING, LOADING],
             [REGISTERS, LOAD, LOAD],
         )
     else:
@@ -342,9 +356,9 @@ def forward_kernel(
                 (_compute_role_0, compute),
                 (_compute_role_1, compute),
                 (_compute_role_2, compute),
-                (load_keys_role, (q_desc, k_desc, batch, orders, q_ring, k_ring, form)),
-                (load_values_role, (v_desc, batch, v_ring, form)),
+                (load_keys_role, (q_desc, k, batch, orders, q_ring, k_ring, form)),
+                (load_values_role, (v, batch, v_ring, form)),
             ],
-            [4, 4, 1, 1],
+            [4, 4, LOADING, LOADING],
             [REGISTERS, REGISTERS, LOAD, LOAD],
         )

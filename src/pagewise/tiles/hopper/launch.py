@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ __all__ = [
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
+_UNIT = 8  # rows of an atom; elements of 16 bytes
 _SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
 
 
@@ -80,15 +82,22 @@ class Form:
         return tiling_of(self.head_size)
 
     @property
+    def gathers(self) -> bool:
+        """Whether keys and values come row by row: boxes of eight rows and fewer are slower."""
+        return self.block_size % (2 * _UNIT) != 0
+
+    @property
     def box(self) -> int:
-        """Rows that one copy brings."""
+        """Rows that one copy by descriptor brings."""
         tile_n = self.tiling.tile_n
-        return min(self.block_size & -self.block_size, tile_n) if self.block_size else tile_n
+        if self.gathers or not self.block_size:
+            return tile_n
+        return min(self.block_size & -self.block_size, tile_n)
 
     @property
     def has_atoms(self) -> bool:
         """Whether a copy brings all columns of its rows, eight rows at a time."""
-        return self.block_size > 0 and self.head_size % _COLUMNS == 0
+        return self.block_size > 0 and self.head_size % _COLUMNS == 0 and not self.gathers
 
     @property
     def boxes(self) -> list[int]:
@@ -148,8 +157,9 @@ def attend(
         out: ``[num_tokens, num_heads, head_size]``, last dimension contiguous, here and below.
         lse: ``[num_tokens, num_heads]`` float32, contiguous.
         q: As ``out``.
-        k: ``[num_blocks, block_size, num_kv_heads, head_size]``, blocks of a multiple of 8 slots;
-            or, without ``block_tables``, ragged ``[num_keys, num_kv_heads, head_size]``.
+        k: ``[num_blocks, block_size, num_kv_heads, head_size]``; where ``block_size`` is no
+            multiple of 16, every row begins at a multiple of 16 bytes. Or, without
+            ``block_tables``, ragged ``[num_keys, num_kv_heads, head_size]``.
         v: As ``k``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``.
         lengths: int32 ``[num_seqs]``, keys of each sequence; of ragged ones ``cu_seqlens_k``,
@@ -172,7 +182,6 @@ def attend(
     q, written = _align(q), out if _is_aligned(out) else torch.empty_like(q)
     if block_tables is None:
         k, v = k[None], v[None]
-    k, v = _line_up(k, v)
     block_size = k.shape[1] if block_tables is not None else 0
     num_heads, group = q.shape[1], q.shape[1] // k.shape[2]
     form = Form(
@@ -188,20 +197,18 @@ def attend(
     tiles, seq_tiles, section = _schedule(
         form, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
     )
-    box = form.boxes
-    num_rows = (k.shape[0] - 1) * (k.stride(0) // k.stride(1)) + k.shape[1]
+    sources, block_rows, num_rows, strides = _gathered(k, v) if form.gathers else _boxed(k, v, form)
     make_launcher(form)(
         (min(num_programs, tiles), 1, 1),
         written,
         lse,
         TensorDescriptor.from_tensor(q, [_ROWS // form.pack, form.pack, _COLUMNS], _layout(3)),
-        _describe(k, num_rows, box),
-        _describe(v, num_rows, box),
+        *sources,
         cu_seqlens_q,
         lengths,
         lengths if block_tables is None else block_tables,
         cu_seqlens_q.shape[0] - 1,
-        k.stride(0) // k.stride(1) if block_size else 0,
+        block_rows,
         num_rows,
         num_heads,
         group,
@@ -213,6 +220,7 @@ def attend(
         0 if block_tables is None else block_tables.stride(0),
         written.stride(0),
         written.stride(1),
+        *strides,
     )
     if written is not out:
         out.copy_(written)
@@ -263,6 +271,25 @@ def _align(x: Tensor) -> Tensor:
     return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+_Sources = tuple[tuple[Any, Any], int, int, tuple[int, ...]]
+"""Keys and values, rows from block to block, number of rows, strides: as the kernel takes them."""
+
+
+def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
+    """Keys and values whose boxes are copied by descriptors."""
+    k, v = _line_up(k, v)
+    block_rows = k.stride(0) // k.stride(1)
+    num_rows = (k.shape[0] - 1) * block_rows + k.shape[1]
+    sources = _describe(k, num_rows, form.boxes), _describe(v, num_rows, form.boxes)
+    return sources, block_rows if form.block_size else 0, num_rows, ()
+
+
+def _gathered(k: Tensor, v: Tensor) -> _Sources:
+    """Keys and values whose rows are copied one by one."""
+    assert all(map(_is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
+    return (k, v), 0, 0, tuple(stride // _UNIT for x in (k, v) for stride in x.stride()[:3])
+
+
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """With blocks a multiple of eight rows apart, which a descriptor takes for one line of rows.
 
@@ -309,12 +336,14 @@ def make_launcher(form: Form) -> GluonLauncher:
     """The forward kernel for one form of call."""
     name, tiling = POINTERS[form.dtype][1:], form.tiling
     queries = [_ROWS // form.pack, form.pack, _COLUMNS]
+    boxes = f"tensordesc<{name}{form.boxes},{_layout(len(form.boxes))!r}>"
+    source = f"*{name}:16" if form.gathers else boxes
     types = {
         "out": f"*{name}:16",
         "lse": "*fp32",
         "q_desc": f"tensordesc<{name}{queries},{_layout(3)!r}>",
-        "k_desc": f"tensordesc<{name}{form.boxes},{_layout(len(form.boxes))!r}>",
-        "v_desc": f"tensordesc<{name}{form.boxes},{_layout(len(form.boxes))!r}>",
+        "k": source,
+        "v": source,
         "cu_seqlens_q": "*i32",
         "lengths": "*i32",
         "block_tables": "*i32",
@@ -323,7 +352,10 @@ def make_launcher(form: Form) -> GluonLauncher:
     types |= dict.fromkeys(scalars.split(), "i32")
     types |= {"scale": "fp32", "table_stride": "i32"}
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
-    constants = {
+    strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
+    types |= dict.fromkeys(strides if form.gathers else [], "i64")
+    constants = dict.fromkeys([] if form.gathers else strides, 0)
+    constants |= {
         "HEAD_SIZE": form.head_size,
         "BLOCK_SIZE": form.block_size,
         "CAUSAL": form.causal,
@@ -333,6 +365,7 @@ def make_launcher(form: Form) -> GluonLauncher:
         "PACK": form.pack,
         "BOX": form.box,
         "ATOMS": form.has_atoms,
+        "GATHER": form.gathers,
         "TILE_N": tiling.tile_n,
         "WARPGROUPS": tiling.warpgroups,
         "Q_STAGES": tiling.q_stages,

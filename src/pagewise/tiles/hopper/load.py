@@ -2,7 +2,8 @@
 
 One warp finds the tiles of queries, tells the computing warpgroups what they need to know of
 each, and loads queries and keys; another finds the same tiles and loads values. Copies are made
-by the tensor memory accelerator, which needs a descriptor and a place, and no registers.
+by the tensor memory accelerator, which needs a descriptor and a place, and no registers; those
+of small blocks by two warps each instead of one (``gather``).
 """
 
 from triton.experimental import gluon
@@ -10,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
+from .gather import gather_tiles
 from .schedule import find_tile, key_tiles, tile_of_turn
 
 __all__ = ["COLUMNS", "ROWS", "Form", "load_keys_role", "load_values_role"]
@@ -36,6 +38,7 @@ class Form:
     BLOCK_SIZE: gl.constexpr  # 0: keys are ragged, not paged
     BOX: gl.constexpr
     ATOMS: gl.constexpr
+    GATHER: gl.constexpr
     PACK: gl.constexpr
     WARPGROUPS: gl.constexpr
     CAUSAL: gl.constexpr
@@ -50,6 +53,7 @@ class Form:
         BLOCK_SIZE,
         BOX,
         ATOMS,
+        GATHER,
         PACK,
         WARPGROUPS,
         CAUSAL,
@@ -61,6 +65,7 @@ class Form:
         self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
         self.BOX = gl.constexpr(BOX)
         self.ATOMS = gl.constexpr(ATOMS)
+        self.GATHER = gl.constexpr(GATHER)
         self.PACK = gl.constexpr(PACK)
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.CAUSAL = gl.constexpr(CAUSAL)
@@ -91,8 +96,8 @@ def _next_tile(batch, turn, form):
 
 
 @gluon.jit
-def load_keys_role(q_desc, k_desc, batch, orders, q_ring, k_ring, form):
-    """One warp: find tiles of queries, tell of them, load them and their keys."""
+def load_keys_role(q_desc, k, batch, orders, q_ring, k_ring, form):
+    """Find tiles of queries, tell of them, load them and their keys."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
     tile_use = 0
@@ -117,17 +122,15 @@ def load_keys_role(q_desc, k_desc, batch, orders, q_ring, k_ring, form):
             orders.write(tile_use, HEAD, head)
             _load_queries(q_desc, q_ring, tile_use, q_start + token, head, form)
             tile_use += 1
-            for n in range(end - 1, begin - 1, -1):
-                _load_tile(k_desc, k_ring, use, n * TILE_N, keys, form)
-                use += 1
+            use = _load_tiles(k, k_ring, use, begin, end, keys, form)
     q_ring.turns.wait_empty(0, tile_use)
     orders.write(tile_use, NUM_TILES, 0)
     q_ring.turns.fill(0, tile_use)
 
 
 @gluon.jit
-def load_values_role(v_desc, batch, v_ring, form):
-    """One warp: find the same tiles of queries, and load their values."""
+def load_values_role(v, batch, v_ring, form):
+    """Find the same tiles of queries, and load their values."""
     TILE_N: gl.constexpr = v_ring.tiles.shape[1]
     TOKENS: gl.constexpr = form.WARPGROUPS * ROWS // form.PACK
     use = 0
@@ -144,9 +147,7 @@ def load_values_role(v_desc, batch, v_ring, form):
                 form.CAUSAL,
                 form.HAS_WINDOW,
             )
-            for n in range(end - 1, begin - 1, -1):
-                _load_tile(v_desc, v_ring, use, n * TILE_N, keys, form)
-                use += 1
+            use = _load_tiles(v, v_ring, use, begin, end, keys, form)
 
 
 @gluon.jit
@@ -162,6 +163,19 @@ def _load_queries(desc, ring, use, token, head, form):
         for c in gl.static_range(CHUNKS):
             where = [at, head * PACK, c * COLUMNS]
             tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(c))
+
+
+@gluon.jit
+def _load_tiles(source, ring, use, begin, end, keys, form):
+    """Bring tiles of keys or values from the right to the left; the ring's next use."""
+    TILE_N: gl.constexpr = ring.tiles.shape[1]
+    if form.GATHER:
+        use = gather_tiles(source, ring, use, begin, end, keys, form)
+    else:
+        for n in range(end - 1, begin - 1, -1):
+            _load_tile(source, ring, use, n * TILE_N, keys, form)
+            use += 1
+    return use
 
 
 @gluon.jit

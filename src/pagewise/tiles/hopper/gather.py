@@ -1,0 +1,96 @@
+"""Copies of rows that lie apart: keys and values of blocks that are too small for a box each.
+
+Every lane copies 16 bytes at a time, and eight lanes 64 columns of a row. A row's place is found
+by one thread, which asked for the block a tile before, and told through shared memory::
+
+    a thread, two rows of a tile       block id ─▶ place ─▶ shared memory
+    eight lanes, a row                 place ─▶ a copy for every 64 columns
+
+The copies write as threads do, products read as the copy engine writes: so the threads wait for
+their copies, make them visible to it, and one says that the tile is there; whoever computes sees
+no difference. What lies past a sequence's end or a head's width is not read, but zeros.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.core import _aggregate as aggregate
+
+from .names import barrier
+
+__all__ = ["GATHERING_WARPS", "Pages", "gather_tiles", "make_pages"]
+
+GATHERING_WARPS = gl.constexpr(2)  # of a role: one for keys, one for values
+UNIT = gl.constexpr(8)  # elements of a copy, 16 bytes
+
+
+@aggregate
+class Pages:
+    """Keys or values of all blocks, and room for where a tile's rows begin."""
+
+    base: gl.tensor  # pointer to [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
+    block: gl.tensor  # strides, in units
+    slot: gl.tensor
+    head: gl.tensor
+    places: gl.shared_memory_descriptor  # int64 [TILE_N], in units
+
+    @gluon.constexpr_function
+    def __init__(self, base, block, slot, head, places):
+        self.base = base
+        self.block = block
+        self.slot = slot
+        self.head = head
+        self.places = places
+
+
+@gluon.jit
+def make_pages(base, block, slot, head, TILE_N: gl.constexpr):
+    """Pages whose rows are gathered, tiles of ``TILE_N`` at a time."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    places = gl.allocate_shared_memory(gl.int64, [TILE_N], LAYOUT)
+    return Pages(base, block, slot, head, places)
+
+
+@gluon.jit
+def gather_tiles(pages, ring, use, begin, end, keys, form):
+    """Bring tiles of keys or values from the right to the left; the ring's next use."""
+    TILE_N: gl.constexpr = ring.tiles.shape[1]
+    FINDING: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    table, _, seq_len, _, _, kv_head = keys
+    key = (end - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
+    block = gl.load(table + key // form.BLOCK_SIZE, key < seq_len, other=0)
+    for n in range(end - 1, begin - 1, -1):
+        place = block.to(gl.int64) * pages.block + key % form.BLOCK_SIZE * pages.slot
+        pages.places.store(place + kv_head * pages.head)
+        if n > begin:
+            key -= TILE_N
+            block = gl.load(table + key // form.BLOCK_SIZE)
+        ring.turns.wait_empty(0, use)
+        _copy_rows(pages, ring.tile(use, 0), seq_len - n * TILE_N, form)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        ring.turns.fill(0, use)
+        use += 1
+    return use
+
+
+@gluon.jit
+def _copy_rows(pages, tile, num_rows, form):
+    """Start the copies of a tile whose places are known; it gets zeros from ``num_rows`` on."""
+    TILE_N: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    AT_ONCE: gl.constexpr = 32 if form.WARPGROUPS == 2 else 16  # as registers allow
+    COPYING: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, AT_ONCE, gl.SliceLayout(1, COPYING))[:, None]
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, COPYING))[None, :]
+    for first in gl.static_range(0, TILE_N, AT_ONCE):
+        place = pages.places.slice(first, AT_ONCE).load(gl.SliceLayout(1, COPYING))[:, None]
+        there = first + row < num_rows
+        if WIDTH != form.HEAD_SIZE:
+            there = there & (column < form.HEAD_SIZE)
+        async_copy.async_copy_global_to_shared(
+            tile.slice(first, AT_ONCE), pages.base + column + place * UNIT, there
+        )
