@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: nothing 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from pagewise.ops.copy_blocks import triton as copy_blocks  # noqa: E402
+from pagewise.ops.instance_norm import triton as instance_norm  # noqa: E402
 from pagewise.ops.merge_states import triton as merge_states  # noqa: E402
 from pagewise.ops.window_attention import triton_rows  # noqa: E402
 from pagewise.ops.write_kv import triton as write_kv  # noqa: E402
@@ -190,3 +191,16 @@ def test_rows_of_a_map_move_sixteen_bytes_at_a_time(size, fills, tmp_path):
 def test_rows_of_a_map_of_any_width(word, tmp_path):
     for size in (1, 3, 1100):
         assert_fits(triton_rows.make_launcher(word, size, True, False), tmp_path)
+
+
+@pytest.mark.parametrize("residual", ["none", "plain", "norm"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("num_chunks", [1, 2, 108])
+def test_instance_norm(num_chunks, dtype, residual, tmp_path):
+    tile = instance_norm.ONE_TILE[residual] if num_chunks == 1 else instance_norm.TILE
+    names = list(instance_norm.KERNELS) if num_chunks > 1 else ["finish", "finish_gradients"]
+    for name in names:
+        ptx = assert_fits(
+            instance_norm.make_launcher(name, dtype, dtype, residual, num_chunks, tile, 8), tmp_path
+        )
+        assert "ld.global.v4.b32" in ptx
