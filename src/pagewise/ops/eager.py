@@ -44,20 +44,20 @@ def choose_gradient(function: Any, operator: Any, *inputs: Any) -> Any:
 
 def make_function(
     name: str,
-    forward: Callable[..., tuple[Tensor, ...]],
+    forward: Callable[..., Any],
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., tuple[Any, ...]],
-) -> Callable[..., tuple[Tensor, ...]]:
+) -> Callable[..., Any]:
     """What ``register_autograd`` does for an operator, as a function, for plain inputs.
 
     Args:
         name: What profiles and ``grad_fn`` show.
-        forward: From inputs to outputs.
+        forward: From inputs to one output, or to a tuple of them.
         remember: From the context, inputs and outputs to what the context keeps.
         differentiate: From the context and the outputs' gradients to those of all inputs.
     """
 
-    def run(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def run(ctx: Any, *inputs: Any) -> Any:
         output = forward(*inputs)
         remember(ctx, inputs, output)
         return output
@@ -65,12 +65,11 @@ def make_function(
     body = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
     function: Any = type(name, (torch.autograd.Function,), body)
 
-    def call(*inputs: Any) -> tuple[Tensor, ...]:
+    def call(*inputs: Any) -> Any:
         if torch.is_grad_enabled() and any(
             isinstance(x, Tensor) and x.requires_grad for x in inputs
         ):
-            output: tuple[Tensor, ...] = function.apply(*inputs)
-            return output
+            return function.apply(*inputs)
         # To autograd the results are views of nothing, as an operator's are.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(*inputs)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...device import DeviceInfo
 from ..dispatch import choose
+from ..eager import choose_gradient, is_plain, make_function
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
 __all__ = ["Layout", "layout", "to_map", "to_windows"]
@@ -90,18 +91,19 @@ def to_windows(x: Tensor, where: Layout, padding: Tensor | None = None) -> Tenso
 
     Where no token stands the row is ``padding`` ``[*row]``, or zeros.
     """
-    rows = _cut(x.flatten(1, len(where.grid)), *where[1:4], padding)
+    inputs = x.flatten(1, len(where.grid)), *where[1:4], padding
+    rows = (_cut_function if is_plain(x, padding) else _cut)(*inputs)
     windows: Tensor = torch.unflatten(rows, 1, (-1, len(where.offsets)))
     return windows
 
 
 def to_map(x: Tensor, where: Layout) -> Tensor:
     """``[batch, num_windows, num_tokens, *row]`` to ``[batch, *grid, *row]``."""
-    return torch.unflatten(_join(x.flatten(1, 2), *where[1:4]), 1, where.grid)
+    join = _join_function if is_plain(x) else _join
+    return torch.unflatten(join(x.flatten(1, 2), *where[1:4]), 1, where.grid)
 
 
-@torch.library.custom_op("pagewise::cut_windows", mutates_args=())
-def _cut(
+def _take_places(
     x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor, padding: Tensor | None
 ) -> Tensor:
     """``[batch, num_map_tokens, *row]`` to ``[batch, num_places, *row]``."""
@@ -110,8 +112,7 @@ def _cut(
     return rows
 
 
-@torch.library.custom_op("pagewise::join_windows", mutates_args=())
-def _join(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> Tensor:
+def _take_tokens(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> Tensor:
     """``[batch, num_places, *row]`` to ``[batch, num_map_tokens, *row]``."""
     rows: Tensor = _rows(x.device).take(x, places, padded[:0], None)
     return rows
@@ -120,6 +121,10 @@ def _join(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> Tensor:
 def _rows(device: torch.device) -> Any:
     """Who copies rows there."""
     return choose(__package__, ("triton_rows", "torch_rows"), None, DeviceInfo.of(device), "auto")
+
+
+_cut = torch.library.custom_op("pagewise::cut_windows", _take_places, mutates_args=())
+_join = torch.library.custom_op("pagewise::join_windows", _take_tokens, mutates_args=())
 
 
 @_cut.register_fake
@@ -139,17 +144,21 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _uncut(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    _, padded, _ = ctx.saved_tensors
+    saved = ctx.saved_tensors
     dpadding = None
     if ctx.padding_dtype is not None and ctx.needs_input_grad[4]:
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        dpadding = gradient.index_select(1, padded).sum((0, 1), dtype=wide).to(ctx.padding_dtype)
-    return _join(gradient, *ctx.saved_tensors), None, None, None, dpadding
+        dpadding = gradient.index_select(1, saved[1]).sum((0, 1), dtype=wide).to(ctx.padding_dtype)
+    join = choose_gradient(_take_tokens, _join, gradient)
+    return join(gradient, *saved), None, None, None, dpadding
 
 
 def _unjoin(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return _cut(gradient, *ctx.saved_tensors, None), None, None, None
+    cut = choose_gradient(_take_places, _cut, gradient)
+    return cut(gradient, *ctx.saved_tensors, None), None, None, None
 
 
 _cut.register_autograd(_uncut, setup_context=_keep)
 _join.register_autograd(_unjoin, setup_context=_keep)
+_cut_function = make_function("CutWindows", _take_places, _keep, _uncut)
+_join_function = make_function("JoinWindows", _take_tokens, _keep, _unjoin)
