@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...ops.window_attention import window_attention
+from ...ops.window_attention.layout import layout, to_map, to_windows
 
-__all__ = ["attend", "attend_packed", "continuous_bias", "offsets", "stands_aside", "writes_down"]
+__all__ = [
+    "WholeMap",
+    "attend",
+    "attend_map",
+    "attend_packed",
+    "continuous_bias",
+    "offsets",
+    "stands_aside",
+    "writes_down",
+]
+
+
+class WholeMap(NamedTuple):
+    """In a mask's place: what is attended to is a whole map, to be cut into windows like this."""
+
+    window: tuple[int, ...]
+    """No axis longer than the map's."""
+    shift: tuple[int, ...]
 
 
 def writes_down() -> bool:
@@ -67,6 +85,24 @@ def attend_packed(qkv: Tensor, num_heads: int, **arguments: Any) -> Tensor:
     """The same of ``[num_windows, num_tokens, 3 * num_heads * head_size]``."""
     q, k, v = qkv.chunk(3, dim=-1)
     return attend(q, k, v, num_heads, **arguments)
+
+
+def attend_map(
+    qkv: Tensor, cut: WholeMap, num_heads: int, padding: Tensor | None, **arguments: Any
+) -> Tensor:
+    """Of a whole map, ``[batch, *grid, 3 * num_heads * head_size]``: two copies, by index.
+
+    ``padding`` ``[3 * num_heads * head_size]`` is what padded tokens have; ``None``: zeros.
+    """
+    qkv = torch.unflatten(_plain(qkv), -1, (3, num_heads, -1))
+    if padding is not None:
+        padding = padding.view(qkv.shape[-3:])
+    where = layout(tuple(qkv.shape[1:-3]), *cut, qkv.device)
+    rows = to_windows(qkv, where, padding)
+    q, k, v = rows.flatten(0, 1).permute(2, 0, 3, 1, 4).unbind()
+    out = window_attention(q, k, v, regions=where.regions, **arguments).out
+    windows = torch.unflatten(out.transpose(1, 2), 0, rows.shape[:2])
+    return to_map(windows, where).flatten(-2)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -11,13 +11,23 @@ from torch import nn
 
 from .proof import difference
 from .report import Entry, PatchReport
-from .swapped import Swapped, SwappedAttention, SwappedLayer, Swaps, restore
+from .swapped import (
+    Swapped,
+    SwappedAttention,
+    SwappedBlock,
+    SwappedLayer,
+    SwappedMerging,
+    SwappedNorms,
+    Swaps,
+    restore,
+)
 
 __all__ = ["patch", "patched", "unpatch"]
 
 # A framework's file of Swin models, and ours. A model of it can exist only once it is imported.
 ADAPTERS = {
     "monai.networks.nets.swin_unetr": "monai",
+    "monai.networks.blocks.dynunet_block": "monai_blocks",
     "torchvision.models.swin_transformer": "torchvision",
     "timm.models.swin_transformer_v2": "timm",
     "transformers.models.swin.modeling_swin": "transformers",
@@ -32,9 +42,10 @@ def patch(model: nn.Module) -> PatchReport:
     """Run a Swin model's window attention on ``pagewise.window_attention``, in place.
 
     MONAI SwinUNETR, torchvision and timm Swin v1 and v2, Transformers Swin and Swinv2. No tensor
-    of scores and no dense shift mask is formed any more; parameters, buffers and the state dict
-    stay as they are, and so do gradients, up to rounding. Copies and pickles of a patched model
-    are patched. Patching twice is patching once.
+    of scores and no dense shift mask is formed any more. MONAI's blocks attend to whole maps, and
+    the residual blocks of its U-Nets run norm and activation in one on a GPU. Parameters, buffers
+    and the state dict stay as they are, and so do gradients, up to rounding. Copies and pickles of
+    a patched model are patched. Patching twice is patching once.
 
     The model's own code runs where ours has no answer: under ``torch.export``, ``torch.jit.trace``,
     ``torch.fx`` and ``torch.onnx``; while training with dropout on attention weights; when
@@ -97,7 +108,9 @@ def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
     proven: dict[tuple[type, str], str | None] = {}
     touched: list[nn.Module] = []
     left_alone: list[Entry] = []
-    entries: dict[type[Swapped], list[Entry]] = {SwappedAttention: [], SwappedLayer: []}
+    # An attention first: whether a block or a layer applies depends on it.
+    kinds = SwappedAttention, SwappedBlock, SwappedLayer, SwappedMerging, SwappedNorms
+    entries: dict[type[Swapped], list[Entry]] = {kind: [] for kind in kinds}
     for kind in entries:
         for name, module in list(model.named_modules()):
             swap = type(module) if isinstance(module, Swapped) else swaps.get(type(module))
@@ -115,7 +128,12 @@ def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
             entries[kind].append(Entry(name, _describe(module, swap)))
     left_alone += _strangers(model, swaps)
     report = PatchReport(
-        tuple(entries[SwappedAttention]), tuple(entries[SwappedLayer]), tuple(left_alone)
+        attentions=tuple(entries[SwappedAttention]),
+        layers=tuple(entries[SwappedLayer]),
+        left_alone=tuple(left_alone),
+        blocks=tuple(entries[SwappedBlock]),
+        mergings=tuple(entries[SwappedMerging]),
+        norms=tuple(entries[SwappedNorms]),
     )
     return report, touched
 

@@ -38,12 +38,25 @@ class PatchReport:
     """Layers that now hand region ids to their attentions instead of dense masks."""
     left_alone: tuple[Entry, ...]
     """Modules that look like window attention, or like a layer of it, and were not touched."""
+    blocks: tuple[Entry, ...] = ()
+    """Blocks that now hand whole maps to their attentions instead of windows."""
+    mergings: tuple[Entry, ...] = ()
+    """Patch mergings that now take their cells by one copy."""
+    norms: tuple[Entry, ...] = ()
+    """Residual blocks whose instance norms, residual and activation are now one operation each."""
 
     def __str__(self) -> str:
         lines = [_count("patched", self.attentions, "window attention"), *self.attentions]
         if self.layers:
             lines += [_count("region ids instead of dense masks", self.layers, "layer")]
             lines += self.layers
+        if self.blocks:
+            lines += [_count("whole maps instead of windows", self.blocks, "block"), *self.blocks]
+        if self.mergings:
+            lines += [_count("cells by one copy", self.mergings, "patch merging"), *self.mergings]
+        if self.norms:
+            lines += [_count("norms and activations in one", self.norms, "residual block")]
+            lines += self.norms
         if self.left_alone:
             lines += [f"left alone: {len(self.left_alone)}", *self.left_alone]
         return "\n".join(map(str, lines))

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from .attend import stands_aside
 from .masks import RegionMemory
 
-__all__ = ["Randn", "Swapped", "SwappedAttention", "SwappedLayer", "Swaps", "restore"]
+__all__ = [
+    "Randn",
+    "Swapped",
+    "SwappedAttention",
+    "SwappedBlock",
+    "SwappedLayer",
+    "SwappedMerging",
+    "SwappedNorms",
+    "Swaps",
+    "restore",
+]
 
 
 Randn = Callable[..., Tensor]
@@ -87,6 +97,28 @@ class SwappedLayer(Swapped):
         return all(
             isinstance(attention, SwappedAttention) for attention in cls.attentions_of(module)
         )
+
+
+class SwappedBlock(Swapped):
+    """A block that hands whole maps to its attention instead of windows."""
+
+    @staticmethod
+    def attention_of(module: Any) -> Any:
+        """The module that the map goes to."""
+        raise NotImplementedError
+
+    @classmethod
+    def applies(cls, module: Any) -> bool:
+        """Whether it takes maps. It may be unpatched later: asked on every call."""
+        return isinstance(cls.attention_of(module), SwappedAttention)
+
+
+class SwappedMerging(Swapped):
+    """A patch merging that takes all tokens of its cells at once."""
+
+
+class SwappedNorms(Swapped):
+    """A block whose norms, residual and activations are one operation each."""
 
 
 def restore(module: Any) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from monai.networks.nets import swin_unetr
 from torch import Tensor
 
-from ..attend import attend_packed, offsets, stands_aside
+from ....ops.window_attention import shift_regions
+from ..attend import WholeMap, attend_map, attend_packed, offsets, stands_aside
 from ..masks import dense_mask
-from ..swapped import Randn, SwappedAttention, SwappedLayer, Swaps
+from ..swapped import (
+    Randn,
+    SwappedAttention,
+    SwappedBlock,
+    SwappedLayer,
+    SwappedMerging,
+    Swaps,
+)
 from ..trials import windows
 from ..words import heads, times
 
@@ -19,8 +31,10 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
 
     original = swin_unetr.WindowAttention
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``x`` ``[num_windows, num_tokens, dim]``; ``mask`` in any form."""
+    def forward(self, x: Tensor, mask: Tensor | WholeMap | None) -> Tensor:
+        """``x`` ``[num_windows, num_tokens, dim]``, ``mask`` in any form; or a whole map."""
+        if isinstance(mask, WholeMap):
+            return self.proj(self._attend_map(x, mask))
         if self.needs_original(x, mask):
             return self.original.forward(self, x, dense_mask(mask))
         out = attend_packed(
@@ -32,6 +46,18 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
             **self.region_memory.of_mask(mask),
         )
         return self.proj_drop(self.proj(out))
+
+    def _attend_map(self, x: Tensor, cut: WholeMap) -> Tensor:
+        num_tokens = math.prod(cut.window)
+        return attend_map(
+            self.qkv(x),
+            cut,
+            self.num_heads,
+            self.qkv.bias,  # what the layer makes of the zeros that pad a map
+            bias_table=self.relative_position_bias_table,
+            rel_offsets=offsets(self.relative_position_index, num_tokens),
+            softmax_scale=self.scale,
+        )
 
     @staticmethod
     def variant(module: Any) -> str:
@@ -49,6 +75,48 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
     def trial(module: Any, randn: Randn) -> Tensor:
         x, mask = windows(len(module.relative_position_index), module.dim, randn)
         return module(x, mask)
+
+
+class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
+    """Hands its attention the whole map, where the original pads, rolls and cuts it."""
+
+    original = swin_unetr.SwinTransformerBlock
+
+    def forward_part1(self, x: Tensor, mask_matrix: Tensor | None) -> Tensor:
+        """``x`` ``[batch, *grid, dim]``; ``mask_matrix`` in any form."""
+        cut = WholeMap(
+            *swin_unetr.get_window_size(tuple(x.shape[1:-1]), self.window_size, self.shift_size)
+        )
+        # Only a layer of ours gives region ids, and then they are the grid's.
+        is_masked_so = not any(cut.shift) or (mask_matrix is not None and mask_matrix.ndim == 2)
+        if not (is_masked_so and self.applies(self)) or self._draws() or stands_aside(x):
+            return self.original.forward_part1(self, x, mask_matrix)
+        return self.attn(self.norm1(x), cut)
+
+    def _draws(self) -> bool:
+        """Whether a dropout is at work, which draws for windows and not for maps."""
+        return self.training and (self.attn.attn_drop.p > 0 or self.attn.proj_drop.p > 0)
+
+    @staticmethod
+    def attention_of(module: Any) -> Any:
+        return getattr(module, "attn", None)
+
+    @staticmethod
+    def variant(module: Any) -> str:
+        return f"MONAI, window {times(module.window_size)}, shift {times(module.shift_size)}"
+
+    @staticmethod
+    def width(module: Any) -> str:
+        return f"{module.dim} channels"
+
+    @staticmethod
+    def trial(module: Any, randn: Randn) -> Tensor:
+        grid = trial_grid(module.window_size)
+        window, shift = swin_unetr.get_window_size(grid, module.window_size, module.shift_size)
+        padded = tuple(-(-size // width) * width for size, width in zip(grid, window, strict=True))
+        mask = shift_regions(padded, window, shift)
+        given = mask if isinstance(module, SwappedBlock) else dense_mask(mask, torch.float64)
+        return module(randn(1, *grid, module.dim), given)
 
 
 class BasicLayer(SwappedLayer, swin_unetr.BasicLayer):
@@ -85,10 +153,69 @@ class BasicLayer(SwappedLayer, swin_unetr.BasicLayer):
 
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
-        # Longer than a window along the first axis, and as long or shorter along the others.
-        first, *others = module.window_size
-        grid = (first + 2, *(max(1, width - axis) for axis, width in enumerate(others)))
-        return module(randn(1, module.blocks[0].dim, *grid))
+        return module(randn(1, module.blocks[0].dim, *trial_grid(module.window_size)))
 
 
-SWAPS: Swaps = {swap.original: swap for swap in (WindowAttention, BasicLayer)}
+class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
+    """Takes cells of 2 × 2 (× 2) tokens by one copy, where the original makes one slice a token."""
+
+    original: ClassVar[Any] = swin_unetr.PatchMergingV2
+    orders: ClassVar[dict[int, tuple[int, ...]]] = {2: (0, 2, 1, 3), 3: tuple(range(8))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` ``[batch, *grid, dim]``."""
+        if stands_aside(x) or x.ndim - 2 not in self.orders:
+            return self.original.forward(self, x)
+        return self.reduction(self.norm(join_cells(x, self.orders[x.ndim - 2])))
+
+    @staticmethod
+    def variant(module: Any) -> str:
+        axes = 2 if module.norm.normalized_shape[0] == 4 * module.dim else 3
+        return f"MONAI, {axes} axes"
+
+    @staticmethod
+    def width(module: Any) -> str:
+        return f"{module.dim} channels"
+
+    @staticmethod
+    def trial(module: Any, randn: Randn) -> Tensor:
+        axes = 2 if module.norm.normalized_shape[0] == 4 * module.dim else 3
+        return module(randn(2, *(5 - axis for axis in range(axes)), module.dim))
+
+
+class PatchMerging(PatchMergingV2, swin_unetr.PatchMerging):
+    """The same, with a cell's tokens in another order."""
+
+    original = swin_unetr.PatchMerging
+    orders: ClassVar[dict[int, tuple[int, ...]]] = {2: (0, 2, 1, 3), 3: (0, 4, 2, 1, 6, 5, 3, 7)}
+
+
+def join_cells(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """``[batch, *grid, dim]`` to ``[batch, *grid / 2, cell * dim]``; odd axes end with zeros.
+
+    ``order``: of a cell's tokens, each by its number when the last axis counts fastest.
+    """
+    axes = x.ndim - 2
+    odd = [size % 2 for size in x.shape[1:-1]]
+    if any(odd):
+        x = F.pad(x, [0, 0] + [n for extra in reversed(odd) for n in (0, extra)])
+    for axis in range(1, 2 * axes, 2):
+        x = torch.unflatten(x, axis, (-1, 2))
+    coarse, fine = range(1, 2 * axes, 2), range(2, 2 * axes + 1, 2)
+    x = x.permute(0, *coarse, *fine, 2 * axes + 1).flatten(axes + 1, 2 * axes)
+    if list(order) != sorted(order):
+        tokens = x.unbind(-2)
+        return torch.cat([tokens[number] for number in order], -1)
+    return x.flatten(-2)
+
+
+def trial_grid(window: Sequence[int]) -> tuple[int, ...]:
+    """Longer than a window along the first axis, and as long or shorter along the others."""
+    first, *others = window
+    return (first + 2, *(max(1, width - axis) for axis, width in enumerate(others)))
+
+
+SWAPS: Swaps = {
+    swap.original: swap
+    for swap in (WindowAttention, SwinTransformerBlock, BasicLayer, PatchMergingV2, PatchMerging)
+}

@@ -1,0 +1,192 @@
+"""What is patched around MONAI's attention: blocks, patch mergings, and the U-Net's norms."""
+
+import pytest
+import torch
+from swin_models import Case, framework, gradients, monai, unetr
+from test_swin_parity import assert_as_close, assert_same, check_parity, errors
+
+from pagewise.integrations import swin
+from pagewise.integrations.swin.swapped import SwappedBlock, SwappedNorms
+
+SMALL = Case(unetr, (1, 1, 64, 32, 32))
+
+
+@pytest.fixture
+def norms(monkeypatch):
+    """Every call of ``instance_norm`` that a drop-in makes."""
+    framework("monai.networks.blocks.dynunet_block")
+    from pagewise.integrations.swin.frameworks import monai_blocks
+
+    calls = []
+    call = monai_blocks.instance_norm
+
+    def instance_norm(x, residual=None, **options):
+        calls.append({"x": x, "residual": residual, **options})
+        return call(x, residual, **options)
+
+    monkeypatch.setattr(monai_blocks, "instance_norm", instance_norm)
+    return calls
+
+
+def test_the_report_names_what_is_around_attention():
+    report = swin.patch(SMALL.model())
+    counts = {kind: len(getattr(report, kind)) for kind in ("blocks", "mergings", "norms")}
+    assert counts == {"blocks": 8, "mergings": 4, "norms": 10}
+    lines = str(report).splitlines()
+    assert "whole maps instead of windows: 8 blocks" in lines
+    assert "cells by one copy: 4 patch mergings" in lines
+    assert "norms and activations in one: 10 residual blocks" in lines
+    assert "  swinViT.layers1.0.downsample: MONAI, 3 axes, 12 channels" in lines
+    last = "  decoder1.conv_block: MONAI, 3 axes, with a convolution of the residual, 12 channels"
+    assert lines[-1] == last
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+def block_of(model, index):
+    return model.layers1[0].blocks[index]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_block_in_somebody_elses_layer_takes_what_it_is_given(index, attentions):
+    """A dense mask is the caller's, and no mask is none, whatever the shift."""
+    model = monai().double().eval()
+    block = block_of(model, index)
+    x = torch.randn(1, 6, 6, 6, 12, dtype=torch.float64)
+    mask = torch.randn(8, 27, 27, dtype=torch.float64)
+    expected = [block(x, None), block(x, mask)]
+    swin.patch(model)
+    assert isinstance(block, SwappedBlock)
+    attentions.clear()
+    torch.testing.assert_close([block(x, None), block(x, mask)], expected)
+    assert [call.get("mask") is not None for call in attentions] == [False, index == 1]
+
+
+def test_hooks_of_an_attention_are_called():
+    model = monai().eval()
+    x = torch.randn(1, 1, 12, 12, 12)
+    swin.patch(model)
+    seen = []
+    block_of(model, 1).attn.register_forward_hook(lambda *args: seen.append(args))
+    model(x)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_padded_tokens_have_the_bias_of_the_layer(bias, attentions):
+    """Maps of 5, 7 and 4 tokens in windows of 3 are mostly padding at their ends."""
+    check_parity(Case(monai, (1, 1, 10, 14, 8), {"qkv_bias": bias}), attentions)
+
+
+# --- patch mergings ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["PatchMerging", "PatchMergingV2"])
+@pytest.mark.parametrize("grid", [(4, 6, 8), (5, 3, 1), (4, 6), (7, 1)])
+def test_cells_are_merged_as_before(version, grid):
+    nets = framework("monai.networks.nets.swin_unetr")
+    merging = getattr(nets, version)(6, spatial_dims=len(grid)).double()
+    x = torch.randn(2, *grid, 6, dtype=torch.float64)
+    expected = gradients(merging, x)
+    assert len(swin.patch(merging).mergings) == 1
+    assert_same(gradients(merging, x), expected, 1e-12)
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def test_every_norm_of_a_unet_is_one_call(norms):
+    model, x = SMALL.model(), SMALL.input()
+    expected = model(x)
+    swin.patch(model)
+    norms.clear()
+    torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
+    assert len(norms) == 20
+    assert sum(call["residual"] is not None for call in norms) == 10
+
+
+def residual_block(in_channels=3, out_channels=4, norm_name="instance", **options):
+    blocks = framework("monai.networks.blocks.dynunet_block")
+    return blocks.UnetResBlock(2, in_channels, out_channels, 3, 1, norm_name, **options)
+
+
+@pytest.mark.parametrize("in_channels", [3, 4])
+def test_a_block_with_and_without_a_convolution_of_its_residual(in_channels, norms):
+    block = residual_block(in_channels).double()
+    x = torch.randn(2, in_channels, 9, 7, dtype=torch.float64)
+    expected = gradients(block, x)
+    swin.patch(block)
+    norms.clear()
+    assert_same(gradients(block, x), expected, 1e-12)
+    assert [call.get("residual_eps") for call in norms] == [
+        None,
+        1e-5 if in_channels == 3 else None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_name": "batch"},
+        {"norm_name": ("instance", {"affine": True})},
+        {"norm_name": ("instance", {"track_running_stats": True})},
+        {"act_name": "relu"},
+    ],
+    ids=str,
+)
+def test_other_norms_and_activations_stay(options):
+    block = residual_block(**options)
+    assert swin.patch(block).norms == ()
+    assert not isinstance(block, SwappedNorms)
+
+
+def test_a_norm_that_is_exchanged_later_is_obeyed(norms):
+    block, x = residual_block(), torch.randn(2, 3, 9, 7)
+    swin.patch(block)
+    block.norm1 = torch.nn.BatchNorm2d(4)
+    norms.clear()
+    found = block(x)
+    assert not norms
+    swin.unpatch(block)
+    assert torch.equal(block(x), found)
+
+
+@pytest.mark.parametrize("watched", ["norm1", "norm3", "lrelu"])
+def test_whoever_hooks_a_norm_is_called(watched):
+    block, x = residual_block(), torch.randn(2, 3, 9, 7)
+    swin.patch(block)
+    seen = []
+    handle = getattr(block, watched).register_forward_hook(lambda *args: seen.append(args))
+    found = block(x)
+    assert seen
+    handle.remove()
+    torch.testing.assert_close(block(x), found)
+
+
+def test_metadata_passes_through_a_norm(norms):
+    from monai.data import MetaTensor
+
+    block, x = residual_block(), torch.randn(2, 3, 9, 7)
+    swin.patch(block)
+    norms.clear()
+    found = block(MetaTensor(x, meta={"name": "scan"}))
+    assert norms
+    assert type(found) is MetaTensor
+    assert found.meta["name"] == "scan"
+    torch.testing.assert_close(found.as_tensor(), block(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_unet_on_a_gpu_is_as_close_to_float64_as_the_original(dtype):
+    """The decoder too. Its many norms make what is left of a rounding error a matter of luck."""
+
+    def run(model, x):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            return gradients(model, x)
+
+    tf32 = torch.backends.cudnn.flags(allow_tf32=False)
+    with tf32:
+        rounding = {torch.float32: 64 * 2**-24, torch.float16: 2**-8}.get(dtype, 2**-5)
+        assert_as_close(errors(SMALL, run, "cuda"), rounding)
