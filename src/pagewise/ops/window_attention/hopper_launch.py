@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...tiles.hopper.launch import GluonLauncher
+from ...tiles.hopper.launcher import GluonLauncher
 from ...tiles.triton.launch import Launcher
 from .hopper_columns import column_gradients
 from .hopper_deltas import make_deltas
@@ -23,9 +22,6 @@ from .triton import KINDS
 
 __all__ = [
     "align",
-    "describe_marks",
-    "describe_numbers",
-    "describe_tokens",
     "make_columns_launcher",
     "make_deltas_launcher",
     "make_launcher",
@@ -170,26 +166,6 @@ def align(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def describe_tokens(x: Tensor, rows: int) -> TensorDescriptor:
-    """A window's head, in boxes of so many tokens."""
-    width = find_width(x.shape[3])
-    return _describe(x, [1, 1, rows, width], _layout(width, 4))
-
-
-def describe_marks(x: Tensor, rows: int) -> TensorDescriptor:
-    """A window's marks, in boxes of so many tokens."""
-    return _describe(x, [1, rows, MARKS], _layout(MARKS, 3))
-
-
-def describe_numbers(x: Tensor) -> TensorDescriptor:
-    """A float32 for each token, in whole pieces."""
-    return _describe(x, [1, PIECE], _NUMBERS)
-
-
-def _describe(x: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
 
 
 @functools.cache

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...device import DeviceInfo
-from ..triton.launch import POINTERS, Launcher
+from ..triton.launch import POINTERS
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
+from .launcher import Described, GluonLauncher
 
 __all__ = [
     "TILINGS",
@@ -202,7 +201,7 @@ def attend(
         (min(num_programs, tiles), 1, 1),
         written,
         lse,
-        TensorDescriptor.from_tensor(q, [_ROWS // form.pack, form.pack, _COLUMNS], _layout(3)),
+        q,
         *sources,
         cu_seqlens_q,
         lengths,
@@ -280,7 +279,7 @@ def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
     k, v = _line_up(k, v)
     block_rows = k.stride(0) // k.stride(1)
     num_rows = (k.shape[0] - 1) * block_rows + k.shape[1]
-    sources = _describe(k, num_rows, form.boxes), _describe(v, num_rows, form.boxes)
+    sources = _describe(k, num_rows, form), _describe(v, num_rows, form)
     return sources, block_rows if form.block_size else 0, num_rows, ()
 
 
@@ -306,29 +305,23 @@ def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _align(k), _align(v)
 
 
-def _describe(x: Tensor, num_rows: int, box: list[int]) -> TensorDescriptor:
+def _describe(x: Tensor, num_rows: int, form: Form) -> Described:
     """Keys or values ``[num_blocks, block_size, num_kv_heads, head_size]`` in boxes of rows."""
     _, row, head, _ = x.stride()
     size = x.shape[3]
     chunks, columns = (size // _COLUMNS, _COLUMNS) if size % _COLUMNS == 0 else (1, size)
-    if len(box) == 5:
+    if form.has_atoms:
         shape = [x.shape[2], num_rows // 8, chunks, 8, columns]
         strides = [head, 8 * row, _COLUMNS, row, 1]
     else:
         shape = [x.shape[2], chunks, num_rows, columns]
         strides = [head, _COLUMNS, row, 1]
-    return TensorDescriptor(x, shape, strides, box, _layout(len(box)))
+    return Described(x, shape, strides)
 
 
 @functools.cache
 def _layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(128, 16, rank=rank)
-
-
-class GluonLauncher(Launcher):
-    """A launcher of kernels that are written in Gluon."""
-
-    source = GluonASTSource
 
 
 @functools.cache
