@@ -93,7 +93,7 @@ CASES: tuple[Case, ...] = (
 )
 SWIN_CASES: tuple[Case, ...] = (
     SwinUnetrCase(
-        "swin-unetr-96-fs48",
+        "swin-unetr-96-fs48-batch-1",
         (96, 96, 96),
         48,
         targets=(at_least("x MONAI", 1.5), at_most("peak / MONAI", 0.5)),

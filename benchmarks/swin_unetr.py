@@ -47,20 +47,22 @@ class SwinUnetrCase:
         return f"SwinUNETR, {self.feature_size} features, {size}, {self.dtype}{kept}"
 
     def verify(self) -> list[Check]:
-        """The encoder's maps and gradients, by MONAI's in float32 without TF32.
+        """Maps and gradients of all that is patched, by MONAI's in float32 without TF32.
 
-        All attention is there. In the timed type MONAI's own distance is the yard: the decoder's
-        convolutions and norms would drown it in theirs.
+        The encoder has all attention, one residual block all kinds of norms: behind one another
+        ten of them would drown either in rounding. In the timed type MONAI's own distance is the
+        yard.
         """
         models, x = self._models(), self._input()
+        checks = []
         with torch.backends.cudnn.flags(allow_tf32=False):
-            exact = _results(models[MONAI], x, torch.float32)
-            yard = _distance(_results(models[MONAI], x, self.dtype), exact)
-            checks = []
-            for dtype, allowed in ((torch.float32, 1e-3), (self.dtype, 2 * yard)):
-                gap = _distance(_results(models[OURS], x, dtype), exact)
-                detail = f"relative distance {gap:.1e}, allowed {allowed:.1e}"
-                checks.append(Check(f"maps and gradients, {dtype}", gap <= allowed, detail))
+            for what, results in ("encoder", _of_encoder), ("residual block", _of_block):
+                exact = results(models[MONAI], x, torch.float32)
+                yard = _distance(results(models[MONAI], x, self.dtype), exact)
+                for dtype, allowed in ((torch.float32, 1e-3), (self.dtype, 2 * yard)):
+                    gap = _distance(results(models[OURS], x, dtype), exact)
+                    detail = f"relative distance {gap:.1e}, allowed {allowed:.1e}"
+                    checks.append(Check(f"{what}, {dtype}", gap <= allowed, detail))
         return checks
 
     def measure(self, repeats: int | None) -> Measurement:
@@ -132,19 +134,32 @@ def _peak(model: nn.Module, x: Tensor, dtype: torch.dtype) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def _results(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def _of_encoder(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """The encoder's maps, and the gradients of its attentions."""
     encoder: Any = model.swinViT
-    encoder.zero_grad(set_to_none=True)
+    return _results(encoder, x, dtype, ".attn.")
+
+
+def _of_block(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The map of the first residual block, and the gradients of its convolutions."""
+    block: Any = model.encoder1
+    return _results(block, x, dtype, ".conv")
+
+
+def _results(module: nn.Module, x: Tensor, dtype: torch.dtype, learned: str) -> list[Tensor]:
+    """Its maps, and the gradients of the parameters whose names have ``learned`` in them."""
+    module.zero_grad(set_to_none=True)
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
-        maps = encoder(x)
+        maps = module(x)
+    maps = [maps] if isinstance(maps, Tensor) else maps
     # The maps are normalised: their squares have no gradient.
     torch.autograd.backward([_weigh(each.float()) for each in maps])
     found = [each.detach().float().cpu() for each in maps]
-    for name, parameter in encoder.named_parameters():
-        if ".attn." in name and parameter.grad is not None:
+    for name, parameter in module.named_parameters():
+        if learned in name and parameter.grad is not None:
             found.append(parameter.grad.cpu())
-    encoder.zero_grad(set_to_none=True)
+    module.zero_grad(set_to_none=True)
+    assert len(found) > len(maps), learned
     return found
 
 
