@@ -33,6 +33,7 @@ from .problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 8192
+MOST_CHUNKS = 65535  # of a grid's second axis
 ONE_TILE = {"none": 16384, "plain": 16384, "norm": 8192}  # a channel of one chunk, by residual
 
 # Rows of what is remembered of a channel.
@@ -49,6 +50,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "negative_slope is not positive: of the result no way leads back to the sum"
     if problem.size < 2 or problem.channels == 0:
         return "there is nothing to normalise"
+    if problem.size > TILE * MOST_CHUNKS:
+        return f"a channel has {problem.size} numbers; {TILE * MOST_CHUNKS} and fewer run"
     return refuse(device)
 
 
