@@ -30,7 +30,7 @@ def spoil_norms(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "seen"), [(spoil_attention, "encoder"), (spoil_norms, "residual block")]
+    ("spoil", "seen"), [(spoil_attention, "encoder"), (spoil_norms, "residual blocks")]
 )
 def test_the_gate_of_the_benchmark_can_fail(spoil, seen, monkeypatch):
     framework("monai.networks.nets")

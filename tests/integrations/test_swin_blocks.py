@@ -34,7 +34,7 @@ def test_the_report_names_what_is_around_attention():
     assert counts == {"blocks": 8, "mergings": 4, "norms": 10}
     lines = str(report).splitlines()
     assert "whole maps instead of windows: 8 blocks" in lines
-    assert "cells by one copy: 4 patch mergings" in lines
+    assert "cells at once: 4 patch mergings" in lines
     assert "norms and activations in one: 10 residual blocks" in lines
     assert "  swinViT.layers1.0.downsample: MONAI, 3 axes, 12 channels" in lines
     last = "  decoder1.conv_block: MONAI, 3 axes, with a convolution of the residual, 12 channels"
@@ -63,14 +63,54 @@ def test_a_block_in_somebody_elses_layer_takes_what_it_is_given(index, attention
     assert [call.get("mask") is not None for call in attentions] == [False, index == 1]
 
 
-def test_hooks_of_an_attention_are_called():
-    model = monai().eval()
-    x = torch.randn(1, 1, 12, 12, 12)
-    swin.patch(model)
+@pytest.mark.parametrize("part", ["attn", "attn.qkv", "attn.proj_drop"])
+def test_hooks_of_an_attention_see_windows(part):
+    model, x = monai().eval(), torch.randn(1, 1, 12, 12, 12)
     seen = []
-    block_of(model, 1).attn.register_forward_hook(lambda *args: seen.append(args))
+    block_of(model, 1).get_submodule(part).register_forward_hook(
+        lambda module, inputs, out: seen.append(out.shape)
+    )
     model(x)
-    assert len(seen) == 1
+    swin.patch(model)
+    model(x)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+def test_dropouts_draw_whatever_the_rest_does():
+    """As where a model in evaluation is asked several times, with its dropouts at work."""
+    model, x = monai(drop_rate=0.3).eval(), torch.randn(1, 1, 12, 12, 12)
+    swin.patch(model)
+    assert all(map(torch.equal, model(x), model(x)))
+    for block in (block_of(model, 0), block_of(model, 1)):
+        block.attn.proj_drop.train()
+    assert not torch.equal(model(x)[1], model(x)[1])
+    for block in (block_of(model, 0), block_of(model, 1)):
+        block.attn.proj_drop = torch.nn.Identity()
+    model.train()(x)
+
+
+def test_a_layer_that_is_no_plain_linear_sees_windows(attentions):
+    model, x = monai().eval(), torch.randn(1, 1, 10, 14, 8)
+    expected = model(x)
+    swin.patch(model)
+    attention = block_of(model, 1).attn
+    attention.qkv = torch.nn.Sequential(attention.qkv)
+    attentions.clear()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert len(attentions) == 8
+
+
+def test_a_compiled_layer_takes_maps_of_any_size():
+    layer = monai(spatial_dims=2, window_size=(4, 4)).layers1[0].eval()
+    inputs = [torch.randn(1, 12, *grid) for grid in ((9, 7), (11, 6), (13, 10))]
+    expected = [layer(x) for x in inputs]
+    swin.patch(layer)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for x, theirs in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(compiled(x), theirs, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -132,6 +172,7 @@ def test_a_block_with_and_without_a_convolution_of_its_residual(in_channels, nor
         {"norm_name": ("instance", {"affine": True})},
         {"norm_name": ("instance", {"track_running_stats": True})},
         {"act_name": "relu"},
+        {"act_name": ("leakyrelu", {"negative_slope": -0.2})},
     ],
     ids=str,
 )
@@ -162,6 +203,42 @@ def test_whoever_hooks_a_norm_is_called(watched):
     assert seen
     handle.remove()
     torch.testing.assert_close(block(x), found)
+
+
+def test_whoever_watches_all_modules_sees_the_norms():
+    block, x = residual_block(), torch.randn(2, 3, 9, 7)
+    swin.patch(block)
+    seen = set()
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *args: seen.add(type(module))
+    )
+    block(x)
+    handle.remove()
+    assert {torch.nn.InstanceNorm2d, torch.nn.LeakyReLU} <= seen
+
+
+def test_a_forward_on_a_norm_is_obeyed():
+    block, x = residual_block(), torch.randn(2, 3, 9, 7)
+    swin.patch(block)
+    block.norm1.forward = torch.zeros_like
+    found = block(x)
+    swin.unpatch(block)
+    assert torch.equal(block(x), found)
+
+
+def test_one_image_without_a_batch():
+    block, x = residual_block(), torch.randn(3, 9, 7)
+    expected = block(x)
+    swin.patch(block)
+    assert torch.equal(block(x), expected)
+
+
+def test_a_block_that_another_release_lays_out_otherwise_is_left_alone():
+    block = residual_block()
+    block.activation = block.lrelu
+    del block.lrelu
+    (entry,) = swin.patch(block).left_alone
+    assert "AttributeError" in entry.what
 
 
 def test_metadata_passes_through_a_norm(norms):

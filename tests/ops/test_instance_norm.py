@@ -143,10 +143,36 @@ def test_a_channel_does_not_see_another(impl):
 
 
 def test_a_channel_of_one_number_everywhere(impl):
-    x = torch.full((1, 2, 5, 5), 7.0)
-    out, grad = run(impl, [x], None, torch.ones_like(x))
+    """All that is left is zero, where a leaky ReLU's gradient is its slope."""
+    x, grad = torch.full((1, 2, 5, 5), 7.0), torch.randn(1, 2, 5, 5)
+    out, grad_x = run(impl, [x], None, grad)
     assert torch.equal(out, torch.zeros_like(x))
-    assert torch.equal(grad, torch.zeros_like(x))
+    expected = 0.01 * (grad - grad.mean((2, 3), keepdim=True)) / 1e-4**0.5
+    torch.testing.assert_close(grad_x, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize(("size", "offset"), [(100, 0), (1, 100)])
+def test_a_residual_that_is_larger_than_all(impl, size, offset, dtype):
+    if impl == "reference" and dtype != F32:
+        pytest.skip("torch rounds between its operations: that is its business")
+    tensors, residual_eps, grad = problem((2, 3, 11, 13), "plain", dtype)
+    tensors[1] = tensors[1] * size + offset
+    check(impl, tensors, residual_eps, grad)
+
+
+@pytest.mark.interpret
+def test_batches_of_gradients_are_refused():
+    x = torch.randn(1, 1, 4, 4, device=place("triton"), requires_grad=True)
+    out = instance_norm(x, impl="triton")
+    with pytest.raises(UnsupportedError, match="no batches of gradients"):
+        torch.autograd.grad(out, x, torch.stack((out, out)).detach(), is_grads_batched=True)
+
+
+def test_tensors_on_two_devices():
+    x = torch.randn(1, 2, 4, 4)
+    with pytest.raises(ShapeError, match="residual is on meta but x is on cpu"):
+        instance_norm(x, x.to("meta"))
 
 
 def test_gradients_of_gradients_are_refused(impl):
@@ -192,7 +218,7 @@ def test_shapes_that_differ():
     [
         (lambda x: (x.double(), {}), "x is float64"),
         (lambda x: (x[..., :1, :1].contiguous(), {}), "nothing to normalise"),
-        (lambda x: (x, {"negative_slope": 0.0}), "negative_slope is not positive"),
+        (lambda x: (x, {"negative_slope": 0.0}), "negative_slope is 0.0; from 0.0001 on"),
         (lambda x: (x, {"residual": x.to(torch.complex64)}), "residual is complex64"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["choose_gradient", "is_plain", "make_function"]
+__all__ = ["choose_gradient", "is_plain", "is_special", "make_function"]
 
 
 def is_plain(*inputs: Any) -> bool:
@@ -25,11 +25,12 @@ def is_plain(*inputs: Any) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and _is_special(x) for x in inputs)
+        or any(isinstance(x, Tensor) and is_special(x) for x in inputs)
     )
 
 
-def _is_special(x: Tensor) -> bool:
+def is_special(x: Tensor) -> bool:
+    """Whether it is of a subclass, or a batch of tensors under another name."""
     is_batched = torch._C._functorch.is_legacy_batchedtensor(x)  # is_grads_batched
     return is_batched or type(x) not in (Tensor, torch.nn.Parameter)
 

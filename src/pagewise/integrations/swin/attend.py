@@ -18,6 +18,8 @@ __all__ = [
     "attend_map",
     "attend_packed",
     "continuous_bias",
+    "hooks_of",
+    "is_watched",
     "offsets",
     "stands_aside",
     "writes_down",
@@ -53,6 +55,25 @@ def stands_aside(x: Tensor, mask: Tensor | None = None) -> bool:
         or torch._C._are_functorch_transforms_active()
         or is_traceable_wrapper_subclass(x)
         or (mask is not None and mask.requires_grad)
+    )
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """All hooks of a module's calls, by kind."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(module, kind) for kind in kinds]
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody waits for a call of the module: by hooks, or a forward of its own."""
+    everywhere = nn.modules.module
+    return bool(
+        any(hooks_of(module))
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+        or "forward" in vars(module)
     )
 
 

@@ -117,7 +117,7 @@ def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
             if swap is None or not issubclass(swap, kind):
                 continue
             if not isinstance(module, Swapped):
-                if not swap.applies(module):
+                if not _applies(module, swap):
                     continue
                 reason = _refusal(module, swap, swaps, proven)
                 if reason is not None:
@@ -148,6 +148,14 @@ def _known() -> Swaps:
         with suppress(ImportError, AttributeError):
             swaps |= import_module(f".frameworks.{adapter}", __package__).SWAPS
     return swaps
+
+
+def _applies(module: nn.Module, swap: type[Swapped]) -> bool:
+    """Whether there is something to do."""
+    try:
+        return swap.applies(module)
+    except Exception:  # whatever another release's module may lack: its trial will say
+        return True
 
 
 def _refusal(

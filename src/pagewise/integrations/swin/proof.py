@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attend import hooks_of
 from .swapped import Swaps, restore
 
 __all__ = ["difference"]
@@ -61,8 +62,14 @@ def _both(module: nn.Module, swaps: Swaps) -> tuple[Tensor, Tensor]:
 
 
 def _randomised(module: nn.Module, random: torch.Generator) -> Any:
-    """A copy whose every parameter matters: fresh models start with zeros and ones."""
+    """A copy whose every parameter matters, and which nobody watches.
+
+    Fresh models start with zeros and ones.
+    """
     copied = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    for child in copied.modules():
+        for hooks in hooks_of(child):
+            hooks.clear()
     with torch.no_grad():
         for parameter in copied.parameters():
             width = max(1, parameter.shape[-1] if parameter.ndim > 1 else 1)

@@ -37,11 +37,11 @@ class PatchReport:
     layers: tuple[Entry, ...]
     """Layers that now hand region ids to their attentions instead of dense masks."""
     left_alone: tuple[Entry, ...]
-    """Modules that look like window attention, or like a layer of it, and were not touched."""
+    """Modules that look like one of these, and were not touched."""
     blocks: tuple[Entry, ...] = ()
     """Blocks that now hand whole maps to their attentions instead of windows."""
     mergings: tuple[Entry, ...] = ()
-    """Patch mergings that now take their cells by one copy."""
+    """Patch mergings that now take all tokens of their cells at once."""
     norms: tuple[Entry, ...] = ()
     """Residual blocks whose instance norms, residual and activation are now one operation each."""
 
@@ -53,7 +53,7 @@ class PatchReport:
         if self.blocks:
             lines += [_count("whole maps instead of windows", self.blocks, "block"), *self.blocks]
         if self.mergings:
-            lines += [_count("cells by one copy", self.mergings, "patch merging"), *self.mergings]
+            lines += [_count("cells at once", self.mergings, "patch merging"), *self.mergings]
         if self.norms:
             lines += [_count("norms and activations in one", self.norms, "residual block")]
             lines += self.norms

@@ -16,8 +16,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
+from ...shapes import check_device
 from ..dispatch import choose
-from ..eager import is_plain
+from ..eager import is_plain, is_special
 from . import reference
 from .problem import Problem
 
@@ -38,7 +39,7 @@ def instance_norm(
     """``leaky_relu(norm(x) + residual)``, each channel of each image to mean 0 and variance 1.
 
     Sums in float32, one rounding, the same bits on every call. The kernels keep ``out`` for the
-    gradient, which the next layer keeps as well, and the residual; ``x`` can go.
+    gradient, which the next layer keeps as well, and of two tensors one: ``x`` or the residual.
 
     Args:
         x: ``[batch, channels, *grid]``, by any strides.
@@ -71,6 +72,7 @@ def instance_norm(
         return found
     if residual is not None and residual.shape != x.shape:
         raise ShapeError(f"residual is {list(residual.shape)}, expected {list(x.shape)} as x")
+    check_device("x", x.device, residual=residual)
     x, residual = _strip(x), None if residual is None else _strip(residual)
     if impl == "auto" and not is_plain(x, residual):
         impl = "reference"
@@ -121,9 +123,9 @@ class _Fused(torch.autograd.Function):
         ctx: Any, chosen: Any, problem: Problem, x: Tensor, residual: Tensor | None
     ) -> Tensor:
         residual = None if residual is None else _align(residual)
-        out, kept = chosen.run(problem, _align(x), residual)
+        out, source, kept = chosen.run(problem, _align(x), residual)
         ctx.chosen, ctx.problem = chosen, problem
-        ctx.save_for_backward(out, residual, kept)
+        ctx.save_for_backward(out, source, kept)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -133,6 +135,10 @@ class _Fused(torch.autograd.Function):
 
 
 def _run_gradients(chosen: Any, problem: Problem, grad: Tensor, *saved: Tensor) -> Any:
+    if is_special(grad):
+        raise UnsupportedError(
+            "a fused instance norm has no batches of gradients: unpatch the model"
+        )
     return chosen.run_gradients(problem, _align(grad.contiguous()), *saved)
 
 

@@ -29,4 +29,4 @@ def run(
         if residual_eps is not None:
             residual = F.instance_norm(residual, eps=residual_eps)
         y += residual
-    return F.leaky_relu(y, negative_slope, inplace=True)
+    return F.leaky_relu(y, negative_slope, inplace=negative_slope > 0)

@@ -13,13 +13,15 @@ chunks of their channel, in order, in a second. A channel of one chunk needs no 
 
     channel  [ chunk 0 | chunk 1 | … | chunk n ]      grid (channels, chunks)
 
-Backward reads ``out`` and not ``x``: the sign and the slope give back ``xn + rn``, so ``x`` can go
-once ``out`` is there, and so can what the framework keeps between norm and activation.
+Backward reads ``out``, whose sign and the slope give back ``xn + rn``, and of two norms the
+residual: ``x`` can go once ``out`` is there, and so can what the framework keeps in between. A
+residual that is added as it is may be large, and would take digits with it: then ``x`` is kept.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +38,10 @@ TILE = 8192
 MOST_CHUNKS = 65535  # of a grid's second axis
 ONE_TILE = {"none": 16384, "plain": 16384, "norm": 8192}  # a channel of one chunk, by residual
 
-# Rows of what is remembered of a channel.
-MEAN_R, RATE_X, RATE_R = (tl.constexpr(i) for i in range(3))
+LEAST_SLOPE = 1e-4  # in float16 the smallest numbers times a lesser one lose their digits
+
+# Rows of what is remembered of a channel: of x, and the mean of the tensor that is kept.
+RATE_X, RATE_R, MEAN = (tl.constexpr(i) for i in range(3))
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -46,8 +50,11 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         if dtype not in DTYPES:
             given = str(dtype).removeprefix("torch.")
             return f"{name} is {given}; float32, float16 and bfloat16 run"
-    if problem.negative_slope <= 0:
-        return "negative_slope is not positive: of the result no way leads back to the sum"
+    if problem.negative_slope < LEAST_SLOPE:
+        return (
+            f"negative_slope is {problem.negative_slope}; from {LEAST_SLOPE} on the result leads "
+            "back to the sum"
+        )
     if problem.size < 2 or problem.channels == 0:
         return "there is nothing to normalise"
     if problem.size > TILE * MOST_CHUNKS:
@@ -73,61 +80,55 @@ def _moments(x, inside, count):
 
 
 @triton.jit
-def _merge_moments(parts, NUM: tl.constexpr, size, TILE: tl.constexpr):
+def _merge_moments(parts, num, size, CHUNKS: tl.constexpr, TILE: tl.constexpr):
     """Those of a channel from its chunks', which all have ``TILE`` numbers but for the last."""
-    CHUNKS: tl.constexpr = triton.next_power_of_2(NUM)
     chunk = tl.arange(0, CHUNKS)
-    there = chunk < NUM
+    there = chunk < num
     count = tl.where(there, tl.minimum(size - chunk * TILE, TILE), 0).to(tl.float32)
     mean = tl.load(parts + chunk, mask=there, other=0.0)
-    squares = tl.load(parts + NUM + chunk, mask=there, other=0.0)
+    squares = tl.load(parts + num + chunk, mask=there, other=0.0)
     whole = tl.sum(mean * count) / size
     gap = mean - whole
     return whole, tl.sum(squares + count * gap * gap)
 
 
 @triton.jit
-def _sum_parts(parts, NUM: tl.constexpr):
-    CHUNKS: tl.constexpr = triton.next_power_of_2(NUM)
+def _sum_parts(parts, num, CHUNKS: tl.constexpr):
     chunk = tl.arange(0, CHUNKS)
-    return tl.sum(tl.load(parts + chunk, mask=chunk < NUM, other=0.0))
-
-
-@triton.jit
-def _leaky(x, slope):
-    return tl.where(x >= 0, x, x * slope)
+    return tl.sum(tl.load(parts + chunk, mask=chunk < num, other=0.0))
 
 
 @triton.jit
 def _measure(
-    parts,  # float32 [channels, 2 or 4, NUM]: of x, then of the residual
+    parts,  # float32 [channels, 2 or 4, num]: of x, then of the residual
     x,  # [channels, size]
     residual,
     size,
+    num,  # chunks of a channel
     RESIDUAL: tl.constexpr,
-    NUM: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     at, inside, count = _chunk(size, TILE)
     WIDTH: tl.constexpr = 4 if RESIDUAL == "norm" else 2
-    parts += tl.program_id(0) * WIDTH * NUM + tl.program_id(1)
+    parts += tl.program_id(0) * WIDTH * num + tl.program_id(1)
     mean, squares = _moments(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), inside, count)
     tl.store(parts, mean)
-    tl.store(parts + NUM, squares)
+    tl.store(parts + num, squares)
     if RESIDUAL == "norm":
         r = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         mean, squares = _moments(r, inside, count)
-        tl.store(parts + 2 * NUM, mean)
-        tl.store(parts + 3 * NUM, squares)
+        tl.store(parts + 2 * num, mean)
+        tl.store(parts + 3 * num, squares)
 
 
 @triton.jit
-def _normalise(x, inside, parts, size, eps, NUM: tl.constexpr, TILE: tl.constexpr):
+def _normalise(x, inside, parts, num, size, eps, CHUNKS: tl.constexpr, TILE: tl.constexpr):
     """A chunk of a channel, normalised; the channel's mean, and one over its deviation."""
-    if NUM == 1:
+    if CHUNKS == 1:
         mean, squares = _moments(x, inside, size.to(tl.float32))
     else:
-        mean, squares = _merge_moments(parts, NUM, size, TILE)
+        mean, squares = _merge_moments(parts, num, size, CHUNKS, TILE)
     rate = tl.rsqrt(squares / size + eps)
     return (x - mean) * rate, mean, rate
 
@@ -140,78 +141,86 @@ def _finish(
     x,
     residual,
     size,
+    num,
     channels,
     eps,
     eps_r,
     slope,
     RESIDUAL: tl.constexpr,
-    NUM: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     at, inside, _ = _chunk(size, TILE)
     channel = tl.program_id(0)
     WIDTH: tl.constexpr = 4 if RESIDUAL == "norm" else 2
-    parts += channel * WIDTH * NUM
-    loaded = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    y, _, rate = _normalise(loaded, inside, parts, size, eps, NUM, TILE)
-    if tl.program_id(1) == 0:
-        tl.store(kept + RATE_X * channels + channel, rate)
+    parts += channel * WIDTH * num
+    numbers = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    y, mean, rate = _normalise(numbers, inside, parts, num, size, eps, CHUNKS, TILE)
+    rate_r = rate
     if RESIDUAL != "none":
         r = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         if RESIDUAL == "norm":
-            r, mean, rate = _normalise(r, inside, parts + 2 * NUM, size, eps_r, NUM, TILE)
-            if tl.program_id(1) == 0:
-                tl.store(kept + MEAN_R * channels + channel, mean)
-                tl.store(kept + RATE_R * channels + channel, rate)
+            r, mean, rate_r = _normalise(r, inside, parts + 2 * num, num, size, eps_r, CHUNKS, TILE)
         y += r
-    tl.store(out + at, _leaky(y, slope).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, tl.where(y >= 0, y, y * slope).to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(kept + RATE_X * channels + channel, rate)
+        tl.store(kept + RATE_R * channels + channel, rate_r)
+        tl.store(kept + MEAN * channels + channel, mean)
 
 
 @triton.jit
-def _reload(grad, out, residual, kept, at, inside, channels, slope, RESIDUAL: tl.constexpr):
-    """The gradient before the activation, and the two that were normalised and added."""
+def _reload(grad, out, source, kept, size, channels, slope, RESIDUAL: tl.constexpr, TILE):
+    """The gradient before the activation, and what was normalised: of x, and of the residual."""
+    at, inside, _ = _chunk(size, TILE)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    g = _leaky_gradient(g, y, slope)
+    g = tl.where(y > 0, g, g * slope)  # at zero as torch does
     y = tl.where(y >= 0, y, y / slope)
     r = tl.zeros_like(y)
     if RESIDUAL != "none":
-        r = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        RATE: tl.constexpr = RATE_R if RESIDUAL == "norm" else RATE_X
+        mean = tl.load(kept + MEAN * channels + tl.program_id(0))
+        rate = tl.load(kept + RATE * channels + tl.program_id(0))
+        numbers = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        normal = tl.where(inside, (numbers - mean) * rate, 0.0)
         if RESIDUAL == "norm":
-            channel = tl.program_id(0)
-            mean = tl.load(kept + MEAN_R * channels + channel)
-            r = (r - mean) * tl.load(kept + RATE_R * channels + channel)
-            r = tl.where(inside, r, 0.0)
-    return g, y - r, r
-
-
-@triton.jit
-def _leaky_gradient(g, y, slope):
-    return tl.where(y >= 0, g, g * slope)
+            r = normal
+            y -= r
+        else:
+            y = normal
+    return at, inside, g, y, r
 
 
 @triton.jit
 def _measure_gradients(
-    parts,  # float32 [channels, 2 or 3, NUM]: sums of g, g * xn, g * rn
+    parts,  # float32 [channels, 2 or 3, num]: sums of g, g * xn, g * rn
     grad,  # [channels, size]
     out,
-    residual,
+    source,  # the residual that was normalised; x, where one was added as it is
     kept,
     size,
+    num,
     channels,
     slope,
     RESIDUAL: tl.constexpr,
-    NUM: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    at, inside, _ = _chunk(size, TILE)
     WIDTH: tl.constexpr = 3 if RESIDUAL == "norm" else 2
-    parts += tl.program_id(0) * WIDTH * NUM + tl.program_id(1)
-    g, y, r = _reload(grad, out, residual, kept, at, inside, channels, slope, RESIDUAL)
+    parts += tl.program_id(0) * WIDTH * num + tl.program_id(1)
+    _, _, g, xn, rn = _reload(grad, out, source, kept, size, channels, slope, RESIDUAL, TILE)
     tl.store(parts, tl.sum(g))
-    tl.store(parts + NUM, tl.sum(g * y))
+    tl.store(parts + num, tl.sum(g * xn))
     if RESIDUAL == "norm":
-        tl.store(parts + 2 * NUM, tl.sum(g * r))
+        tl.store(parts + 2 * num, tl.sum(g * rn))
+
+
+@triton.jit
+def _mean(x, parts, num, size, CHUNKS: tl.constexpr):
+    """Of a channel: here, or from the sums of its chunks."""
+    total = tl.sum(x) if CHUNKS == 1 else _sum_parts(parts, num, CHUNKS)
+    return total / size
 
 
 @triton.jit
@@ -221,31 +230,28 @@ def _finish_gradients(
     parts,
     grad,
     out,
-    residual,
+    source,
     kept,
     size,
+    num,
     channels,
     slope,
     RESIDUAL: tl.constexpr,
-    NUM: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    at, inside, _ = _chunk(size, TILE)
-    channel = tl.program_id(0)
     WIDTH: tl.constexpr = 3 if RESIDUAL == "norm" else 2
-    parts += channel * WIDTH * NUM
-    g, y, r = _reload(grad, out, residual, kept, at, inside, channels, slope, RESIDUAL)
-    if NUM == 1:
-        mean, along = tl.sum(g) / size, tl.sum(g * y) / size
-    else:
-        mean, along = _sum_parts(parts, NUM) / size, _sum_parts(parts + NUM, NUM) / size
-    rate = tl.load(kept + RATE_X * channels + channel)
-    gx = rate * (g - mean - y * along)
+    channel = tl.program_id(0)
+    parts += channel * WIDTH * num
+    at, inside, g, xn, rn = _reload(grad, out, source, kept, size, channels, slope, RESIDUAL, TILE)
+    mean = _mean(g, parts, num, size, CHUNKS)
+    along = _mean(g * xn, parts + num, num, size, CHUNKS)
+    gx = tl.load(kept + RATE_X * channels + channel) * (g - mean - xn * along)
     tl.store(grad_x + at, gx.to(grad_x.dtype.element_ty), mask=inside)
     if RESIDUAL != "none":
         if RESIDUAL == "norm":
-            along = tl.sum(g * r) / size if NUM == 1 else _sum_parts(parts + 2 * NUM, NUM) / size
-            g = tl.load(kept + RATE_R * channels + channel) * (g - mean - r * along)
+            along = _mean(g * rn, parts + 2 * num, num, size, CHUNKS)
+            g = tl.load(kept + RATE_R * channels + channel) * (g - mean - rn * along)
         tl.store(grad_residual + at, g.to(grad_residual.dtype.element_ty), mask=inside)
 
 
@@ -253,34 +259,33 @@ class Launches(NamedTuple):
     """A problem's; the first of each pass is None where a channel is one chunk."""
 
     num_chunks: int
-    measure: Launch | None
     finish: Launch
-    measure_gradients: Launch | None
     finish_gradients: Launch
+    measure: Launch | None = None
+    measure_gradients: Launch | None = None
 
 
 @functools.lru_cache(maxsize=256)
 def make_launches(p: Problem) -> Launches:
     """Everything of a problem but its tensors."""
     tile = triton.next_power_of_2(p.size) if p.size <= ONE_TILE[p.residual] else TILE
-    num_chunks = -(-p.size // tile)
-    grid = p.channels, num_chunks, 1
-    made = {}
+    num = -(-p.size // tile)
+    factor = math.gcd(16, p.size)
     numbers: dict[str, tuple[float, ...]] = {
-        "measure": (p.size,),
-        "finish": (p.size, p.channels, p.eps, p.residual_eps, p.negative_slope),
-        "measure_gradients": (p.size, p.channels, p.negative_slope),
-        "finish_gradients": (p.size, p.channels, p.negative_slope),
+        "measure": (p.size, num),
+        "finish": (p.size, num, p.channels, p.eps, p.residual_eps, p.negative_slope),
+        "measure_gradients": (p.size, num, p.channels, p.negative_slope),
+        "finish_gradients": (p.size, num, p.channels, p.negative_slope),
     }
-    factor = next(n for n in (16, 8, 4, 2, 1) if p.size % n == 0)
-    for name, values in numbers.items():
-        launcher = make_launcher(
-            name, p.dtype, p.residual_dtype, p.residual, num_chunks, tile, factor
+    dtypes, chunks = (p.dtype, p.residual_dtype), triton.next_power_of_2(num)
+    made = {
+        name: make_launcher(name, dtypes, p.residual, chunks, tile, factor).bind(
+            (p.channels, num, 1), *values
         )
-        made[name] = launcher.bind(grid, *values)
-    if num_chunks == 1:
-        return Launches(1, None, made["finish"], None, made["finish_gradients"])
-    return Launches(num_chunks, **made)
+        for name, values in numbers.items()
+        if num > 1 or "measure" not in name
+    }
+    return Launches(num, **made)
 
 
 KERNELS = {
@@ -294,29 +299,31 @@ KERNELS = {
 @functools.lru_cache(maxsize=256)
 def make_launcher(
     name: str,
-    dtype: torch.dtype,
-    residual_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     residual: str,
-    num_chunks: int,
+    chunks: int,
     tile: int,
     factor: int,
 ) -> Launcher:
-    """One of the four kernels; ``factor`` divides the size of a channel."""
+    """One of the four kernels, for x and a residual of ``dtypes``.
+
+    ``chunks``: how many a channel may have; ``factor`` divides its size.
+    """
     kernel: Any = KERNELS[name]
-    x, r = f"{POINTERS[dtype]}:16", f"{POINTERS[residual_dtype]}:16"
+    x, r = (f"{POINTERS[dtype]}:16" for dtype in dtypes)
     known = {
         "out": x, "grad": x, "x": x, "grad_x": x, "residual": r, "grad_residual": r,
-        "kept": "*fp32:16", "parts": "*fp32:16", "size": f"i32:{factor}", "channels": "i32",
+        "source": r if residual == "norm" else x, "kept": "*fp32:16", "parts": "*fp32:16",
+        "size": f"i32:{factor}", "num": "i32", "channels": "i32",
         "eps": "fp32", "eps_r": "fp32", "slope": "fp32",
     }  # fmt: skip
     types = {each: known[each] for each in kernel.arg_names if each in known}
-    constants = {"RESIDUAL": residual, "NUM": num_chunks, "TILE": tile}
-    num_warps = min(16, max(1, tile // 1024))
-    return Launcher(kernel, types, constants, num_warps=num_warps)
+    constants = {"RESIDUAL": residual, "CHUNKS": chunks, "TILE": tile}
+    return Launcher(kernel, types, constants, num_warps=min(16, max(1, tile // 1024)))
 
 
-def run(p: Problem, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``out`` like ``x``, and what its gradient needs to know of each channel."""
+def run(p: Problem, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``out`` like ``x``, and what its gradient needs: an input perhaps, and of each channel."""
     launches = make_launches(p)
     out = torch.empty_like(x)
     kept = x.new_empty((3, p.channels), dtype=torch.float32)
@@ -325,21 +332,23 @@ def run(p: Problem, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]
         parts = _new_parts(x, p, 4 if p.residual == "norm" else 2, launches.num_chunks)
         launches.measure(parts, x, residual)
     launches.finish(out, kept, parts, x, residual)
-    return out, kept
+    return out, x if p.residual == "plain" else residual, kept
 
 
 def run_gradients(
-    p: Problem, grad: Tensor, out: Tensor, residual: Tensor | None, kept: Tensor
+    p: Problem, grad: Tensor, out: Tensor, source: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of ``x`` and of the residual."""
     launches = make_launches(p)
     grad_x = torch.empty_like(out)
-    grad_residual = None if residual is None else torch.empty_like(residual)
+    grad_residual = None
+    if p.residual != "none":
+        grad_residual = torch.empty_like(out, dtype=p.residual_dtype)
     parts = kept
     if launches.measure_gradients is not None:
         parts = _new_parts(out, p, 3 if p.residual == "norm" else 2, launches.num_chunks)
-        launches.measure_gradients(parts, grad, out, residual, kept)
-    launches.finish_gradients(grad_x, grad_residual, parts, grad, out, residual, kept)
+        launches.measure_gradients(parts, grad, out, source, kept)
+    launches.finish_gradients(grad_x, grad_residual, parts, grad, out, source, kept)
     return grad_x, grad_residual
 
 

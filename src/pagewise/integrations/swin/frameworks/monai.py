@@ -9,10 +9,17 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from monai.networks.nets import swin_unetr
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....ops.window_attention import shift_regions
-from ..attend import WholeMap, attend_map, attend_packed, offsets, stands_aside
+from ..attend import (
+    WholeMap,
+    attend_map,
+    attend_packed,
+    is_watched,
+    offsets,
+    stands_aside,
+)
 from ..masks import dense_mask
 from ..swapped import (
     Randn,
@@ -83,19 +90,33 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
     original = swin_unetr.SwinTransformerBlock
 
     def forward_part1(self, x: Tensor, mask_matrix: Tensor | None) -> Tensor:
-        """``x`` ``[batch, *grid, dim]``; ``mask_matrix`` in any form."""
+        """``x`` ``[batch, *grid, dim]``; ``mask_matrix`` of the grid, in any form."""
+        if not self._takes_map(x):
+            return self.original.forward_part1(self, x, mask_matrix)
         cut = WholeMap(
             *swin_unetr.get_window_size(tuple(x.shape[1:-1]), self.window_size, self.shift_size)
         )
-        # Only a layer of ours gives region ids, and then they are the grid's.
-        is_masked_so = not any(cut.shift) or (mask_matrix is not None and mask_matrix.ndim == 2)
-        if not (is_masked_so and self.applies(self)) or self._draws() or stands_aside(x):
+        # A dense mask may say anything; region ids are a layer's of ours, and the grid's.
+        if any(cut.shift) and (mask_matrix is None or mask_matrix.ndim != 2):
             return self.original.forward_part1(self, x, mask_matrix)
         return self.attn(self.norm1(x), cut)
 
-    def _draws(self) -> bool:
-        """Whether a dropout is at work, which draws for windows and not for maps."""
-        return self.training and (self.attn.attn_drop.p > 0 or self.attn.proj_drop.p > 0)
+    def _takes_map(self, x: Tensor) -> bool:
+        """Whether all is as released, nobody watches the attention's parts, and none drops.
+
+        A dropout would draw for a map and not for windows. Compilers join pads and rolls by
+        themselves, and want no index for each size.
+        """
+        if torch.compiler.is_compiling() or not self.applies(self):
+            return False
+        attention = self.attn
+        drops = (attention.attn_drop, attention.proj_drop)
+        return (
+            type(attention.qkv) is nn.Linear
+            and not any(drop.training and getattr(drop, "p", 0) > 0 for drop in drops)
+            and not any(map(is_watched, attention.modules()))
+            and not attention.needs_original(x)
+        )
 
     @staticmethod
     def attention_of(module: Any) -> Any:
@@ -157,7 +178,7 @@ class BasicLayer(SwappedLayer, swin_unetr.BasicLayer):
 
 
 class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
-    """Takes cells of 2 × 2 (× 2) tokens by one copy, where the original makes one slice a token."""
+    """Takes all cells of 2 × 2 (× 2) tokens at once; the original takes a slice for each token."""
 
     original: ClassVar[Any] = swin_unetr.PatchMergingV2
     orders: ClassVar[dict[int, tuple[int, ...]]] = {2: (0, 2, 1, 3), 3: tuple(range(8))}

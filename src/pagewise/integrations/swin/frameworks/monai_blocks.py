@@ -8,7 +8,7 @@ from monai.networks.blocks import dynunet_block
 from torch import Tensor, nn
 
 from ....ops.instance_norm import instance_norm
-from ..attend import stands_aside
+from ..attend import is_watched, stands_aside
 from ..swapped import Randn, SwappedNorms, Swaps
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -21,7 +21,8 @@ class UnetResBlock(SwappedNorms, dynunet_block.UnetResBlock):
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp`` ``[batch, channels, *grid]``."""
-        if stands_aside(inp) or not self.applies(self):
+        is_batch = inp.ndim == self.conv1.conv.weight.ndim
+        if stands_aside(inp) or not is_batch or not self.applies(self):
             return self.original.forward(self, inp)
         slope = self.lrelu.negative_slope
         out = instance_norm(self.conv1(inp), eps=self.norm1.eps, negative_slope=slope)
@@ -35,12 +36,13 @@ class UnetResBlock(SwappedNorms, dynunet_block.UnetResBlock):
 
     @classmethod
     def applies(cls, module: Any) -> bool:
-        """Norms without parameters or memory, a leaky ReLU, and no hooks on them."""
+        """Norms without parameters or memory, a leaky ReLU, and nobody who watches them."""
         norms = [each for name, each in module._modules.items() if name.startswith("norm")]
         return (
             all(type(norm) in NORMS and is_bare(norm) for norm in norms)
             and type(module.lrelu) is nn.LeakyReLU
-            and not any(is_hooked(each) for each in (*norms, module.lrelu))
+            and module.lrelu.negative_slope > 0
+            and not any(is_watched(each) for each in (*norms, module.lrelu))
             and hasattr(module, "conv3") == hasattr(module, "norm3")
         )
 
@@ -63,16 +65,6 @@ class UnetResBlock(SwappedNorms, dynunet_block.UnetResBlock):
 def is_bare(norm: Any) -> bool:
     """Whether a norm has neither parameters nor running statistics."""
     return not norm.affine and not norm.track_running_stats
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody waits for a call of the module."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 SWAPS: Swaps = {UnetResBlock.original: UnetResBlock}
