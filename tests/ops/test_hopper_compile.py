@@ -24,13 +24,8 @@ from pagewise.ops.window_attention.hopper_plan import (  # noqa: E402
     make_rows_plan,
 )
 from pagewise.ops.window_attention.problem import Problem  # noqa: E402
-from pagewise.tiles.hopper.launch import (  # noqa: E402
-    TILINGS,
-    Form,
-    make_launcher,
-    refuse,
-    tiling_of,
-)
+from pagewise.tiles.hopper.launch import make_launcher, refuse  # noqa: E402
+from pagewise.tiles.hopper.tiling import TILINGS, Form, tiling_of  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...device import DeviceInfo
+from ...tiles.hopper.gluon_launcher import GluonLauncher
 from ...tiles.hopper.launch import refuse_device
-from ...tiles.hopper.launcher import GluonLauncher
 from . import triton
 from .hopper_decode import decode_kernel
 from .problem import CallForm, Problem

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ...tiles.hopper.launcher import GluonLauncher
+from ...tiles.hopper.gluon_launcher import GluonLauncher
 from ...tiles.triton.launch import Launcher
 from .hopper_columns import column_gradients
 from .hopper_deltas import make_deltas

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,101 +14,19 @@ from ...device import DeviceInfo
 from ..triton.launch import POINTERS
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
-from .launcher import Described, GluonLauncher
+from .gluon_launcher import Described, GluonLauncher
+from .tiling import TILINGS, UNIT, Form, Tiling, tiling_of
 
 __all__ = [
-    "TILINGS",
-    "Form",
-    "Tiling",
     "attend",
     "make_launcher",
     "refuse",
     "refuse_device",
-    "tiling_of",
 ]
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
-_UNIT = 8  # rows of an atom; elements of 16 bytes
 _SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How the kernel is built for heads up to a width."""
-
-    width: int
-    tile_n: int
-    """Keys of a tile."""
-    warpgroups: int
-    """Of 64 query rows each."""
-    q_stages: int
-    stages: int
-    """Slots of the rings of keys and of values."""
-    take_turns: bool
-    """Whether warpgroups issue their products in turn."""
-    registers: int
-    """Of a computing thread."""
-
-
-# What was fastest on an H200, of what fits: 1 × 16384 causal, heads of 64, 128 and 256.
-TILINGS = (
-    Tiling(64, 128, 3, 2, 2, True, 160),
-    Tiling(128, 128, 2, 2, 2, True, 232),
-    Tiling(256, 64, 2, 1, 2, True, 232),
-)
-
-
-@dataclass(frozen=True)
-class Form:
-    """What one compiled kernel is for."""
-
-    dtype: torch.dtype
-    head_size: int
-    block_size: int
-    """0: keys are ragged, not paged."""
-    causal: bool
-    has_window: bool
-    uniform: bool
-    """Whether all sequences have the same number of queries."""
-    pack: int
-    """Heads of a KV head that lie in one tile."""
-
-    @property
-    def tiling(self) -> Tiling:
-        """How its kernel is built."""
-        return tiling_of(self.head_size)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether keys and values come row by row: boxes of eight rows and fewer are slower."""
-        return self.block_size % (2 * _UNIT) != 0
-
-    @property
-    def box(self) -> int:
-        """Rows that one copy by descriptor brings."""
-        tile_n = self.tiling.tile_n
-        if self.gathers or not self.block_size:
-            return tile_n
-        return min(self.block_size & -self.block_size, tile_n)
-
-    @property
-    def has_atoms(self) -> bool:
-        """Whether a copy brings all columns of its rows, eight rows at a time."""
-        return self.block_size > 0 and self.head_size % _COLUMNS == 0 and not self.gathers
-
-    @property
-    def boxes(self) -> list[int]:
-        """The shape of a copy, as the descriptors of keys and values say it."""
-        chunks = self.tiling.width // _COLUMNS
-        if self.has_atoms:
-            return [1, self.box // 8, chunks, 8, _COLUMNS]
-        return [1, chunks if self.head_size % _COLUMNS == 0 else 1, self.box, _COLUMNS]
-
-
-def tiling_of(head_size: int) -> Tiling:
-    """The tiling for a head size up to 256."""
-    return next(tiling for tiling in TILINGS if head_size <= tiling.width)
 
 
 def refuse_device(device: DeviceInfo) -> str | None:
@@ -286,7 +203,7 @@ def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
 def _gathered(k: Tensor, v: Tensor) -> _Sources:
     """Keys and values whose rows are copied one by one."""
     assert all(map(_is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
-    return (k, v), 0, 0, tuple(stride // _UNIT for x in (k, v) for stride in x.stride()[:3])
+    return (k, v), 0, 0, tuple(stride // UNIT for x in (k, v) for stride in x.stride()[:3])
 
 
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,90 @@
+"""How the forward kernel is built for one form of call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["TILINGS", "UNIT", "Form", "Tiling", "tiling_of"]
+
+UNIT = 8  # rows of an atom; elements of 16 bytes
+_COLUMNS = 64  # of an atom
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the kernel is built for heads up to a width."""
+
+    width: int
+    tile_n: int
+    """Keys of a tile."""
+    warpgroups: int
+    """Of 64 query rows each."""
+    q_stages: int
+    stages: int
+    """Slots of the rings of keys and of values."""
+    take_turns: bool
+    """Whether warpgroups issue their products in turn."""
+    registers: int
+    """Of a computing thread."""
+
+
+# What was fastest on an H200, of what fits: 1 × 16384 causal, heads of 64, 128 and 256.
+TILINGS = (
+    Tiling(64, 128, 3, 2, 2, True, 160),
+    Tiling(128, 128, 2, 2, 2, True, 232),
+    Tiling(256, 64, 2, 1, 2, True, 232),
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one compiled kernel is for."""
+
+    dtype: torch.dtype
+    head_size: int
+    block_size: int
+    """0: keys are ragged, not paged."""
+    causal: bool
+    has_window: bool
+    uniform: bool
+    """Whether all sequences have the same number of queries."""
+    pack: int
+    """Heads of a KV head that lie in one tile."""
+
+    @property
+    def tiling(self) -> Tiling:
+        """How its kernel is built."""
+        return tiling_of(self.head_size)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether keys and values come row by row: boxes of eight rows and fewer are slower."""
+        return self.block_size % (2 * UNIT) != 0
+
+    @property
+    def box(self) -> int:
+        """Rows that one copy by descriptor brings."""
+        tile_n = self.tiling.tile_n
+        if self.gathers or not self.block_size:
+            return tile_n
+        return min(self.block_size & -self.block_size, tile_n)
+
+    @property
+    def has_atoms(self) -> bool:
+        """Whether a copy brings all columns of its rows, eight rows at a time."""
+        return self.block_size > 0 and self.head_size % _COLUMNS == 0 and not self.gathers
+
+    @property
+    def boxes(self) -> list[int]:
+        """The shape of a copy, as the descriptors of keys and values say it."""
+        chunks = self.tiling.width // _COLUMNS
+        if self.has_atoms:
+            return [1, self.box // 8, chunks, 8, _COLUMNS]
+        return [1, chunks if self.head_size % _COLUMNS == 0 else 1, self.box, _COLUMNS]
+
+
+def tiling_of(head_size: int) -> Tiling:
+    """The tiling for a head size up to 256."""
+    return next(tiling for tiling in TILINGS if head_size <= tiling.width)
