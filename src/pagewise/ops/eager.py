@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["choose_gradient", "is_plain", "is_special", "make_function"]
+__all__ = ["choose_gradient", "is_batched", "is_plain", "make_function"]
 
 
 def is_plain(*inputs: Any) -> bool:
@@ -25,14 +25,17 @@ def is_plain(*inputs: Any) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and is_special(x) for x in inputs)
+        or any(isinstance(x, Tensor) and _is_special(x) for x in inputs)
     )
 
 
-def is_special(x: Tensor) -> bool:
-    """Whether it is of a subclass, or a batch of tensors under another name."""
-    is_batched = torch._C._functorch.is_legacy_batchedtensor(x)  # is_grads_batched
-    return is_batched or type(x) not in (Tensor, torch.nn.Parameter)
+def _is_special(x: Tensor) -> bool:
+    return is_batched(x) or type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether it stands for several tensors: a gradient of ``is_grads_batched``."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(x))
 
 
 def choose_gradient(function: Any, operator: Any, *inputs: Any) -> Any:

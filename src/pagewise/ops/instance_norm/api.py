@@ -18,7 +18,7 @@ from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
 from ...shapes import check_device
 from ..dispatch import choose
-from ..eager import is_plain, is_special
+from ..eager import is_batched, is_plain
 from . import reference
 from .problem import Problem
 
@@ -135,7 +135,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _run_gradients(chosen: Any, problem: Problem, grad: Tensor, *saved: Tensor) -> Any:
-    if is_special(grad):
+    if is_batched(grad):
         raise UnsupportedError(
             "a fused instance norm has no batches of gradients: unpatch the model"
         )
