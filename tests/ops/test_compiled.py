@@ -193,9 +193,10 @@ def test_rows_of_a_map_of_any_width(word, tmp_path):
         assert_fits(triton_rows.make_launcher(word, size, True, False), tmp_path)
 
 
-@pytest.mark.parametrize("residual", ["none", "plain", "norm"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("chunks", [1, 2, 128])
+@pytest.mark.parametrize(
+    ("dtype", "residual"), [(BF16, "none"), (BF16, "plain"), (BF16, "norm"), (F32, "norm")], ids=str
+)
+@pytest.mark.parametrize("chunks", [1, 128])
 def test_instance_norm(chunks, dtype, residual, tmp_path):
     tile = instance_norm.ONE_TILE[residual] if chunks == 1 else instance_norm.TILE
     names = list(instance_norm.KERNELS) if chunks > 1 else ["finish", "finish_gradients"]

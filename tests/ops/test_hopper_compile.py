@@ -44,8 +44,6 @@ FORMS = [
     (Form(F16, 64, 0, False, False, True, 1), 40),
     # rows gathered one by one
     (Form(BF16, 128, 1, True, False, True, 1), 0),
-    (Form(F16, 128, 2, True, True, False, 4), 0),
-    (Form(BF16, 80, 5, True, False, False, 8), 0),
     (Form(BF16, 256, 12, False, False, True, 1), 16),
     (Form(BF16, 64, 4, True, False, True, 1), 48),
 ]
