@@ -56,6 +56,7 @@ def test_float32_keeps_no_rounded_bias():
 # With the bytes that a thread may keep in memory because its registers are full.
 COMPILED = [
     (IMAGE, 0),
+    (VOLUME, 512),
     (replace(IMAGE, dtype=BF16, cosine=True), 0),
     (replace(IMAGE, dtype=F32), 512),
     (replace(IMAGE, head_size=30, num_tokens=64), 128),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...ops.window_attention import window_attention
-from ...ops.window_attention.layout import layout, to_map, to_windows
+from ...ops.window_attention.layout import from_heads, layout, to_heads
 
 __all__ = [
     "WholeMap",
@@ -119,11 +119,9 @@ def attend_map(
     if padding is not None:
         padding = padding.view(qkv.shape[-3:])
     where = layout(tuple(qkv.shape[1:-3]), *cut, qkv.device)
-    rows = to_windows(qkv, where, padding)
-    q, k, v = rows.flatten(0, 1).permute(2, 0, 3, 1, 4).unbind()
+    q, k, v = to_heads(qkv, where, padding)
     out = window_attention(q, k, v, regions=where.regions, **arguments).out
-    windows = torch.unflatten(out.transpose(1, 2), 0, rows.shape[:2])
-    return to_map(windows, where).flatten(-2)
+    return from_heads(out, where).flatten(-2)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -83,34 +83,28 @@ class SwappedAttention(Swapped):
         return drops or stands_aside(x, mask)
 
 
-class SwappedLayer(Swapped):
-    """A layer that hands region ids to its attentions."""
+class _Provider(Swapped):
+    """What hands its attentions something that only ours read."""
 
     @staticmethod
     def attentions_of(module: Any) -> list[Any]:
-        """Every module that the layer's mask goes to."""
+        """Every module that it goes to."""
         raise NotImplementedError
 
     @classmethod
     def applies(cls, module: Any) -> bool:
-        """Whether all of them read region ids. One may be unpatched later: asked on every call."""
+        """Whether all of them are ours. One may be unpatched later: asked on every call."""
         return all(
             isinstance(attention, SwappedAttention) for attention in cls.attentions_of(module)
         )
 
 
-class SwappedBlock(Swapped):
+class SwappedLayer(_Provider):
+    """A layer that hands region ids to its attentions."""
+
+
+class SwappedBlock(_Provider):
     """A block that hands whole maps to its attention instead of windows."""
-
-    @staticmethod
-    def attention_of(module: Any) -> Any:
-        """The module that the map goes to."""
-        raise NotImplementedError
-
-    @classmethod
-    def applies(cls, module: Any) -> bool:
-        """Whether it takes maps. It may be unpatched later: asked on every call."""
-        return isinstance(cls.attention_of(module), SwappedAttention)
 
 
 class SwappedMerging(Swapped):

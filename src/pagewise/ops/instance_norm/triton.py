@@ -40,6 +40,8 @@ ONE_TILE = {"none": 16384, "plain": 16384, "norm": 8192}  # a channel of one chu
 
 LEAST_SLOPE = 1e-4  # in float16 the smallest numbers times a lesser one lose their digits
 
+PARTS = tl.constexpr(4)  # numbers that there is room for of each chunk
+
 # Rows of what is remembered of a channel: of x, and the mean of the tensor that is kept.
 RATE_X, RATE_R, MEAN = (tl.constexpr(i) for i in range(3))
 
@@ -100,18 +102,16 @@ def _sum_parts(parts, num, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _measure(
-    parts,  # float32 [channels, 2 or 4, num]: of x, then of the residual
+    parts,  # float32 [channels, PARTS, num]: mean and squares of x, then of the residual
     x,  # [channels, size]
     residual,
     size,
     num,  # chunks of a channel
     RESIDUAL: tl.constexpr,
-    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     at, inside, count = _chunk(size, TILE)
-    WIDTH: tl.constexpr = 4 if RESIDUAL == "norm" else 2
-    parts += tl.program_id(0) * WIDTH * num + tl.program_id(1)
+    parts += tl.program_id(0) * PARTS * num + tl.program_id(1)
     mean, squares = _moments(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), inside, count)
     tl.store(parts, mean)
     tl.store(parts + num, squares)
@@ -152,8 +152,7 @@ def _finish(
 ):
     at, inside, _ = _chunk(size, TILE)
     channel = tl.program_id(0)
-    WIDTH: tl.constexpr = 4 if RESIDUAL == "norm" else 2
-    parts += channel * WIDTH * num
+    parts += channel * PARTS * num
     numbers = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     y, mean, rate = _normalise(numbers, inside, parts, num, size, eps, CHUNKS, TILE)
     rate_r = rate
@@ -194,7 +193,7 @@ def _reload(grad, out, source, kept, size, channels, slope, RESIDUAL: tl.constex
 
 @triton.jit
 def _measure_gradients(
-    parts,  # float32 [channels, 2 or 3, num]: sums of g, g * xn, g * rn
+    parts,  # float32 [channels, PARTS, num]: sums of g, g * xn, g * rn
     grad,  # [channels, size]
     out,
     source,  # the residual that was normalised; x, where one was added as it is
@@ -204,11 +203,9 @@ def _measure_gradients(
     channels,
     slope,
     RESIDUAL: tl.constexpr,
-    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = 3 if RESIDUAL == "norm" else 2
-    parts += tl.program_id(0) * WIDTH * num + tl.program_id(1)
+    parts += tl.program_id(0) * PARTS * num + tl.program_id(1)
     _, _, g, xn, rn = _reload(grad, out, source, kept, size, channels, slope, RESIDUAL, TILE)
     tl.store(parts, tl.sum(g))
     tl.store(parts + num, tl.sum(g * xn))
@@ -240,9 +237,8 @@ def _finish_gradients(
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = 3 if RESIDUAL == "norm" else 2
     channel = tl.program_id(0)
-    parts += channel * WIDTH * num
+    parts += channel * PARTS * num
     at, inside, g, xn, rn = _reload(grad, out, source, kept, size, channels, slope, RESIDUAL, TILE)
     mean = _mean(g, parts, num, size, CHUNKS)
     along = _mean(g * xn, parts + num, num, size, CHUNKS)
@@ -311,14 +307,15 @@ def make_launcher(
     """
     kernel: Any = KERNELS[name]
     x, r = (f"{POINTERS[dtype]}:16" for dtype in dtypes)
-    known = {
+    kinds = {
         "out": x, "grad": x, "x": x, "grad_x": x, "residual": r, "grad_residual": r,
         "source": r if residual == "norm" else x, "kept": "*fp32:16", "parts": "*fp32:16",
         "size": f"i32:{factor}", "num": "i32", "channels": "i32",
         "eps": "fp32", "eps_r": "fp32", "slope": "fp32",
     }  # fmt: skip
-    types = {each: known[each] for each in kernel.arg_names if each in known}
-    constants = {"RESIDUAL": residual, "CHUNKS": chunks, "TILE": tile}
+    types = {each: kinds[each] for each in kernel.arg_names if each in kinds}
+    known = {"RESIDUAL": residual, "CHUNKS": chunks, "TILE": tile}
+    constants = {each: known[each] for each in kernel.arg_names if each in known}
     return Launcher(kernel, types, constants, num_warps=min(16, max(1, tile // 1024)))
 
 
@@ -329,7 +326,7 @@ def run(p: Problem, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor 
     kept = x.new_empty((3, p.channels), dtype=torch.float32)
     parts = kept  # of one chunk none are read
     if launches.measure is not None:
-        parts = _new_parts(x, p, 4 if p.residual == "norm" else 2, launches.num_chunks)
+        parts = _new_parts(x, p, launches.num_chunks)
         launches.measure(parts, x, residual)
     launches.finish(out, kept, parts, x, residual)
     return out, x if p.residual == "plain" else residual, kept
@@ -346,11 +343,11 @@ def run_gradients(
         grad_residual = torch.empty_like(out, dtype=p.residual_dtype)
     parts = kept
     if launches.measure_gradients is not None:
-        parts = _new_parts(out, p, 3 if p.residual == "norm" else 2, launches.num_chunks)
+        parts = _new_parts(out, p, launches.num_chunks)
         launches.measure_gradients(parts, grad, out, source, kept)
     launches.finish_gradients(grad_x, grad_residual, parts, grad, out, source, kept)
     return grad_x, grad_residual
 
 
-def _new_parts(x: Tensor, p: Problem, width: int, num_chunks: int) -> Tensor:
-    return x.new_empty((p.channels, width, num_chunks), dtype=torch.float32)
+def _new_parts(x: Tensor, p: Problem, num_chunks: int) -> Tensor:
+    return x.new_empty((p.channels, PARTS.value, num_chunks), dtype=torch.float32)

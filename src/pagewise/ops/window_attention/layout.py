@@ -26,7 +26,7 @@ from ..dispatch import choose
 from ..eager import choose_gradient, is_plain, make_function
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
-__all__ = ["Layout", "layout", "to_map", "to_windows"]
+__all__ = ["Layout", "from_heads", "layout", "to_heads"]
 
 
 class Layout(NamedTuple):
@@ -86,21 +86,27 @@ def _make(
         )
 
 
-def to_windows(x: Tensor, where: Layout, padding: Tensor | None = None) -> Tensor:
-    """``[batch, *grid, *row]`` to ``[batch, num_windows, num_tokens, *row]``.
+def to_heads(qkv: Tensor, where: Layout, padding: Tensor | None = None) -> tuple[Tensor, ...]:
+    """``[batch, *grid, 3, num_heads, head_size]`` to what attention takes: q, k and v.
 
-    Where no token stands the row is ``padding`` ``[*row]``, or zeros.
+    Each is ``[batch * num_windows, num_heads, num_tokens, head_size]``. Where no token stands it is
+    ``padding`` ``[3, num_heads, head_size]``, or zeros.
     """
-    inputs = x.flatten(1, len(where.grid)), *where[1:4], padding
-    rows = (_cut_function if is_plain(x, padding) else _cut)(*inputs)
-    windows: Tensor = torch.unflatten(rows, 1, (-1, len(where.offsets)))
-    return windows
+    inputs = qkv.flatten(1, len(where.grid)), *where[1:4], padding
+    rows = (_cut_function if is_plain(qkv, padding) else _cut)(*inputs)
+    windows: Tensor = torch.unflatten(rows, 1, (-1, len(where.offsets))).flatten(0, 1)
+    return windows.permute(2, 0, 3, 1, 4).unbind()
 
 
-def to_map(x: Tensor, where: Layout) -> Tensor:
-    """``[batch, num_windows, num_tokens, *row]`` to ``[batch, *grid, *row]``."""
+def from_heads(x: Tensor, where: Layout) -> Tensor:
+    """Attention's result, or its log-sum-exp, on the map again.
+
+    ``[batch * num_windows, num_heads, num_tokens, *row]`` to ``[batch, *grid, num_heads, *row]``.
+    """
+    num_windows = len(where.tokens) // len(where.offsets)
+    windows: Tensor = torch.unflatten(x.transpose(1, 2), 0, (-1, num_windows))
     join = _join_function if is_plain(x) else _join
-    return torch.unflatten(join(x.flatten(1, 2), *where[1:4]), 1, where.grid)
+    return torch.unflatten(join(windows.flatten(1, 2), *where[1:4]), 1, where.grid)
 
 
 def _take_places(

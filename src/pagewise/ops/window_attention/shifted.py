@@ -22,7 +22,7 @@ from ...shapes import bind, check_device, check_dtype
 from ...tiles.state import AttentionOutput
 from .api import window_attention
 from .checks import FLOATS
-from .layout import layout, to_map, to_windows
+from .layout import from_heads, layout, to_heads
 
 __all__ = ["shifted_window_attention"]
 
@@ -104,13 +104,8 @@ def shifted_window_attention(
         qkv = qkv.to(torch.get_autocast_dtype(qkv.device.type))
     if bias_table is not None and rel_offsets is None:
         rel_offsets = where.offsets
-    rows = to_windows(qkv, where, padding)
-    windows = rows.shape[:2]
-    q, k, v = rows.flatten(0, 1).permute(2, 0, 3, 1, 4).unbind()
     result = window_attention(
-        q,
-        k,
-        v,
+        *to_heads(qkv, where, padding),
         bias_table=bias_table,
         rel_offsets=rel_offsets,
         regions=where.regions,
@@ -120,8 +115,7 @@ def shifted_window_attention(
         qk_norm_eps=qk_norm_eps,
         impl=impl,
     )
-    of_windows = (torch.unflatten(part.transpose(1, 2), 0, windows) for part in result)
-    return AttentionOutput(*(to_map(part, where) for part in of_windows))
+    return AttentionOutput(*(from_heads(part, where) for part in result))
 
 
 def _check(qkv: Tensor, axes: int, padding: Tensor | None) -> None:

@@ -91,15 +91,12 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
 
     def forward_part1(self, x: Tensor, mask_matrix: Tensor | None) -> Tensor:
         """``x`` ``[batch, *grid, dim]``; ``mask_matrix`` of the grid, in any form."""
-        if not self._takes_map(x):
-            return self.original.forward_part1(self, x, mask_matrix)
-        cut = WholeMap(
-            *swin_unetr.get_window_size(tuple(x.shape[1:-1]), self.window_size, self.shift_size)
-        )
-        # A dense mask may say anything; region ids are a layer's of ours, and the grid's.
-        if any(cut.shift) and (mask_matrix is None or mask_matrix.ndim != 2):
-            return self.original.forward_part1(self, x, mask_matrix)
-        return self.attn(self.norm1(x), cut)
+        if self._takes_map(x):
+            cut = cut_of(self, tuple(x.shape[1:-1]))
+            # A dense mask may say anything; region ids are a layer's of ours, and the grid's.
+            if not any(cut.shift) or (mask_matrix is not None and mask_matrix.ndim == 2):
+                return self.attn(self.norm1(x), cut)
+        return self.original.forward_part1(self, x, mask_matrix)
 
     def _takes_map(self, x: Tensor) -> bool:
         """Whether all is as released, nobody watches the attention's parts, and none drops.
@@ -119,8 +116,8 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
         )
 
     @staticmethod
-    def attention_of(module: Any) -> Any:
-        return getattr(module, "attn", None)
+    def attentions_of(module: Any) -> list[Any]:
+        return [getattr(module, "attn", None)]
 
     @staticmethod
     def variant(module: Any) -> str:
@@ -133,9 +130,8 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
         grid = trial_grid(module.window_size)
-        window, shift = swin_unetr.get_window_size(grid, module.window_size, module.shift_size)
-        padded = tuple(-(-size // width) * width for size, width in zip(grid, window, strict=True))
-        mask = shift_regions(padded, window, shift)
+        cut = cut_of(module, grid)
+        mask = shift_regions(padded(grid, cut), *cut)
         given = mask if isinstance(module, SwappedBlock) else dense_mask(mask, torch.float64)
         return module(randn(1, *grid, module.dim), given)
 
@@ -150,9 +146,9 @@ class BasicLayer(SwappedLayer, swin_unetr.BasicLayer):
         if stands_aside(x) or not self.applies(self):
             return self.original.forward(self, x)
         grid = tuple(x.shape[2:])
-        window, shift = swin_unetr.get_window_size(grid, self.window_size, self.shift_size)
-        padded = tuple(-(-size // width) * width for size, width in zip(grid, window, strict=True))
-        mask = self.region_memory.of_grid(padded, window, shift, x.device) if any(shift) else None
+        cut, mask = cut_of(self, grid), None
+        if any(cut.shift):
+            mask = self.region_memory.of_grid(padded(grid, cut), *cut, x.device)
         x = x.movedim(1, -1)
         for block in self.blocks:
             x = block(x, mask)
@@ -191,8 +187,7 @@ class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
 
     @staticmethod
     def variant(module: Any) -> str:
-        axes = 2 if module.norm.normalized_shape[0] == 4 * module.dim else 3
-        return f"MONAI, {axes} axes"
+        return f"MONAI, {axes_of(module)} axes"
 
     @staticmethod
     def width(module: Any) -> str:
@@ -200,15 +195,19 @@ class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
 
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
-        axes = 2 if module.norm.normalized_shape[0] == 4 * module.dim else 3
-        return module(randn(2, *(5 - axis for axis in range(axes)), module.dim))
+        return module(randn(2, *(5 - axis for axis in range(axes_of(module))), module.dim))
 
 
 class PatchMerging(PatchMergingV2, swin_unetr.PatchMerging):
     """The same, with a cell's tokens in another order."""
 
     original = swin_unetr.PatchMerging
-    orders: ClassVar[dict[int, tuple[int, ...]]] = {2: (0, 2, 1, 3), 3: (0, 4, 2, 1, 6, 5, 3, 7)}
+    orders = PatchMergingV2.orders | {3: (0, 4, 2, 1, 6, 5, 3, 7)}
+
+
+def axes_of(merging: Any) -> int:
+    """How many axes its maps have: a cell has two tokens along each."""
+    return 2 if merging.norm.normalized_shape[0] == 4 * merging.dim else 3
 
 
 def join_cells(x: Tensor, order: tuple[int, ...]) -> Tensor:
@@ -228,6 +227,16 @@ def join_cells(x: Tensor, order: tuple[int, ...]) -> Tensor:
         tokens = x.unbind(-2)
         return torch.cat([tokens[number] for number in order], -1)
     return x.flatten(-2)
+
+
+def cut_of(module: Any, grid: tuple[int, ...]) -> WholeMap:
+    """How a block or a layer cuts a map: axes shorter than a window clamp it."""
+    return WholeMap(*swin_unetr.get_window_size(grid, module.window_size, module.shift_size))
+
+
+def padded(grid: tuple[int, ...], cut: WholeMap) -> tuple[int, ...]:
+    """A map of whole windows."""
+    return tuple(-(-size // width) * width for size, width in zip(grid, cut.window, strict=True))
 
 
 def trial_grid(window: Sequence[int]) -> tuple[int, ...]:
