@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
 from .gather import gather_tiles
+from .names import barrier
 from .schedule import find_tile, key_tiles, tile_of_turn
 
 __all__ = ["COLUMNS", "ROWS", "Form", "load_keys_role", "load_values_role"]
@@ -120,12 +121,21 @@ def load_keys_role(q_desc, k, batch, orders, q_ring, k_ring, form):
             orders.write(tile_use, TOKEN, q_start + token)
             orders.write(tile_use, NUM_TOKENS, query_len - token)
             orders.write(tile_use, HEAD, head)
+            _join(form)
             _load_queries(q_desc, q_ring, tile_use, q_start + token, head, form)
             tile_use += 1
             use = _load_tiles(k, k_ring, use, begin, end, keys, form)
     q_ring.turns.wait_empty(0, tile_use)
     orders.write(tile_use, NUM_TILES, 0)
+    _join(form)
     q_ring.turns.fill(0, tile_use)
+
+
+@gluon.jit
+def _join(form):
+    """Where two warps have written, both have, before one of them says so."""
+    if form.GATHER:
+        barrier()
 
 
 @gluon.jit
@@ -154,7 +164,7 @@ def load_values_role(v, batch, v_ring, form):
 def _load_queries(desc, ring, use, token, head, form):
     PACK: gl.constexpr = form.PACK
     CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
-    barrier = ring.expect(use)
+    ready = ring.expect(use)
     for part in gl.static_range(form.WARPGROUPS):
         boxes = ring.tile(use, part)._reinterpret(
             ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
@@ -162,7 +172,7 @@ def _load_queries(desc, ring, use, token, head, form):
         at = token + part * (ROWS // PACK)
         for c in gl.static_range(CHUNKS):
             where = [at, head * PACK, c * COLUMNS]
-            tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(c))
+            tma.async_copy_global_to_shared(desc, where, ready, boxes.index(c))
 
 
 @gluon.jit
@@ -185,17 +195,17 @@ def _load_tile(desc, ring, use, key, keys, form):
     BATCH: gl.constexpr = BOXES if BOXES < 4 else 4
     rows = _find_rows(keys, key, BATCH, form)
     ring.turns.wait_empty(0, use)
-    barrier = ring.expect(use)
+    ready = ring.expect(use)
     tile = ring.tile(use, 0)
     for first in gl.static_range(0, BOXES, BATCH):
         if first > 0:
             rows = _find_rows(keys, key + first * form.BOX, BATCH, form)
         for i in gl.static_range(BATCH):
-            _load_box(desc, tile, first + i, keys[5], rows[i], barrier, form)
+            _load_box(desc, tile, first + i, keys[5], rows[i], ready, form)
 
 
 @gluon.jit
-def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, barrier, form):
+def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, ready, form):
     BOXES: gl.constexpr = tile.shape[0] // form.BOX
     CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
     if form.ATOMS:
@@ -203,7 +213,7 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, barrier, form):
             tile.dtype, [BOXES, 1, form.BOX // 8, CHUNKS, 8, COLUMNS], desc.layout
         )
         where = [kv_head, row // 8, 0, 0, 0]
-        tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(INDEX))
+        tma.async_copy_global_to_shared(desc, where, ready, boxes.index(INDEX))
     else:
         SHARE: gl.constexpr = desc.block_shape[1]  # chunks of a box
         boxes = tile._reinterpret(
@@ -211,7 +221,7 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, barrier, form):
         )
         for c in gl.static_range(CHUNKS // SHARE):
             where = [kv_head, 0, row, c * COLUMNS]
-            tma.async_copy_global_to_shared(desc, where, barrier, boxes.index(c * BOXES + INDEX))
+            tma.async_copy_global_to_shared(desc, where, ready, boxes.index(c * BOXES + INDEX))
 
 
 @gluon.jit
