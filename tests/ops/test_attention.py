@@ -330,6 +330,40 @@ def test_long_sequences_match_torch_on_a_gpu(causal):
         assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_on_a_gpu_where_a_sequence_is_nan(size):
+    """All parts of a gradient are added to one sum, and only what belongs to it."""
+    q, k, v = (torch.randn(3, 300, h, size, dtype=BF16, device="cuda") for h in (4, 2, 2))
+    grads = []
+    for value in (1.0, math.nan):
+        leaves = [t.clone() for t in (q, k, v)]
+        for leaf in leaves:
+            leaf[1] = value
+            leaf.requires_grad_()
+        attention(*leaves, causal=True).out.sum().backward()  # of one number, expanded
+        grads.append([leaf.grad[::2].float() for leaf in leaves])
+    for one, other in zip(*grads, strict=True):
+        assert (one - other).norm() <= 0.01 * one.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_have_the_same_bits_where_torch_is_to_give_them(size):
+    leaves = [
+        torch.randn(1, 2000, 2, size, dtype=BF16, device="cuda", requires_grad=True)
+        for _ in range(3)
+    ]
+    out = attention(*leaves).out
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [torch.autograd.grad(out, leaves, out, retain_graph=True) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for first, *others in zip(*runs, strict=True):
+        assert all(torch.equal(first, other) for other in others)
+
+
 # --- the reference, and what the others are measured with -----------------------------------
 
 

@@ -1,14 +1,20 @@
 """The kernels of attention, its gradients and its scores compile for Hopper, without a GPU."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
 from test_compiled import FITTED, HOPPER, assert_fits, resources
+from test_hopper_compile import SHARED_MEMORY, disassemble, loops_that_multiply
 from triton.backends.compiler import GPUTarget
 
 from pagewise.device import DeviceInfo
+from pagewise.ops.attention import hopper_backward as hopper
+from pagewise.ops.attention import op
 from pagewise.ops.attention import triton as forward
 from pagewise.ops.attention import triton_backward as backward
 from pagewise.ops.attention.problem import Problem
@@ -21,7 +27,7 @@ H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 
 def launchers(dtype, size, *, group=1, causal=True, length=16384, device=H200, **features):
     problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, False, True)
-    kind = {"is_ragged": False, "is_capped": False, "is_tilted": False, "has_d_lse": False}
+    kind = {"is_ragged": False, "is_capped": False, "is_tilted": False}
     kind = backward._Kind(
         dtype, group, size, size, is_causal=causal, is_aligned=True, **{**kind, **features}
     )
@@ -37,7 +43,7 @@ def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
     ptx = assert_fits(found.queries, tmp_path)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx  # tiles come by the copy engine
-    assert_fits(found.prepare, tmp_path)
+    assert_fits(backward.make_prepare(BF16, size, True, False), tmp_path)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -53,10 +59,62 @@ def test_gradients_of_keys_spill_little(size, group, tmp_path):
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_gradients_with_every_feature(dtype):
-    features = dict.fromkeys(("is_ragged", "is_capped", "is_tilted", "has_d_lse"), True)
+    features = dict.fromkeys(("is_ragged", "is_capped", "is_tilted"), True)
     found = launchers(dtype, 72, group=3, **features)
-    for launcher in (found.prepare, found.keys, found.queries):
+    for launcher in (backward.make_prepare(dtype, 72, False, True), found.keys, found.queries):
         assert launcher.compile(HOPPER).asm["cubin"]
+
+
+HOPPER_GRADIENTS = [
+    # head size, group, causal, sliding window, keys end within a tile; most spilled words that
+    # the loop loads and stores
+    (128, 1, False, False, False, 0),
+    (128, 1, True, False, False, 8),
+    (128, 4, True, False, False, 8),
+    (80, 3, False, True, True, 8),
+    (64, 1, False, False, False, 8),
+    (64, 8, True, False, False, 40),
+]
+
+
+@pytest.mark.parametrize(("size", "group", "causal", "window", "end", "spilled"), HOPPER_GRADIENTS)
+def test_gradients_on_hopper(size, group, causal, window, end, spilled, tmp_path):
+    """Five products a tile, none of which waits for the one before it."""
+    launcher = hopper.make_launcher(BF16, size, group, causal, window, end)
+    compiled = launcher.compile(HOPPER)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    if not FITTED:
+        return
+    loops = loops_that_multiply(disassemble(compiled, tmp_path))
+    assert len(loops) == 2  # a warpgroup each
+    width, rows = launcher.constants["WIDTH"], launcher.constants["TILE_M"]
+    for body in loops:
+        text = "\n".join(body)
+        products = re.findall(r"HGMMA\.64x(\d+)x16", text)
+        scores, sums = [rows] * (2 * width // 16), [width] * (2 * rows // 16)
+        assert sorted(map(int, products)) == sorted([*scores, *sums, *[64] * (128 // 16)])
+        assert text.count("WARPGROUP.DEPBAR") == 4
+        assert len(re.findall(r"\bRED", text)) == 64 * 64 // 128 // 4  # 16 bytes a thread
+        assert len(re.findall(r"\b(LDL|STL)", text)) <= spilled
+
+
+def test_hoppers_gradients_are_left_to_others_where_bits_have_to_be_equal():
+    plain = Problem(2, 512, 256, 256, 8, 2, 128, 128, BF16, False, True)
+    assert chosen(plain) == "hopper_backward"
+    assert chosen(plain, "hopper") == "hopper_backward"
+    assert chosen(plain, "triton") == "triton_backward"
+    for other in ({"dtype": F32}, {"head_size": 256, "v_head_size": 256}, {"is_ragged": True}):
+        assert chosen(replace(plain, **other)) == "triton_backward"
+        assert chosen(replace(plain, **other), "hopper") == "triton_backward"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert chosen(plain) == chosen(plain, "hopper") == "triton_backward"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def chosen(problem, impl="auto"):
+    return op._choose_backward(problem, H200, impl).__name__.rpartition(".")[2]
 
 
 @pytest.mark.parametrize("features", [False, True])

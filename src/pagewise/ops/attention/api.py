@@ -42,9 +42,10 @@ def attention(
         1 1 1 1 1
 
     A score is ``q · k * softmax_scale``, then capped, then biased, then masked. Differentiable in
-    ``q``, ``k``, ``v`` and ``sinks``, once, through ``out`` and ``lse``; the same inputs give the
-    same bits, in the backward pass too. A custom operation: ``torch.compile`` and checkpointing
-    take it as it is, and under autocast q, k and v are cast as torch's own attention casts them.
+    ``q``, ``k``, ``v`` and ``sinks``, once, through ``out`` and ``lse``. The same inputs give the
+    same bits; gradients on Hopper do so under ``torch.use_deterministic_algorithms(True)``, and
+    are faster without. A custom operation: ``torch.compile`` and checkpointing take it as it is,
+    and under autocast q, k and v are cast as torch's own attention casts them.
 
     Args:
         q: ``[batch, query_len, num_heads, head_size]``, or ``[num_tokens, num_heads, head_size]``

@@ -16,19 +16,21 @@ from ...device import DeviceInfo
 from ..dispatch import choose
 from ..eager import choose_gradient, is_plain, make_function
 from .checks import check, check_starts
-from .problem import Lengths, Options
+from .problem import Lengths, Options, Problem
 
 IMPLEMENTATIONS = ("hopper", "triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
 
 BACKWARD = {
-    "auto": "auto",
-    "hopper": "triton_backward",
-    "triton": "triton_backward",
-    "cpu": "cpu_backward",
-    "reference": "reference",
+    "hopper": ("hopper_backward", "triton_backward"),
+    "triton": ("triton_backward",),
+    "cpu": ("cpu_backward",),
+    "reference": ("reference",),
 }
-"""Whose gradients go with whose forward pass."""
+"""Whose gradients go with whose forward pass, in the order in which they are tried."""
+
+ADDING = {"hopper_backward"}
+"""Those that add in no fixed order: none where torch is to give the same bits on every run."""
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -114,9 +116,7 @@ def _backward(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
     options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
     problem = check(q, k, v, lengths, options)
-    names = tuple(dict.fromkeys(BACKWARD[name] for name in IMPLEMENTATIONS))
-    device = DeviceInfo.of(q.device)
-    module = choose(__package__, names, problem, device, BACKWARD[impl])
+    module = _choose_backward(problem, DeviceInfo.of(q.device), impl)
     if d_out.stride(-1) != 1:
         d_out = d_out.contiguous()
     with torch.autocast(q.device.type, enabled=False):
@@ -124,6 +124,20 @@ def _backward(
             problem, d_out, d_lse, q, k, v, out, lse, lengths, options
         )
     return d_q, d_k, d_v
+
+
+def _choose_backward(problem: Problem, device: DeviceInfo, impl: str) -> Any:
+    """The module of the gradients; see ``choose``."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    names = [
+        name
+        for forward in (IMPLEMENTATIONS if impl == "auto" else (impl,))
+        for name in BACKWARD[forward]
+        if not (is_deterministic and name in ADDING)
+    ]
+    names = list(dict.fromkeys(names))
+    named = names[0] if len(names) == 1 else "auto"
+    return choose(__package__, tuple(names), problem, device, named)
 
 
 _operator_backward = torch.library.custom_op(

@@ -90,16 +90,13 @@ def run_backward(
         _Kind(
             problem.dtype, problem.group, problem.head_size, problem.v_head_size,
             problem.is_ragged, options.causal, options.logits_soft_cap is not None,
-            options.alibi_slopes is not None, d_lse is not None,
+            options.alibi_slopes is not None,
             all(_is_aligned(t) for t in (q, k, v, d_out)),
         ),
         key_tiles(problem, device), query_tiles(problem, device),
     )  # fmt: skip
-    delta = torch.empty(
-        (problem.num_heads, lse[..., 0].numel()), dtype=torch.float32, device=q.device
-    )
-    lse2 = torch.empty_like(delta)
-    _prepare(launchers.prepare, problem, delta, lse2, out, d_out, lse, d_lse)
+    row_pitch = problem.num_tokens if problem.is_ragged else problem.max_query_len
+    delta, lse2 = prepare(problem, row_pitch, out, d_out, lse, d_lse)
     slopes = options.alibi_slopes
     slopes = lse2 if slopes is None else slopes.detach().float().contiguous()
     cu_q, cu_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
@@ -138,24 +135,29 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _prepare(
-    launcher: Launcher,
-    problem: Problem,
-    delta: Tensor,
-    lse2: Tensor,
-    out: Tensor,
-    d_out: Tensor,
-    lse: Tensor,
-    d_lse: Tensor | None,
-) -> None:
-    num_rows = delta.shape[1]
+def prepare(
+    problem: Problem, pitch: int, out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``delta`` and ``lse2`` of all rows, those of a sequence ``pitch`` rows from the last one's.
+
+    Of rows beyond a sequence's queries they say that nothing is seen. See ``triton_gradients``.
+    """
+    num_seqs = 1 if problem.is_ragged else problem.num_seqs
+    query_len = problem.num_tokens if problem.is_ragged else problem.max_query_len
+    num_rows = num_seqs * pitch
+    delta = lse.new_empty((problem.num_heads, num_rows))
+    lse2 = torch.empty_like(delta)
+    launcher = make_prepare(
+        problem.dtype, problem.v_head_size, _is_aligned(d_out), d_lse is not None
+    )
     launcher(
         (-(-num_rows // launcher.constants["TILE_M"]), problem.num_heads, 1),
         delta, lse2, out, d_out, lse, lse if d_lse is None else d_lse,
-        num_rows, num_rows if problem.is_ragged else problem.max_query_len, problem.num_heads,
+        num_rows, query_len, pitch, problem.num_heads,
         *out.stride()[-3:-1], *_strides(d_out),
         *(0, 0, 0) if d_lse is None else _strides(d_lse[..., None]),
     )  # fmt: skip
+    return delta, lse2
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -181,20 +183,18 @@ class _Kind:
     is_causal: bool
     is_capped: bool
     is_tilted: bool
-    has_d_lse: bool
     is_aligned: bool
 
 
 @dataclass(frozen=True)
 class _Launchers:
-    prepare: Launcher
     keys: Launcher
     queries: Launcher
 
 
 @functools.lru_cache(maxsize=256)
 def make_launchers(kind: _Kind, keys: Tiles, queries: Tiles) -> _Launchers:
-    """The three kernels for one kind of problem."""
+    """The two kernels for one kind of problem."""
     d, d_v = (max(16, triton.next_power_of_2(n)) for n in (kind.head_size, kind.v_head_size))
     # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
     d, d_v = max(d, min(d_v, 64)), max(d_v, min(d, 64))
@@ -225,7 +225,6 @@ def make_launchers(kind: _Kind, keys: Tiles, queries: Tiles) -> _Launchers:
         return Launcher(kernel, types, {**constants, **sizes, **more}, num_warps=tiles.num_warps)
 
     return _Launchers(
-        _make_prepare(kind, given, stride, d_v),
         make(
             key_gradients_kernel,
             {"d_k": ours, "d_v": ours, **tensors, **shared, "num_kv_heads": "i32", **scalars,
@@ -241,19 +240,25 @@ def make_launchers(kind: _Kind, keys: Tiles, queries: Tiles) -> _Launchers:
     )  # fmt: skip
 
 
-def _make_prepare(kind: _Kind, given: str, stride: str, d_v: int) -> Launcher:
+@functools.lru_cache(maxsize=256)
+def make_prepare(
+    dtype: torch.dtype, v_head_size: int, is_aligned: bool, has_d_lse: bool
+) -> Launcher:
+    """The kernel of ``delta`` and ``lse2``."""
+    pointer = POINTERS[dtype]
+    given, stride = (f"{pointer}:16", "i64:8") if is_aligned else (pointer, "i64")
     types = {
-        "delta": "*fp32:16", "lse2": "*fp32:16", "out": POINTERS[kind.dtype] + ":16",
+        "delta": "*fp32:16", "lse2": "*fp32:16", "out": f"{pointer}:16",
         "d_out": given, "lse": "*fp32:16", "d_lse": "*fp32",
-        "num_rows": "i64", "query_len": "i32", "num_heads": "i32",
+        "num_rows": "i64", "query_len": "i32", "pitch": "i32", "num_heads": "i32",
         "o_token": "i64:8", "o_head": "i64:8", **_stride_types(("do",), stride),
         **_stride_types(("dlse",), "i64"),
     }  # fmt: skip
     constants = {
-        "HAS_D_LSE": kind.has_d_lse,
-        "V_HEAD_SIZE": kind.v_head_size,
+        "HAS_D_LSE": has_d_lse,
+        "V_HEAD_SIZE": v_head_size,
         "TILE_M": 64,
-        "DV": d_v,
+        "DV": max(16, triton.next_power_of_2(v_head_size)),
     }
     return Launcher(prepare_kernel, types, constants, num_warps=4)
 

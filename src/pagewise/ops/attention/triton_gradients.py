@@ -63,12 +63,13 @@ def differentiate(
 def prepare_kernel(
     delta,  # float32 [num_heads, num_rows]
     lse2,  # float32 [num_heads, num_rows]
-    out,  # [num_rows, num_heads, V_HEAD_SIZE]
+    out,  # [num_seqs, query_len, num_heads, V_HEAD_SIZE]
     d_out,  # [num_seqs, query_len, num_heads, V_HEAD_SIZE]
-    lse,  # float32 [num_rows, num_heads]
+    lse,  # float32 [num_seqs, query_len, num_heads]
     d_lse,  # float32 [num_seqs, query_len, num_heads]
     num_rows,
     query_len,
+    pitch,  # rows from one sequence to the next; those beyond query_len have no weights
     num_heads,
     o_token, o_head,
     do_seq, do_token, do_head,
@@ -82,11 +83,12 @@ def prepare_kernel(
     row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     head = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, DV)
-    inside = row < num_rows
+    seq, token = row // pitch, row % pitch
+    inside = (row < num_rows) & (token < query_len)
     wanted = inside[:, None] & (column < V_HEAD_SIZE)[None, :]
-    seq, token = row // query_len, row % query_len
+    source = seq * query_len + token
 
-    o_at = out + row * o_token + head * o_head
+    o_at = out + source * o_token + head * o_head
     do_at = d_out + seq * do_seq + token * do_token + head * do_head
     o = tl.load(o_at[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
     do = tl.load(do_at[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
@@ -94,11 +96,11 @@ def prepare_kernel(
     if HAS_D_LSE:
         dlse_at = d_lse + seq * dlse_seq + token * dlse_token + head * dlse_head
         total -= tl.load(dlse_at, mask=inside, other=0.0)
-    x = tl.load(lse + row * num_heads + head, mask=inside, other=0.0) * LOG2_E
+    x = tl.load(lse + source * num_heads + head, mask=inside, other=float("-inf")) * LOG2_E
     # A row that sees no key has no weights: 2 ** (s - inf) is 0.
     x = tl.where(x == float("-inf"), float("inf"), x)
-    tl.store(delta + head * num_rows + row, total, mask=inside)
-    tl.store(lse2 + head * num_rows + row, x, mask=inside)
+    tl.store(delta + head * num_rows + row, total, mask=row < num_rows)
+    tl.store(lse2 + head * num_rows + row, x, mask=row < num_rows)
 
 
 @triton.jit

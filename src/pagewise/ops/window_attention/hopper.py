@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...tiles.hopper.gluon_launcher import align
 from ...tiles.hopper.launch import refuse
 from ...tiles.state import AttentionOutput
 from . import triton
 from .hopper_launch import (
-    align,
     make_columns_launcher,
     make_deltas_launcher,
     make_launcher,

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...tiles.hopper.gluon_launcher import GluonLauncher
@@ -21,7 +20,6 @@ from .problem import Problem
 from .triton import KINDS
 
 __all__ = [
-    "align",
     "make_columns_launcher",
     "make_deltas_launcher",
     "make_launcher",
@@ -158,14 +156,6 @@ def _marks(rows: int) -> str:
 
 def _numbers() -> str:
     return f"tensordesc<fp32{[1, PIECE]},{_NUMBERS!r}>"
-
-
-def align(x: Tensor) -> Tensor:
-    """The same tokens where the copy engine can read them: on 16 bytes, one after another."""
-    unit, strides = 16 // x.element_size(), x.stride()[:3]
-    if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 @functools.cache

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..triton.launch import Launcher
 
-__all__ = ["Described", "GluonLauncher"]
+__all__ = ["Described", "GluonLauncher", "align"]
 
 
 class Described(NamedTuple):
@@ -26,6 +27,14 @@ class Described(NamedTuple):
     strides: Sequence[int]
     """In elements, each a multiple of 16 bytes; the last is 1."""
     padding: str = "zero"
+
+
+def align(x: Tensor) -> Tensor:
+    """The same rows where the copy engine can read them: on 16 bytes, one after another."""
+    unit, strides = 16 // x.element_size(), x.stride()[:-1]
+    if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 class GluonLauncher(Launcher):

@@ -1,0 +1,156 @@
+"""The gradients of attention on Hopper: what runs, and the launches. See ``hopper_gradients``.
+
+Supports float16 and bfloat16, dense batches, head sizes to 128 in steps of 8 (equal for values),
+any group, causal or not, sliding windows, gradients of ``lse``. Everything else is for Triton's
+kernels, and so are gradients that have to have the same bits on every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ...device import DeviceInfo
+from ...tiles.hopper.gluon_launcher import Described, GluonLauncher, align
+from ...tiles.hopper.launch import refuse
+from ...tiles.triton.launch import POINTERS, Launcher
+from .hopper_gradients import KEYS, finish_kernel, gradients_kernel
+from .problem import Lengths, Options, Problem
+from .triton_backward import prepare
+
+_LOG2_E = 1 / math.log(2)
+_EVERYTHING = 1 << 30  # a window that no sequence fills
+_WIDEST = 128
+_ROWS = 64  # of keys, of a warpgroup
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
+    if reason is not None:
+        return reason
+    if problem.head_size > _WIDEST:
+        return f"head_size is {problem.head_size}; up to {_WIDEST} run"
+    if problem.is_ragged:
+        return "the batch is ragged; dense ones run"
+    if not problem.is_plain:
+        return "scores are capped or biased, or there are sinks; plain ones run"
+    if not problem.num_tokens or not problem.max_seq_len:
+        return "there are no queries or no keys"
+    return None
+
+
+def run_backward(
+    problem: Problem,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three launches: prepare rows, all gradients, and rounding those of the queries.
+
+    They take memory for the queries' gradients in float32.
+    """
+    p = problem
+    d_q, d_k, d_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    q, k, v, d_out = (align(t) for t in (q, k, v, d_out))
+    has_window = options.sliding_window is not None
+    has_end = not options.causal and p.max_seq_len % KEYS.value != 0
+    launch = make_launcher(p.dtype, p.head_size, p.group, options.causal, has_window, has_end)
+    width, tile_m = launch.constants["WIDTH"], launch.constants["TILE_M"]
+    pitch = -(-p.max_query_len // tile_m) * tile_m
+    delta, lse2 = prepare(p, pitch, out, d_out, lse, d_lse)
+    sums = torch.zeros((p.num_heads, p.num_seqs, pitch, width), device=q.device)
+    tiles = -(-p.max_seq_len // KEYS.value)
+    launch(
+        (tiles * p.num_kv_heads * p.num_seqs, 1, 1),
+        sums, d_k, d_v,
+        *(_describe(t) for t in (k, v, q, d_out)), _in_a_row(lse2), _in_a_row(delta),
+        p.num_seqs, p.num_kv_heads, p.max_query_len, pitch, p.max_seq_len, tiles,
+        _section(tiles, DeviceInfo.of(q.device)),
+        min(options.sliding_window or _EVERYTHING, _EVERYTHING),
+        options.softmax_scale * _LOG2_E, options.softmax_scale,
+    )  # fmt: skip
+    finish = make_finish(p.dtype, p.head_size, width)
+    finish(
+        (-(-p.max_query_len // finish.constants["TILE_M"]) * p.num_heads * p.num_seqs, 1, 1),
+        d_q, sums, p.num_seqs, p.num_heads, p.max_query_len, pitch, options.softmax_scale,
+    )  # fmt: skip
+    return d_q, d_k, d_v
+
+
+def _section(tiles: int, device: DeviceInfo) -> int:
+    """Pairs of sequence and KV head whose keys are walked beside each other.
+
+    As many as give every program two tiles: then the long ones of a causal batch begin together,
+    and what they read and add to stays in the second-level cache.
+    """
+    return max(1, round(2 * device.num_workers / tiles))
+
+
+def _describe(x: Tensor) -> Described:
+    """``[num_seqs, length, heads, head_size]``, heads before rows."""
+    seq, token, head, _ = x.stride()
+    num_seqs, length, heads, size = x.shape
+    return Described(x, (num_seqs, heads, length, size), (seq, head, token, 1))
+
+
+def _in_a_row(x: Tensor) -> Described:
+    return Described(x, (1, x.numel()), (x.numel(), 1))
+
+
+@functools.lru_cache(maxsize=256)
+def make_launcher(
+    dtype: torch.dtype, head_size: int, group: int, causal: bool, has_window: bool, has_end: bool
+) -> GluonLauncher:
+    """The kernel of all gradients."""
+    name = POINTERS[dtype][1:]
+    width = 64 if head_size <= 64 else 128
+    tile_m = 64 * 128 // width
+    keys, queries, numbers = _box(name, _ROWS, width), _box(name, tile_m, width), [1, tile_m]
+    types = {"d_q": "*fp32:16", "d_k": f"*{name}:16", "d_v": f"*{name}:16"}
+    types |= {"k_desc": keys, "v_desc": keys, "q_desc": queries, "d_out_desc": queries}
+    types |= dict.fromkeys(("lse2_desc", "delta_desc"), f"tensordesc<fp32{numbers},{_NUMBERS!r}>")
+    scalars = "num_seqs num_kv_heads query_len pitch seq_len key_tiles section window"
+    types |= dict.fromkeys(scalars.split(), "i32")
+    types |= {"scale": "fp32", "softmax_scale": "fp32"}
+    constants = {
+        "HEAD_SIZE": head_size,
+        "WIDTH": width,
+        "TILE_M": tile_m,
+        "GROUP": group,
+        "CAUSAL": causal,
+        "HAS_WINDOW": has_window,
+        "HAS_END": has_end,
+        "STAGES": 2,
+        "REGISTERS": 240,
+        "LOADING": 24,
+    }
+    return GluonLauncher(gradients_kernel, types, constants, num_warps=4)
+
+
+@functools.lru_cache(maxsize=256)
+def make_finish(dtype: torch.dtype, head_size: int, width: int) -> Launcher:
+    """The kernel that rounds the gradients of queries."""
+    types = {"d_q": f"{POINTERS[dtype]}:16", "sums": "*fp32:16"}
+    types |= dict.fromkeys(("num_seqs", "num_heads", "query_len", "pitch"), "i32")
+    types |= {"softmax_scale": "fp32"}
+    constants = {"HEAD_SIZE": head_size, "WIDTH": width, "TILE_M": 64}
+    return Launcher(finish_kernel, types, constants, num_warps=8)
+
+
+def _box(name: str, rows: int, width: int) -> str:
+    return f"tensordesc<{name}{[1, 1, rows, width]},{_TOKENS!r}>"
+
+
+_TOKENS = gl.NVMMASharedLayout(128, 16, rank=4)
+_NUMBERS = gl.NVMMASharedLayout(0, 32, rank=2)
