@@ -8,10 +8,10 @@ from numba import njit
 
 __all__ = ["entry", "inner"]
 
-entry = partial(njit, nogil=True, cache=True)
+entry = partial(njit, nogil=True, cache=True, no_cfunc_wrapper=True)
 """For functions called from Python: they run beside each other and are compiled once a machine."""
 
-inner = partial(njit, _nrt=False)
+inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """For functions called from kernels: they borrow their arrays and allocate none.
 
 Numba would otherwise count references to every array of every call, with atomic instructions:

@@ -112,8 +112,9 @@ def _make_items(
                             num_splits = -(-(key_end - key) // split_size)
                             num_parts += num_splits * num_heads * _pad_rows(num_tokens * group)
                         if filling:
-                            items[count, :4] = seq, first, num_tokens, head
-                            items[count, 4:] = num_heads, key, key_end, part
+                            item = seq, first, num_tokens, head, num_heads, key, key_end, part
+                            for field in range(8):  # Numba takes seconds to compile slices
+                                items[count, field] = item[field]
                         count += 1
     return items, num_parts
 
@@ -183,15 +184,15 @@ def _attend_item(call, scratch, item, parts):
     _load_queries(call, scratch, item, rows)
     start_state(scratch.total, 0, all_rows, call.v_width)
     first_split = low // call.split_size * call.split_size
-    side = 0
-    find_rows(call, scratch, side, item, low // TILE_N * TILE_N, low, high)
+    first_tile = low // TILE_N
+    find_rows(call, scratch, first_tile % 2, item, first_tile * TILE_N, low, high)
     for split in range(first_split, high, call.split_size):
         split_high = min(high, split + call.split_size)
         start_state(scratch.state, 0, all_rows, call.v_width)
-        for tile in range(max(split, low // TILE_N * TILE_N), split_high, TILE_N):
+        for tile in range(max(split, first_tile * TILE_N), split_high, TILE_N):
+            side = tile // TILE_N % 2  # tiles take turns, so that the next one's rows are known
             find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
             attend_tile(call, scratch, side, item, rows, tile, min(TILE_N, high - tile))
-            side = 1 - side
         if item.part >= 0:
             at = item.part + (split - item.first_key) // call.split_size * all_rows
             merge_states(parts, at, scratch.state, 0, all_rows, call.v_width)
