@@ -284,6 +284,8 @@ LARGE = [
     Case((1, 300, 64, 0, 5), (700, 300, 65, 9, 0), 6, 2, 64, causal=True),
     Case((1, 300, 64, 0, 5), (700, 300, 65, 9, 0), 6, 2, 64, causal=True, sliding_window=70),
     Case((150,), (150,), 4, 4, 80, 128, batch=3),
+    Case((90,), (150,), 4, 2, 192, batch=2, sliding_window=40),
+    Case((130,), (100,), 2, 2, 160, batch=1),
     Case((600,), (600,), 1, 1, 32, batch=1, causal=True),  # cut into pieces
     Case((600,), (600,), 3, 1, 32, batch=1, sliding_window=100),
     Case((90,), (120,), 4, 2, 64, batch=1, logits_soft_cap=5.0, has_alibi=True, causal=True),
@@ -331,7 +333,7 @@ def test_long_sequences_match_torch_on_a_gpu(causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_on_a_gpu_where_a_sequence_is_nan(size):
     """All parts of a gradient are added to one sum, and only what belongs to it."""
     q, k, v = (torch.randn(3, 300, h, size, dtype=BF16, device="cuda") for h in (4, 2, 2))

@@ -18,13 +18,14 @@ from ...device import DeviceInfo
 from ...tiles.hopper.gluon_launcher import Described, GluonLauncher, align
 from ...tiles.hopper.launch import refuse
 from ...tiles.triton.launch import POINTERS, Launcher
-from .hopper_gradients import KEYS, finish_kernel, gradients_kernel
+from .hopper_gradients import finish_kernel, gradients_kernel
+from .hopper_wide_gradients import wide_gradients_kernel
 from .problem import Lengths, Options, Problem
 from .triton_backward import prepare
 
 _LOG2_E = 1 / math.log(2)
 _EVERYTHING = 1 << 30  # a window that no sequence fills
-_WIDEST = 128
+_WIDEST = 256
 _ROWS = 64  # of keys, of a warpgroup
 
 
@@ -64,13 +65,13 @@ def run_backward(
     d_q, d_k, d_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     q, k, v, d_out = (align(t) for t in (q, k, v, d_out))
     has_window = options.sliding_window is not None
-    has_end = not options.causal and p.max_seq_len % KEYS.value != 0
+    has_end = not options.causal and p.max_seq_len % keys_of(p.head_size) != 0
     launch = make_launcher(p.dtype, p.head_size, p.group, options.causal, has_window, has_end)
     width, tile_m = launch.constants["WIDTH"], launch.constants["TILE_M"]
     pitch = -(-p.max_query_len // tile_m) * tile_m
     delta, lse2 = prepare(p, pitch, out, d_out, lse, d_lse)
     sums = torch.zeros((p.num_heads, p.num_seqs, pitch, width), device=q.device)
-    tiles = -(-p.max_seq_len // KEYS.value)
+    tiles = -(-p.max_seq_len // launch.constants["KEYS"])
     launch(
         (tiles * p.num_kv_heads * p.num_seqs, 1, 1),
         sums, d_k, d_v,
@@ -86,6 +87,11 @@ def run_backward(
         d_q, sums, p.num_seqs, p.num_heads, p.max_query_len, pitch, options.softmax_scale,
     )  # fmt: skip
     return d_q, d_k, d_v
+
+
+def keys_of(head_size: int) -> int:
+    """How many a program holds."""
+    return 128 if head_size <= 128 else 64
 
 
 def _section(tiles: int, device: DeviceInfo) -> int:
@@ -114,8 +120,8 @@ def make_launcher(
 ) -> GluonLauncher:
     """The kernel of all gradients."""
     name = POINTERS[dtype][1:]
-    width = 64 if head_size <= 64 else 128
-    tile_m = 64 * 128 // width
+    width = 64 if head_size <= 64 else 128 if head_size <= 128 else 256
+    tile_m = max(64, 64 * 128 // width)
     keys, queries, numbers = _box(name, _ROWS, width), _box(name, tile_m, width), [1, tile_m]
     types = {"d_q": "*fp32:16", "d_k": f"*{name}:16", "d_v": f"*{name}:16"}
     types |= {"k_desc": keys, "v_desc": keys, "q_desc": queries, "d_out_desc": queries}
@@ -126,6 +132,7 @@ def make_launcher(
     constants = {
         "HEAD_SIZE": head_size,
         "WIDTH": width,
+        "KEYS": keys_of(head_size),
         "TILE_M": tile_m,
         "GROUP": group,
         "CAUSAL": causal,
@@ -135,7 +142,8 @@ def make_launcher(
         "REGISTERS": 240,
         "LOADING": 24,
     }
-    return GluonLauncher(gradients_kernel, types, constants, num_warps=4)
+    kernel = gradients_kernel if width <= 128 else wide_gradients_kernel
+    return GluonLauncher(kernel, types, constants, num_warps=4)
 
 
 @functools.lru_cache(maxsize=256)

@@ -35,9 +35,8 @@ from triton.language.core import _aggregate as aggregate
 from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.ring import Turns, make_turns
 
-__all__ = ["KEYS", "finish_kernel", "gradients_kernel"]
+__all__ = ["finish_kernel", "gradients_kernel"]
 
-KEYS = gl.constexpr(128)  # of a program
 ROWS = gl.constexpr(64)  # of a warpgroup
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -49,6 +48,7 @@ class Form:
 
     HEAD_SIZE: gl.constexpr
     WIDTH: gl.constexpr  # columns of a tile: the head's, and zeros
+    KEYS: gl.constexpr  # of a program
     TILE_M: gl.constexpr  # queries
     GROUP: gl.constexpr  # query heads that share a KV head
     CAUSAL: gl.constexpr
@@ -56,9 +56,10 @@ class Form:
     HAS_END: gl.constexpr  # the last keys of a tile may not exist
 
     @gluon.constexpr_function
-    def __init__(self, HEAD_SIZE, WIDTH, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END):
+    def __init__(self, HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END):
         self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
         self.WIDTH = gl.constexpr(WIDTH)
+        self.KEYS = gl.constexpr(KEYS)
         self.TILE_M = gl.constexpr(TILE_M)
         self.GROUP = gl.constexpr(GROUP)
         self.CAUSAL = gl.constexpr(CAUSAL)
@@ -171,19 +172,19 @@ def _find_walk(batch, form):
     width = gl.minimum(batch.section, num_pairs - first_pair)
     pair = first_pair + rest % width
     tile = rest // width
-    first_key = tile * KEYS
+    first_key = tile * form.KEYS
     shift = batch.seq_len - batch.query_len
     low = 0
     high = gl.cdiv(batch.query_len, M)
     if form.HAS_WINDOW:
-        last = gl.maximum(first_key + KEYS - 1 + batch.window - shift, 0)
+        last = gl.maximum(first_key + form.KEYS - 1 + batch.window - shift, 0)
         high = gl.minimum(high, gl.cdiv(last, M))
     start = 0
     if form.CAUSAL:
         low = gl.minimum(gl.maximum(first_key - shift, 0) // M, high)
         start = low
     else:  # programs begin apart, so that they add to different queries
-        start = tile * (KEYS // M) % gl.maximum(high, 1)
+        start = tile * (form.KEYS // M) % gl.maximum(high, 1)
     seq = pair // batch.num_kv_heads
     return Walk(seq, pair % batch.num_kv_heads, first_key, low, high, start)
 
@@ -203,8 +204,8 @@ def _load_role(k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory
     """One warp: fetch keys and values, then queries and what came back of them."""
     M: gl.constexpr = form.TILE_M
     walk = _find_walk(batch, form)
-    ready = memory.keys_turns.expect(0, 0, 2 * KEYS * form.WIDTH * 2)
-    for w in gl.static_range(2):
+    ready = memory.keys_turns.expect(0, 0, 2 * form.KEYS * form.WIDTH * 2)
+    for w in gl.static_range(form.KEYS // ROWS):
         keys = [walk.seq, walk.kv_head, walk.first_key + w * ROWS, 0]
         tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(w))
         tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(w))
@@ -400,6 +401,7 @@ def gradients_kernel(
     softmax_scale,
     HEAD_SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
+    KEYS: gl.constexpr,
     TILE_M: gl.constexpr,
     GROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -410,7 +412,7 @@ def gradients_kernel(
     LOADING: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of keys × KV heads × sequences."""
-    form = Form(HEAD_SIZE, WIDTH, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END)
+    form = Form(HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END)
     batch = Batch(
         num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
     )  # fmt: skip

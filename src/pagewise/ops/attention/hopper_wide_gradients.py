@@ -1,0 +1,239 @@
+"""The gradients of attention on Hopper for heads wider than 128; see ``hopper_gradients``.
+
+What is summed up of 64 keys, 2 × 256 columns, fills the registers of two warpgroups. So a program
+holds 64 keys, and each warpgroup half of the columns of all three sums. One makes the weights, the
+other what they change by::
+
+    0:  Pᵀ = exp(k qᵀ - lse) ─┐                        ┌─ dV += Pᵀ dO   dK += dSᵀ q   dQ += dS k
+                              ├─ shared memory, both ──┤
+    1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ of columns 0 to 127, and from 128 on
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from ...tiles.hopper.layouts import wide_rows
+from ...tiles.hopper.ring import Turns, make_turns
+from .hopper_gradients import (
+    ROWS,
+    SWIZZLED,
+    Batch,
+    Form,
+    Memory,
+    Warpgroup,
+    _advance,
+    _as_tile,
+    _find_walk,
+    _hide,
+    _load_role,
+    _numbers,
+    _sums_layout,
+)
+
+__all__ = ["wide_gradients_kernel"]
+
+HALF = gl.constexpr(128)  # columns of a warpgroup
+
+
+@aggregate
+class Weights:
+    """``P`` and ``dS`` of two tiles, and whose turn it is."""
+
+    p: gl.shared_memory_descriptor  # [2, ROWS, TILE_M]
+    p_turns: Turns
+    ds: gl.shared_memory_descriptor
+    ds_turns: Turns
+
+    @gluon.constexpr_function
+    def __init__(self, p, p_turns, ds, ds_turns):
+        self.p = p
+        self.p_turns = p_turns
+        self.ds = ds
+        self.ds_turns = ds_turns
+
+
+@gluon.jit
+def _half_of(piece, R: gl.constexpr, INDEX: gl.constexpr):
+    """128 columns of a tile, which lie together."""
+    return piece._reinterpret(piece.dtype, [2, R, HALF], SWIZZLED).index(INDEX)
+
+
+@gluon.jit
+def _weigh(memory, weights, use, reach, num_keys, window, scale, form):
+    """A tile's weights, put where both find them."""
+    M: gl.constexpr = form.TILE_M
+    S_LAYOUT: gl.constexpr = _sums_layout(M)
+    slot = memory.turns.slot(0, use)
+    k = _as_tile(memory.k.index(0), ROWS, form.WIDTH)
+    q = _as_tile(memory.q.index(slot), M, form.WIDTH)
+    s = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    p = gl.exp2(s * scale - _numbers(memory.lse2.index(slot), S_LAYOUT))
+    if form.CAUSAL or form.HAS_WINDOW or form.HAS_END:
+        p = _hide(p, reach, num_keys, window, form)
+    weights.p_turns.wait_empty(0, use)
+    weights.p.index(use % 2).store(p.to(k.dtype))
+    fence_async_shared()
+    weights.p_turns.fill(0, use)
+
+
+@gluon.jit
+def _differentiate(memory, weights, use, form):
+    """What a tile's scores change by, put where both find it."""
+    M: gl.constexpr = form.TILE_M
+    S_LAYOUT: gl.constexpr = _sums_layout(M)
+    slot = memory.turns.slot(0, use)
+    v = _as_tile(memory.v.index(0), ROWS, form.WIDTH)
+    d_out = _as_tile(memory.d_out.index(slot), M, form.WIDTH)
+    dp = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
+    dp = warpgroup_mma(v, d_out.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    weights.p_turns.wait_full(0, use)
+    p = weights.p.index(use % 2).load(S_LAYOUT).to(gl.float32)
+    ds = p * (dp - _numbers(memory.delta.index(slot), S_LAYOUT))
+    weights.ds_turns.wait_empty(0, use)
+    weights.ds.index(use % 2).store(ds.to(v.dtype))
+    fence_async_shared()
+    weights.ds_turns.fill(0, use)
+
+
+@gluon.jit
+def _add_half(d_q, dq, row, form, WG: gl.constexpr):
+    """Add a part to the sums of the tile that begins with ``row``, as the product left it."""
+    LAYOUT: gl.constexpr = dq.type.layout
+    r = row + gl.arange(0, form.TILE_M, gl.SliceLayout(1, LAYOUT))[:, None]
+    c = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.atomic_add(d_q + r.to(gl.int64) * form.WIDTH + c, dq, sem="relaxed")
+
+
+@gluon.jit
+def _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup):
+    """A warpgroup: all tiles of queries that see the program's keys."""
+    WG: gl.constexpr = warpgroup.INDEX
+    M: gl.constexpr = form.TILE_M
+    walk = _find_walk(batch, form)
+    dk = gl.zeros([ROWS, HALF], gl.float32, _sums_layout(HALF))
+    dv = gl.zeros([ROWS, HALF], gl.float32, _sums_layout(HALF))
+    memory.keys_turns.wait_full(0, 0)
+    k_half = _half_of(memory.k.index(0), ROWS, WG)
+    tile = walk.start
+    head_row = (walk.kv_head * form.GROUP * batch.num_seqs + walk.seq) * batch.pitch
+    num_keys = batch.seq_len - walk.first_key
+    for use in range(form.GROUP * (walk.high - walk.low)):
+        slot = memory.turns.slot(0, use)
+        q_half = _half_of(memory.q.index(slot), M, WG)
+        d_out_half = _half_of(memory.d_out.index(slot), M, WG)
+        p = weights.p.index(use % 2)
+        ds = weights.ds.index(use % 2)
+        memory.turns.wait_full(0, use)
+        if WG == 0:
+            reach = tile * M + num_keys - batch.query_len
+            _weigh(memory, weights, use, reach, num_keys, batch.window, scale, form)
+            dv = warpgroup_mma(p, d_out_half, dv, is_async=True)
+            weights.ds_turns.wait_full(0, use)
+        else:
+            _differentiate(memory, weights, use, form)
+            dv = warpgroup_mma(p, d_out_half, dv, is_async=True)
+        dk = warpgroup_mma(ds, q_half, dk, is_async=True)
+        dq = gl.zeros([M, HALF], gl.float32, _sums_layout(HALF))
+        dq = warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
+        dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
+        if WG == 0:
+            weights.ds_turns.release(0, use)
+        else:
+            weights.p_turns.release(0, use)
+        memory.turns.release(0, use)
+        _add_half(d_q, dq, head_row + tile * M, form, WG)
+        tile, head_row = _advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
+    _store_half(d_k, dk * softmax_scale, walk, batch, form, WG)
+    _store_half(d_v, dv, walk, batch, form, WG)
+
+
+@gluon.jit
+def _store_half(out, value, walk, batch, form, WG: gl.constexpr):
+    """Write a warpgroup's columns, in whole sectors."""
+    WIDE: gl.constexpr = wide_rows(HALF)
+    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
+    key = walk.first_key + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    column = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))[None, :]
+    token = walk.seq.to(gl.int64) * batch.seq_len + key
+    at = (token * batch.num_kv_heads + walk.kv_head) * form.HEAD_SIZE
+    inside = (key < batch.seq_len)[:, None] & (column < form.HEAD_SIZE)
+    gl.store(out + at[:, None] + column, value, inside)
+
+
+@gluon.jit
+def wide_gradients_kernel(
+    d_q,  # as those of gradients_kernel, all of them
+    d_k,
+    d_v,
+    k_desc,
+    v_desc,
+    q_desc,
+    d_out_desc,
+    lse2_desc,
+    delta_desc,
+    num_seqs,
+    num_kv_heads,
+    query_len,
+    pitch,
+    seq_len,
+    key_tiles,
+    section,
+    window,
+    scale,
+    softmax_scale,
+    HEAD_SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    KEYS: gl.constexpr,
+    TILE_M: gl.constexpr,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    HAS_END: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    LOADING: gl.constexpr,
+):
+    """The kernel; see above. Grid: tiles of keys × KV heads × sequences."""
+    form = Form(HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END)
+    batch = Batch(
+        num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
+    )  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    p = gl.allocate_shared_memory(dtype, [2, ROWS, TILE_M], SWIZZLED)
+    p_turns = make_turns(1, 2, 1, 1)
+    ds = gl.allocate_shared_memory(dtype, [2, ROWS, TILE_M], SWIZZLED)
+    ds_turns = make_turns(1, 2, 1, 1)
+    weights = Weights(p, p_turns, ds, ds_turns)
+    memory = Memory(
+        gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, WIDTH], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, WIDTH], v_desc.layout),
+        make_turns(1, 1, 1, 1),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, WIDTH], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, WIDTH], d_out_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse2_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout),
+        make_turns(1, STAGES, 1, 2),
+        ds,
+        ds_turns,
+    )
+    fence_async_shared()
+    work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form)
+    load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, form)
+    gl.warp_specialize(
+        [
+            (_walk_role, work + (Warpgroup(0),)),  # noqa: RUF005
+            (_walk_role, work + (Warpgroup(1),)),  # noqa: RUF005
+            (_load_role, load),
+        ],
+        [4, 1],
+        [REGISTERS, LOADING],
+    )
