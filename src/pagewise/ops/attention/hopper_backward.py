@@ -1,6 +1,6 @@
 """The gradients of attention on Hopper: what runs, and the launches. See ``hopper_gradients``.
 
-Supports float16 and bfloat16, dense batches, head sizes to 128 in steps of 8 (equal for values),
+Supports float16 and bfloat16, dense batches, head sizes to 256 in steps of 8 (equal for values),
 any group, causal or not, sliding windows, gradients of ``lse``. Everything else is for Triton's
 kernels, and so are gradients that have to have the same bits on every run.
 """
@@ -25,7 +25,6 @@ from .triton_backward import prepare
 
 _LOG2_E = 1 / math.log(2)
 _EVERYTHING = 1 << 30  # a window that no sequence fills
-_WIDEST = 256
 _ROWS = 64  # of keys, of a warpgroup
 
 
@@ -34,8 +33,6 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
     if reason is not None:
         return reason
-    if problem.head_size > _WIDEST:
-        return f"head_size is {problem.head_size}; up to {_WIDEST} run"
     if problem.is_ragged:
         return "the batch is ragged; dense ones run"
     if not problem.is_plain:

@@ -20,20 +20,20 @@ from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.ring import Turns, make_turns
-from .hopper_gradients import (
+from .hopper_walk import (
     ROWS,
     SWIZZLED,
     Batch,
     Form,
-    Memory,
     Warpgroup,
-    _advance,
-    _as_tile,
-    _find_walk,
-    _hide,
-    _load_role,
-    _numbers,
-    _sums_layout,
+    advance,
+    as_tile,
+    find_walk,
+    hide,
+    load_role,
+    make_memory,
+    numbers,
+    sums_layout,
 )
 
 __all__ = ["wide_gradients_kernel"]
@@ -68,16 +68,16 @@ def _half_of(piece, R: gl.constexpr, INDEX: gl.constexpr):
 def _weigh(memory, weights, use, reach, num_keys, window, scale, form):
     """A tile's weights, put where both find them."""
     M: gl.constexpr = form.TILE_M
-    S_LAYOUT: gl.constexpr = _sums_layout(M)
+    S_LAYOUT: gl.constexpr = sums_layout(M)
     slot = memory.turns.slot(0, use)
-    k = _as_tile(memory.k.index(0), ROWS, form.WIDTH)
-    q = _as_tile(memory.q.index(slot), M, form.WIDTH)
+    k = as_tile(memory.k.index(0), ROWS, form.WIDTH)
+    q = as_tile(memory.q.index(slot), M, form.WIDTH)
     s = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    p = gl.exp2(s * scale - _numbers(memory.lse2.index(slot), S_LAYOUT))
+    p = gl.exp2(s * scale - numbers(memory.lse2.index(slot), S_LAYOUT))
     if form.CAUSAL or form.HAS_WINDOW or form.HAS_END:
-        p = _hide(p, reach, num_keys, window, form)
+        p = hide(p, reach, num_keys, window, form)
     weights.p_turns.wait_empty(0, use)
     weights.p.index(use % 2).store(p.to(k.dtype))
     fence_async_shared()
@@ -88,16 +88,16 @@ def _weigh(memory, weights, use, reach, num_keys, window, scale, form):
 def _differentiate(memory, weights, use, form):
     """What a tile's scores change by, put where both find it."""
     M: gl.constexpr = form.TILE_M
-    S_LAYOUT: gl.constexpr = _sums_layout(M)
+    S_LAYOUT: gl.constexpr = sums_layout(M)
     slot = memory.turns.slot(0, use)
-    v = _as_tile(memory.v.index(0), ROWS, form.WIDTH)
-    d_out = _as_tile(memory.d_out.index(slot), M, form.WIDTH)
+    v = as_tile(memory.v.index(0), ROWS, form.WIDTH)
+    d_out = as_tile(memory.d_out.index(slot), M, form.WIDTH)
     dp = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
     dp = warpgroup_mma(v, d_out.permute((1, 0)), dp, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     weights.p_turns.wait_full(0, use)
     p = weights.p.index(use % 2).load(S_LAYOUT).to(gl.float32)
-    ds = p * (dp - _numbers(memory.delta.index(slot), S_LAYOUT))
+    ds = p * (dp - numbers(memory.delta.index(slot), S_LAYOUT))
     weights.ds_turns.wait_empty(0, use)
     weights.ds.index(use % 2).store(ds.to(v.dtype))
     fence_async_shared()
@@ -118,9 +118,9 @@ def _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form
     """A warpgroup: all tiles of queries that see the program's keys."""
     WG: gl.constexpr = warpgroup.INDEX
     M: gl.constexpr = form.TILE_M
-    walk = _find_walk(batch, form)
-    dk = gl.zeros([ROWS, HALF], gl.float32, _sums_layout(HALF))
-    dv = gl.zeros([ROWS, HALF], gl.float32, _sums_layout(HALF))
+    walk = find_walk(batch, form)
+    dk = gl.zeros([ROWS, HALF], gl.float32, sums_layout(HALF))
+    dv = gl.zeros([ROWS, HALF], gl.float32, sums_layout(HALF))
     memory.keys_turns.wait_full(0, 0)
     k_half = _half_of(memory.k.index(0), ROWS, WG)
     tile = walk.start
@@ -142,7 +142,7 @@ def _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form
             _differentiate(memory, weights, use, form)
             dv = warpgroup_mma(p, d_out_half, dv, is_async=True)
         dk = warpgroup_mma(ds, q_half, dk, is_async=True)
-        dq = gl.zeros([M, HALF], gl.float32, _sums_layout(HALF))
+        dq = gl.zeros([M, HALF], gl.float32, sums_layout(HALF))
         dq = warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
         if WG == 0:
@@ -151,7 +151,7 @@ def _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form
             weights.p_turns.release(0, use)
         memory.turns.release(0, use)
         _add_half(d_q, dq, head_row + tile * M, form, WG)
-        tile, head_row = _advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
+        tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
     _store_half(d_k, dk * softmax_scale, walk, batch, form, WG)
     _store_half(d_v, dv, walk, batch, form, WG)
 
@@ -213,18 +213,7 @@ def wide_gradients_kernel(
     ds = gl.allocate_shared_memory(dtype, [2, ROWS, TILE_M], SWIZZLED)
     ds_turns = make_turns(1, 2, 1, 1)
     weights = Weights(p, p_turns, ds, ds_turns)
-    memory = Memory(
-        gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, WIDTH], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, WIDTH], v_desc.layout),
-        make_turns(1, 1, 1, 1),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, WIDTH], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_M, WIDTH], d_out_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse2_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout),
-        make_turns(1, STAGES, 1, 2),
-        ds,
-        ds_turns,
-    )
+    memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, form)
     fence_async_shared()
     work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form)
     load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, form)
@@ -232,7 +221,7 @@ def wide_gradients_kernel(
         [
             (_walk_role, work + (Warpgroup(0),)),  # noqa: RUF005
             (_walk_role, work + (Warpgroup(1),)),  # noqa: RUF005
-            (_load_role, load),
+            (load_role, load),
         ],
         [4, 1],
         [REGISTERS, LOADING],

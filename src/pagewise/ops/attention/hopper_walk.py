@@ -1,0 +1,257 @@
+"""What the gradients of attention on Hopper share: a program's keys, and its walk over the queries.
+
+One warp of a program fetches: its keys and values first, then tile after tile of queries, of what
+came back of them, and two numbers a row. See ``hopper_gradients`` for what is done with them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate as aggregate
+
+from ...tiles.hopper.ring import Turns, make_turns
+
+__all__ = [
+    "ROWS",
+    "SWIZZLED",
+    "Batch",
+    "Form",
+    "Memory",
+    "Walk",
+    "Warpgroup",
+    "advance",
+    "as_tile",
+    "find_walk",
+    "hide",
+    "load_role",
+    "make_memory",
+    "numbers",
+    "sums_layout",
+]
+
+ROWS = gl.constexpr(64)  # keys of a warpgroup's product
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+
+
+@aggregate
+class Form:
+    """What a kernel is compiled for."""
+
+    HEAD_SIZE: gl.constexpr
+    WIDTH: gl.constexpr  # columns of a tile: the head's, and zeros
+    KEYS: gl.constexpr  # of a program
+    TILE_M: gl.constexpr  # queries
+    GROUP: gl.constexpr  # query heads that share a KV head
+    CAUSAL: gl.constexpr
+    HAS_WINDOW: gl.constexpr
+    HAS_END: gl.constexpr  # the last keys of a tile may not exist
+
+    @gluon.constexpr_function
+    def __init__(self, HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END):
+        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.KEYS = gl.constexpr(KEYS)
+        self.TILE_M = gl.constexpr(TILE_M)
+        self.GROUP = gl.constexpr(GROUP)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
+        self.HAS_END = gl.constexpr(HAS_END)
+
+
+@aggregate
+class Batch:
+    """The sequences, all of one length."""
+
+    num_seqs: gl.tensor
+    num_kv_heads: gl.tensor
+    query_len: gl.tensor
+    pitch: gl.tensor  # rows from one sequence to the next, whole tiles
+    seq_len: gl.tensor
+    key_tiles: gl.tensor
+    section: gl.tensor  # pairs of sequence and KV head that are walked beside each other
+    window: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
+    ):  # fmt: skip
+        self.num_seqs = num_seqs
+        self.num_kv_heads = num_kv_heads
+        self.query_len = query_len
+        self.pitch = pitch
+        self.seq_len = seq_len
+        self.key_tiles = key_tiles
+        self.section = section
+        self.window = window
+
+
+@aggregate
+class Walk:
+    """A program's keys, and the tiles of queries that see one of them, in their order."""
+
+    seq: gl.tensor
+    kv_head: gl.tensor
+    first_key: gl.tensor
+    low: gl.tensor  # tiles of queries are low, low + 1, … high - 1
+    high: gl.tensor
+    start: gl.tensor  # where the round begins
+
+    @gluon.constexpr_function
+    def __init__(self, seq, kv_head, first_key, low, high, start):
+        self.seq = seq
+        self.kv_head = kv_head
+        self.first_key = first_key
+        self.low = low
+        self.high = high
+        self.start = start
+
+
+@aggregate
+class Memory:
+    """What is loaded into shared memory, and whose turn it is."""
+
+    k: gl.shared_memory_descriptor  # [KEYS / ROWS, 1, 1, ROWS, WIDTH]
+    v: gl.shared_memory_descriptor
+    keys_turns: Turns
+    q: gl.shared_memory_descriptor  # [stages, 1, 1, TILE_M, WIDTH]
+    d_out: gl.shared_memory_descriptor
+    lse2: gl.shared_memory_descriptor  # [stages, 1, TILE_M]
+    delta: gl.shared_memory_descriptor
+    turns: Turns
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, keys_turns, q, d_out, lse2, delta, turns):
+        self.k = k
+        self.v = v
+        self.keys_turns = keys_turns
+        self.q = q
+        self.d_out = d_out
+        self.lse2 = lse2
+        self.delta = delta
+        self.turns = turns
+
+
+@gluon.jit
+def make_memory(k_desc, q_desc, lse2_desc, STAGES: gl.constexpr, form):
+    """Room for a program's keys and values, and for ``STAGES`` tiles of queries."""
+    dtype: gl.constexpr = q_desc.dtype
+    PARTS: gl.constexpr = form.KEYS // ROWS
+    keys: gl.constexpr = [PARTS, 1, 1, ROWS, form.WIDTH]
+    queries: gl.constexpr = [STAGES, 1, 1, form.TILE_M, form.WIDTH]
+    rows: gl.constexpr = [STAGES, 1, form.TILE_M]
+    return Memory(
+        gl.allocate_shared_memory(dtype, keys, k_desc.layout),
+        gl.allocate_shared_memory(dtype, keys, k_desc.layout),
+        make_turns(1, 1, 1, 1),
+        gl.allocate_shared_memory(dtype, queries, q_desc.layout),
+        gl.allocate_shared_memory(dtype, queries, q_desc.layout),
+        gl.allocate_shared_memory(gl.float32, rows, lse2_desc.layout),
+        gl.allocate_shared_memory(gl.float32, rows, lse2_desc.layout),
+        make_turns(1, STAGES, 1, 2),
+    )
+
+
+@aggregate
+class Warpgroup:
+    """Which of the two."""
+
+    INDEX: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, INDEX):
+        self.INDEX = gl.constexpr(INDEX)
+
+
+@gluon.constexpr_function
+def sums_layout(columns):
+    """How threads hold what a product makes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(columns), 16])
+
+
+@gluon.jit
+def find_walk(batch, form):
+    """Sections one after another; in each the first keys first, which most queries see."""
+    M: gl.constexpr = form.TILE_M
+    program = gl.program_id(0)
+    num_pairs = batch.num_seqs * batch.num_kv_heads
+    first_pair = program // (batch.section * batch.key_tiles) * batch.section
+    rest = program - first_pair * batch.key_tiles
+    width = gl.minimum(batch.section, num_pairs - first_pair)
+    pair = first_pair + rest % width
+    tile = rest // width
+    first_key = tile * form.KEYS
+    shift = batch.seq_len - batch.query_len
+    low = 0
+    high = gl.cdiv(batch.query_len, M)
+    if form.HAS_WINDOW:
+        last = gl.maximum(first_key + form.KEYS - 1 + batch.window - shift, 0)
+        high = gl.minimum(high, gl.cdiv(last, M))
+    start = 0
+    if form.CAUSAL:
+        low = gl.minimum(gl.maximum(first_key - shift, 0) // M, high)
+        start = low
+    else:  # programs begin apart, so that they add to different queries
+        start = tile * (form.KEYS // M) % gl.maximum(high, 1)
+    seq = pair // batch.num_kv_heads
+    return Walk(seq, pair % batch.num_kv_heads, first_key, low, high, start)
+
+
+@gluon.jit
+def advance(walk, tile, head, step, form):
+    """The next tile of the round; after the last the next head's, ``step`` further."""
+    tile += 1
+    tile = gl.where(tile == walk.high, walk.low, tile)
+    if form.GROUP > 1:
+        head = gl.where(tile == walk.start, head + step, head)
+    return tile, head
+
+
+@gluon.jit
+def load_role(k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, form):
+    """One warp: fetch keys and values, then queries and what came back of them."""
+    M: gl.constexpr = form.TILE_M
+    walk = find_walk(batch, form)
+    ready = memory.keys_turns.expect(0, 0, 2 * form.KEYS * form.WIDTH * 2)
+    for w in gl.static_range(form.KEYS // ROWS):
+        keys = [walk.seq, walk.kv_head, walk.first_key + w * ROWS, 0]
+        tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(w))
+        tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(w))
+    tile = walk.start
+    head = walk.kv_head * form.GROUP
+    for use in range(form.GROUP * (walk.high - walk.low)):
+        slot = memory.turns.slot(0, use)
+        memory.turns.wait_empty(0, use)
+        ready = memory.turns.expect(0, use, 2 * M * form.WIDTH * 2 + 2 * M * 4)
+        queries = [walk.seq, head, tile * M, 0]
+        rows = [0, (head * batch.num_seqs + walk.seq) * batch.pitch + tile * M]
+        tma.async_copy_global_to_shared(q_desc, queries, ready, memory.q.index(slot))
+        tma.async_copy_global_to_shared(lse2_desc, rows, ready, memory.lse2.index(slot))
+        tma.async_copy_global_to_shared(d_out_desc, queries, ready, memory.d_out.index(slot))
+        tma.async_copy_global_to_shared(delta_desc, rows, ready, memory.delta.index(slot))
+        tile, head = advance(walk, tile, head, 1, form)
+
+
+@gluon.jit
+def as_tile(piece, R: gl.constexpr, C: gl.constexpr):
+    """Memory as products take it."""
+    return piece._reinterpret(piece.dtype, [R, C], SWIZZLED)
+
+
+@gluon.jit
+def numbers(piece, LAYOUT: gl.constexpr):
+    """A tile's ``lse2`` or ``delta``, for each column of a product."""
+    flat = piece._reinterpret(gl.float32, [piece.shape[1]], FLAT)
+    return flat.load(gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def hide(p, reach, num_keys, window, form):
+    """0 where a query does not see a key; ``reach`` is the first query's own key."""
+    LAYOUT: gl.constexpr = p.type.layout
+    key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    own = reach + gl.arange(0, form.TILE_M, gl.SliceLayout(0, LAYOUT))[None, :]
+    seen = key <= own if form.CAUSAL else key < num_keys
+    if form.HAS_WINDOW:
+        seen = seen & (key > own - window)
+    return gl.where(seen, p, 0.0)
