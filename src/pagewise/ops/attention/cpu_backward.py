@@ -25,7 +25,7 @@ import torch
 
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
-from ...tiles.cpu.compile import entry, inner
+from ...tiles.cpu.compile import entry, folded, inner
 from ...tiles.cpu.gemm import load_rows, multiply, transpose
 from ...tiles.cpu.simd import (
     LOG2_E,
@@ -99,7 +99,7 @@ def _work(call, num_seqs, num_kv_heads, num_chunks, counter, scratch):
             _walk_queries(call, scratch, item, first, end, n)
 
 
-@inner()
+@folded()
 def _walk_queries(call, scratch, item, first, end, n):
     """One tile of keys, and all queries from ``first`` to ``end`` that see one of them."""
     keys = min(TILE, item.end_key - n)
@@ -159,7 +159,7 @@ def _load_queries(call, scratch, item, head, m, rows):
         scratch.delta[r] = call.delta[at]
 
 
-@inner()
+@folded()
 def _add_tile(call, scratch, item, head, m, rows, n, keys):
     """The five products of one tile of queries and keys."""
     padded, width, v_width = (rows + 3) // 4 * 4, call.width, call.v_width

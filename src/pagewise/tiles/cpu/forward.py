@@ -33,7 +33,7 @@ import torch
 from numba import njit
 
 from .arrays import flat
-from .compile import entry, inner
+from .compile import entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
 from .online_softmax import (
     TILE_N,
@@ -173,7 +173,7 @@ def _take_items(call, items, counter, parts, scratch):
             _finish(call, state, 0, item)
 
 
-@inner()
+@folded()
 def _attend_item(call, scratch, item, parts):
     """The state of an item's rows over its keys; or, in ``parts``, that of each of its splits."""
     rows = _pad_rows(item.num_tokens * call.group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .compile import inner
+from .compile import folded, inner
 from .head_products import mix_heads, score_heads
 from .online_softmax import (
     TILE_N,
@@ -64,7 +64,7 @@ def find_rows(call, scratch, side, item, tile, low, high):
         scratch.v_scale_rows[side, n] = scratch.v_scale_rows[side, first - tile]
 
 
-@inner()
+@folded()
 def attend_tile(call, scratch, side, item, rows, tile, num_keys):
     """An item's rows over one tile of keys: scores, softmax, values."""
     is_whole = call.head_size == call.width and call.v_head_size == call.v_width
