@@ -19,7 +19,6 @@ from ...tiles.hopper.gluon_launcher import Described, GluonLauncher, align
 from ...tiles.hopper.launch import refuse
 from ...tiles.triton.launch import POINTERS, Launcher
 from .hopper_gradients import finish_kernel, gradients_kernel
-from .hopper_wide_gradients import wide_gradients_kernel
 from .problem import Lengths, Options, Problem
 from .triton_backward import prepare
 
@@ -139,8 +138,7 @@ def make_launcher(
         "REGISTERS": 240,
         "LOADING": 24,
     }
-    kernel = gradients_kernel if width <= 128 else wide_gradients_kernel
-    return GluonLauncher(kernel, types, constants, num_warps=4)
+    return GluonLauncher(gradients_kernel, types, constants, num_warps=4)
 
 
 @functools.lru_cache(maxsize=256)

@@ -48,6 +48,7 @@ from .hopper_walk import (
     numbers,
     sums_layout,
 )
+from .hopper_wide_gradients import make_weights, walk_half_role
 
 __all__ = ["finish_kernel", "gradients_kernel"]
 
@@ -196,6 +197,16 @@ def _store_rows(out, value, walk, batch, form, WG: gl.constexpr):
 
 
 @gluon.jit
+def _compute_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup):
+    if form.WIDTH == 256:
+        walk_half_role(
+            d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup
+        )  # fmt: skip
+    else:
+        _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup)
+
+
+@gluon.jit
 def gradients_kernel(
     d_q,  # float32 [num_heads, num_seqs, pitch, WIDTH], zeros; gets sums, not scaled
     d_k,  # [num_seqs, seq_len, num_kv_heads, HEAD_SIZE]
@@ -233,16 +244,20 @@ def gradients_kernel(
     batch = Batch(
         num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
     )  # fmt: skip
-    memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, form)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, TILE_M], SWIZZLED)
-    shares = Shares(ds, make_turns(2, 2, 1, 1))
+    if WIDTH == 256:
+        weights = make_weights(q_desc.dtype, form)
+        memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, form)
+    else:
+        memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, form)
+        ds = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, TILE_M], SWIZZLED)
+        weights = Shares(ds, make_turns(2, 2, 1, 1))
     fence_async_shared()
-    work = (d_q, d_k, d_v, memory, shares, batch, scale, softmax_scale, form)
+    work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form)
     load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, form)
     gl.warp_specialize(
         [
-            (_walk_role, work + (Warpgroup(0),)),  # noqa: RUF005
-            (_walk_role, work + (Warpgroup(1),)),  # noqa: RUF005
+            (_compute_role, work + (Warpgroup(0),)),  # noqa: RUF005
+            (_compute_role, work + (Warpgroup(1),)),  # noqa: RUF005
             (load_role, load),
         ],
         [4, 1],

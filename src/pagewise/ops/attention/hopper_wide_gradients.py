@@ -23,20 +23,15 @@ from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_walk import (
     ROWS,
     SWIZZLED,
-    Batch,
-    Form,
-    Warpgroup,
     advance,
     as_tile,
     find_walk,
     hide,
-    load_role,
-    make_memory,
     numbers,
     sums_layout,
 )
 
-__all__ = ["wide_gradients_kernel"]
+__all__ = ["make_weights", "walk_half_role"]
 
 HALF = gl.constexpr(128)  # columns of a warpgroup
 
@@ -56,6 +51,15 @@ class Weights:
         self.p_turns = p_turns
         self.ds = ds
         self.ds_turns = ds_turns
+
+
+@gluon.jit
+def make_weights(dtype: gl.constexpr, form):
+    """Room for two tiles of each."""
+    p = gl.allocate_shared_memory(dtype, [2, ROWS, form.TILE_M], SWIZZLED)
+    p_turns = make_turns(1, 2, 1, 1)
+    ds = gl.allocate_shared_memory(dtype, [2, ROWS, form.TILE_M], SWIZZLED)
+    return Weights(p, p_turns, ds, make_turns(1, 2, 1, 1))
 
 
 @gluon.jit
@@ -114,7 +118,7 @@ def _add_half(d_q, dq, row, form, WG: gl.constexpr):
 
 
 @gluon.jit
-def _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup):
+def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup):
     """A warpgroup: all tiles of queries that see the program's keys."""
     WG: gl.constexpr = warpgroup.INDEX
     M: gl.constexpr = form.TILE_M
@@ -167,62 +171,3 @@ def _store_half(out, value, walk, batch, form, WG: gl.constexpr):
     at = (token * batch.num_kv_heads + walk.kv_head) * form.HEAD_SIZE
     inside = (key < batch.seq_len)[:, None] & (column < form.HEAD_SIZE)
     gl.store(out + at[:, None] + column, value, inside)
-
-
-@gluon.jit
-def wide_gradients_kernel(
-    d_q,  # as those of gradients_kernel, all of them
-    d_k,
-    d_v,
-    k_desc,
-    v_desc,
-    q_desc,
-    d_out_desc,
-    lse2_desc,
-    delta_desc,
-    num_seqs,
-    num_kv_heads,
-    query_len,
-    pitch,
-    seq_len,
-    key_tiles,
-    section,
-    window,
-    scale,
-    softmax_scale,
-    HEAD_SIZE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    KEYS: gl.constexpr,
-    TILE_M: gl.constexpr,
-    GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    HAS_END: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    LOADING: gl.constexpr,
-):
-    """The kernel; see above. Grid: tiles of keys × KV heads × sequences."""
-    form = Form(HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END)
-    batch = Batch(
-        num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
-    )  # fmt: skip
-    dtype: gl.constexpr = q_desc.dtype
-    p = gl.allocate_shared_memory(dtype, [2, ROWS, TILE_M], SWIZZLED)
-    p_turns = make_turns(1, 2, 1, 1)
-    ds = gl.allocate_shared_memory(dtype, [2, ROWS, TILE_M], SWIZZLED)
-    ds_turns = make_turns(1, 2, 1, 1)
-    weights = Weights(p, p_turns, ds, ds_turns)
-    memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, form)
-    fence_async_shared()
-    work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form)
-    load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, form)
-    gl.warp_specialize(
-        [
-            (_walk_role, work + (Warpgroup(0),)),  # noqa: RUF005
-            (_walk_role, work + (Warpgroup(1),)),  # noqa: RUF005
-            (load_role, load),
-        ],
-        [4, 1],
-        [REGISTERS, LOADING],
-    )
