@@ -366,6 +366,41 @@ def test_gradients_have_the_same_bits_where_torch_is_to_give_them(size):
         assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("has_d_lse", [False, True])
+def test_rows_beyond_a_sequence_have_no_weights(has_d_lse):
+    """A tile of queries may end behind its sequence: on Hopper all are as long."""
+    from pagewise.ops.attention.problem import Problem
+    from pagewise.ops.attention.triton_backward import prepare
+
+    device = "cuda" if ON_GPU else "cpu"
+    problem = Problem(2, 10, 5, 5, 3, 3, 24, 24, F32, False, True)
+    out, d_out = torch.randn(2, 2, 5, 3, 24, device=device)
+    lse, d_lse = torch.randn(2, 2, 5, 3, device=device)
+    lse[1, 2] = -math.inf  # a row that sees no key
+    delta, lse2 = prepare(problem, 8, out, d_out, lse, d_lse if has_d_lse else None)
+    delta, lse2 = (t.unflatten(1, (2, 8)).permute(1, 2, 0) for t in (delta, lse2))
+    total = (out * d_out).sum(-1) - (d_lse if has_d_lse else 0.0)
+    torch.testing.assert_close(delta[:, :5], total)
+    seen = torch.where(lse == -math.inf, math.inf, lse / math.log(2))
+    torch.testing.assert_close(lse2[:, :5], seen)
+    assert (delta[:, 5:] == 0).all()
+    assert (lse2[:, 5:] == math.inf).all()
+
+
+@pytest.mark.interpret
+def test_sums_of_gradients_are_scaled_and_rounded():
+    """From whole tiles to rows that exist, and from a tile's columns to the head's."""
+    from pagewise.ops.attention.hopper_backward import make_finish
+
+    device = "cuda" if ON_GPU else "cpu"
+    sums = torch.randn(3, 2, 128, 64, device=device)  # heads, sequences, rows, columns
+    d_q = torch.full((2, 70, 3, 40), math.nan, dtype=F16, device=device)
+    make_finish(F16, 40, 64)((2 * 3 * 2, 1, 1), d_q, sums, 2, 3, 70, 128, 0.5)
+    expected = (sums.permute(1, 2, 0, 3)[:, :70, :, :40] * 0.5).to(F16)
+    assert torch.equal(d_q, expected)
+
+
 # --- the reference, and what the others are measured with -----------------------------------
 
 
