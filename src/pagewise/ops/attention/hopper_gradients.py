@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_walk import (
     ROWS,
@@ -46,6 +45,7 @@ from .hopper_walk import (
     load_role,
     make_memory,
     numbers,
+    store_rows,
     sums_layout,
 )
 from .hopper_wide_gradients import make_weights, walk_half_role
@@ -179,21 +179,8 @@ def _walk_role(d_q, d_k, d_v, memory, shares, batch, scale, softmax_scale, form,
         dq = _start_part(memory, shares, num_steps + 1, form, WG)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _add_part(d_q, dq, previous_row, form, WG)
-    _store_rows(d_k, dk * softmax_scale, walk, batch, form, WG)
-    _store_rows(d_v, dv, walk, batch, form, WG)
-
-
-@gluon.jit
-def _store_rows(out, value, walk, batch, form, WG: gl.constexpr):
-    """Write a warpgroup's rows, in whole sectors."""
-    WIDE: gl.constexpr = wide_rows(form.WIDTH)
-    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
-    key = walk.first_key + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    column = gl.arange(0, form.WIDTH, gl.SliceLayout(0, WIDE))[None, :]
-    token = walk.seq.to(gl.int64) * batch.seq_len + key
-    at = (token * batch.num_kv_heads + walk.kv_head) * form.HEAD_SIZE
-    inside = (key < batch.seq_len)[:, None] & (column < form.HEAD_SIZE)
-    gl.store(out + at[:, None] + column, value, inside)
+    store_rows(d_k, dk * softmax_scale, WG * ROWS, 0, walk, batch, form)
+    store_rows(d_v, dv, WG * ROWS, 0, walk, batch, form)
 
 
 @gluon.jit

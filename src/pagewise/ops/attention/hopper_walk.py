@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
+from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.ring import Turns, make_turns
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "load_role",
     "make_memory",
     "numbers",
+    "store_rows",
     "sums_layout",
 ]
 
@@ -255,3 +257,17 @@ def hide(p, reach, num_keys, window, form):
     if form.HAS_WINDOW:
         seen = seen & (key > own - window)
     return gl.where(seen, p, 0.0)
+
+
+@gluon.jit
+def store_rows(out, value, first_row, FIRST_COLUMN: gl.constexpr, walk, batch, form):
+    """Write a warpgroup's sums, a part of the program's keys or columns, in whole sectors."""
+    COLUMNS: gl.constexpr = value.shape[1]
+    WIDE: gl.constexpr = wide_rows(COLUMNS)
+    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
+    key = walk.first_key + first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    column = FIRST_COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE))[None, :]
+    token = walk.seq.to(gl.int64) * batch.seq_len + key
+    at = (token * batch.num_kv_heads + walk.kv_head) * form.HEAD_SIZE
+    inside = (key < batch.seq_len)[:, None] & (column < form.HEAD_SIZE)
+    gl.store(out + at[:, None] + column, value, inside)

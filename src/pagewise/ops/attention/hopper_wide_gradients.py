@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import wide_rows
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_walk import (
     ROWS,
@@ -28,6 +27,7 @@ from .hopper_walk import (
     find_walk,
     hide,
     numbers,
+    store_rows,
     sums_layout,
 )
 
@@ -156,18 +156,5 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
         memory.turns.release(0, use)
         _add_half(d_q, dq, head_row + tile * M, form, WG)
         tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
-    _store_half(d_k, dk * softmax_scale, walk, batch, form, WG)
-    _store_half(d_v, dv, walk, batch, form, WG)
-
-
-@gluon.jit
-def _store_half(out, value, walk, batch, form, WG: gl.constexpr):
-    """Write a warpgroup's columns, in whole sectors."""
-    WIDE: gl.constexpr = wide_rows(HALF)
-    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
-    key = walk.first_key + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    column = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))[None, :]
-    token = walk.seq.to(gl.int64) * batch.seq_len + key
-    at = (token * batch.num_kv_heads + walk.kv_head) * form.HEAD_SIZE
-    inside = (key < batch.seq_len)[:, None] & (column < form.HEAD_SIZE)
-    gl.store(out + at[:, None] + column, value, inside)
+    store_rows(d_k, dk * softmax_scale, 0, WG * HALF, walk, batch, form)
+    store_rows(d_v, dv, 0, WG * HALF, walk, batch, form)
