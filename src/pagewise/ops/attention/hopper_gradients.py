@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_walk import (
     ROWS,
@@ -41,12 +42,12 @@ from .hopper_walk import (
     advance,
     as_tile,
     find_walk,
-    hide,
     load_role,
     make_memory,
     numbers,
+    start_scores,
     store_rows,
-    sums_layout,
+    weigh,
 )
 from .hopper_wide_gradients import make_weights, walk_half_role
 
@@ -75,7 +76,7 @@ def _part_of(piece, R: gl.constexpr, C: gl.constexpr, INDEX: gl.constexpr):
 @gluon.jit
 def _start_part(memory, shares, step, form, WG: gl.constexpr):
     """Start the products of a warpgroup's 64 × 64 of the queries' gradients."""
-    dq = gl.zeros([64, 64], gl.float32, sums_layout(64))
+    dq = gl.zeros([64, 64], gl.float32, product_layout(64))
     for w in gl.static_range(2):
         ds = shares.ds.index(step % 2 * 2 + w)
         if form.WIDTH == 128:  # a tile has 64 rows: half of its columns
@@ -109,26 +110,21 @@ def _step(
 ):  # fmt: skip
     """What a tile of queries gives, and what the tile before it gets."""
     M: gl.constexpr = form.TILE_M
-    S_LAYOUT: gl.constexpr = sums_layout(M)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, sums_layout(form.WIDTH), 2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(form.WIDTH), 2)
     slot = memory.turns.slot(0, use)
     k = as_tile(memory.k.index(WG), ROWS, form.WIDTH)
     v = as_tile(memory.v.index(WG), ROWS, form.WIDTH)
     q = as_tile(memory.q.index(slot), M, form.WIDTH)
     d_out = as_tile(memory.d_out.index(slot), M, form.WIDTH)
     memory.turns.wait_full(0, use)
-    s = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
-    dp = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
-    dp = warpgroup_mma(v, d_out.permute((1, 0)), dp, use_acc=False, is_async=True)
+    s = start_scores(k, q, form)
+    dp = start_scores(v, d_out, form)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = gl.exp2(s * scale - numbers(memory.lse2.index(slot), S_LAYOUT))
-    if form.CAUSAL or form.HAS_WINDOW or form.HAS_END:
-        p = hide(p, reach, num_keys, window, form)
+    p = weigh(s, memory.lse2.index(slot), reach, num_keys, window, scale, form)
     weights = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
     dv = warpgroup_mma(weights, d_out, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = p * (dp - numbers(memory.delta.index(slot), S_LAYOUT))
+    ds = p * (dp - numbers(memory.delta.index(slot), dp))
 
     # Where this goes, the other has taken its part of the step before the last one from, and its
     # own of the last step is there.
@@ -152,11 +148,11 @@ def _walk_role(d_q, d_k, d_v, memory, shares, batch, scale, softmax_scale, form,
     WG: gl.constexpr = warpgroup.INDEX
     M: gl.constexpr = form.TILE_M
     walk = find_walk(batch, form)
-    dk = gl.zeros([ROWS, form.WIDTH], gl.float32, sums_layout(form.WIDTH))
-    dv = gl.zeros([ROWS, form.WIDTH], gl.float32, sums_layout(form.WIDTH))
+    dk = gl.zeros([ROWS, form.WIDTH], gl.float32, product_layout(form.WIDTH))
+    dv = gl.zeros([ROWS, form.WIDTH], gl.float32, product_layout(form.WIDTH))
 
     # Before the first step comes one of zeros: its part is added to the first tile.
-    zeros = gl.zeros([ROWS, M], shares.ds.dtype, sums_layout(M))
+    zeros = gl.zeros([ROWS, M], shares.ds.dtype, product_layout(M))
     shares.ds.index(2 + WG).store(zeros)
     fence_async_shared()
     shares.turns.fill(WG, 0)

@@ -6,10 +6,10 @@ came back of them, and two numbers a row. See ``hopper_gradients`` for what is d
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import wide_rows
+from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.ring import Turns, make_turns
 
 __all__ = [
@@ -23,12 +23,12 @@ __all__ = [
     "advance",
     "as_tile",
     "find_walk",
-    "hide",
     "load_role",
     "make_memory",
     "numbers",
+    "start_scores",
     "store_rows",
-    "sums_layout",
+    "weigh",
 ]
 
 ROWS = gl.constexpr(64)  # keys of a warpgroup's product
@@ -165,12 +165,6 @@ class Warpgroup:
         self.INDEX = gl.constexpr(INDEX)
 
 
-@gluon.constexpr_function
-def sums_layout(columns):
-    """How threads hold what a product makes."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(columns), 16])
-
-
 @gluon.jit
 def find_walk(batch, form):
     """Sections one after another; in each the first keys first, which most queries see."""
@@ -241,14 +235,31 @@ def as_tile(piece, R: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def numbers(piece, LAYOUT: gl.constexpr):
-    """A tile's ``lse2`` or ``delta``, for each column of a product."""
+def numbers(piece, s):
+    """A tile's ``lse2`` or ``delta``, for each column of ``s``."""
+    LAYOUT: gl.constexpr = s.type.layout
     flat = piece._reinterpret(gl.float32, [piece.shape[1]], FLAT)
     return flat.load(gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
-def hide(p, reach, num_keys, window, form):
+def start_scores(a, b, form):
+    """Start the product of a warpgroup's keys or values with a tile's ``q`` or ``d_out``."""
+    s = gl.zeros([ROWS, form.TILE_M], gl.float32, product_layout(form.TILE_M))
+    return warpgroup_mma(a, b.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weigh(s, lse2, reach, num_keys, window, scale, form):
+    """From a tile's scores to its weights."""
+    p = gl.exp2(s * scale - numbers(lse2, s))
+    if form.CAUSAL or form.HAS_WINDOW or form.HAS_END:
+        p = _hide(p, reach, num_keys, window, form)
+    return p
+
+
+@gluon.jit
+def _hide(p, reach, num_keys, window, form):
     """0 where a query does not see a key; ``reach`` is the first query's own key."""
     LAYOUT: gl.constexpr = p.type.layout
     key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_walk import (
     ROWS,
@@ -25,10 +26,10 @@ from .hopper_walk import (
     advance,
     as_tile,
     find_walk,
-    hide,
     numbers,
+    start_scores,
     store_rows,
-    sums_layout,
+    weigh,
 )
 
 __all__ = ["make_weights", "walk_half_role"]
@@ -69,19 +70,13 @@ def _half_of(piece, R: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(memory, weights, use, reach, num_keys, window, scale, form):
-    """A tile's weights, put where both find them."""
-    M: gl.constexpr = form.TILE_M
-    S_LAYOUT: gl.constexpr = sums_layout(M)
+def _put_weights(memory, weights, use, reach, num_keys, window, scale, form):
+    """A tile's weights, where both find them."""
     slot = memory.turns.slot(0, use)
     k = as_tile(memory.k.index(0), ROWS, form.WIDTH)
-    q = as_tile(memory.q.index(slot), M, form.WIDTH)
-    s = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    p = gl.exp2(s * scale - numbers(memory.lse2.index(slot), S_LAYOUT))
-    if form.CAUSAL or form.HAS_WINDOW or form.HAS_END:
-        p = hide(p, reach, num_keys, window, form)
+    q = as_tile(memory.q.index(slot), form.TILE_M, form.WIDTH)
+    s = warpgroup_mma_wait(0, deps=(start_scores(k, q, form),))
+    p = weigh(s, memory.lse2.index(slot), reach, num_keys, window, scale, form)
     weights.p_turns.wait_empty(0, use)
     weights.p.index(use % 2).store(p.to(k.dtype))
     fence_async_shared()
@@ -89,19 +84,16 @@ def _weigh(memory, weights, use, reach, num_keys, window, scale, form):
 
 
 @gluon.jit
-def _differentiate(memory, weights, use, form):
-    """What a tile's scores change by, put where both find it."""
-    M: gl.constexpr = form.TILE_M
-    S_LAYOUT: gl.constexpr = sums_layout(M)
+def _put_changes(memory, weights, use, form):
+    """What a tile's scores change by, where both find it."""
     slot = memory.turns.slot(0, use)
     v = as_tile(memory.v.index(0), ROWS, form.WIDTH)
-    d_out = as_tile(memory.d_out.index(slot), M, form.WIDTH)
-    dp = gl.zeros([ROWS, M], gl.float32, S_LAYOUT)
-    dp = warpgroup_mma(v, d_out.permute((1, 0)), dp, use_acc=False, is_async=True)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
+    d_out = as_tile(memory.d_out.index(slot), form.TILE_M, form.WIDTH)
+    dp = warpgroup_mma_wait(0, deps=(start_scores(v, d_out, form),))
     weights.p_turns.wait_full(0, use)
+    S_LAYOUT: gl.constexpr = dp.type.layout
     p = weights.p.index(use % 2).load(S_LAYOUT).to(gl.float32)
-    ds = p * (dp - numbers(memory.delta.index(slot), S_LAYOUT))
+    ds = p * (dp - numbers(memory.delta.index(slot), dp))
     weights.ds_turns.wait_empty(0, use)
     weights.ds.index(use % 2).store(ds.to(v.dtype))
     fence_async_shared()
@@ -123,8 +115,8 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
     WG: gl.constexpr = warpgroup.INDEX
     M: gl.constexpr = form.TILE_M
     walk = find_walk(batch, form)
-    dk = gl.zeros([ROWS, HALF], gl.float32, sums_layout(HALF))
-    dv = gl.zeros([ROWS, HALF], gl.float32, sums_layout(HALF))
+    dk = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
+    dv = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     memory.keys_turns.wait_full(0, 0)
     k_half = _half_of(memory.k.index(0), ROWS, WG)
     tile = walk.start
@@ -139,14 +131,14 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
         memory.turns.wait_full(0, use)
         if WG == 0:
             reach = tile * M + num_keys - batch.query_len
-            _weigh(memory, weights, use, reach, num_keys, batch.window, scale, form)
+            _put_weights(memory, weights, use, reach, num_keys, batch.window, scale, form)
             dv = warpgroup_mma(p, d_out_half, dv, is_async=True)
             weights.ds_turns.wait_full(0, use)
         else:
-            _differentiate(memory, weights, use, form)
+            _put_changes(memory, weights, use, form)
             dv = warpgroup_mma(p, d_out_half, dv, is_async=True)
         dk = warpgroup_mma(ds, q_half, dk, is_async=True)
-        dq = gl.zeros([M, HALF], gl.float32, sums_layout(HALF))
+        dq = gl.zeros([M, HALF], gl.float32, product_layout(HALF))
         dq = warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
         if WG == 0:

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_tiles import (
@@ -37,7 +38,6 @@ from .hopper_tiles import (
     make_bias,
     place_of,
     rows_of,
-    scores_layout,
     store_rows,
     which_work,
 )
@@ -149,8 +149,8 @@ def _walk_piece(
 ):  # fmt: skip
     """What the queries of a piece add to the gradients, a tile at a time."""
     T: gl.constexpr = min(form.TILE, COLUMNS)
-    S_LAYOUT: gl.constexpr = scores_layout(T, form.WARPS)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, scores_layout(form.WIDTH, form.WARPS), 2)
+    S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(form.WIDTH, form.WARPS), 2)
     pending = (dv, dk)
     for t in gl.static_range(COLUMNS // T):
         q = rows_of(memory.q.index(slot), t * T, T)
@@ -186,7 +186,7 @@ def _walk_window(
     COMPARE: gl.constexpr, form,
 ):  # fmt: skip
     """All pieces of a window."""
-    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
+    O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
     dk = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     dv = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     k_slot = memory.k_turns.slot(STREAM, turn)
@@ -223,7 +223,7 @@ def _walk_role(
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows."""
     STREAM: gl.constexpr = stream.INDEX
-    ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS))
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS))
     make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, STREAM, True, form)
     barrier()
     mbarrier.arrive(memory.bias_made)

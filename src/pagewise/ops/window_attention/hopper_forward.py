@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_tiles import (
@@ -53,7 +54,6 @@ from .hopper_tiles import (
     make_bias,
     place_of,
     rows_of,
-    scores_layout,
     store_rows,
     which_work,
 )
@@ -143,7 +143,7 @@ def _load_role(
 def _max(s, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Of every row; first of what one thread holds of it."""
     parts = gl.max(s.reshape([ROWS, s.shape[1] // 8, 8]), 1)
-    return gl.max(gl.convert_layout(parts, scores_layout(8, WARPS), assert_trivial=True), 1)
+    return gl.max(gl.convert_layout(parts, product_layout(8, WARPS), assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -157,9 +157,9 @@ def _attend_tile(
     the weights that they read.
     """
     ROW: gl.constexpr = m.type.layout
-    S_LAYOUT: gl.constexpr = scores_layout(T, form.WARPS)
-    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
-    L_LAYOUT: gl.constexpr = scores_layout(8, form.WARPS)
+    S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
+    O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
+    L_LAYOUT: gl.constexpr = product_layout(8, form.WARPS)
     # scores
     bias = memory.bias.index((first + AT) // CHUNK)
     bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
@@ -214,9 +214,9 @@ def _attend_window(
     COMPARE: gl.constexpr, form,
 ):  # fmt: skip
     """All pieces of a window: maxima, sums and unscaled results of the rows."""
-    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
+    O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
     m = gl.full([form.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, O_LAYOUT))
-    l = gl.zeros([form.ROWS, 8], gl.float32, scores_layout(8, form.WARPS))
+    l = gl.zeros([form.ROWS, 8], gl.float32, product_layout(8, form.WARPS))
     acc = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     q_slot = memory.q_turns.slot(STREAM, turn)
     memory.q_turns.wait_full(STREAM, turn)
@@ -272,7 +272,7 @@ def _attend_role(
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows."""
     STREAM: gl.constexpr = stream.INDEX
-    ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS))
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS))
     make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, STREAM, False, form)
     barrier()
     mbarrier.arrive(memory.bias_made)

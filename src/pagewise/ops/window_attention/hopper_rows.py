@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import wide_rows
+from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
 from . import hopper_plan
@@ -49,7 +49,6 @@ from .hopper_tiles import (
     place_of,
     place_rows,
     rows_of,
-    scores_layout,
     store_rows,
     which_work,
 )
@@ -185,8 +184,8 @@ def _walk_window(
     mask_value, scale, shift, form,
 ):  # fmt: skip
     """A share of a window: the queries' gradients, not scaled, and the bias's so far."""
-    S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
-    O_LAYOUT: gl.constexpr = scores_layout(form.WIDTH, form.WARPS)
+    S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
+    O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     q = rows_of(memory.q.index(slot), 0, ROWS)
@@ -266,7 +265,7 @@ def _walk_role(
 ):  # fmt: skip
     """A share: its part of the tile of bias, then its keys of every window."""
     SHARE: gl.constexpr = share.INDEX
-    S_LAYOUT: gl.constexpr = scores_layout(TILE, form.WARPS)
+    S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
     N: gl.constexpr = form.NUM_TOKENS
     first_key = first_key if form.PARTIAL else 0
     make_bias(
@@ -275,7 +274,7 @@ def _walk_role(
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout(form.WIDTH, form.WARPS)))
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS)))
     dbias = ()
     for _ in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
         zeros = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)

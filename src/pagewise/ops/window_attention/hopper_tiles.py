@@ -26,7 +26,6 @@ __all__ = [
     "place_of",
     "place_rows",
     "rows_of",
-    "scores_layout",
     "store_rows",
     "which_work",
 ]
@@ -40,12 +39,6 @@ NO_BIAS = gl.constexpr(hopper_plan.NO_BIAS)
 TABLE = gl.constexpr(hopper_plan.TABLE)
 MIXED = gl.constexpr(hopper_plan.MIXED)
 MANY = gl.constexpr(hopper_plan.MANY)
-
-
-@gluon.constexpr_function
-def scores_layout(columns, warps):
-    """How threads hold scores, or anything that a product makes."""
-    return gl.NVMMADistributedLayout([3, 0], [int(warps), 1], [16, int(columns), 16])
 
 
 @gluon.constexpr_function

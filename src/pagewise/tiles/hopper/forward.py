@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gather import GATHERING_WARPS, make_pages
-from .layouts import wide_rows
+from .layouts import product_layout, wide_rows
 from .load import (
     COLUMNS,
     HEAD,
@@ -59,8 +59,8 @@ def _compute_role(
     """One warpgroup: its rows of every tile."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     WIDTH: gl.constexpr = k_ring.tiles.shape[2]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    S_LAYOUT: gl.constexpr = product_layout(TILE_N)
+    O_LAYOUT: gl.constexpr = product_layout(WIDTH)
     if form.TAKE_TURNS and WG == form.WARPGROUPS - 1:
         pass_turn(0)
     tile_use = 0
@@ -149,7 +149,7 @@ def _begin(s, orders, tile_use, window, scale, form, WG: gl.constexpr):
 def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
     """Scores of the keys of the next use; the product with this use's values goes on."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    S_LAYOUT: gl.constexpr = product_layout(TILE_N)
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
     if has_next:
         k_ring.turns.wait_full(0, use + 1)

@@ -3,7 +3,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["wide_rows"]
+__all__ = ["product_layout", "wide_rows"]
+
+
+@gluon.constexpr_function
+def product_layout(columns, warps=4):
+    """How threads hold scores, or anything that a product makes."""
+    return gl.NVMMADistributedLayout([3, 0], [int(warps), 1], [16, int(columns), 16])
 
 
 @gluon.constexpr_function
