@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,13 +76,8 @@ class SwinUnetrCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Times in turns, then each model's peak with the other out of the way."""
         models, x = self._models(), self._input()
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        for turn in range(WARMUP + (repeats or REPEATS)):
-            for name, model in models.items():
-                elapsed = _timed_step(model, x, self.dtype)
-                if turn >= WARMUP:
-                    seconds[name].append(elapsed)
-        times = {name: Times(tuple(values)) for name, values in seconds.items()}
+        steps = {name: partial(_step, model, x, self.dtype) for name, model in models.items()}
+        times = _take_turns(steps, repeats)
         peaks = {}
         for name, other in ((MONAI, OURS), (OURS, MONAI)):
             models[other].cpu()
@@ -97,23 +94,13 @@ class SwinUnetrCase:
             "peak MiB of MONAI": peaks[MONAI] / 2**20,
         }
         if not self.use_checkpoint:
-            times |= self._measure_graphs(models, x, repeats)
+            graphs = {
+                name + GRAPH: _capture(model, x, self.dtype).replay
+                for name, model in models.items()
+            }
+            times |= _take_turns(graphs, repeats)
             metrics["x MONAI, graphs"] = ratio(times[MONAI + GRAPH], times[OURS + GRAPH])
         return Measurement(times, metrics)
-
-    def _measure_graphs(
-        self, models: dict[str, nn.Module], x: Tensor, repeats: int | None
-    ) -> dict[str, Times]:
-        """Replays in turns, after a look at what they leave."""
-        graphs = {name: _capture(model, x, self.dtype) for name, model in models.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        for turn in range(WARMUP + (repeats or REPEATS)):
-            for name, graph in graphs.items():
-                start, end = between_events(graph.replay)
-                end.synchronize()
-                if turn >= WARMUP:
-                    seconds[name].append(float(start.elapsed_time(end)) / 1e3)
-        return {name + GRAPH: Times(tuple(values)) for name, values in seconds.items()}
 
     def _models(self) -> dict[str, nn.Module]:
         from monai.networks.nets import SwinUNETR
@@ -145,10 +132,16 @@ def _step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
     return out.detach()
 
 
-def _timed_step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> float:
-    start, end = between_events(lambda: _step(model, x, dtype))
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+def _take_turns(calls: Mapping[str, Callable[[], object]], repeats: int | None) -> dict[str, Times]:
+    """Times of each call by events, launches and all; the first turns warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(WARMUP + (repeats or REPEATS)):
+        for name, call in calls.items():
+            start, end = between_events(call)
+            end.synchronize()
+            if turn >= WARMUP:
+                seconds[name].append(float(start.elapsed_time(end)) / 1e3)
+    return {name: Times(tuple(values)) for name, values in seconds.items()}
 
 
 def _capture(model: nn.Module, x: Tensor, dtype: torch.dtype) -> torch.cuda.CUDAGraph:

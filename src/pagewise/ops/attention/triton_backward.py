@@ -95,8 +95,7 @@ def run_backward(
         ),
         key_tiles(problem, device), query_tiles(problem, device),
     )  # fmt: skip
-    row_pitch = problem.num_tokens if problem.is_ragged else problem.max_query_len
-    delta, lse2 = prepare(problem, row_pitch, out, d_out, lse, d_lse)
+    delta, lse2 = prepare(problem, None, out, d_out, lse, d_lse)
     slopes = options.alibi_slopes
     slopes = lse2 if slopes is None else slopes.detach().float().contiguous()
     cu_q, cu_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
@@ -136,14 +135,21 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def prepare(
-    problem: Problem, pitch: int, out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None
+    problem: Problem,
+    pitch: int | None,
+    out: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``delta`` and ``lse2`` of all rows, those of a sequence ``pitch`` rows from the last one's.
 
-    Of rows beyond a sequence's queries they say that nothing is seen. See ``triton_gradients``.
+    ``None``: one after another. Of rows beyond a sequence's queries they say that nothing is seen.
+    See ``triton_gradients``.
     """
     num_seqs = 1 if problem.is_ragged else problem.num_seqs
     query_len = problem.num_tokens if problem.is_ragged else problem.max_query_len
+    pitch = query_len if pitch is None else pitch
     num_rows = num_seqs * pitch
     delta = lse.new_empty((problem.num_heads, num_rows))
     lse2 = torch.empty_like(delta)
