@@ -62,7 +62,8 @@ def loads_of_nothing(code, labels):
 
     ptxas has made such code where two branches of a loop want the same descriptors and uniform
     registers run out: it stored them in one branch and loaded them in the other. What loads a
-    word only to change bits of it, where it packs predicates, is left out.
+    word only to change bits of it, where it packs predicates, is left out, and so is half of a
+    pair that the next instruction with its register overwrites.
     """
     stored = {0: frozenset()}
     waiting = [0]
@@ -80,8 +81,7 @@ def loads_of_nothing(code, labels):
         code[at]
         for at, known in stored.items()
         if _spilled(code[at])[0] == "LDL"
-        and not _spilled(code[at])[1] <= known
-        and not _changes_bits(code, at)
+        and any(not _is_idle(code, at, word) for word in _spilled(code[at])[1] - known)
     ]
 
 
@@ -104,10 +104,23 @@ def _successors(code, labels, at):
     return [labels[name] for name in named] + [at + 1] * (goes_on and at + 1 < len(code))
 
 
-def _changes_bits(code, at):
-    register = re.search(r"LDL\S* (R\d+)", code[at])[1]
-    use = next((text for text in code[at + 1 :] if re.search(rf"\b{register}\b", text)), "")
-    return use.startswith(f"LOP3.LUT {register}, {register}, 0xffff")
+def _is_idle(code, at, word):
+    """Whether nothing comes of a word that is loaded."""
+    number = re.search(r"LDL\S* R(\d+)", code[at])[1]
+    return _ends(code, at, f"R{int(number) + (word - min(_spilled(code[at])[1])) // 4}")
+
+
+def _ends(code, at, register):
+    """Whether a register is overwritten, or some bits of it are, before anything else."""
+    uses = (i for i in range(at + 1, len(code)) if re.search(rf"\b{register}\b", code[i]))
+    use = next(uses, None)
+    text = "" if use is None else code[use]
+    copy = re.match(rf"(?:IMAD\.MOV\.U32 (R\d+), RZ, RZ,|MOV (R\d+),) {register}\b", text)
+    if copy:
+        return _ends(code, use, copy[1] or copy[2])
+    changes_bits = text.startswith(f"LOP3.LUT {register}, {register}, 0xffff")
+    is_copied_to = text.startswith((f"IMAD.MOV.U32 {register}, RZ, RZ, ", f"MOV {register}, "))
+    return changes_bits or is_copied_to
 
 
 LISTING = """
@@ -128,6 +141,10 @@ def test_a_load_that_nothing_was_stored_for_is_found():
     (load,) = loads_of_nothing(*read_listing(LISTING))
     assert load.startswith("LDL R4, [R1+0x14]")
     assert not loads_of_nothing(*read_listing(LISTING.replace("@!P1 BRA", "@!P1 NOP")))
+    overwritten = "LDL R4, [R1+0x14] ;\n  /*0044*/ IMAD.MOV.U32 R4, RZ, RZ, "
+    for source, count in (("RZ", 0), ("R9", 0), ("R4", 1)):
+        listing = LISTING.replace("LDL R4, [R1+0x14]", overwritten + source)
+        assert len(loads_of_nothing(*read_listing(listing))) == count
 
 
 def assert_fits(launcher, tmp_path):

@@ -138,27 +138,25 @@ def test_a_product_of_marks_tells_regions_apart(dtype):
     regions = (regions - (20 if dtype != torch.uint8 else 0)).to(dtype).to(device())
     kinds = torch.full([len(counts)], -1, dtype=torch.int32, device=device())
     marks = torch.full([len(counts), num_tokens, 2 * MARKS], torch.nan, device=device()).half()
-    high = torch.tensor(factor).half().item()
-    grid = (len(counts),)
-    mark_regions[grid](
-        kinds, marks, regions, high, factor - high, 8, NUM_TOKENS=num_tokens, TILE=64
-    )
+    factor = torch.tensor(factor).half().item()
+    mark_regions[(len(counts),)](kinds, marks, regions, factor, 8, NUM_TOKENS=num_tokens, TILE=64)
     assert kinds.tolist() == [0, 1, 1, 1, 1, 2, 2]
     for window in range(1, 5):
         columns, rows = marks[window].double().split(MARKS, dim=1)
         same = regions[window][:, None] == regions[window][None, :]
-        assert torch.allclose(rows @ columns.mT, same.double() * factor, rtol=1e-6, atol=0)
+        assert torch.equal(rows @ columns.mT, (same.double() - 1) * factor)
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [F16, torch.float32], ids=str)
 @pytest.mark.parametrize("has_dlse", [True, False])
-def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse):
+def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
     from pagewise.ops.window_attention.hopper_deltas import make_deltas
 
     random = torch.Generator().manual_seed(2)
     windows, heads, tokens, size, padded = 2, 3, 70, 12, 128
     out, dout = (
-        torch.randn(windows, tokens, heads, size, generator=random).half().to(device())
+        torch.randn(windows, tokens, heads, size, generator=random).to(device(), dtype)
         for _ in range(2)
     )
     lse, dlse = (torch.randn(windows, heads, tokens, generator=random).to(device()) for _ in "ab")
@@ -167,14 +165,18 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse):
     dout = dout.transpose(1, 2)
     grid = (windows * heads * 1,)
     make_deltas[grid](
-        pivot, delta, out, dout, lse, dlse, *dout.stride()[:3], NUM_HEADS=heads,
+        pivot, delta, out, dout, lse, dlse, *dout.stride()[:3], 1.5, NUM_HEADS=heads,
         NUM_TOKENS=tokens, PADDED=padded, HEAD_SIZE=size, HAS_DLSE=has_dlse, TILE=256, D=16,
     )  # fmt: skip
+    if dtype == F16:  # of every piece: negative, in two numbers; and negative
+        high, low = pivot.view(F16).view(-1, padded // PIECE, 2, PIECE).float().unbind(2)
+        pivot = -(high + low).flatten(1)
+        delta = -delta.view(F16).view(-1, padded // PIECE, 2, PIECE)[:, :, 0].float().flatten(1)
+        assert (low.abs() <= high.abs() / 2048).all()
     wanted = (out.transpose(1, 2).double() * dout.double()).sum(-1) - has_dlse * dlse
-    assert torch.allclose(
-        delta.view(windows, heads, padded)[..., :tokens].double(), wanted, atol=1e-5
-    )
-    wanted = lse.masked_fill(lse == -torch.inf, 0.0) * 1.4426950408889634
+    found = delta.view(windows, heads, padded)[..., :tokens].double()
+    assert torch.allclose(found, wanted, atol=1e-5, rtol=5e-4 if dtype == F16 else 1e-5)
+    wanted = lse.masked_fill(lse == -torch.inf, 0.0) * 1.5
     assert torch.allclose(pivot.view(windows, heads, padded)[..., :tokens], wanted, atol=1e-6)
     for padding in (pivot[:, tokens:], delta[:, tokens:]):
         assert (padding == 0).all()

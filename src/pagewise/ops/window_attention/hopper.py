@@ -85,7 +85,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
         call.v,
         call.marks,
         call.marks,
-        *call.others(plan.chunks),
+        *call.others(plan.chunks, call.scale * _LOG2_E),
     )
     return AttentionOutput(out, lse)
 
@@ -113,6 +113,8 @@ class _Call:
         self.kind = replace(problem, num_windows=1, num_masks=min(problem.num_masks, 1))
         q, self.scale = normal_scale(x.q, x.softmax_scale)
         self.q, self.k, self.v = align(q), align(x.k), align(x.v)
+        factor = self.scale * _LOG2_E
+        self.factor = _to_float16(factor) if problem.dtype == torch.float16 else factor
         self.regions = None if x.regions is None else x.regions.contiguous()
         self.kinds, self.marks = self._mark(-x.mask_value / self.scale)
         bias = x.bias_table if x.bias is None else x.bias
@@ -133,14 +135,13 @@ class _Call:
         marks = torch.empty(num_masks, num_tokens, 2 * MARKS, dtype=torch.float16, device=device)
         if self.regions is not None:
             can_mark = abs(factor) < _MOST_MARKED
-            high = _to_float16(factor) if can_mark else 0.0
-            low, limit = (factor - high, MOST_REGIONS) if can_mark else (0.0, 0)
+            factor, limit = (_to_float16(factor), MOST_REGIONS) if can_mark else (0.0, 0)
             marker = make_marker(KINDS[self.regions.dtype], num_tokens)
-            marker((num_masks, 1, 1), kinds, marks, self.regions, high, low, limit)
+            marker((num_masks, 1, 1), kinds, marks, self.regions, factor, limit)
         return kinds, marks
 
-    def others(self, chunks: int) -> list[Any]:
-        """What all three kernels take after their tokens."""
+    def others(self, chunks: int, factor: float) -> list[Any]:
+        """What all three kernels take after their tokens; scores are multiplied by ``factor``."""
         problem, x, anything = self.problem, self.x, self.kinds
         return [
             anything if self.bias is None else self.bias,
@@ -151,7 +152,7 @@ class _Call:
             chunks,
             max(1, problem.num_masks),
             0 if x.bias_table is None else (x.bias_table.shape[0] - 1) // 2,
-            self.scale * _LOG2_E,
+            factor,
             1 / self.scale,
             x.mask_value / self.scale,
         ]
@@ -209,6 +210,7 @@ def _make_deltas(
         lse,
         lse if dlse is None else dlse.contiguous(),
         *dout.stride()[:3],
+        call.factor / call.scale,
     )
     return pivot, delta
 
@@ -237,7 +239,7 @@ def _walk_rows(
         call.k,
         call.v,
         call.marks,
-        *call.others(plan.chunks),
+        *call.others(plan.chunks, call.factor),
         x.softmax_scale,
     ]
     for launch in range(plan.launches):
@@ -264,7 +266,7 @@ def _walk_columns(
         call.marks,
         pivot,
         delta,
-        *call.others(plan.chunks),
+        *call.others(plan.chunks, call.factor),
         call.scale,
     )
     return dk, dv

@@ -24,12 +24,13 @@ from triton.language.core import _aggregate as aggregate
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
+from .hopper_changes import change, start_changes, weigh
+from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
     CHUNK,
     FLAT,
     MANY,
     MARKS,
-    MIXED,
     PIECE,
     Form,
     Stream,
@@ -37,6 +38,7 @@ from .hopper_tiles import (
     compare,
     make_bias,
     place_of,
+    products_after,
     rows_of,
     store_rows,
     which_work,
@@ -136,53 +138,65 @@ def _load_role(
 
 
 @gluon.jit
-def _numbers(piece, FIRST: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """A piece's pivots or deltas, for each column of a product."""
-    numbers = piece._reinterpret(gl.float32, [PIECE // T, T], FLAT).index(FIRST // T)
-    return numbers.load(gl.SliceLayout(0, LAYOUT))[None, :]
+def _start_tile(
+    memory, slot, k, v, row_marks, first, T: gl.constexpr, INDEX: gl.constexpr, form
+):  # fmt: skip
+    """Start the products of a tile's scores, and of what weights change by."""
+    AT: gl.constexpr = INDEX * T
+    DTYPE: gl.constexpr = score_type(k.dtype)
+    S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
+    bias = memory.bias.index((first + AT) // CHUNK)
+    bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
+    s = bias.load(S_LAYOUT).to(DTYPE)
+    q = rows_of(memory.q.index(slot), AT, T)
+    s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+    if form.MASK:
+        marks = rows_of(memory.marks.index(slot), AT, T)
+        s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
+    dout = rows_of(memory.dout.index(slot), AT, T)
+    dp = start_changes(v, dout, memory.delta.index(slot), AT, 0, DTYPE, S_LAYOUT)
+    return s, dp
 
 
 @gluon.jit
 def _walk_piece(
-    memory, slot, k, v, row_marks, regions, row, first, mask_value, scale, shift, dk, dv,
+    memory, slot, k, v, row_marks, regions, row, first, mask_value, scale, dk, dv,
     COLUMNS: gl.constexpr, COMPARE: gl.constexpr, form,
 ):  # fmt: skip
     """What the queries of a piece add to the gradients, a tile at a time."""
     T: gl.constexpr = min(form.TILE, COLUMNS)
-    S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
+    TILES: gl.constexpr = COLUMNS // T
+    AHEAD: gl.constexpr = tiles_ahead(k.dtype)
+    PRODUCTS: gl.constexpr = 3 if form.MASK else 2
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(form.WIDTH, form.WARPS), 2)
-    pending = (dv, dk)
-    for t in gl.static_range(COLUMNS // T):
-        q = rows_of(memory.q.index(slot), t * T, T)
-        dout = rows_of(memory.dout.index(slot), t * T, T)
-        bias = memory.bias.index((first + t * T) // CHUNK)
-        bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
-        s = bias.load(S_LAYOUT).to(gl.float32)
-        s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
-        if form.MASK:
-            marks = rows_of(memory.marks.index(slot), t * T, T)
-            s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
-        dp = gl.zeros([form.ROWS, T], gl.float32, S_LAYOUT)
-        dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
-        made = warpgroup_mma_wait(0, deps=(s, dp) + pending)  # noqa: RUF005
-        s_t = made[0]
+    started = ()
+    for t in gl.static_range(min(AHEAD, TILES)):
+        tile = _start_tile(memory, slot, k, v, row_marks, first, T, t, form)
+        started = started + tile
+    used = ()
+    for t in gl.static_range(TILES):
+        s, dp = warpgroup_mma_wait(
+            products_after(t, TILES, AHEAD, PRODUCTS, 2), deps=(started[2 * t], started[2 * t + 1])
+        )
         if COMPARE:
-            s_t = compare(s_t, regions, row, first + t * T, mask_value, form.NUM_TOKENS)
-        pivot = _numbers(memory.pivot.index(slot), t * T, T, S_LAYOUT)
-        p = gl.exp2(gl.fma(s_t, scale, shift - pivot))
+            s = compare(s, regions, row, first + t * T, mask_value, form.NUM_TOKENS)
+        p = weigh(s, scale, memory.pivot.index(slot), t * T, 0)
         p_v = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
-        dv_t = warpgroup_mma(p_v, dout, made[2], is_async=True)
-        ds = p * (made[1] - _numbers(memory.delta.index(slot), t * T, T, S_LAYOUT))
+        dv = warpgroup_mma(p_v, rows_of(memory.dout.index(slot), t * T, T), dv, is_async=True)
+        ds = change(p, dp, memory.delta.index(slot), t * T, 0)
         ds_k = gl.convert_layout(ds.to(k.dtype), P_LAYOUT, assert_trivial=True)
-        dk_t = warpgroup_mma(ds_k, q, made[3], is_async=True)
-        pending = (dv_t, dk_t, p_v, ds_k)  # type: ignore[assignment]
-    made = warpgroup_mma_wait(0, deps=pending)
-    return made[1], made[0]
+        dk = warpgroup_mma(ds_k, rows_of(memory.q.index(slot), t * T, T), dk, is_async=True)
+        used = used + (p_v, ds_k)  # type: ignore[assignment] # noqa: RUF005
+        if t + AHEAD < TILES:
+            tile = _start_tile(memory, slot, k, v, row_marks, first, T, t + AHEAD, form)
+            started = started + tile
+    done = warpgroup_mma_wait(0, deps=(dk, dv) + used)  # noqa: RUF005
+    return done[0], done[1]
 
 
 @gluon.jit
 def _walk_window(
-    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale, shift,
+    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale,
     COMPARE: gl.constexpr, form,
 ):  # fmt: skip
     """All pieces of a window."""
@@ -200,7 +214,7 @@ def _walk_window(
         memory.turns.wait_full(STREAM, use)
         dk, dv = _walk_piece(
             memory, memory.turns.slot(STREAM, use), k, v, row_marks, regions, row, g * PIECE,
-            mask_value, scale, shift, dk, dv, PIECE, COMPARE, form,
+            mask_value, scale, dk, dv, PIECE, COMPARE, form,
         )  # fmt: skip
         memory.turns.release(STREAM, use)
         use += 1
@@ -208,7 +222,7 @@ def _walk_window(
         memory.turns.wait_full(STREAM, use)
         dk, dv = _walk_piece(
             memory, memory.turns.slot(STREAM, use), k, v, row_marks, regions, row,
-            form.GROUPS * PIECE, mask_value, scale, shift, dk, dv, form.REST, COMPARE, form,
+            form.GROUPS * PIECE, mask_value, scale, dk, dv, form.REST, COMPARE, form,
         )  # fmt: skip
         memory.turns.release(STREAM, use)
         use += 1
@@ -235,20 +249,18 @@ def _walk_role(
     while window < last_window:
         if form.MASK:
             of_image = window % num_masks
-            kind = gl.load(kinds + of_image)
-            if kind == MANY:
+            if gl.load(kinds + of_image) == MANY:
                 use, dk_tile, dv_tile = _walk_window(
                     memory, STREAM, turn, use, regions + of_image * form.NUM_TOKENS, row,
-                    mask_value, scale, 0.0, True, form,
+                    mask_value, scale, True, form,
                 )  # fmt: skip
             else:
-                shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
                 use, dk_tile, dv_tile = _walk_window(
-                    memory, STREAM, turn, use, regions, row, mask_value, scale, shift, False, form
+                    memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
                 )
         else:
             use, dk_tile, dv_tile = _walk_window(
-                memory, STREAM, turn, use, regions, row, mask_value, scale, 0.0, False, form
+                memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
             )
         store_rows(dk, dk_tile * dk_scale, window, head, first_row, form)
         store_rows(dv, dv_tile, window, head, first_row, form)

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
-from ...tiles.triton.online_softmax import LOG2_E
+from . import hopper_plan
 
 __all__ = ["make_deltas"]
+
+PIECE = tl.constexpr(hopper_plan.PIECE)
 
 
 @triton.jit
@@ -19,6 +21,7 @@ def make_deltas(
     dout_window,
     dout_head,
     dout_token,
+    pivot_scale,  # log2(e), or a little off: see ``score_type``
     NUM_HEADS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -27,7 +30,10 @@ def make_deltas(
     TILE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """``lse`` in powers of two, 0 of a row that saw no key; δ = Σ dO ∘ O - dlse. 0 past the end."""
+    """``lse`` in powers of two, 0 of a row that saw no key; δ = Σ dO ∘ O - dlse. 0 past the end.
+
+    In float16, of every piece: what is added to scores in two numbers, and -δ (``hopper_changes``).
+    """
     TILES: tl.constexpr = (PADDED + TILE - 1) // TILE
     pair = (tl.program_id(0) // TILES).to(tl.int64)
     token = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
@@ -43,6 +49,17 @@ def make_deltas(
     row_lse = tl.load(lse + pair * NUM_TOKENS + token, mask=is_token, other=0.0)
     if HAS_DLSE:
         row_delta -= tl.load(dlse + pair * NUM_TOKENS + token, mask=is_token, other=0.0)
-    row_pivot = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
-    tl.store(pivot + pair * PADDED + token, row_pivot, mask=token < PADDED)
-    tl.store(delta + pair * PADDED + token, row_delta, mask=token < PADDED)
+    row_pivot = tl.where(row_lse == float("-inf"), 0.0, row_lse * pivot_scale)
+    is_row = token < PADDED
+    if out.dtype.element_ty == tl.float16:
+        at = 2 * (pair * PADDED + token // PIECE * PIECE) + token % PIECE
+        high = (-row_pivot).to(tl.float16)
+        low = (-row_pivot - high.to(tl.float32)).to(tl.float16)
+        pivots = pivot.to(tl.pointer_type(tl.float16))
+        tl.store(pivots + at, high, mask=is_row)
+        tl.store(pivots + at + PIECE, low, mask=is_row)
+        deltas = delta.to(tl.pointer_type(tl.float16))
+        tl.store(deltas + at, (-row_delta).to(tl.float16), mask=is_row)
+    else:
+        tl.store(pivot + pair * PADDED + token, row_pivot, mask=is_row)
+        tl.store(delta + pair * PADDED + token, row_delta, mask=is_row)

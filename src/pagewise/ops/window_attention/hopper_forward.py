@@ -2,8 +2,8 @@
 
 ::
 
-    s = q kᵀ + (B + M) / scale        p = 2 ** (scale · log2 e · (s - max s))
-    out = p v / Σ p                   lse = scale · max s + log Σ p
+    s = q kᵀ + (B + M) / scale        p = 2 ** (scale · log2 e · s - pivot)
+    out = p v / Σ p                   lse = pivot / log2 e + log Σ p
 
 A program owns one head and a tile of tokens. What it adds to the scores is the same in every window
 but for the mask, so that tile lies in shared memory just as threads hold scores, and products start
@@ -17,10 +17,13 @@ warps form streams, which take windows in turn and walk their keys a piece at a 
 
 **The mask is a product too.** A window that a shift put together from several regions has at most
 eight. With a column of ones for each region (``marks``), ``r rᵀ`` is 1 where two tokens share
-theirs: added with the factor ``-mask_value``, it masks all others, but for a constant that a
-softmax does not see, and ``lse`` gets back. The factor is split into two numbers of float16 that
-add up to it. In windows of one region the marks are zeros, which the accelerator supplies for
-coordinates past the end. Where a window has more than eight regions, they are compared one by one.
+theirs; with one more column, ``-mask_value · (r rᵀ - 1)`` is 0 there and the mask elsewhere. In
+windows of one region the marks are zeros, which the accelerator supplies for coordinates past the
+end.
+
+**The pivot is a guess** (``hopper_softmax``). A stream remembers in which windows it was wrong, or
+regions were too many for marks, and when it is through goes over those again, carefully: it tells
+the loading warp by a word of bits.
 
 Sums of weights are products with ones: what rounding takes from a weight, it takes from both sides
 of the division. Tokens past the end are zeros, and their bias is -inf.
@@ -32,28 +35,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
+from .hopper_halves import score_type
+from .hopper_softmax import attend_carefully, attend_quickly, is_right
 from .hopper_tiles import (
     CHUNK,
     FLAT,
     MANY,
     MARKS,
-    MIXED,
     PIECE,
     Form,
     Stream,
-    bias_layout,
-    compare,
+    kind_of,
     make_bias,
     place_of,
-    rows_of,
     store_rows,
     which_work,
 )
@@ -61,7 +61,6 @@ from .hopper_tiles import (
 __all__ = ["attend"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
-TILE = PIECE
 
 
 @aggregate
@@ -70,7 +69,7 @@ class Memory:
 
     bias: gl.shared_memory_descriptor  # [columns / CHUNK, ROWS * CHUNK]
     bias_made: gl.shared_memory_descriptor  # a barrier
-    ones: gl.shared_memory_descriptor  # [8, TILE]
+    ones: gl.shared_memory_descriptor  # [8, PIECE]
     q: gl.shared_memory_descriptor  # [slots, 1, 1, ROWS, WIDTH]
     row_marks: gl.shared_memory_descriptor  # [slots, 1, ROWS, MARKS]
     q_turns: Turns
@@ -78,9 +77,15 @@ class Memory:
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots, 1, KEYS, MARKS]
     turns: Turns
+    wrong: (
+        gl.shared_memory_descriptor
+    )  # int32 [STREAMS, ROWS]: a bit for each window, or every 32nd
+    told: gl.shared_memory_descriptor  # a barrier
 
     @gluon.constexpr_function
-    def __init__(self, bias, bias_made, ones, q, row_marks, q_turns, k, v, marks, turns):
+    def __init__(
+        self, bias, bias_made, ones, q, row_marks, q_turns, k, v, marks, turns, wrong, told
+    ):  # fmt: skip
         self.bias = bias
         self.bias_made = bias_made
         self.ones = ones
@@ -91,6 +96,52 @@ class Memory:
         self.v = v
         self.marks = marks
         self.turns = turns
+        self.wrong = wrong
+        self.told = told
+
+
+@gluon.jit
+def _load_round(
+    q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, window, wanted, turns, kinds,
+    num_masks, head, first_row, form,
+):  # fmt: skip
+    """Fetch a window for every stream that wants one; how many each has had by then."""
+    WIDTH: gl.constexpr = form.WIDTH
+    PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
+    NUMBERS: gl.constexpr = WIDTH + (MARKS if form.MASK else 0)
+    places = ()
+    for s in gl.static_range(form.STREAMS):
+        place = place_of(window + s, kinds, num_masks, form)
+        places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
+    for s in gl.static_range(form.STREAMS):
+        if wanted[s]:
+            q_slot = memory.q_turns.slot(s, turns[s])
+            memory.q_turns.wait_empty(s, turns[s])
+            q_ready = memory.q_turns.expect(s, turns[s], form.ROWS * NUMBERS * 2)
+            q = [window + s, head, first_row, 0]
+            tma.async_copy_global_to_shared(q_desc, q, q_ready, memory.q.index(q_slot))
+            if form.MASK:
+                rows = [places[s], first_row, MARKS]
+                row_marks = memory.row_marks.index(q_slot)
+                tma.async_copy_global_to_shared(row_marks_desc, rows, q_ready, row_marks)
+    for g in range(PIECES):
+        for s in gl.static_range(form.STREAMS):
+            if wanted[s]:
+                use = turns[s] * PIECES + g
+                slot = memory.turns.slot(s, use)
+                memory.turns.wait_empty(s, use)
+                ready = memory.turns.expect(s, use, form.PIECE * (NUMBERS + WIDTH) * 2)
+                keys = [window + s, head, g * form.PIECE, 0]
+                tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(slot))
+                tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(slot))
+                if form.MASK:
+                    columns = [places[s], g * form.PIECE, 0]
+                    marks = memory.marks.index(slot)
+                    tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
+    after = ()
+    for s in gl.static_range(form.STREAMS):
+        after = after + (turns[s] + wanted[s].to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
+    return after
 
 
 @gluon.jit
@@ -99,149 +150,60 @@ def _load_role(
     first_window, last_window, num_masks, form,
 ):  # fmt: skip
     """One warp: fetch queries, keys and values of every stream's windows."""
-    WIDTH: gl.constexpr = form.WIDTH
-    PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
-    NUMBERS: gl.constexpr = WIDTH + (MARKS if form.MASK else 0)
-    turn = 0
-    use = 0
-    window = first_window
-    while window < last_window:
-        places = ()
+    turns = ()
+    for _ in gl.static_range(form.STREAMS):
+        turns = turns + (first_window * 0,)  # type: ignore[assignment] # noqa: RUF005
+    for window in range(first_window, last_window, form.STREAMS):
+        wanted = ()
         for s in gl.static_range(form.STREAMS):
-            place = place_of(window + s, kinds, num_masks, form)
-            places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
+            of_stream = window + s < last_window
+            if form.MASK:
+                of_stream = of_stream & (kind_of(window + s, kinds, num_masks) != MANY)
+            wanted = wanted + (of_stream,)  # type: ignore[assignment] # noqa: RUF005
+        turns = _load_round(
+            q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, window, wanted, turns,
+            kinds, num_masks, head, first_row, form,
+        )  # fmt: skip
+    mbarrier.wait(memory.told, 0)
+    told = ()
+    for s in gl.static_range(form.STREAMS):
+        told = told + (_told(memory, s, 1),)  # type: ignore[assignment] # noqa: RUF005
+    for window in range(first_window, last_window, form.STREAMS):
+        wanted = ()
+        is_wanted = window < first_window
         for s in gl.static_range(form.STREAMS):
-            if window + s < last_window:
-                q_slot = memory.q_turns.slot(s, turn)
-                memory.q_turns.wait_empty(s, turn)
-                q_ready = memory.q_turns.expect(s, turn, form.ROWS * NUMBERS * 2)
-                q = [window + s, head, first_row, 0]
-                tma.async_copy_global_to_shared(q_desc, q, q_ready, memory.q.index(q_slot))
-                if form.MASK:
-                    rows = [places[s], first_row, MARKS]
-                    row_marks = memory.row_marks.index(q_slot)
-                    tma.async_copy_global_to_shared(row_marks_desc, rows, q_ready, row_marks)
-        for g in range(PIECES):
-            for s in gl.static_range(form.STREAMS):
-                if window + s < last_window:
-                    slot = memory.turns.slot(s, use)
-                    memory.turns.wait_empty(s, use)
-                    ready = memory.turns.expect(s, use, form.PIECE * (NUMBERS + WIDTH) * 2)
-                    keys = [window + s, head, g * form.PIECE, 0]
-                    tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(slot))
-                    tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(slot))
-                    if form.MASK:
-                        columns = [places[s], g * form.PIECE, 0]
-                        marks = memory.marks.index(slot)
-                        tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
-            use += 1
-        window += form.STREAMS
-        turn += 1
+            of_stream = window + s < last_window
+            of_stream = of_stream & (told[s] & _bit(window, first_window, form) != 0)
+            wanted = wanted + (of_stream,)  # type: ignore[assignment] # noqa: RUF005
+            is_wanted = is_wanted | of_stream
+        if is_wanted:
+            turns = _load_round(
+                q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, window, wanted, turns,
+                kinds, num_masks, head, first_row, form,
+            )  # fmt: skip
 
 
 @gluon.jit
-def _max(s, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Of every row; first of what one thread holds of it."""
-    parts = gl.max(s.reshape([ROWS, s.shape[1] // 8, 8]), 1)
-    return gl.max(gl.convert_layout(parts, product_layout(8, WARPS), assert_trivial=True), 1)
+def _bit(window, first_window, form):
+    """A window's in its stream's word; with more than 32, some share one."""
+    return 1 << (window - first_window) // form.STREAMS % 32
 
 
 @gluon.jit
-def _attend_tile(
-    memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, pending,
-    AT: gl.constexpr, T: gl.constexpr, COMPARE: gl.constexpr, form,
-):  # fmt: skip
-    """Online softmax over ``T`` keys of a piece, ``AT`` keys into it.
-
-    ``pending`` are products of the tile before that may still be under way: results, sums, and
-    the weights that they read.
-    """
-    ROW: gl.constexpr = m.type.layout
-    S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
-    O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
-    L_LAYOUT: gl.constexpr = product_layout(8, form.WARPS)
-    # scores
-    bias = memory.bias.index((first + AT) // CHUNK)
-    bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
-    s = bias.load(S_LAYOUT).to(gl.float32)
-    k = rows_of(memory.k.index(slot), AT, T)
-    s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
-    if form.MASK:
-        marks = rows_of(memory.marks.index(slot), AT, T)
-        s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
-    made = warpgroup_mma_wait(0, deps=(s,) + pending)  # noqa: RUF005
-    s = made[0]
-    if COMPARE:
-        s = compare(s, regions, row, first + AT, mask_value, form.NUM_TOKENS)
-    # softmax
-    most = gl.convert_layout(_max(s, form.ROWS, form.WARPS), ROW, assert_trivial=True)
-    high = gl.maximum(m, most)
-    pivot = gl.where(high == float("-inf"), 0.0, high * scale)
-    decay = gl.exp2(m * scale - pivot)
-    acc = made[1] * decay[:, None]
-    decay = gl.convert_layout(decay, gl.SliceLayout(1, L_LAYOUT), assert_trivial=True)
-    l = made[2] * decay[:, None]
-    at_row = gl.convert_layout(pivot, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
-    p = gl.exp2(gl.fma(s, scale, -at_row[:, None])).to(q.dtype)
-    # values
-    p_v = gl.convert_layout(p, gl.DotOperandLayout(0, O_LAYOUT, 2), assert_trivial=True)
-    p_l = gl.convert_layout(p, gl.DotOperandLayout(0, L_LAYOUT, 2), assert_trivial=True)
-    ones = memory.ones.slice(0, T, 1).permute((1, 0))
-    acc = warpgroup_mma(p_v, rows_of(memory.v.index(slot), AT, T), acc, is_async=True)
-    l = warpgroup_mma(p_l, ones, l, is_async=True)
-    return high, (acc, l, p_v, p_l)
+def _either(a, b):
+    return a | b
 
 
 @gluon.jit
-def _attend_piece(
-    memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, l, acc,
-    KEYS: gl.constexpr, COMPARE: gl.constexpr, form,
-):  # fmt: skip
-    """Online softmax over the keys of a piece; a tile's values wait for the next one's scores."""
-    pending = (acc, l)
-    for at in gl.static_range(0, KEYS, form.TILE):
-        m, pending = _attend_tile(
-            memory, slot, q, row_marks, regions, row, first, mask_value, scale, m, pending,
-            at, form.TILE if at + form.TILE <= KEYS else KEYS - at, COMPARE, form,
-        )  # fmt: skip
-    done = warpgroup_mma_wait(0, deps=pending)
-    return m, done[1], done[0]
-
-
-@gluon.jit
-def _attend_window(
-    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale,
-    COMPARE: gl.constexpr, form,
-):  # fmt: skip
-    """All pieces of a window: maxima, sums and unscaled results of the rows."""
-    O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
-    m = gl.full([form.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, O_LAYOUT))
-    l = gl.zeros([form.ROWS, 8], gl.float32, product_layout(8, form.WARPS))
-    acc = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
-    q_slot = memory.q_turns.slot(STREAM, turn)
-    memory.q_turns.wait_full(STREAM, turn)
-    q = rows_of(memory.q.index(q_slot), 0, form.ROWS)
-    row_marks = q
-    if form.MASK:
-        row_marks = rows_of(memory.row_marks.index(q_slot), 0, form.ROWS)
-    for g in range(form.GROUPS):
-        memory.turns.wait_full(STREAM, use)
-        m, l, acc = _attend_piece(
-            memory, memory.turns.slot(STREAM, use), q, row_marks, regions, row, g * form.PIECE,
-            mask_value, scale, m, l, acc, form.PIECE, COMPARE, form,
-        )  # fmt: skip
-        memory.turns.release(STREAM, use)
-        use += 1
-    if form.REST > 0:
-        memory.turns.wait_full(STREAM, use)
-        m, l, acc = _attend_piece(
-            memory, memory.turns.slot(STREAM, use), q, row_marks, regions, row,
-            form.GROUPS * form.PIECE, mask_value, scale, m, l, acc, form.REST, COMPARE, form,
-        )  # fmt: skip
-        memory.turns.release(STREAM, use)
-        use += 1
-    memory.q_turns.release(STREAM, turn)
-    return use, m, l, acc
+def _told(memory, STREAM: gl.constexpr, WARPS: gl.constexpr):
+    """The bits of a stream's windows that have to be done again; every warp reads all rows'."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    PARTS: gl.constexpr = memory.wrong.shape[1] // 32
+    rows = memory.wrong.index(STREAM)._reinterpret(gl.int32, [PARTS, 32], FLAT)
+    word = rows.index(0).load(LAYOUT)
+    for i in gl.static_range(1, PARTS):
+        word = word | rows.index(i).load(LAYOUT)
+    return gl.reduce(word, 0, _either)
 
 
 @gluon.jit
@@ -253,14 +215,12 @@ def _log2(x):
 
 
 @gluon.jit
-def _finish(out, lse, acc, m, l, scale, shift, window, head, row, first_row, form):
+def _finish(out, lse, acc, total, base, window, head, row, first_row, form):
     """Divide, and write the rows of ``out`` and ``lse``."""
-    N: gl.constexpr = form.NUM_TOKENS
-    total = gl.convert_layout(gl.max(l, 1), m.type.layout, assert_trivial=True)
     nothing = total == 0.0
-    value = gl.where(nothing, float("-inf"), ((m + shift) * scale + _log2(total)) * LN_2)
-    at = (window.to(gl.int64) * form.NUM_HEADS + head) * N + row
-    gl.store(lse + at, value, row < N)
+    value = gl.where(nothing, float("-inf"), (base + _log2(total)) * LN_2)
+    at = (window.to(gl.int64) * form.NUM_HEADS + head) * form.NUM_TOKENS + row
+    gl.store(lse + at, value, row < form.NUM_TOKENS)
     share = gl.where(nothing, 0.0, 1.0 / total)
     store_rows(out, acc * share[:, None], window, head, first_row, form)
 
@@ -270,39 +230,49 @@ def _attend_role(
     out, lse, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
     num_masks, centre, scale, inverse, mask_value, form, stream,
 ):  # fmt: skip
-    """A stream: its share of the bias, then its share of the windows."""
+    """A stream: its share of the bias, then its share of the windows; the wrong ones once more."""
     STREAM: gl.constexpr = stream.INDEX
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS))
+    dtype: gl.constexpr = memory.q.dtype
     make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, STREAM, False, form)
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)
     row = first_row + gl.arange(0, form.ROWS, ROW)
+    factor = scale.to(score_type(dtype)).to(gl.float32)  # as scores are multiplied
     turn = 0
-    use = 0
+    wrong = gl.zeros([form.ROWS], gl.int32, ROW)
     window = first_window + STREAM
     while window < last_window:
-        shift = 0.0
+        is_quick = window < last_window  # no constant: Triton 3.6 cannot compile that
         if form.MASK:
-            of_image = window % num_masks
-            kind = gl.load(kinds + of_image)
-            if kind == MANY:
-                use, m, l, acc = _attend_window(
-                    memory, STREAM, turn, use, regions + of_image * form.NUM_TOKENS, row,
-                    mask_value, scale, True, form,
-                )  # fmt: skip
-            else:
-                use, m, l, acc = _attend_window(
-                    memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
-                )
-            shift = gl.where(kind == MIXED, mask_value, 0.0)
+            is_quick = kind_of(window, kinds, num_masks) != MANY
+        bit = _bit(window, first_window, form)
+        if is_quick:
+            pivot, total, acc = attend_quickly(memory, STREAM, turn, factor, form)
+            total = gl.convert_layout(total, ROW, assert_trivial=True)
+            wrong = wrong | gl.where(is_right(total, dtype), 0, bit)
+            base = pivot * (scale / factor)
+            _finish(out, lse, acc, total, base, window, head, row, first_row, form)
+            turn += 1
         else:
-            use, m, l, acc = _attend_window(
-                memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
-            )
-        _finish(out, lse, acc, m, l, scale, shift, window, head, row, first_row, form)
+            wrong = wrong | bit
         window += form.STREAMS
-        turn += 1
+    memory.wrong.index(STREAM).store(wrong)
+    barrier()
+    mbarrier.arrive(memory.told)
+    told = _told(memory, STREAM, form.WARPS)
+    for window in range(first_window + STREAM, last_window, form.STREAMS):
+        if told & _bit(window, first_window, form) != 0:
+            theirs = regions
+            if form.MASK:
+                theirs += window % num_masks * form.NUM_TOKENS
+            m, total, acc = attend_carefully(
+                memory, STREAM, turn, theirs, row, mask_value, scale, form
+            )  # fmt: skip
+            total = gl.convert_layout(total, ROW, assert_trivial=True)
+            _finish(out, lse, acc, total, m, window, head, row, first_row, form)
+            turn += 1
 
 
 @gluon.jit
@@ -343,7 +313,7 @@ def attend(
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
     form = Form(
-        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, KEYS, TILE, STREAMS,
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, KEYS, PIECE, STREAMS,
         WARPS,
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
@@ -352,11 +322,11 @@ def attend(
     SLOTS: gl.constexpr = STREAMS * STAGES
     dtype: gl.constexpr = q_desc.dtype
     ONES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ones = gl.full([8, TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [1, WARPS], [1, 0]))
+    ones = gl.full([8, PIECE], 1.0, dtype, gl.BlockedLayout([1, 8], [8, 4], [1, WARPS], [1, 0]))
     memory = Memory(
         gl.allocate_shared_memory(gl.float16, [CHUNKS, ROWS * CHUNK], FLAT),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(dtype, [8, TILE], ONES, ones),
+        gl.allocate_shared_memory(dtype, [8, PIECE], ONES, ones),
         gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, ROWS, WIDTH], q_desc.layout),
         gl.allocate_shared_memory(
             gl.float16, [Q_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
@@ -368,8 +338,11 @@ def attend(
             gl.float16, [SLOTS if MASK else 1, 1, KEYS, MARKS], marks_desc.layout
         ),
         make_turns(STREAMS, STAGES, 1, 1),
+        gl.allocate_shared_memory(gl.int32, [STREAMS, ROWS], FLAT),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
+    mbarrier.init(memory.told, STREAMS)
     fence_async_shared()
     _, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
     work = (

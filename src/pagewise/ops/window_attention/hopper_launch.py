@@ -34,7 +34,7 @@ _DELTAS = 4096  # numbers of a tile
 def make_marker(regions: str, num_tokens: int) -> Launcher:
     """The kernel that marks regions of an element type."""
     types = {"kinds": "*i32", "marks": "*fp16:16", "regions": regions}
-    types |= {"high": "fp32", "low": "fp32", "limit": "i32"}
+    types |= {"factor": "fp32", "limit": "i32"}
     constants = {"NUM_TOKENS": num_tokens, "TILE": 1 << (num_tokens - 1).bit_length()}
     return Launcher(mark_regions, types, constants, num_warps=4)
 
@@ -48,6 +48,7 @@ def make_deltas_launcher(
     types = {"pivot": "*fp32:16", "delta": "*fp32:16", "out": f"{kind}:16", "dout": f"{kind}:16"}
     types |= {"lse": "*fp32", "dlse": "*fp32"}
     types |= dict.fromkeys(("dout_window", "dout_head", "dout_token"), "i64:8")
+    types["pivot_scale"] = "fp32"
     constants = {
         "NUM_HEADS": num_heads,
         "NUM_TOKENS": num_tokens,

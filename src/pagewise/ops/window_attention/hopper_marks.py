@@ -17,13 +17,16 @@ def mark_regions(
     kinds,  # int32 [num_masks]: 0 of one region, MIXED, or MANY of more than there are marks for
     marks,  # float16 [num_masks, NUM_TOKENS, 4 * MOST], of windows that are MIXED
     regions,  # integers [num_masks, NUM_TOKENS]
-    high,  # with low, the factor in two numbers of float16
-    low,
+    factor,  # of float16: what is taken from a score between regions
     limit,  # regions of a window that marks are for
     NUM_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rank the regions of a window. Columns: a one, the same again, high, low."""
+    """Rank the regions of a window.
+
+    Columns of keys: a one for its region, and one that all have. Of queries: factor times a one
+    for its region, less ``factor``. Their products are 0 within a region and -factor across.
+    """
     window = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, TILE)
     inside = token < NUM_TOKENS
@@ -40,11 +43,12 @@ def mark_regions(
             least = tl.min(tl.where(region > least, region, largest), 0)
         count = tl.max(rank, 0) + 1 + (least < largest).to(tl.int32)
         kind = tl.where(count > limit, MANY, MIXED)
-        column = tl.arange(0, 4 * MOST)
-        value = tl.where(column < 3 * MOST, high, low)
-        value = tl.where(column < 2 * MOST, 1.0, value)
-        is_mine = rank[:, None] == (column % MOST)[None, :]
+        place = tl.arange(0, 4 * MOST)
+        column = place % (2 * MOST)
+        of_query = tl.where(column < MOST, factor, -factor)
+        value = tl.where(place < 2 * MOST, 1.0, of_query)
+        is_mine = (rank[:, None] == column[None, :]) | (column == MOST)[None, :]
         at = (window * NUM_TOKENS + token) * (4 * MOST)
         marked = tl.where(is_mine, value[None, :], 0.0).to(tl.float16)
-        tl.store(marks + at[:, None] + column[None, :], marked, mask=inside[:, None])
+        tl.store(marks + at[:, None] + place[None, :], marked, mask=inside[:, None])
     tl.store(kinds + window, kind)

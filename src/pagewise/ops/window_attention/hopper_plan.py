@@ -6,6 +6,8 @@ import functools
 import itertools
 from dataclasses import dataclass
 
+import torch
+
 from ...device import DeviceInfo
 from .problem import Problem
 
@@ -43,7 +45,7 @@ Q_STAGES = 2
 
 _LEAST = 32  # columns of a product
 _SHARED_BYTES = 232_448
-_SMALL = 2048  # ones, barriers, and what partitions are handed
+_SMALL = 2048  # ones, barriers, and what partitions are handed; a unit matrix is as large
 # Warps of a stream, streams, registers of a thread, tiles of a piece: the fastest first (lab log).
 # The more warps, the more there is to do while one waits; all of them share a multiprocessor's
 # registers.
@@ -71,6 +73,8 @@ class Plan:
     """Pieces."""
     rest: int
     """Columns after them."""
+    tile: int
+    """Columns of two products and what becomes of them, for the gradients by columns."""
     registers: int
     chunks: int
 
@@ -83,11 +87,6 @@ class Plan:
     def loading_registers(self) -> int:
         """Of a thread of the loading warp."""
         return _left_over(self.streams * self.warps // 4, self.registers)
-
-    @property
-    def tile(self) -> int:
-        """Columns of two products and what becomes of them, as far as registers hold them."""
-        return 32 if self.registers < 112 else PIECE
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _fit_rows(
     """As many stages and buffers as there is room for; None if that is too few."""
     width = find_width(problem.head_size)
     numbers = 2 * (2 * width + (MARKS if problem.has_regions else 0))
-    fixed = 2 * PIECE * shares * keys + Q_STAGES * PIECE * (numbers + 8) + _SMALL
+    fixed = 2 * PIECE * shares * keys + Q_STAGES * PIECE * (numbers + 8) + 2 * _SMALL
     stage, buffer = shares * keys * numbers, shares * PIECE * width * 4
     free = _SHARED_BYTES - fixed - 2 * stage - buffer
     if free < 0:
@@ -199,14 +198,16 @@ def _cut(
         rows, piece = 16 * warps, PIECE * tiles
         if _round_up(num_tokens, rows) > _MOST_WASTED * _round_up(num_tokens, 64):
             continue
-        fixed = 2 * rows * columns + streams * Q_STAGES * rows * row_bytes + _SMALL
+        fixed = rows * (2 * columns + streams * (Q_STAGES * row_bytes + 4)) + _SMALL
         stages = (_SHARED_BYTES - fixed) // (streams * piece * piece_bytes)
         if stages >= 2:
             owned = _round_up(num_tokens, rows) // rows * problem.num_heads
             chunks = _share(owned, problem.num_windows, streams, device.num_workers)
+            few = registers < 112 and problem.dtype != torch.float16
+            tile = _LEAST if few else PIECE  # as far as registers hold them
             return Plan(
                 warps, streams, min(4, stages), Q_STAGES, piece, *divmod(columns, piece),
-                registers, chunks,
+                tile, registers, chunks,
             )  # fmt: skip
     return None
 

@@ -34,12 +34,13 @@ from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
 from . import hopper_plan
+from .hopper_changes import change, start_changes, weigh
+from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
     CHUNK,
     FLAT,
     MANY,
     MARKS,
-    MIXED,
     NO_BIAS,
     PIECE,
     Stream,
@@ -48,6 +49,7 @@ from .hopper_tiles import (
     make_bias,
     place_of,
     place_rows,
+    products_after,
     rows_of,
     store_rows,
     which_work,
@@ -58,6 +60,7 @@ __all__ = ["row_gradients"]
 ROWS = PIECE
 TILE = gl.constexpr(32)  # keys of a product
 Q_STAGES = gl.constexpr(hopper_plan.Q_STAGES)
+UNIT = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
 PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -112,13 +115,14 @@ class Memory:
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, BOX, MARKS]
     turns: Turns
+    unit: gl.shared_memory_descriptor  # [TILE, TILE]: ones where row and column are equal
     parts: gl.shared_memory_descriptor  # float32 [BUFFERS * SHARES, ROWS, WIDTH]
     part_turns: Turns
 
     @gluon.constexpr_function
     def __init__(
         self, bias, bias_made, q, dout, row_marks, pivot, delta, q_turns, k, v, marks, turns,
-        parts, part_turns,
+        unit, parts, part_turns,
     ):  # fmt: skip
         self.bias = bias
         self.bias_made = bias_made
@@ -132,6 +136,7 @@ class Memory:
         self.v = v
         self.marks = marks
         self.turns = turns
+        self.unit = unit
         self.parts = parts
         self.part_turns = part_turns
 
@@ -179,60 +184,73 @@ def _load_role(
 
 
 @gluon.jit
+def _start_tile(memory, SHARE: gl.constexpr, slot, k_slot, INDEX: gl.constexpr, form):
+    """Start the products of a tile's scores, and of what weights change by."""
+    AT: gl.constexpr = INDEX * TILE
+    DTYPE: gl.constexpr = score_type(memory.q.dtype)
+    S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
+    box = k_slot * (form.KEYS // form.BOX) + AT // form.BOX
+    bias = memory.bias.index((SHARE * form.KEYS + AT) // CHUNK)
+    bias = bias._reinterpret(gl.float16, [ROWS, TILE], bias_layout(TILE, form.WARPS))
+    s = bias.load(S_LAYOUT).to(DTYPE)
+    k = rows_of(memory.k.index(box), AT % form.BOX, TILE)
+    s = warpgroup_mma(rows_of(memory.q.index(slot), 0, ROWS), k.permute((1, 0)), s, is_async=True)
+    if form.MASK:
+        row_marks = rows_of(memory.row_marks.index(slot), 0, ROWS)
+        marks = rows_of(memory.marks.index(box), AT % form.BOX, TILE)
+        s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
+    dout = rows_of(memory.dout.index(slot), 0, ROWS)
+    v = rows_of(memory.v.index(box), AT % form.BOX, TILE)
+    dp = start_changes(dout, v, memory.delta.index(slot), 0, 1, DTYPE, S_LAYOUT)
+    return s, dp
+
+
+@gluon.jit
 def _walk_window(
     memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, is_compared, row, first_key,
-    mask_value, scale, shift, form,
+    mask_value, scale, form,
 ):  # fmt: skip
     """A share of a window: the queries' gradients, not scaled, and the bias's so far."""
-    S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
     O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    q = rows_of(memory.q.index(slot), 0, ROWS)
-    dout = rows_of(memory.dout.index(slot), 0, ROWS)
-    pivot = memory.pivot.index(slot)._reinterpret(gl.float32, [ROWS], FLAT).load(ROW)
-    delta = memory.delta.index(slot)._reinterpret(gl.float32, [ROWS], FLAT).load(ROW)
-    offset = shift - pivot
+    TILES: gl.constexpr = form.KEYS // TILE
+    AHEAD: gl.constexpr = tiles_ahead(memory.q.dtype)
+    FIRST: gl.constexpr = 3 if form.MASK else 2
+    SECOND: gl.constexpr = 1 if form.BIAS == NO_BIAS else 2
+    started = ()
+    for t in gl.static_range(min(AHEAD, TILES)):
+        started = started + _start_tile(memory, SHARE, slot, k_slot, t, form)
     dq = gl.zeros([ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     sums = ()
-    pending = (dq,)
-    for t in gl.static_range(form.KEYS // TILE):
-        first = SHARE * form.KEYS + t * TILE
-        box = k_slot * (form.KEYS // form.BOX) + t * TILE // form.BOX
-        k = rows_of(memory.k.index(box), t * TILE % form.BOX, TILE)
-        v = rows_of(memory.v.index(box), t * TILE % form.BOX, TILE)
-        bias = memory.bias.index(first // CHUNK)
-        bias = bias._reinterpret(gl.float16, [ROWS, TILE], bias_layout(TILE, form.WARPS))
-        s = bias.load(S_LAYOUT).to(gl.float32)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
-        if form.MASK:
-            row_marks = rows_of(memory.row_marks.index(slot), 0, ROWS)
-            marks = rows_of(memory.marks.index(box), t * TILE % form.BOX, TILE)
-            s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
-        dp = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
-        dp = warpgroup_mma(dout, v.permute((1, 0)), dp, use_acc=False, is_async=True)
-        made = warpgroup_mma_wait(0, deps=(s, dp) + pending)  # noqa: RUF005
-        s_t = made[0]
+    used = ()
+    for t in gl.static_range(TILES):
+        s, dp = warpgroup_mma_wait(
+            products_after(t, TILES, AHEAD, FIRST, SECOND),
+            deps=(started[2 * t], started[2 * t + 1]),
+        )
         if form.MASK:  # noqa: SIM102
             if is_compared:
                 # Counted from the launch's first key, theirs lie where the compiler knows.
+                first = SHARE * form.KEYS + t * TILE
                 left = form.NUM_TOKENS - first_key
-                s_t = compare(s_t, regions + first_key, row - first_key, first, mask_value, left)
-        p = gl.exp2(gl.fma(s_t, scale, offset[:, None]))
-        ds = p * (made[1] - delta[:, None])
+                s = compare(s, regions + first_key, row - first_key, first, mask_value, left)
+        p = weigh(s, scale, memory.pivot.index(slot), 0, 1)
+        ds = change(p, dp, memory.delta.index(slot), 0, 1)
         ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
-        dq_t = warpgroup_mma(ds_k, k, made[2], is_async=True)
+        box = k_slot * (form.KEYS // form.BOX) + t * TILE // form.BOX
+        k = rows_of(memory.k.index(box), t * TILE % form.BOX, TILE)
+        dq = warpgroup_mma(ds_k, k, dq, is_async=True)
+        used = used + (ds_k,)  # type: ignore[assignment] # noqa: RUF005
         if form.BIAS != NO_BIAS:
-            # Added up before the next wait, or the compiler leaves it all for the end.
-            if t > 0:
-                sums = sums + (made[4],)  # type: ignore[assignment] # noqa: RUF005
-            pending = (dq_t, ds_k, dbias[t] + ds)  # type: ignore[assignment]
-        else:
-            pending = (dq_t, ds_k)  # type: ignore[assignment]
-    made = warpgroup_mma_wait(0, deps=pending)
-    if form.BIAS != NO_BIAS:
-        sums = sums + (made[2],)  # type: ignore[assignment] # noqa: RUF005
-    return made[0], sums
+            sum_t = warpgroup_mma(ds_k, memory.unit, dbias[t], is_async=True)
+            sums = sums + (sum_t,)  # type: ignore[assignment] # noqa: RUF005
+        if t + AHEAD < TILES:
+            started = started + _start_tile(memory, SHARE, slot, k_slot, t + AHEAD, form)
+    done = warpgroup_mma_wait(0, deps=(dq,) + sums + used)  # noqa: RUF005
+    sums = ()
+    for t in gl.static_range(TILES if form.BIAS != NO_BIAS else 0):
+        sums = sums + (done[1 + t],)  # type: ignore[assignment] # noqa: RUF005
+    return done[0], sums
 
 
 @gluon.jit
@@ -289,28 +307,27 @@ def _walk_role(
             of_image = window % num_masks
             kind = gl.load(kinds + of_image)
             theirs = regions + of_image * N
-            shift = gl.where(kind == MIXED, mask_value * scale, 0.0)
             if form.PARTIAL:
                 # Not in a walk of its own: ptxas of Triton 3.6 spilled descriptors in one and
                 # loaded them in the other. Where it does not, two walks are faster.
                 dq, dbias = _walk_window(
                     memory, dbias, SHARE, slot, k_slot, theirs, kind == MANY, row, first_key,
-                    mask_value, scale, shift, form,
+                    mask_value, scale, form,
                 )  # fmt: skip
             elif kind == MANY:
                 dq, dbias = _walk_window(
                     memory, dbias, SHARE, slot, k_slot, theirs, True, row, first_key, mask_value,
-                    scale, 0.0, form,
+                    scale, form,
                 )  # fmt: skip
             else:
                 dq, dbias = _walk_window(
                     memory, dbias, SHARE, slot, k_slot, theirs, False, row, first_key, mask_value,
-                    scale, shift, form,
+                    scale, form,
                 )  # fmt: skip
         else:
             dq, dbias = _walk_window(
                 memory, dbias, SHARE, slot, k_slot, regions, False, row, first_key, mask_value,
-                scale, 0.0, form,
+                scale, form,
             )  # fmt: skip
         memory.turns.release(SHARE, turn)
         memory.q_turns.release(0, turn)
@@ -332,6 +349,14 @@ def _walk_role(
         key = first + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT))
         inside = (row < N)[:, None] & (key < N)[None, :]
         gl.store(dbias_out + at[:, None] + key[None, :], dbias[t], inside)
+
+
+@gluon.jit
+def _make_unit(dtype: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.where(row == column, 1.0, 0.0).to(dtype)
 
 
 @gluon.jit
@@ -393,6 +418,7 @@ def row_gradients(
             gl.float16, [SLOTS if MASK else 1, 1, BOX, MARKS], marks_desc.layout
         ),
         make_turns(SHARES, STAGES, 1, 1),
+        gl.allocate_shared_memory(dtype, [TILE, TILE], UNIT, _make_unit(dtype)),
         gl.allocate_shared_memory(gl.float32, [BUFFERS * SHARES, ROWS, WIDTH], PART),
         make_turns(1, BUFFERS, SHARES, 1),
     )

@@ -22,9 +22,11 @@ __all__ = [
     "Stream",
     "bias_layout",
     "compare",
+    "kind_of",
     "make_bias",
     "place_of",
     "place_rows",
+    "products_after",
     "rows_of",
     "store_rows",
     "which_work",
@@ -143,17 +145,29 @@ def compare(s, regions, row, first, mask_value, num_tokens):
     theirs = gl.load(regions + column, column < num_tokens, 0)
     ours = gl.load(regions + row, row < num_tokens, 0)
     ours = gl.convert_layout(ours, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
-    return s + gl.where(ours[:, None] == theirs[None, :], 0.0, mask_value)
+    apart = gl.where(ours[:, None] == theirs[None, :], 0.0, mask_value)
+    return s + apart.to(s.dtype)
+
+
+@gluon.constexpr_function
+def products_after(tile, tiles, ahead, first, second):
+    """Products that may be under way when the first ones of a tile are done.
+
+    ``ahead`` tiles are begun at once, by ``first`` products each; another one, when the ``second``
+    products of a tile have been started.
+    """
+    begun = min(int(tile) + int(ahead), int(tiles)) - int(tile) - 1
+    return int(first) * begun + int(second) * min(int(tile), int(ahead) - 1)
 
 
 @gluon.jit
-def rows_of(piece, FIRST: gl.constexpr, T: gl.constexpr):
+def rows_of(piece, first, T: gl.constexpr):
     """Some rows of a piece, as products take them."""
     RANK: gl.constexpr = len(piece.shape)
     WIDTH: gl.constexpr = piece.shape[RANK - 1]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2)
     eights = piece._reinterpret(piece.dtype, [piece.shape[RANK - 2] // 8, 8 * WIDTH], FLAT)
-    return eights.index(FIRST // 8)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
+    return eights.index(first // 8)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
 
 
 @gluon.jit
@@ -192,10 +206,16 @@ def which_work(num_windows, num_chunks, form):
 
 
 @gluon.jit
+def kind_of(window, kinds, num_masks):
+    """Whether a window has one region, several, or more than there are marks for."""
+    return gl.load(kinds + window % num_masks)
+
+
+@gluon.jit
 def place_of(window, kinds, num_masks, form):
     """Where a window's marks are: past the end, where there are only zeros, if it needs none."""
     place = window
     if form.MASK:
-        of_image = window % num_masks
-        place = gl.where(gl.load(kinds + of_image) == MIXED, of_image, num_masks)
+        is_mixed = kind_of(window, kinds, num_masks) == MIXED
+        place = gl.where(is_mixed, window % num_masks, num_masks)
     return place
