@@ -295,6 +295,34 @@ def test_hopper_matches_float64(case):
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
+FAR_APART = {
+    "all rows": lambda q, k: q.mul_(8),
+    "a late key": lambda q, k: k[:, :, 200].mul_(20),
+    "the first keys": lambda q, k: k[:, :, :64].mul_(20),
+    "few windows": lambda q, k: q[2:4].mul_(20),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((7, 7, 7), dtype=F16, **D16 | {"images": 7}),
+        Case((7, 7, 7), dtype=F16, mask="none", **D16),
+        Case((7, 7, 7), dtype=BF16, **D16),
+        Case((24, 24), dtype=F16, head_size=32, images=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("which", FAR_APART)
+def test_hopper_does_windows_again_whose_scores_lie_far_apart(case, which):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    inputs = make(case, "hopper")
+    FAR_APART[which](inputs.tensors["q"], inputs.tensors["k"])
+    assert_matches(inputs, inputs.attend("hopper"))
+
+
 @pytest.mark.parametrize("case", [Case((7, 7, 7), images=1), Case((12, 12), cosine=True)], ids=str)
 def test_the_cpu_matches_float64_at_full_size(case):
     inputs = make(case, "cpu")
