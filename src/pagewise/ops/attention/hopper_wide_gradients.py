@@ -7,6 +7,9 @@ other what they change by::
     0:  Pᵀ = exp(k qᵀ - lse) ─┐                        ┌─ dV += Pᵀ dO   dK += dSᵀ q   dQ += dS k
                               ├─ shared memory, both ──┤
     1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ of columns 0 to 127, and from 128 on
+
+The first uses ``dS`` a step after the second made it: so it waits for nobody, and multiplies while
+the other has scores to change.
 """
 
 from triton.experimental import gluon
@@ -18,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import product_layout
+from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_walk import (
     ROWS,
@@ -43,7 +46,7 @@ class Weights:
 
     p: gl.shared_memory_descriptor  # [2, ROWS, TILE_M]
     p_turns: Turns
-    ds: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor  # of the step before at ``use``, of this one at ``use + 1``
     ds_turns: Turns
 
     @gluon.constexpr_function
@@ -70,43 +73,83 @@ def _half_of(piece, R: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _put_weights(memory, weights, use, reach, num_keys, window, scale, form):
-    """A tile's weights, where both find them."""
+def _start_half(ds, k_half, form):
+    """Start the product of a warpgroup's half of the queries' gradients."""
+    dq = gl.zeros([form.TILE_M, HALF], gl.float32, product_layout(HALF))
+    return warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_half(d_q, dq, row, form, WG: gl.constexpr):
+    """Add it to the sums of the tile that begins with ``row``, 16 bytes a thread."""
+    LAYOUT: gl.constexpr = wide_rows(HALF)
+    dq = gl.convert_layout(dq, LAYOUT)
+    r = row + gl.arange(0, form.TILE_M, gl.SliceLayout(1, LAYOUT))[:, None]
+    c = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.atomic_add(d_q + r.to(gl.int64) * form.WIDTH + c, dq, sem="relaxed")
+
+
+@gluon.jit
+def _weigh_step(
+    d_q, dk, dv, memory, weights, use, previous_row, reach, num_keys, window, scale, form
+):  # fmt: skip
+    """Make a tile's weights; use them, and what those of the tile before it change by."""
+    M: gl.constexpr = form.TILE_M
     slot = memory.turns.slot(0, use)
+    last_slot = memory.turns.slot(0, gl.maximum(use - 1, 0))
+    q = as_tile(memory.q.index(slot), M, form.WIDTH)
     k = as_tile(memory.k.index(0), ROWS, form.WIDTH)
-    q = as_tile(memory.q.index(slot), form.TILE_M, form.WIDTH)
-    s = warpgroup_mma_wait(0, deps=(start_scores(k, q, form),))
+    ds = weights.ds.index(use % 2)
+    memory.turns.wait_full(0, use)
+    s = start_scores(k, q, form)
+    weights.ds_turns.wait_full(0, use)
+    dk = warpgroup_mma(ds, _half_of(memory.q.index(last_slot), M, 0), dk, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
     p = weigh(s, memory.lse2.index(slot), reach, num_keys, window, scale, form)
     weights.p_turns.wait_empty(0, use)
     weights.p.index(use % 2).store(p.to(k.dtype))
     fence_async_shared()
     weights.p_turns.fill(0, use)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    memory.turns.release_last(0, use)
+    dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), form)
+    d_out_half = _half_of(memory.d_out.index(slot), M, 0)
+    dv = warpgroup_mma(weights.p.index(use % 2), d_out_half, dv, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    weights.ds_turns.release(0, use)
+    _add_half(d_q, dq, previous_row, form, 0)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    return dk, dv
 
 
 @gluon.jit
-def _put_changes(memory, weights, use, form):
-    """What a tile's scores change by, where both find it."""
+def _change_step(d_q, dk, dv, memory, weights, use, row, form):
+    """Make what a tile's weights change by; use both."""
+    M: gl.constexpr = form.TILE_M
     slot = memory.turns.slot(0, use)
     v = as_tile(memory.v.index(0), ROWS, form.WIDTH)
-    d_out = as_tile(memory.d_out.index(slot), form.TILE_M, form.WIDTH)
+    d_out = as_tile(memory.d_out.index(slot), M, form.WIDTH)
+    shared_p = weights.p.index(use % 2)
+    shared_ds = weights.ds.index((use + 1) % 2)
+    memory.turns.wait_full(0, use)
     dp = warpgroup_mma_wait(0, deps=(start_scores(v, d_out, form),))
     weights.p_turns.wait_full(0, use)
     S_LAYOUT: gl.constexpr = dp.type.layout
-    p = weights.p.index(use % 2).load(S_LAYOUT).to(gl.float32)
+    p = shared_p.load(S_LAYOUT).to(gl.float32)
     ds = p * (dp - numbers(memory.delta.index(slot), dp))
-    weights.ds_turns.wait_empty(0, use)
-    weights.ds.index(use % 2).store(ds.to(v.dtype))
+    weights.ds_turns.wait_empty(0, use + 1)
+    shared_ds.store(ds.to(v.dtype))
     fence_async_shared()
-    weights.ds_turns.fill(0, use)
-
-
-@gluon.jit
-def _add_half(d_q, dq, row, form, WG: gl.constexpr):
-    """Add a part to the sums of the tile that begins with ``row``, as the product left it."""
-    LAYOUT: gl.constexpr = dq.type.layout
-    r = row + gl.arange(0, form.TILE_M, gl.SliceLayout(1, LAYOUT))[:, None]
-    c = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.atomic_add(d_q + r.to(gl.int64) * form.WIDTH + c, dq, sem="relaxed")
+    weights.ds_turns.fill(0, use + 1)
+    dq = _start_half(shared_ds, _half_of(memory.k.index(0), ROWS, 1), form)
+    dv = warpgroup_mma(shared_p, _half_of(memory.d_out.index(slot), M, 1), dv, is_async=True)
+    dk = warpgroup_mma(shared_ds, _half_of(memory.q.index(slot), M, 1), dk, is_async=True)
+    dq = warpgroup_mma_wait(2, deps=(dq,))
+    _add_half(d_q, dq, row, form, 1)
+    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+    weights.p_turns.release(0, use)
+    memory.turns.release(0, use)
+    return dk, dv
 
 
 @gluon.jit
@@ -117,36 +160,36 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
     walk = find_walk(batch, form)
     dk = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     dv = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
+    if WG == 1:  # before the first step comes one of zeros
+        weights.ds.index(0).store(gl.zeros([ROWS, M], weights.ds.dtype, product_layout(M)))
+        fence_async_shared()
+        weights.ds_turns.fill(0, 0)
     memory.keys_turns.wait_full(0, 0)
-    k_half = _half_of(memory.k.index(0), ROWS, WG)
     tile = walk.start
     head_row = (walk.kv_head * form.GROUP * batch.num_seqs + walk.seq) * batch.pitch
+    previous_row = head_row
     num_keys = batch.seq_len - walk.first_key
-    for use in range(form.GROUP * (walk.high - walk.low)):
-        slot = memory.turns.slot(0, use)
-        q_half = _half_of(memory.q.index(slot), M, WG)
-        d_out_half = _half_of(memory.d_out.index(slot), M, WG)
-        p = weights.p.index(use % 2)
-        ds = weights.ds.index(use % 2)
-        memory.turns.wait_full(0, use)
+    num_steps = form.GROUP * (walk.high - walk.low)
+    for use in range(num_steps):
+        row = head_row + tile * M
         if WG == 0:
             reach = tile * M + num_keys - batch.query_len
-            _put_weights(memory, weights, use, reach, num_keys, batch.window, scale, form)
-            dv = warpgroup_mma(p, d_out_half, dv, is_async=True)
-            weights.ds_turns.wait_full(0, use)
+            dk, dv = _weigh_step(
+                d_q, dk, dv, memory, weights, use, previous_row, reach, num_keys, batch.window,
+                scale, form,
+            )  # fmt: skip
         else:
-            _put_changes(memory, weights, use, form)
-            dv = warpgroup_mma(p, d_out_half, dv, is_async=True)
-        dk = warpgroup_mma(ds, q_half, dk, is_async=True)
-        dq = gl.zeros([M, HALF], gl.float32, product_layout(HALF))
-        dq = warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
-        dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
-        if WG == 0:
-            weights.ds_turns.release(0, use)
-        else:
-            weights.p_turns.release(0, use)
-        memory.turns.release(0, use)
-        _add_half(d_q, dq, head_row + tile * M, form, WG)
+            dk, dv = _change_step(d_q, dk, dv, memory, weights, use, row, form)
+        previous_row = row
         tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
+    if WG == 0:  # noqa: SIM102
+        if num_steps > 0:  # as in ``hopper_gradients``
+            ds = weights.ds.index(num_steps % 2)
+            q_half = _half_of(memory.q.index(memory.turns.slot(0, num_steps - 1)), M, 0)
+            weights.ds_turns.wait_full(0, num_steps)
+            dk = warpgroup_mma(ds, q_half, dk, is_async=True)
+            dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), form)
+            dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+            _add_half(d_q, dq, previous_row, form, 0)
     store_rows(d_k, dk * softmax_scale, 0, WG * HALF, walk, batch, form)
     store_rows(d_v, dv, 0, WG * HALF, walk, batch, form)

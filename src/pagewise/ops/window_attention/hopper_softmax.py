@@ -17,8 +17,6 @@ from .hopper_tiles import CHUNK, PIECE, bias_layout, compare, products_after, ro
 
 __all__ = ["attend_carefully", "attend_quickly", "is_right"]
 
-MARGIN = gl.constexpr(4.0)  # of later scores that are smaller than the first; 12 are left above
-
 
 @gluon.constexpr_function
 def _cuts(keys, tile):
@@ -104,7 +102,7 @@ def attend_quickly(memory, STREAM: gl.constexpr, turn, factor, form):
     slot = memory.turns.slot(STREAM, use)
     s = _start_scores(memory, slot, q, q, 0, 0, PIECE, DTYPE, False, form)  # as if nothing hid them
     most = _max(warpgroup_mma_wait(0, deps=(s,)), form) * factor
-    pivot = gl.where(most == float("-inf"), 0.0, most - MARGIN).to(DTYPE).to(gl.float32)
+    pivot = gl.where(most == float("-inf"), 0.0, most).to(DTYPE).to(gl.float32)
     pivot = gl.convert_layout(pivot, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
     l = gl.zeros([form.ROWS, 8], gl.float32, product_layout(8, form.WARPS))
     acc = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
@@ -162,7 +160,7 @@ def _add_piece(
 @gluon.jit
 def is_right(total, dtype: gl.constexpr):
     """Whether a quick softmax's weights stayed within their type, by their sums."""
-    LEAST: gl.constexpr = 2.0**-3 if dtype == gl.float16 else 2.0**-64
+    LEAST: gl.constexpr = 2.0**-4 if dtype == gl.float16 else 2.0**-64
     MOST: gl.constexpr = 2.0**64
     return (total > LEAST) & (total < MOST)
 
@@ -203,15 +201,14 @@ def _attend_piece(
     memory, STREAM: gl.constexpr, use, q, regions, row, first, mask_value, scale, m, l, acc,
     KEYS: gl.constexpr, form,
 ):  # fmt: skip
-    """Online softmax over the keys of a piece."""
+    """Online softmax over the keys of a piece; its scores are those that the gradients make."""
     CUTS: gl.constexpr = _cuts(KEYS, PIECE)
+    DTYPE: gl.constexpr = score_type(q.dtype)
     memory.turns.wait_full(STREAM, use)
     slot = memory.turns.slot(STREAM, use)
     for i in gl.static_range(len(CUTS)):
-        s = _start_scores(
-            memory, slot, q, q, first, CUTS[i][0], CUTS[i][1], gl.float32, False, form
-        )
-        s = warpgroup_mma_wait(0, deps=(s,))
+        s = _start_scores(memory, slot, q, q, first, CUTS[i][0], CUTS[i][1], DTYPE, False, form)
+        s = warpgroup_mma_wait(0, deps=(s,)).to(gl.float32)
         if form.MASK:
             s = compare(s, regions, row, first + CUTS[i][0], mask_value, form.NUM_TOKENS)
         most = gl.convert_layout(_max(s, form), m.type.layout, assert_trivial=True)

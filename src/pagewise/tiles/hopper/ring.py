@@ -77,6 +77,12 @@ class Turns:
         """Say that no warp of this consumer will read the use again: the compiler joins them."""
         mbarrier.arrive(self.empty.index(self.slot(stream, use)))
 
+    @gluon.jit
+    def release_last(self, stream, use):
+        """Say so of the use before this one, if there was any; without a branch."""
+        last = self.slot(stream, use + self.STAGES - 1)
+        mbarrier.arrive(self.empty.index(last), pred=use > 0)
+
 
 @gluon.jit
 def make_turns(
