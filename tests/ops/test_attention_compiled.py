@@ -95,13 +95,13 @@ def test_gradients_on_hopper(size, group, causal, window, end, spilled, tmp_path
         products = sorted(int(n) for n in re.findall(r"HGMMA\.64x(\d+)x16", text))
         if width == 256:  # a warpgroup makes scores or their gradients, and half of all sums
             assert products == sorted([64] * (256 // 16) + [128] * (3 * 64 // 16))
-            waits, adds = 2, 64 * 128 // 128 // 2
+            waits, adds = (3, 4), 64 * 128 // 128 // 4
         else:
             scores, sums = [rows] * (2 * width // 16), [width] * (2 * rows // 16)
             assert products == sorted([*scores, *sums, *[64] * (128 // 16)])
-            waits, adds = 4, 64 * 64 // 128 // 4
-        assert text.count("WARPGROUP.DEPBAR") == waits
-        assert len(re.findall(r"\bRED", text)) == adds  # of 8 or 16 bytes a thread
+            waits, adds = (4,), 64 * 64 // 128 // 4
+        assert text.count("WARPGROUP.DEPBAR") in waits
+        assert len(re.findall(r"\bRED", text)) == adds  # of 16 bytes a thread
         assert len(re.findall(r"\b(LDL|STL)", text)) <= spilled
 
 
