@@ -74,7 +74,7 @@ HOPPER_GRADIENTS = [
     (80, 3, False, True, True, 8),
     (64, 1, False, False, False, 8),
     (64, 8, True, False, False, 40),
-    (256, 1, True, False, False, 0),
+    (256, 1, True, False, False, 2),
     (192, 4, False, True, True, 0),
 ]
 

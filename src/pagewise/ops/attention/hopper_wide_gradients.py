@@ -171,7 +171,6 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
     num_keys = batch.seq_len - walk.first_key
     num_steps = form.GROUP * (walk.high - walk.low)
     for use in range(num_steps):
-        row = head_row + tile * M
         if WG == 0:
             reach = tile * M + num_keys - batch.query_len
             dk, dv = _weigh_step(
@@ -179,8 +178,9 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
                 scale, form,
             )  # fmt: skip
         else:
+            row = head_row + tile * M
             dk, dv = _change_step(d_q, dk, dv, memory, weights, use, row, form)
-        previous_row = row
+        previous_row = head_row + tile * M
         tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
     if WG == 0:  # noqa: SIM102
         if num_steps > 0:  # as in ``hopper_gradients``

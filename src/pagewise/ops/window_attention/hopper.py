@@ -179,12 +179,12 @@ def normal_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
         >>> normal_scale(torch.tensor([3.0]), 1 / 64)
         (tensor([0.7500]), 0.0625)
         >>> normal_scale(torch.tensor([3.0]), 0.0)
-        (tensor([0.]), 1.0)
+        (tensor([0.]), 0.6931471805599453)
     """
     if not scale < _LEAST_SCALE:
         return q, scale
     if scale == 0:
-        return torch.zeros_like(q), 1.0
+        return torch.zeros_like(q), 1 / _LOG2_E  # any would do: the factor of scores is then 1
     size = min(1.0, 2.0 ** math.floor(math.log2(abs(scale) / _LEAST_SCALE)))
     factor = math.copysign(size, scale)
     return q * factor, scale / factor
