@@ -77,9 +77,7 @@ class Memory:
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots, 1, KEYS, MARKS]
     turns: Turns
-    wrong: (
-        gl.shared_memory_descriptor
-    )  # int32 [STREAMS, ROWS]: a bit for each window, or every 32nd
+    wrong: gl.shared_memory_descriptor  # int32 [STREAMS, ROWS], a bit for a window
     told: gl.shared_memory_descriptor  # a barrier
 
     @gluon.constexpr_function
