@@ -112,15 +112,17 @@ def _is_idle(code, at, word):
 
 def _ends(code, at, register):
     """Whether a register is overwritten, or some bits of it are, before anything else."""
-    uses = (i for i in range(at + 1, len(code)) if re.search(rf"\b{register}\b", code[i]))
+    even = f"R{int(register[1:]) // 2 * 2}"  # names a pair; products name more
+    named = rf"\b{register}\b|\.(?:64|128)\b.*\b{even}\b|HGMMA"
+    uses = (i for i in range(at + 1, len(code)) if re.search(named, code[i]))
     use = next(uses, None)
     text = "" if use is None else code[use]
     copy = re.match(rf"(?:IMAD\.MOV\.U32 (R\d+), RZ, RZ,|MOV (R\d+),) {register}\b", text)
-    if copy:
-        return _ends(code, use, copy[1] or copy[2])
+    if copy and (copy[1] or copy[2]) != register:
+        return _ends(code, use, copy[1] or copy[2]) and _ends(code, use, register)
     changes_bits = text.startswith(f"LOP3.LUT {register}, {register}, 0xffff")
-    is_copied_to = text.startswith((f"IMAD.MOV.U32 {register}, RZ, RZ, ", f"MOV {register}, "))
-    return changes_bits or is_copied_to
+    is_made = re.match(rf"(?:IMAD|IADD3|LOP3|MOV|LDL|LDS|S2R|LEA|SHF)\S* {register}, ", text)
+    return changes_bits or bool(is_made and text.count(register) == 1)
 
 
 LISTING = """

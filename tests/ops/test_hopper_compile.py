@@ -142,6 +142,7 @@ SHIFTED = {"num_masks": 1, "has_regions": True}
     [
         (SHIFTED, 200),
         ({"num_tokens": 512, "head_size": 32, "dtype": BF16}, 64),
+        (SHIFTED | {"num_tokens": 417, "head_size": 32}, 64),  # 264 bytes of memory are left
         (SHIFTED | {"num_tokens": 1024, "head_size": 24, "table_size": None, "num_biases": 1}, 64),
     ],
     ids=str,
@@ -164,7 +165,7 @@ def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
             exponentials = sum("MUFU.EX2" in text for text in body)
             of_pairs = problem.dtype == F16  # of which a quarter are polynomials
             assert exponentials == plan.piece // 2 - (plan.piece // 8 if of_pairs else 0)
-            assert not any(re.search(r"\b(LDL|STL|F2FP)", text) for text in body if of_pairs)
+            assert not any("F2FP" in text for text in body if of_pairs)
             assert not any(re.search(r"\b(LDL|STL)", text) for text in body)
         for body in careful:  # and for every tile of the decays of two rows
             exponentials = sum("MUFU.EX2" in text for text in body)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -320,6 +320,24 @@ def test_hopper_does_windows_again_whose_scores_lie_far_apart(case, which):
         pytest.skip("not a Hopper GPU")
     inputs = make(case, "hopper")
     FAR_APART[which](inputs.tensors["q"], inputs.tensors["k"])
+    assert_matches(inputs, inputs.attend("hopper"))
+
+
+@pytest.mark.gpu
+def test_hopper_does_some_of_many_windows_again(monkeypatch):
+    """More of a stream than a word has bits: some that were right are done again with others."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    from pagewise.ops.window_attention import hopper
+
+    def in_one_chunk(problem, device):
+        return replace(make_plan(problem, device), chunks=1)
+
+    make_plan = hopper.make_plan
+    monkeypatch.setattr(hopper, "make_plan", in_one_chunk)
+    case = Case((7, 7, 7), num_heads=1, head_size=16, dtype=F16, mask="none", images=25)
+    inputs = make(case, "hopper")
+    inputs.tensors["q"][[3, 93, 94, 199]] *= 20
     assert_matches(inputs, inputs.attend("hopper"))
 
 

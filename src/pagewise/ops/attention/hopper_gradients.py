@@ -159,7 +159,7 @@ def _walk_role(d_q, d_k, d_v, memory, shares, batch, scale, softmax_scale, form,
     memory.keys_turns.wait_full(0, 0)
     tile = walk.start
     head_row = (walk.kv_head * form.GROUP * batch.num_seqs + walk.seq) * batch.pitch
-    previous_row = head_row
+    previous_row = head_row + tile * M
     num_keys = batch.seq_len - walk.first_key - WG * ROWS  # from the warpgroup's first on
     num_steps = form.GROUP * (walk.high - walk.low)
     for use in range(num_steps):

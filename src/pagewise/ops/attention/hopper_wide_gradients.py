@@ -8,8 +8,8 @@ other what they change by::
                               ├─ shared memory, both ──┤
     1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ of columns 0 to 127, and from 128 on
 
-The first uses ``dS`` a step after the second made it: so it waits for nobody, and multiplies while
-the other has scores to change.
+The first uses ``dS`` a step after the second made it: so it waits for nothing of the same step, and
+multiplies while the other has scores to change.
 """
 
 from triton.experimental import gluon
@@ -167,7 +167,7 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
     memory.keys_turns.wait_full(0, 0)
     tile = walk.start
     head_row = (walk.kv_head * form.GROUP * batch.num_seqs + walk.seq) * batch.pitch
-    previous_row = head_row
+    previous_row = head_row + tile * M
     num_keys = batch.seq_len - walk.first_key
     num_steps = form.GROUP * (walk.high - walk.low)
     for use in range(num_steps):

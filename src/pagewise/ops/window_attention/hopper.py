@@ -41,6 +41,7 @@ _LOG2_E = 1 / math.log(2)
 _FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 193, 1024, 64
 _LEAST_SCALE = 1 / 16
 _MOST_MARKED = 2048.0
+_LARGEST = 65_504.0  # of float16
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -159,12 +160,13 @@ class _Call:
 
 
 def _to_float16(number: float) -> float:
-    """The nearest number of float16.
+    """The nearest finite number of float16.
 
     Example:
-        >>> _to_float16(565.685)
-        565.5
+        >>> _to_float16(565.685), _to_float16(1e6)
+        (565.5, 65504.0)
     """
+    number = max(-_LARGEST, min(_LARGEST, number))
     return float(struct.unpack("e", struct.pack("e", number))[0])
 
 

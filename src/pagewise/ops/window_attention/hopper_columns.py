@@ -36,6 +36,7 @@ from .hopper_tiles import (
     Stream,
     bias_layout,
     compare,
+    kind_of,
     make_bias,
     place_of,
     products_after,
@@ -248,10 +249,10 @@ def _walk_role(
     window = first_window + STREAM
     while window < last_window:
         if form.MASK:
-            of_image = window % num_masks
-            if gl.load(kinds + of_image) == MANY:
+            if kind_of(window, kinds, num_masks) == MANY:
+                theirs = regions + window % num_masks * form.NUM_TOKENS
                 use, dk_tile, dv_tile = _walk_window(
-                    memory, STREAM, turn, use, regions + of_image * form.NUM_TOKENS, row,
+                    memory, STREAM, turn, use, theirs, row,
                     mask_value, scale, True, form,
                 )  # fmt: skip
             else:
@@ -278,7 +279,7 @@ def column_gradients(
     q_desc,  # in boxes of PIECE tokens, like dout_desc
     dout_desc,
     marks_desc,  # in boxes of [1, PIECE, MARKS]
-    pivot_desc,  # float32 [num_windows * NUM_HEADS, whole pieces] in boxes of [1, PIECE]
+    pivot_desc,  # as ``make_deltas`` leaves it, in boxes of [1, PIECE]
     delta_desc,
     bias,  # [table_size, NUM_HEADS] or [NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
@@ -288,7 +289,7 @@ def column_gradients(
     num_chunks,
     num_masks,
     centre,
-    scale,  # softmax_scale · log2(e)
+    scale,  # softmax_scale · log2(e), as the type of scores holds it
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale
     dk_scale,  # softmax_scale

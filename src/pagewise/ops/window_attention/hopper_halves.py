@@ -43,8 +43,8 @@ def _exp2_of_pairs(polynomials: int) -> str:
             lines.append(f"ex2.approx.f16x2 ${i}, x;")
             continue
         lines += [
-            "max.f16x2 x, x, least;",
-            "min.f16x2 x, x, most;",
+            "max.NaN.f16x2 x, x, least;",
+            "min.NaN.f16x2 x, x, most;",
             "add.rn.f16x2 n, x, magic;",
             "sub.rn.f16x2 f, n, magic;",
             "sub.rn.f16x2 f, x, f;",

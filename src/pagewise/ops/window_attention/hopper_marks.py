@@ -14,7 +14,7 @@ MANY = tl.constexpr(hopper_plan.MANY)
 
 @triton.jit
 def mark_regions(
-    kinds,  # int32 [num_masks]: 0 of one region, MIXED, or MANY of more than there are marks for
+    kinds,  # int32 [num_masks]: 0 of one region, MIXED, or MANY of more than ``limit``
     marks,  # float16 [num_masks, NUM_TOKENS, 4 * MOST], of windows that are MIXED
     regions,  # integers [num_masks, NUM_TOKENS]
     factor,  # of float16: what is taken from a score between regions

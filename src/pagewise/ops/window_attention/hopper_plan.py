@@ -37,7 +37,7 @@ MOST_REGIONS = 8
 MARKS = 2 * MOST_REGIONS
 """Columns of that product."""
 MIXED, MANY = 1, 2
-"""Kinds of windows: of several regions, and of more than ``MOST_REGIONS``."""
+"""Kinds of windows: of several regions, and of more than marks can tell apart or add."""
 NO_BIAS, TABLE, DENSE = range(3)
 """Kinds of biases."""
 Q_STAGES = 2

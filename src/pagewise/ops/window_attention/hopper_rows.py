@@ -46,6 +46,7 @@ from .hopper_tiles import (
     Stream,
     bias_layout,
     compare,
+    kind_of,
     make_bias,
     place_of,
     place_rows,
@@ -304,9 +305,8 @@ def _walk_role(
         memory.q_turns.wait_full(0, turn)
         memory.turns.wait_full(SHARE, turn)
         if form.MASK:
-            of_image = window % num_masks
-            kind = gl.load(kinds + of_image)
-            theirs = regions + of_image * N
+            kind = kind_of(window, kinds, num_masks)
+            theirs = regions + window % num_masks * N
             if form.PARTIAL:
                 # Not in a walk of its own: ptxas of Triton 3.6 spilled descriptors in one and
                 # loaded them in the other. Where it does not, two walks are faster.
@@ -367,7 +367,7 @@ def row_gradients(
     q_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, 64, WIDTH]
     dout_desc,
     row_marks_desc,  # float16 [num_masks, NUM_TOKENS, 2 * MARKS] in boxes of [1, 64, MARKS]
-    pivot_desc,  # float32 [num_windows * NUM_HEADS, whole pieces] in boxes of [1, 64]
+    pivot_desc,  # as ``make_deltas`` leaves it, in boxes of [1, 64]
     delta_desc,
     k_desc,  # in boxes of [1, 1, BOX, WIDTH], like v_desc
     v_desc,
@@ -380,7 +380,7 @@ def row_gradients(
     num_chunks,
     num_masks,
     centre,
-    scale,  # softmax_scale · log2(e)
+    scale,  # softmax_scale · log2(e), as the type of scores holds it
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale
     dq_scale,

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ...tiles.hopper.layouts import product_layout
 from .hopper_halves import exp2_less, score_type, tiles_ahead
-from .hopper_tiles import CHUNK, PIECE, bias_layout, compare, products_after, rows_of
+from .hopper_tiles import CHUNK, bias_layout, compare, products_after, rows_of
 
 __all__ = ["attend_carefully", "attend_quickly", "is_right"]
 
@@ -100,7 +100,9 @@ def attend_quickly(memory, STREAM: gl.constexpr, turn, factor, form):
         row_marks = rows_of(memory.row_marks.index(q_slot), 0, form.ROWS)
     memory.turns.wait_full(STREAM, use)
     slot = memory.turns.slot(STREAM, use)
-    s = _start_scores(memory, slot, q, q, 0, 0, PIECE, DTYPE, False, form)  # as if nothing hid them
+    s = _start_scores(
+        memory, slot, q, q, 0, 0, form.TILE, DTYPE, False, form
+    )  # as if nothing hid them
     most = _max(warpgroup_mma_wait(0, deps=(s,)), form) * factor
     pivot = gl.where(most == float("-inf"), 0.0, most).to(DTYPE).to(gl.float32)
     pivot = gl.convert_layout(pivot, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
@@ -128,7 +130,7 @@ def _add_piece(
 ):  # fmt: skip
     """What the keys of a piece add; scores of ``AHEAD`` tiles are under way at once."""
     DTYPE: gl.constexpr = score_type(q.dtype)
-    CUTS: gl.constexpr = _cuts(KEYS, PIECE)
+    CUTS: gl.constexpr = _cuts(KEYS, form.TILE)
     TILES: gl.constexpr = len(CUTS)
     AHEAD: gl.constexpr = tiles_ahead(q.dtype)
     PRODUCTS: gl.constexpr = 2 if form.MASK else 1  # of a tile's scores; two of its values
@@ -201,8 +203,8 @@ def _attend_piece(
     memory, STREAM: gl.constexpr, use, q, regions, row, first, mask_value, scale, m, l, acc,
     KEYS: gl.constexpr, form,
 ):  # fmt: skip
-    """Online softmax over the keys of a piece; its scores are those that the gradients make."""
-    CUTS: gl.constexpr = _cuts(KEYS, PIECE)
+    """Online softmax over the keys of a piece; but for the mask, scores are the gradients' own."""
+    CUTS: gl.constexpr = _cuts(KEYS, form.TILE)
     DTYPE: gl.constexpr = score_type(q.dtype)
     memory.turns.wait_full(STREAM, use)
     slot = memory.turns.slot(STREAM, use)

@@ -36,6 +36,7 @@ PIECE = gl.constexpr(hopper_plan.PIECE)
 CHUNK = gl.constexpr(32)  # columns of bias that are made at once
 MARKS = gl.constexpr(hopper_plan.MARKS)
 LARGEST = gl.constexpr(60_000.0)  # of a finite bias over the scale: float16 holds no more
+MOST_BIAS = gl.constexpr(44_000.0)  # of a finite bias: times log2(e), float16 holds no more
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 NO_BIAS = gl.constexpr(hopper_plan.NO_BIAS)
 TABLE = gl.constexpr(hopper_plan.TABLE)
@@ -132,7 +133,8 @@ def make_bias(
                 at = (head * N + i)[:, None] * N + j[None, :]
             value = gl.load(bias + at, inside, 0.0).to(gl.float32)
         value = value * inverse
-        fits = gl.minimum(gl.maximum(value, -LARGEST), LARGEST)
+        largest = gl.minimum(LARGEST, MOST_BIAS * inverse)
+        fits = gl.minimum(gl.maximum(value, -largest), largest)
         value = gl.where(gl.abs(value) < float("inf"), fits, value)  # -inf hides; NaN is not lost
         value = gl.where((j < N)[None, :], value, float("-inf")).to(gl.float16)
         memory.index(b)._reinterpret(gl.float16, [form.ROWS, CHUNK], PLACE).store(value)
