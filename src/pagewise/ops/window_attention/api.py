@@ -52,7 +52,8 @@ def window_attention(
         q: ``[num_windows, num_heads, num_tokens, head_size]`` float32, float16 or bfloat16. Last
             dimension contiguous; other strides are free, so that
             ``qkv.unflatten(-1, (3, num_heads, head_size)).permute(2, 0, 3, 1, 4)`` will do.
-            Windows are ordered image by image.
+            Windows are ordered image by image. A kernel may hold scores of float16 in float16, as
+            eager code does: before ``softmax_scale`` they should stay below 65 504.
         k: Like ``q``.
         v: Like ``q``.
         bias_table: ``[table_size, num_heads]``, floating, ``table_size = prod(2·w - 1)`` over the
