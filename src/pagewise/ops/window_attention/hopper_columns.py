@@ -34,13 +34,13 @@ from .hopper_tiles import (
     PIECE,
     Form,
     Stream,
-    bias_layout,
     compare,
     kind_of,
     make_bias,
     place_of,
     products_after,
     rows_of,
+    start_scores,
     store_rows,
     which_work,
 )
@@ -146,11 +146,8 @@ def _start_tile(
     AT: gl.constexpr = INDEX * T
     DTYPE: gl.constexpr = score_type(k.dtype)
     S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
-    bias = memory.bias.index((first + AT) // CHUNK)
-    bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
-    s = bias.load(S_LAYOUT).to(DTYPE)
     q = rows_of(memory.q.index(slot), AT, T)
-    s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+    s = start_scores(memory.bias, first + AT, k, q, DTYPE, form)
     if form.MASK:
         marks = rows_of(memory.marks.index(slot), AT, T)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)

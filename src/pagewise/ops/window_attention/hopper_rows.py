@@ -44,7 +44,6 @@ from .hopper_tiles import (
     NO_BIAS,
     PIECE,
     Stream,
-    bias_layout,
     compare,
     kind_of,
     make_bias,
@@ -52,6 +51,7 @@ from .hopper_tiles import (
     place_rows,
     products_after,
     rows_of,
+    start_scores,
     store_rows,
     which_work,
 )
@@ -191,11 +191,9 @@ def _start_tile(memory, SHARE: gl.constexpr, slot, k_slot, INDEX: gl.constexpr, 
     DTYPE: gl.constexpr = score_type(memory.q.dtype)
     S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
     box = k_slot * (form.KEYS // form.BOX) + AT // form.BOX
-    bias = memory.bias.index((SHARE * form.KEYS + AT) // CHUNK)
-    bias = bias._reinterpret(gl.float16, [ROWS, TILE], bias_layout(TILE, form.WARPS))
-    s = bias.load(S_LAYOUT).to(DTYPE)
     k = rows_of(memory.k.index(box), AT % form.BOX, TILE)
-    s = warpgroup_mma(rows_of(memory.q.index(slot), 0, ROWS), k.permute((1, 0)), s, is_async=True)
+    q = rows_of(memory.q.index(slot), 0, ROWS)
+    s = start_scores(memory.bias, SHARE * form.KEYS + AT, q, k, DTYPE, form)
     if form.MASK:
         row_marks = rows_of(memory.row_marks.index(slot), 0, ROWS)
         marks = rows_of(memory.marks.index(box), AT % form.BOX, TILE)

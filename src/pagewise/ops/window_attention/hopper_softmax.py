@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ...tiles.hopper.layouts import product_layout
 from .hopper_halves import exp2_less, score_type, tiles_ahead
-from .hopper_tiles import CHUNK, bias_layout, compare, products_after, rows_of
+from .hopper_tiles import compare, products_after, rows_of, start_scores
 
 __all__ = ["attend_carefully", "attend_quickly", "is_right"]
 
@@ -38,11 +38,8 @@ def _start_scores(
     MARKED: gl.constexpr, form,
 ):  # fmt: skip
     """The products of ``T`` keys' scores, from the bias on; ``AT`` keys into a piece."""
-    bias = memory.bias.index((first + AT) // CHUNK)
-    bias = bias._reinterpret(gl.float16, [form.ROWS, T], bias_layout(T, form.WARPS))
-    s = bias.load(product_layout(T, form.WARPS)).to(dtype)
     k = rows_of(memory.k.index(slot), AT, T)
-    s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
+    s = start_scores(memory.bias, first + AT, q, k, dtype, form)
     if MARKED:
         marks = rows_of(memory.marks.index(slot), AT, T)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
@@ -100,9 +97,8 @@ def attend_quickly(memory, STREAM: gl.constexpr, turn, factor, form):
         row_marks = rows_of(memory.row_marks.index(q_slot), 0, form.ROWS)
     memory.turns.wait_full(STREAM, use)
     slot = memory.turns.slot(STREAM, use)
-    s = _start_scores(
-        memory, slot, q, q, 0, 0, form.TILE, DTYPE, False, form
-    )  # as if nothing hid them
+    # The first scores, as if nothing hid them.
+    s = _start_scores(memory, slot, q, q, 0, 0, form.TILE, DTYPE, False, form)
     most = _max(warpgroup_mma_wait(0, deps=(s,)), form) * factor
     pivot = gl.where(most == float("-inf"), 0.0, most).to(DTYPE).to(gl.float32)
     pivot = gl.convert_layout(pivot, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)

@@ -5,9 +5,10 @@ See ``hopper_forward`` for how a program goes about its windows.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
-from ...tiles.hopper.layouts import wide_rows
+from ...tiles.hopper.layouts import product_layout, wide_rows
 from . import hopper_plan
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "PIECE",
     "Form",
     "Stream",
-    "bias_layout",
     "compare",
     "kind_of",
     "make_bias",
@@ -28,6 +28,7 @@ __all__ = [
     "place_rows",
     "products_after",
     "rows_of",
+    "start_scores",
     "store_rows",
     "which_work",
 ]
@@ -141,6 +142,17 @@ def make_bias(
 
 
 @gluon.jit
+def start_scores(bias, first, a, b, dtype: gl.constexpr, form):
+    """Start the product ``a bᵀ`` from a tile of bias on, whose columns begin with ``first``."""
+    ROWS: gl.constexpr = a.shape[0]
+    T: gl.constexpr = b.shape[0]
+    tile = bias.index(first // CHUNK)
+    tile = tile._reinterpret(gl.float16, [ROWS, T], bias_layout(T, form.WARPS))
+    s = tile.load(product_layout(T, form.WARPS)).to(dtype)
+    return warpgroup_mma(a, b.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
 def compare(s, regions, row, first, mask_value, num_tokens):
     """Add what stands between regions, one by one."""
     column = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
@@ -163,13 +175,13 @@ def products_after(tile, tiles, ahead, first, second):
 
 
 @gluon.jit
-def rows_of(piece, first, T: gl.constexpr):
+def rows_of(piece, FIRST: gl.constexpr, T: gl.constexpr):
     """Some rows of a piece, as products take them."""
     RANK: gl.constexpr = len(piece.shape)
     WIDTH: gl.constexpr = piece.shape[RANK - 1]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2)
     eights = piece._reinterpret(piece.dtype, [piece.shape[RANK - 2] // 8, 8 * WIDTH], FLAT)
-    return eights.index(first // 8)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
+    return eights.index(FIRST // 8)._reinterpret(piece.dtype, [T, WIDTH], LAYOUT)
 
 
 @gluon.jit
