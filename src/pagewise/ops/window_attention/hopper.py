@@ -102,7 +102,8 @@ def backward(
     call, dout = _Call(problem, x), align(dout)
     pivot, delta = _make_deltas(call, out, lse, dout, dlse)
     rows = _walk_rows(call, rows_plan, pivot, delta, dout)
-    dk, dv = _walk_columns(call, columns_plan, pivot, delta, dout)
+    is_early = rows_plan.launches == 1
+    dk, dv = _walk_columns(call, columns_plan, pivot, delta, dout, is_early)
     return triton.sum_up(x, rows, dk, dv)
 
 
@@ -117,9 +118,10 @@ class _Call:
         factor = self.scale * _LOG2_E
         self.factor = _to_float16(factor) if problem.dtype == torch.float16 else factor
         self.regions = None if x.regions is None else x.regions.contiguous()
-        self.kinds, self.marks = self._mark(-x.mask_value / self.scale)
         bias = x.bias_table if x.bias is None else x.bias
         self.bias = None if bias is None else bias.contiguous()
+        self.offsets = None if x.rel_offsets is None else x.rel_offsets.contiguous()
+        self.kinds, self.marks = self._mark(-x.mask_value / self.scale)  # last: see hopper_launch
         self.types = (
             "*fp32" if self.bias is None else KINDS[self.bias.dtype],
             "*i32" if self.regions is None else KINDS[self.regions.dtype],
@@ -146,7 +148,7 @@ class _Call:
         problem, x, anything = self.problem, self.x, self.kinds
         return [
             anything if self.bias is None else self.bias,
-            anything if x.rel_offsets is None else x.rel_offsets.contiguous(),
+            anything if self.offsets is None else self.offsets,
             self.kinds,
             anything if self.regions is None else self.regions,
             problem.num_windows,
@@ -250,12 +252,12 @@ def _walk_rows(
 
 
 def _walk_columns(
-    call: _Call, plan: Plan, pivot: Tensor, delta: Tensor, dout: Tensor
+    call: _Call, plan: Plan, pivot: Tensor, delta: Tensor, dout: Tensor, is_early: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values."""
     problem = call.problem
     dk, dv = empty_like(call.x.q), empty_like(call.x.q)
-    launcher = make_columns_launcher(call.kind, replace(plan, chunks=1), *call.types)
+    launcher = make_columns_launcher(call.kind, replace(plan, chunks=1), *call.types, is_early)
     launcher(
         (-(-problem.num_tokens // plan.rows) * problem.num_heads * plan.chunks, 1, 1),
         dk,

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_wait
 
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
@@ -27,17 +28,20 @@ from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_changes import change, start_changes, weigh
 from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
+    CAREFUL_TILE,
     CHUNK,
     FLAT,
     MANY,
     MARKS,
+    MIXED,
     PIECE,
     Form,
     Stream,
+    await_window,
     compare,
-    kind_of,
+    end_kind,
     make_bias,
-    place_of,
+    name_window,
     products_after,
     rows_of,
     start_scores,
@@ -58,6 +62,7 @@ class Memory:
     v: gl.shared_memory_descriptor
     row_marks: gl.shared_memory_descriptor  # [slots, 1, ROWS, MARKS]
     k_turns: Turns
+    windows: gl.shared_memory_descriptor  # int32 [slots, 1]: of which window they are, or -1
     q: gl.shared_memory_descriptor  # [slots, 1, 1, PIECE, WIDTH]
     dout: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots, 1, PIECE, MARKS]
@@ -67,7 +72,8 @@ class Memory:
 
     @gluon.constexpr_function
     def __init__(
-        self, bias, bias_made, k, v, row_marks, k_turns, q, dout, marks, pivot, delta, turns
+        self, bias, bias_made, k, v, row_marks, k_turns, windows, q, dout, marks, pivot, delta,
+        turns,
     ):  # fmt: skip
         self.bias = bias
         self.bias_made = bias_made
@@ -75,6 +81,7 @@ class Memory:
         self.v = v
         self.row_marks = row_marks
         self.k_turns = k_turns
+        self.windows = windows
         self.q = q
         self.dout = dout
         self.marks = marks
@@ -84,63 +91,84 @@ class Memory:
 
 
 @gluon.jit
-def _load_role(
-    k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc, kinds,
-    memory, head, first_row, first_window, last_window, num_masks, form,
+def _load_round(
+    k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc, memory,
+    windows, wanted, turns, num_masks, head, first_row, MARKED: gl.constexpr, ENDS: gl.constexpr,
+    form,
 ):  # fmt: skip
-    """One warp: fetch keys and values, and what was asked and came back, of every window."""
+    """Fetch a window for every stream that wants one; how many turns each has had by then."""
     PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
-    MARKED: gl.constexpr = MARKS if form.MASK else 0
-    turn = 0
-    use = 0
-    window = first_window
-    while window < last_window:
-        places = ()
+    BYTES: gl.constexpr = 2 * (2 * form.WIDTH + (MARKS if MARKED else 0))
+    for s in gl.static_range(form.STREAMS):
+        if wanted[s]:
+            k_slot = memory.k_turns.slot(s, turns[s])
+            memory.k_turns.wait_empty(s, turns[s])
+            name_window(memory.windows, k_slot, windows[s])
+            k_ready = memory.k_turns.expect(s, turns[s], form.ROWS * BYTES)
+            keys = [windows[s], head, first_row, 0]
+            tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(k_slot))
+            tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(k_slot))
+            if MARKED:
+                rows = [windows[s] % num_masks, first_row, MARKS]
+                row_marks = memory.row_marks.index(k_slot)
+                tma.async_copy_global_to_shared(row_marks_desc, rows, k_ready, row_marks)
+    for g in range(PIECES):
         for s in gl.static_range(form.STREAMS):
-            place = place_of(window + s, kinds, num_masks, form)
-            places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
-        for s in gl.static_range(form.STREAMS):
-            if window + s < last_window:
-                k_slot = memory.k_turns.slot(s, turn)
-                memory.k_turns.wait_empty(s, turn)
-                k_ready = memory.k_turns.expect(s, turn, form.ROWS * (2 * form.WIDTH + MARKED) * 2)
-                keys = [window + s, head, first_row, 0]
-                tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(k_slot))
-                tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(k_slot))
-                if form.MASK:
-                    rows = [places[s], first_row, MARKS]
-                    row_marks = memory.row_marks.index(k_slot)
-                    tma.async_copy_global_to_shared(row_marks_desc, rows, k_ready, row_marks)
-        for g in range(PIECES):
-            for s in gl.static_range(form.STREAMS):
-                if window + s < last_window:
-                    slot = memory.turns.slot(s, use)
-                    memory.turns.wait_empty(s, use)
-                    ready = memory.turns.expect(s, use, PIECE * ((2 * form.WIDTH + MARKED) * 2 + 8))
-                    queries = [window + s, head, g * PIECE, 0]
-                    tma.async_copy_global_to_shared(q_desc, queries, ready, memory.q.index(slot))
-                    tma.async_copy_global_to_shared(
-                        dout_desc, queries, ready, memory.dout.index(slot)
-                    )
-                    numbers = [(window + s) * form.NUM_HEADS + head, g * PIECE]
-                    tma.async_copy_global_to_shared(
-                        pivot_desc, numbers, ready, memory.pivot.index(slot)
-                    )
-                    tma.async_copy_global_to_shared(
-                        delta_desc, numbers, ready, memory.delta.index(slot)
-                    )
-                    if form.MASK:
-                        columns = [places[s], g * PIECE, 0]
-                        marks = memory.marks.index(slot)
-                        tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
-            use += 1
-        window += form.STREAMS
-        turn += 1
+            if wanted[s]:
+                use = (turns[s] - ENDS) * PIECES + g
+                slot = memory.turns.slot(s, use)
+                memory.turns.wait_empty(s, use)
+                ready = memory.turns.expect(s, use, PIECE * (BYTES + 8))
+                queries = [windows[s], head, g * PIECE, 0]
+                tma.async_copy_global_to_shared(q_desc, queries, ready, memory.q.index(slot))
+                tma.async_copy_global_to_shared(dout_desc, queries, ready, memory.dout.index(slot))
+                numbers = [windows[s] * form.NUM_HEADS + head, g * PIECE]
+                pivot, delta = memory.pivot.index(slot), memory.delta.index(slot)
+                tma.async_copy_global_to_shared(pivot_desc, numbers, ready, pivot)
+                tma.async_copy_global_to_shared(delta_desc, numbers, ready, delta)
+                if MARKED:
+                    columns = [windows[s] % num_masks, g * PIECE, 0]
+                    marks = memory.marks.index(slot)
+                    tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
+    after = ()
+    for s in gl.static_range(form.STREAMS):
+        after = after + (turns[s] + wanted[s].to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
+    return after
+
+
+@gluon.jit
+def _load_role(
+    k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc, memory,
+    windows, head, first_row, form,
+):  # fmt: skip
+    """One warp: fetch keys and values, and what was asked and came back, kind by kind."""
+    turns = ()
+    for _ in gl.static_range(form.STREAMS):
+        turns = turns + (head * 0,)  # type: ignore[assignment] # noqa: RUF005
+    for i in gl.static_range(form.KINDS):
+        base = -32
+        bits = 0
+        some = windows.count > 0
+        while some:
+            these = ()
+            wanted = ()
+            for _ in gl.static_range(form.STREAMS):
+                base, bits, window, some = windows.next(base, bits, i, form.MASK)
+                these = these + (window,)  # type: ignore[assignment] # noqa: RUF005
+                wanted = wanted + (some,)  # type: ignore[assignment] # noqa: RUF005
+            turns = _load_round(
+                k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc,
+                delta_desc, memory, these, wanted, turns, windows.num_masks, head, first_row,
+                i == MIXED, i, form,
+            )  # fmt: skip
+        turns = end_kind(memory.k_turns, memory.windows, turns)
+    gdc_wait()  # see ``hopper_launch``
 
 
 @gluon.jit
 def _start_tile(
-    memory, slot, k, v, row_marks, first, T: gl.constexpr, INDEX: gl.constexpr, form
+    memory, slot, k, v, row_marks, first, T: gl.constexpr, INDEX: gl.constexpr,
+    MARKED: gl.constexpr, form,
 ):  # fmt: skip
     """Start the products of a tile's scores, and of what weights change by."""
     AT: gl.constexpr = INDEX * T
@@ -148,7 +176,7 @@ def _start_tile(
     S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
     q = rows_of(memory.q.index(slot), AT, T)
     s = start_scores(memory.bias, first + AT, k, q, DTYPE, form)
-    if form.MASK:
+    if MARKED:
         marks = rows_of(memory.marks.index(slot), AT, T)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
     dout = rows_of(memory.dout.index(slot), AT, T)
@@ -159,24 +187,26 @@ def _start_tile(
 @gluon.jit
 def _walk_piece(
     memory, slot, k, v, row_marks, regions, row, first, mask_value, scale, dk, dv,
-    COLUMNS: gl.constexpr, COMPARE: gl.constexpr, form,
+    COLUMNS: gl.constexpr, KIND: gl.constexpr, form,
 ):  # fmt: skip
     """What the queries of a piece add to the gradients, a tile at a time."""
-    T: gl.constexpr = min(form.TILE, COLUMNS)
+    MARKED: gl.constexpr = KIND == MIXED
+    MOST: gl.constexpr = CAREFUL_TILE if KIND == MANY else COLUMNS
+    T: gl.constexpr = min(form.TILE, COLUMNS, MOST)
     TILES: gl.constexpr = COLUMNS // T
     AHEAD: gl.constexpr = tiles_ahead(k.dtype)
-    PRODUCTS: gl.constexpr = 3 if form.MASK else 2
+    PRODUCTS: gl.constexpr = 3 if MARKED else 2
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(form.WIDTH, form.WARPS), 2)
     started = ()
     for t in gl.static_range(min(AHEAD, TILES)):
-        tile = _start_tile(memory, slot, k, v, row_marks, first, T, t, form)
+        tile = _start_tile(memory, slot, k, v, row_marks, first, T, t, MARKED, form)
         started = started + tile
     used = ()
     for t in gl.static_range(TILES):
         s, dp = warpgroup_mma_wait(
             products_after(t, TILES, AHEAD, PRODUCTS, 2), deps=(started[2 * t], started[2 * t + 1])
         )
-        if COMPARE:
+        if KIND == MANY:
             s = compare(s, regions, row, first + t * T, mask_value, form.NUM_TOKENS)
         p = weigh(s, scale, memory.pivot.index(slot), t * T, 0)
         p_v = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
@@ -186,7 +216,7 @@ def _walk_piece(
         dk = warpgroup_mma(ds_k, rows_of(memory.q.index(slot), t * T, T), dk, is_async=True)
         used = used + (p_v, ds_k)  # type: ignore[assignment] # noqa: RUF005
         if t + AHEAD < TILES:
-            tile = _start_tile(memory, slot, k, v, row_marks, first, T, t + AHEAD, form)
+            tile = _start_tile(memory, slot, k, v, row_marks, first, T, t + AHEAD, MARKED, form)
             started = started + tile
     done = warpgroup_mma_wait(0, deps=(dk, dv) + used)  # noqa: RUF005
     return done[0], done[1]
@@ -194,25 +224,24 @@ def _walk_piece(
 
 @gluon.jit
 def _walk_window(
-    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale,
-    COMPARE: gl.constexpr, form,
+    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale, KIND: gl.constexpr,
+    form,
 ):  # fmt: skip
     """All pieces of a window."""
     O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
     dk = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     dv = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     k_slot = memory.k_turns.slot(STREAM, turn)
-    memory.k_turns.wait_full(STREAM, turn)
     k = rows_of(memory.k.index(k_slot), 0, form.ROWS)
     v = rows_of(memory.v.index(k_slot), 0, form.ROWS)
     row_marks = k
-    if form.MASK:
+    if KIND == MIXED:
         row_marks = rows_of(memory.row_marks.index(k_slot), 0, form.ROWS)
     for g in range(form.GROUPS):
         memory.turns.wait_full(STREAM, use)
         dk, dv = _walk_piece(
             memory, memory.turns.slot(STREAM, use), k, v, row_marks, regions, row, g * PIECE,
-            mask_value, scale, dk, dv, PIECE, COMPARE, form,
+            mask_value, scale, dk, dv, PIECE, KIND, form,
         )  # fmt: skip
         memory.turns.release(STREAM, use)
         use += 1
@@ -220,7 +249,7 @@ def _walk_window(
         memory.turns.wait_full(STREAM, use)
         dk, dv = _walk_piece(
             memory, memory.turns.slot(STREAM, use), k, v, row_marks, regions, row,
-            form.GROUPS * PIECE, mask_value, scale, dk, dv, form.REST, COMPARE, form,
+            form.GROUPS * PIECE, mask_value, scale, dk, dv, form.REST, KIND, form,
         )  # fmt: skip
         memory.turns.release(STREAM, use)
         use += 1
@@ -230,8 +259,8 @@ def _walk_window(
 
 @gluon.jit
 def _walk_role(
-    dk, dv, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
-    num_masks, centre, scale, inverse, mask_value, dk_scale, form, stream,
+    dk, dv, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale, inverse,
+    mask_value, dk_scale, form, stream,
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows."""
     STREAM: gl.constexpr = stream.INDEX
@@ -243,26 +272,20 @@ def _walk_role(
     row = first_row + gl.arange(0, form.ROWS, ROW)
     turn = 0
     use = 0
-    window = first_window + STREAM
-    while window < last_window:
-        if form.MASK:
-            if kind_of(window, kinds, num_masks) == MANY:
-                theirs = regions + window % num_masks * form.NUM_TOKENS
-                use, dk_tile, dv_tile = _walk_window(
-                    memory, STREAM, turn, use, theirs, row,
-                    mask_value, scale, True, form,
-                )  # fmt: skip
-            else:
-                use, dk_tile, dv_tile = _walk_window(
-                    memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
-                )
-        else:
+    for i in gl.static_range(form.KINDS):
+        window = await_window(memory.k_turns, memory.windows, STREAM, turn, form)
+        while window >= 0:
+            theirs = regions
+            if form.MASK:
+                theirs += window % num_masks * form.NUM_TOKENS
             use, dk_tile, dv_tile = _walk_window(
-                memory, STREAM, turn, use, regions, row, mask_value, scale, False, form
+                memory, STREAM, turn, use, theirs, row, mask_value, scale, i, form
             )
-        store_rows(dk, dk_tile * dk_scale, window, head, first_row, form)
-        store_rows(dv, dv_tile, window, head, first_row, form)
-        window += form.STREAMS
+            store_rows(dk, dk_tile * dk_scale, window, head, first_row, form)
+            store_rows(dv, dv_tile, window, head, first_row, form)
+            turn += 1
+            window = await_window(memory.k_turns, memory.windows, STREAM, turn, form)
+        memory.k_turns.release(STREAM, turn)
         turn += 1
 
 
@@ -325,6 +348,7 @@ def column_gradients(
             gl.float16, [K_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
         ),
         make_turns(STREAMS, Q_STAGES, 1, 1),
+        gl.allocate_shared_memory(gl.int32, [K_SLOTS, 1], FLAT),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], q_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], dout_desc.layout),
         gl.allocate_shared_memory(
@@ -336,14 +360,14 @@ def column_gradients(
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()
-    _, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
+    windows, head, first_row = which_work(kinds, num_masks, num_windows, num_chunks, form)
     work = (
-        dk, dv, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
-        num_masks, centre, scale, inverse, mask_value, dk_scale, form,
+        dk, dv, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale, inverse,
+        mask_value, dk_scale, form,
     )  # fmt: skip
     load = (
         k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc,
-        kinds, memory, head, first_row, first_window, last_window, num_masks, form,
+        memory, windows, head, first_row, form,
     )  # fmt: skip
     # A list for each number of them: lists of functions cannot be put together here.
     if STREAMS == 2:

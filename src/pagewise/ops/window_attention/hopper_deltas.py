@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import hopper_plan
 
@@ -34,6 +35,7 @@ def make_deltas(
 
     In float16, of every piece: what is added to scores in two numbers, and -δ (``hopper_changes``).
     """
+    gdc_launch_dependents()
     TILES: tl.constexpr = (PADDED + TILE - 1) // TILE
     pair = (tl.program_id(0) // TILES).to(tl.int64)
     token = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)

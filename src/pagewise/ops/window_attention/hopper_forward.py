@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_wait
 
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
@@ -48,12 +49,14 @@ from .hopper_tiles import (
     FLAT,
     MANY,
     MARKS,
+    MIXED,
     PIECE,
     Form,
     Stream,
-    kind_of,
+    await_window,
+    end_kind,
     make_bias,
-    place_of,
+    name_window,
     store_rows,
     which_work,
 )
@@ -73,6 +76,7 @@ class Memory:
     q: gl.shared_memory_descriptor  # [slots, 1, 1, ROWS, WIDTH]
     row_marks: gl.shared_memory_descriptor  # [slots, 1, ROWS, MARKS]
     q_turns: Turns
+    windows: gl.shared_memory_descriptor  # int32 [slots, 1]: of which window they are, or -1
     k: gl.shared_memory_descriptor  # [slots, 1, 1, KEYS, WIDTH]
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots, 1, KEYS, MARKS]
@@ -82,7 +86,7 @@ class Memory:
 
     @gluon.constexpr_function
     def __init__(
-        self, bias, bias_made, ones, q, row_marks, q_turns, k, v, marks, turns, wrong, told
+        self, bias, bias_made, ones, q, row_marks, q_turns, windows, k, v, marks, turns, wrong, told
     ):  # fmt: skip
         self.bias = bias
         self.bias_made = bias_made
@@ -90,6 +94,7 @@ class Memory:
         self.q = q
         self.row_marks = row_marks
         self.q_turns = q_turns
+        self.windows = windows
         self.k = k
         self.v = v
         self.marks = marks
@@ -100,40 +105,37 @@ class Memory:
 
 @gluon.jit
 def _load_round(
-    q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, window, wanted, turns, kinds,
-    num_masks, head, first_row, form,
+    q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, wanted, turns, num_masks,
+    head, first_row, MARKED: gl.constexpr, ENDS: gl.constexpr, form,
 ):  # fmt: skip
     """Fetch a window for every stream that wants one; how many each has had by then."""
     WIDTH: gl.constexpr = form.WIDTH
     PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
-    NUMBERS: gl.constexpr = WIDTH + (MARKS if form.MASK else 0)
-    places = ()
-    for s in gl.static_range(form.STREAMS):
-        place = place_of(window + s, kinds, num_masks, form)
-        places = places + (place,)  # type: ignore[assignment] # noqa: RUF005
+    NUMBERS: gl.constexpr = WIDTH + (MARKS if MARKED else 0)
     for s in gl.static_range(form.STREAMS):
         if wanted[s]:
             q_slot = memory.q_turns.slot(s, turns[s])
             memory.q_turns.wait_empty(s, turns[s])
+            name_window(memory.windows, q_slot, windows[s])
             q_ready = memory.q_turns.expect(s, turns[s], form.ROWS * NUMBERS * 2)
-            q = [window + s, head, first_row, 0]
+            q = [windows[s], head, first_row, 0]
             tma.async_copy_global_to_shared(q_desc, q, q_ready, memory.q.index(q_slot))
-            if form.MASK:
-                rows = [places[s], first_row, MARKS]
+            if MARKED:
+                rows = [windows[s] % num_masks, first_row, MARKS]
                 row_marks = memory.row_marks.index(q_slot)
                 tma.async_copy_global_to_shared(row_marks_desc, rows, q_ready, row_marks)
     for g in range(PIECES):
         for s in gl.static_range(form.STREAMS):
             if wanted[s]:
-                use = turns[s] * PIECES + g
+                use = (turns[s] - ENDS) * PIECES + g
                 slot = memory.turns.slot(s, use)
                 memory.turns.wait_empty(s, use)
                 ready = memory.turns.expect(s, use, form.PIECE * (NUMBERS + WIDTH) * 2)
-                keys = [window + s, head, g * form.PIECE, 0]
+                keys = [windows[s], head, g * form.PIECE, 0]
                 tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(slot))
                 tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(slot))
-                if form.MASK:
-                    columns = [places[s], g * form.PIECE, 0]
+                if MARKED:
+                    columns = [windows[s] % num_masks, g * form.PIECE, 0]
                     marks = memory.marks.index(slot)
                     tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
     after = ()
@@ -143,48 +145,88 @@ def _load_round(
 
 
 @gluon.jit
-def _load_role(
-    q_desc, k_desc, v_desc, row_marks_desc, marks_desc, kinds, memory, head, first_row,
-    first_window, last_window, num_masks, form,
+def _load_kind(
+    q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row, told,
+    turns, then, KIND: gl.constexpr, ENDS: gl.constexpr, AGAIN: gl.constexpr, form,
 ):  # fmt: skip
-    """One warp: fetch queries, keys and values of every stream's windows."""
-    turns = ()
-    for _ in gl.static_range(form.STREAMS):
-        turns = turns + (first_window * 0,)  # type: ignore[assignment] # noqa: RUF005
-    for window in range(first_window, last_window, form.STREAMS):
+    """Fetch the windows of a kind, the streams' in turn; ``AGAIN``: those that a bit asks for.
+
+    ``then`` counts what each stream had when it met them first; ``ENDS`` of its turns were none.
+    """
+    base = -32
+    bits = 0
+    some = windows.count > 0
+    while some:
+        these = ()
         wanted = ()
+        after = ()
         for s in gl.static_range(form.STREAMS):
-            of_stream = window + s < last_window
-            if form.MASK:
-                of_stream = of_stream & (kind_of(window + s, kinds, num_masks) != MANY)
-            wanted = wanted + (of_stream,)  # type: ignore[assignment] # noqa: RUF005
+            base, bits, window, is_there = windows.next(base, bits, KIND, form.MASK)
+            is_wanted = is_there
+            if AGAIN:
+                is_wanted = is_there & (told[s] & _bit(then[s]) != 0)
+            these = these + (window,)  # type: ignore[assignment] # noqa: RUF005
+            wanted = wanted + (is_wanted,)  # type: ignore[assignment] # noqa: RUF005
+            after = after + (then[s] + is_there.to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
+            some = is_there
         turns = _load_round(
-            q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, window, wanted, turns,
-            kinds, num_masks, head, first_row, form,
+            q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, these, wanted, turns,
+            windows.num_masks, head, first_row, KIND == MIXED and not AGAIN, ENDS, form,
         )  # fmt: skip
-    mbarrier.wait(memory.told, 0)
-    told = ()
-    for s in gl.static_range(form.STREAMS):
-        told = told + (_told(memory, s, 1),)  # type: ignore[assignment] # noqa: RUF005
-    for window in range(first_window, last_window, form.STREAMS):
-        wanted = ()
-        is_wanted = window < first_window
-        for s in gl.static_range(form.STREAMS):
-            of_stream = window + s < last_window
-            of_stream = of_stream & (told[s] & _bit(window, first_window, form) != 0)
-            wanted = wanted + (of_stream,)  # type: ignore[assignment] # noqa: RUF005
-            is_wanted = is_wanted | of_stream
-        if is_wanted:
-            turns = _load_round(
-                q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, window, wanted, turns,
-                kinds, num_masks, head, first_row, form,
-            )  # fmt: skip
+        then = after
+    return turns, then
 
 
 @gluon.jit
-def _bit(window, first_window, form):
-    """A window's in its stream's word; with more than 32, some share one."""
-    return 1 << (window - first_window) // form.STREAMS % 32
+def _load_role(
+    q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row, form,
+):  # fmt: skip
+    """One warp: fetch queries, keys and values of every stream's windows, kind by kind."""
+    KINDS: gl.constexpr = 2 if form.MASK else 1  # quickly
+    none = ()
+    for _ in gl.static_range(form.STREAMS):
+        none = none + (head * 0,)  # type: ignore[assignment] # noqa: RUF005
+    if form.MASK:
+        gdc_wait()  # for the kernel that marks; see ``hopper_launch``
+    turns = none
+    for i in gl.static_range(KINDS):
+        turns, then = _load_kind(
+            q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row,
+            none, turns, turns, MIXED * i, i, False, form,
+        )  # fmt: skip
+        turns = end_kind(memory.q_turns, memory.windows, turns)
+    mbarrier.wait(memory.told, 0)
+    told = ()
+    any_told = 0
+    num_left = windows.count
+    for s in gl.static_range(form.STREAMS):
+        word = _told(memory, s)
+        told = told + (word,)  # type: ignore[assignment] # noqa: RUF005
+        any_told = any_told | word
+        num_left -= turns[s] - KINDS
+    if any_told != 0:
+        then = none
+        for i in gl.static_range(KINDS):
+            turns, then = _load_kind(
+                q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head,
+                first_row, told, turns, then, MIXED * i, KINDS, True, form,
+            )  # fmt: skip
+            met = ()
+            for s in gl.static_range(form.STREAMS):
+                met = met + (then[s] + 1,)  # type: ignore[assignment] # noqa: RUF005
+            then = met
+    if num_left > 0:
+        turns, then = _load_kind(
+            q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row,
+            none, turns, turns, MANY, KINDS, False, form,
+        )  # fmt: skip
+    end_kind(memory.q_turns, memory.windows, turns)
+
+
+@gluon.jit
+def _bit(turn):
+    """A turn's in its stream's word; with more than 32, some share one."""
+    return 1 << turn % 32
 
 
 @gluon.jit
@@ -193,9 +235,9 @@ def _either(a, b):
 
 
 @gluon.jit
-def _told(memory, STREAM: gl.constexpr, WARPS: gl.constexpr):
-    """The bits of a stream's windows that have to be done again; every warp reads all rows'."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+def _told(memory, STREAM: gl.constexpr):
+    """The bits of a stream's turns that have to be taken again, of any row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PARTS: gl.constexpr = memory.wrong.shape[1] // 32
     rows = memory.wrong.index(STREAM)._reinterpret(gl.int32, [PARTS, 32], FLAT)
     word = rows.index(0).load(LAYOUT)
@@ -225,11 +267,13 @@ def _finish(out, lse, acc, total, base, window, head, row, first_row, form):
 
 @gluon.jit
 def _attend_role(
-    out, lse, bias, offsets, kinds, regions, memory, head, first_row, first_window, last_window,
-    num_masks, centre, scale, inverse, mask_value, form, stream,
+    out, lse, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale, inverse,
+    mask_value, form, stream,
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows; the wrong ones once more."""
     STREAM: gl.constexpr = stream.INDEX
+    KINDS: gl.constexpr = 2 if form.MASK else 1
+    PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS))
     dtype: gl.constexpr = memory.q.dtype
     make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, STREAM, False, form)
@@ -240,37 +284,35 @@ def _attend_role(
     factor = scale.to(score_type(dtype)).to(gl.float32)  # as scores are multiplied
     turn = 0
     wrong = gl.zeros([form.ROWS], gl.int32, ROW)
-    window = first_window + STREAM
-    while window < last_window:
-        is_quick = window < last_window  # no constant: Triton 3.6 cannot compile that
-        if form.MASK:
-            is_quick = kind_of(window, kinds, num_masks) != MANY
-        bit = _bit(window, first_window, form)
-        if is_quick:
-            pivot, total, acc = attend_quickly(memory, STREAM, turn, factor, form)
+    for i in gl.static_range(KINDS):
+        window = await_window(memory.q_turns, memory.windows, STREAM, turn, form)
+        while window >= 0:
+            pivot, total, acc = attend_quickly(
+                memory, STREAM, turn, (turn - i) * PIECES, factor, i == 1, form
+            )
             total = gl.convert_layout(total, ROW, assert_trivial=True)
-            wrong = wrong | gl.where(is_right(total, dtype), 0, bit)
+            wrong = wrong | gl.where(is_right(total, dtype), 0, _bit(turn))
             base = pivot * (scale / factor)
             _finish(out, lse, acc, total, base, window, head, row, first_row, form)
             turn += 1
-        else:
-            wrong = wrong | bit
-        window += form.STREAMS
+            window = await_window(memory.q_turns, memory.windows, STREAM, turn, form)
+        memory.q_turns.release(STREAM, turn)
+        turn += 1
     memory.wrong.index(STREAM).store(wrong)
     barrier()
     mbarrier.arrive(memory.told)
-    told = _told(memory, STREAM, form.WARPS)
-    for window in range(first_window + STREAM, last_window, form.STREAMS):
-        if told & _bit(window, first_window, form) != 0:
-            theirs = regions
-            if form.MASK:
-                theirs += window % num_masks * form.NUM_TOKENS
-            m, total, acc = attend_carefully(
-                memory, STREAM, turn, theirs, row, mask_value, scale, form
-            )  # fmt: skip
-            total = gl.convert_layout(total, ROW, assert_trivial=True)
-            _finish(out, lse, acc, total, m, window, head, row, first_row, form)
-            turn += 1
+    window = await_window(memory.q_turns, memory.windows, STREAM, turn, form)
+    while window >= 0:
+        theirs = regions
+        if form.MASK:
+            theirs += window % num_masks * form.NUM_TOKENS
+        m, total, acc = attend_carefully(
+            memory, STREAM, turn, (turn - KINDS) * PIECES, theirs, row, mask_value, scale, form
+        )
+        total = gl.convert_layout(total, ROW, assert_trivial=True)
+        _finish(out, lse, acc, total, m, window, head, row, first_row, form)
+        turn += 1
+        window = await_window(memory.q_turns, memory.windows, STREAM, turn, form)
 
 
 @gluon.jit
@@ -308,10 +350,11 @@ def attend(
     Q_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     LOADING: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of tokens × heads × chunks, tiles of a window together."""
     form = Form(
-        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, KEYS, PIECE, STREAMS,
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, GROUPS, REST, KEYS, TILE, STREAMS,
         WARPS,
     )  # fmt: skip
     ROWS: gl.constexpr = form.ROWS
@@ -330,6 +373,7 @@ def attend(
             gl.float16, [Q_SLOTS if MASK else 1, 1, ROWS, MARKS], row_marks_desc.layout
         ),
         make_turns(STREAMS, Q_STAGES, 1, 1),
+        gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 1], FLAT),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], k_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
@@ -342,14 +386,13 @@ def attend(
     mbarrier.init(memory.bias_made, STREAMS)
     mbarrier.init(memory.told, STREAMS)
     fence_async_shared()
-    _, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
+    windows, head, first_row = which_work(kinds, num_masks, num_windows, num_chunks, form)
     work = (
-        out, lse, bias, offsets, kinds, regions, memory, head, first_row, first_window,
-        last_window, num_masks, centre, scale, inverse, mask_value, form,
+        out, lse, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale,
+        inverse, mask_value, form,
     )  # fmt: skip
     load = (
-        q_desc, k_desc, v_desc, row_marks_desc, marks_desc, kinds, memory, head, first_row,
-        first_window, last_window, num_masks, form,
+        q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row, form,
     )  # fmt: skip
     # A list for each number of them: lists of functions cannot be put together here.
     if STREAMS == 2:

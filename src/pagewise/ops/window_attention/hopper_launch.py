@@ -1,4 +1,15 @@
-"""Launchers of window attention's kernels on Hopper, and tensors as the copy engine knows them."""
+"""Launchers of window attention's kernels on Hopper, and tensors as the copy engine knows them.
+
+Kernels that follow one another begin early (programmatic dependent launch): they make their tiles
+of bias, or take the multiprocessors that their predecessor leaves first, and wait where they need
+what it wrote::
+
+    marks ─▶ forward                    its loading warp waits for the marks
+    deltas ─▶ by rows ─▶ by columns     rows wait for deltas before they let columns begin, which
+                                        need nothing of theirs, and end after them
+
+Whatever else they read has to be there before the first of them is launched.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +82,16 @@ def make_launcher(problem: Problem, plan: Plan, bias: str, regions: str) -> Gluo
     types |= {"row_marks_desc": _marks(plan.rows), "marks_desc": _marks(plan.piece)}
     types |= _others(bias, regions)
     constants = _known(problem) | _columns(plan) | {"KEYS": plan.piece} | _streams(plan)
-    return GluonLauncher(attend, types, constants, num_warps=plan.warps)
+    return GluonLauncher(
+        attend, types, constants, num_warps=plan.warps, launch_pdl=problem.has_regions
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def make_columns_launcher(problem: Problem, plan: Plan, bias: str, regions: str) -> GluonLauncher:
-    """The kernel of keys' and values' gradients."""
+def make_columns_launcher(
+    problem: Problem, plan: Plan, bias: str, regions: str, is_early: bool
+) -> GluonLauncher:
+    """The kernel of keys' and values' gradients; ``is_early`` after a single launch by rows."""
     name = KINDS[problem.dtype][1:]
     rows, piece, numbers = _tokens(problem, plan.rows), _tokens(problem, PIECE), _numbers()
     types = {"dk": f"*{name}:16", "dv": f"*{name}:16"}
@@ -84,8 +99,10 @@ def make_columns_launcher(problem: Problem, plan: Plan, bias: str, regions: str)
     types |= {"q_desc": piece, "dout_desc": piece, "marks_desc": _marks(PIECE)}
     types |= {"pivot_desc": numbers, "delta_desc": numbers}
     types |= _others(bias, regions) | {"dk_scale": "fp32"}
-    constants = _known(problem) | _columns(plan) | _streams(plan) | {"TILE": plan.tile}
-    return GluonLauncher(column_gradients, types, constants, num_warps=plan.warps)
+    constants = _known(problem) | _columns(plan) | _streams(plan)
+    return GluonLauncher(
+        column_gradients, types, constants, num_warps=plan.warps, launch_pdl=is_early
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,7 +124,8 @@ def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str
         "REGISTERS": plan.registers,
         "LOADING": plan.loading_registers,
     }
-    return GluonLauncher(row_gradients, types, constants, num_warps=4)
+    is_early = plan.shares * plan.keys >= problem.num_tokens
+    return GluonLauncher(row_gradients, types, constants, num_warps=4, launch_pdl=is_early)
 
 
 def _others(bias: str, regions: str) -> dict[str, str]:
@@ -142,6 +160,7 @@ def _streams(plan: Plan) -> dict[str, int]:
         "Q_STAGES": plan.q_stages,
         "REGISTERS": plan.registers,
         "LOADING": plan.loading_registers,
+        "TILE": plan.tile,
     }
 
 

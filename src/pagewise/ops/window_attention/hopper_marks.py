@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import hopper_plan
 
@@ -27,6 +28,7 @@ def mark_regions(
     Columns of keys: a one for its region, and one that all have. Of queries: factor times a one
     for its region, less ``factor``. Their products are 0 within a region and -factor across.
     """
+    gdc_launch_dependents()
     window = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, TILE)
     inside = token < NUM_TOKENS
@@ -38,10 +40,12 @@ def mark_regions(
     kind = 0
     if least < largest:
         rank = tl.zeros([TILE], tl.int32)
-        for _ in range(MOST - 1):
+        count = 1
+        while (least < largest) & (count < MOST):
             rank += (region > least).to(tl.int32)
             least = tl.min(tl.where(region > least, region, largest), 0)
-        count = tl.max(rank, 0) + 1 + (least < largest).to(tl.int32)
+            count += 1
+        count += (least < largest).to(tl.int32)
         kind = tl.where(count > limit, MANY, MIXED)
         place = tl.arange(0, 4 * MOST)
         column = place % (2 * MOST)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.names import barrier
@@ -41,13 +42,15 @@ from .hopper_tiles import (
     FLAT,
     MANY,
     MARKS,
+    MIXED,
     NO_BIAS,
     PIECE,
     Stream,
+    await_window,
     compare,
-    kind_of,
+    end_kind,
     make_bias,
-    place_of,
+    name_window,
     place_rows,
     products_after,
     rows_of,
@@ -81,6 +84,7 @@ class Form:
     PARTIAL: gl.constexpr  # whether a launch has only some of the keys
     WARPS: gl.constexpr
     ROWS: gl.constexpr
+    KINDS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -98,6 +102,7 @@ class Form:
         self.PARTIAL = gl.constexpr(SHARES * KEYS < NUM_TOKENS)
         self.WARPS = gl.constexpr(4)
         self.ROWS = PIECE
+        self.KINDS = gl.constexpr(3 if MASK else 1)
 
 
 @aggregate
@@ -112,6 +117,7 @@ class Memory:
     pivot: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS]
     delta: gl.shared_memory_descriptor
     q_turns: Turns  # of all shares
+    windows: gl.shared_memory_descriptor  # int32 [Q_STAGES, 1]: which, or -1
     k: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, 1, BOX, WIDTH]
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, BOX, MARKS]
@@ -122,8 +128,8 @@ class Memory:
 
     @gluon.constexpr_function
     def __init__(
-        self, bias, bias_made, q, dout, row_marks, pivot, delta, q_turns, k, v, marks, turns,
-        unit, parts, part_turns,
+        self, bias, bias_made, q, dout, row_marks, pivot, delta, q_turns, windows, k, v, marks,
+        turns, unit, parts, part_turns,
     ):  # fmt: skip
         self.bias = bias
         self.bias_made = bias_made
@@ -133,6 +139,7 @@ class Memory:
         self.pivot = pivot
         self.delta = delta
         self.q_turns = q_turns
+        self.windows = windows
         self.k = k
         self.v = v
         self.marks = marks
@@ -144,48 +151,75 @@ class Memory:
 
 @gluon.jit
 def _load_role(
-    q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc, kinds,
-    memory, head, first_row, first_key, first_window, last_window, num_masks, form,
+    q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc, memory,
+    windows, head, first_row, first_key, form,
 ):  # fmt: skip
     """One warp: fetch what was asked and came back, and every share's keys and values."""
-    MARKED: gl.constexpr = MARKS if form.MASK else 0
-    NUMBERS: gl.constexpr = 2 * form.WIDTH + MARKED
-    BOXES: gl.constexpr = form.KEYS // form.BOX
+    turn = 0
     first_key = first_key if form.PARTIAL else 0
-    for window in range(first_window, last_window):
-        turn = window - first_window
-        place = place_of(window, kinds, num_masks, form)
-        slot = memory.q_turns.slot(0, turn)
-        memory.q_turns.wait_empty(0, turn)
-        ready = memory.q_turns.expect(0, turn, ROWS * (NUMBERS * 2 + 8))
-        at = [window, head, first_row, 0]
-        tma.async_copy_global_to_shared(q_desc, at, ready, memory.q.index(slot))
-        tma.async_copy_global_to_shared(dout_desc, at, ready, memory.dout.index(slot))
-        numbers = [window * form.NUM_HEADS + head, first_row]
-        tma.async_copy_global_to_shared(pivot_desc, numbers, ready, memory.pivot.index(slot))
-        tma.async_copy_global_to_shared(delta_desc, numbers, ready, memory.delta.index(slot))
-        if form.MASK:
-            rows = [place, first_row, MARKS]
-            row_marks = memory.row_marks.index(slot)
-            tma.async_copy_global_to_shared(row_marks_desc, rows, ready, row_marks)
-        for s in gl.static_range(form.STREAMS):
-            k_slot = memory.turns.slot(s, turn)
-            memory.turns.wait_empty(s, turn)
-            k_ready = memory.turns.expect(s, turn, form.KEYS * NUMBERS * 2)
-            for b in gl.static_range(BOXES):
-                first = first_key + s * form.KEYS + b * form.BOX
-                box = k_slot * BOXES + b
-                keys = [window, head, first, 0]
-                tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(box))
-                tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(box))
-                if form.MASK:
-                    columns = [place, first, 0]
-                    marks = memory.marks.index(box)
-                    tma.async_copy_global_to_shared(marks_desc, columns, k_ready, marks)
+    if not form.PARTIAL:  # see ``hopper_launch``
+        gdc_wait()
+        gdc_launch_dependents()
+    for i in gl.static_range(form.KINDS):
+        base = -32
+        bits = 0
+        base, bits, window, is_there = windows.next(base, bits, i, form.MASK)
+        while is_there:
+            _load_window(
+                q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc,
+                marks_desc, memory, window, turn, windows.num_masks, head, first_row, first_key,
+                i == MIXED, i, form,
+            )  # fmt: skip
+            turn += 1
+            base, bits, window, is_there = windows.next(base, bits, i, form.MASK)
+        (turn,) = end_kind(memory.q_turns, memory.windows, (turn,))
 
 
 @gluon.jit
-def _start_tile(memory, SHARE: gl.constexpr, slot, k_slot, INDEX: gl.constexpr, form):
+def _load_window(
+    q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc, memory,
+    window, turn, num_masks, head, first_row, first_key, MARKED: gl.constexpr, ENDS: gl.constexpr,
+    form,
+):  # fmt: skip
+    """A window's turn, of which ``ENDS`` before were none."""
+    BYTES: gl.constexpr = 2 * (2 * form.WIDTH + (MARKS if MARKED else 0))
+    BOXES: gl.constexpr = form.KEYS // form.BOX
+    slot = memory.q_turns.slot(0, turn)
+    memory.q_turns.wait_empty(0, turn)
+    name_window(memory.windows, slot, window)
+    ready = memory.q_turns.expect(0, turn, ROWS * (BYTES + 8))
+    at = [window, head, first_row, 0]
+    tma.async_copy_global_to_shared(q_desc, at, ready, memory.q.index(slot))
+    tma.async_copy_global_to_shared(dout_desc, at, ready, memory.dout.index(slot))
+    numbers = [window * form.NUM_HEADS + head, first_row]
+    tma.async_copy_global_to_shared(pivot_desc, numbers, ready, memory.pivot.index(slot))
+    tma.async_copy_global_to_shared(delta_desc, numbers, ready, memory.delta.index(slot))
+    place = window % num_masks
+    if MARKED:
+        rows = [place, first_row, MARKS]
+        row_marks = memory.row_marks.index(slot)
+        tma.async_copy_global_to_shared(row_marks_desc, rows, ready, row_marks)
+    use = turn - ENDS
+    for s in gl.static_range(form.STREAMS):
+        k_slot = memory.turns.slot(s, use)
+        memory.turns.wait_empty(s, use)
+        k_ready = memory.turns.expect(s, use, form.KEYS * BYTES)
+        for b in gl.static_range(BOXES):
+            first = first_key + s * form.KEYS + b * form.BOX
+            box = k_slot * BOXES + b
+            keys = [window, head, first, 0]
+            tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(box))
+            tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(box))
+            if MARKED:
+                columns = [place, first, 0]
+                marks = memory.marks.index(box)
+                tma.async_copy_global_to_shared(marks_desc, columns, k_ready, marks)
+
+
+@gluon.jit
+def _start_tile(
+    memory, SHARE: gl.constexpr, slot, k_slot, INDEX: gl.constexpr, MARKED: gl.constexpr, form
+):  # fmt: skip
     """Start the products of a tile's scores, and of what weights change by."""
     AT: gl.constexpr = INDEX * TILE
     DTYPE: gl.constexpr = score_type(memory.q.dtype)
@@ -194,7 +228,7 @@ def _start_tile(memory, SHARE: gl.constexpr, slot, k_slot, INDEX: gl.constexpr, 
     k = rows_of(memory.k.index(box), AT % form.BOX, TILE)
     q = rows_of(memory.q.index(slot), 0, ROWS)
     s = start_scores(memory.bias, SHARE * form.KEYS + AT, q, k, DTYPE, form)
-    if form.MASK:
+    if MARKED:
         row_marks = rows_of(memory.row_marks.index(slot), 0, ROWS)
         marks = rows_of(memory.marks.index(box), AT % form.BOX, TILE)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
@@ -206,19 +240,20 @@ def _start_tile(memory, SHARE: gl.constexpr, slot, k_slot, INDEX: gl.constexpr, 
 
 @gluon.jit
 def _walk_window(
-    memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, is_compared, row, first_key,
-    mask_value, scale, form,
+    memory, dbias, SHARE: gl.constexpr, slot, k_slot, regions, row, first_key, mask_value, scale,
+    KIND: gl.constexpr, form,
 ):  # fmt: skip
     """A share of a window: the queries' gradients, not scaled, and the bias's so far."""
     O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     TILES: gl.constexpr = form.KEYS // TILE
     AHEAD: gl.constexpr = tiles_ahead(memory.q.dtype)
-    FIRST: gl.constexpr = 3 if form.MASK else 2
+    MARKED: gl.constexpr = KIND == MIXED
+    FIRST: gl.constexpr = 3 if MARKED else 2
     SECOND: gl.constexpr = 1 if form.BIAS == NO_BIAS else 2
     started = ()
     for t in gl.static_range(min(AHEAD, TILES)):
-        started = started + _start_tile(memory, SHARE, slot, k_slot, t, form)
+        started = started + _start_tile(memory, SHARE, slot, k_slot, t, MARKED, form)
     dq = gl.zeros([ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     sums = ()
     used = ()
@@ -227,12 +262,11 @@ def _walk_window(
             products_after(t, TILES, AHEAD, FIRST, SECOND),
             deps=(started[2 * t], started[2 * t + 1]),
         )
-        if form.MASK:  # noqa: SIM102
-            if is_compared:
-                # Counted from the launch's first key, theirs lie where the compiler knows.
-                first = SHARE * form.KEYS + t * TILE
-                left = form.NUM_TOKENS - first_key
-                s = compare(s, regions + first_key, row - first_key, first, mask_value, left)
+        if KIND == MANY:
+            # Counted from the launch's first key, theirs lie where the compiler knows.
+            first = SHARE * form.KEYS + t * TILE
+            left = form.NUM_TOKENS - first_key
+            s = compare(s, regions + first_key, row - first_key, first, mask_value, left)
         p = weigh(s, scale, memory.pivot.index(slot), 0, 1)
         ds = change(p, dp, memory.delta.index(slot), 0, 1)
         ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
@@ -244,7 +278,7 @@ def _walk_window(
             sum_t = warpgroup_mma(ds_k, memory.unit, dbias[t], is_async=True)
             sums = sums + (sum_t,)  # type: ignore[assignment] # noqa: RUF005
         if t + AHEAD < TILES:
-            started = started + _start_tile(memory, SHARE, slot, k_slot, t + AHEAD, form)
+            started = started + _start_tile(memory, SHARE, slot, k_slot, t + AHEAD, MARKED, form)
     done = warpgroup_mma_wait(0, deps=(dq,) + sums + used)  # noqa: RUF005
     sums = ()
     for t in gl.static_range(TILES if form.BIAS != NO_BIAS else 0):
@@ -276,9 +310,8 @@ def _add_up(
 
 @gluon.jit
 def _walk_role(
-    dq_out, dq_so_far, dbias_out, bias, offsets, kinds, regions, memory, head, chunk, first_row,
-    first_key, first_window, last_window, num_masks, centre, scale, inverse, mask_value, dq_scale,
-    form, share,
+    dq_out, dq_so_far, dbias_out, bias, offsets, regions, memory, head, chunk, first_row, first_key,
+    num_masks, centre, scale, inverse, mask_value, dq_scale, form, share,
 ):  # fmt: skip
     """A share: its part of the tile of bias, then its keys of every window."""
     SHARE: gl.constexpr = share.INDEX
@@ -296,52 +329,39 @@ def _walk_role(
     for _ in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
         zeros = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
         dbias = dbias + (zeros,)  # type: ignore[assignment] # noqa: RUF005
-    for window in range(first_window, last_window):
-        turn = window - first_window
-        slot = memory.q_turns.slot(0, turn)
-        k_slot = memory.turns.slot(SHARE, turn)
-        memory.q_turns.wait_full(0, turn)
-        memory.turns.wait_full(SHARE, turn)
-        if form.MASK:
-            kind = kind_of(window, kinds, num_masks)
-            theirs = regions + window % num_masks * N
-            if form.PARTIAL:
-                # Not in a walk of its own: ptxas of Triton 3.6 spilled descriptors in one and
-                # loaded them in the other. Where it does not, two walks are faster.
-                dq, dbias = _walk_window(
-                    memory, dbias, SHARE, slot, k_slot, theirs, kind == MANY, row, first_key,
-                    mask_value, scale, form,
-                )  # fmt: skip
-            elif kind == MANY:
-                dq, dbias = _walk_window(
-                    memory, dbias, SHARE, slot, k_slot, theirs, True, row, first_key, mask_value,
-                    scale, form,
-                )  # fmt: skip
-            else:
-                dq, dbias = _walk_window(
-                    memory, dbias, SHARE, slot, k_slot, theirs, False, row, first_key, mask_value,
-                    scale, form,
-                )  # fmt: skip
-        else:
+    turn = 0
+    for i in gl.static_range(form.KINDS):
+        window = await_window(memory.q_turns, memory.windows, 0, turn, form)
+        while window >= 0:
+            use = turn - i
+            theirs = regions
+            if form.MASK:
+                theirs += window % num_masks * N
+            memory.turns.wait_full(SHARE, use)
             dq, dbias = _walk_window(
-                memory, dbias, SHARE, slot, k_slot, regions, False, row, first_key, mask_value,
-                scale, form,
+                memory, dbias, SHARE, memory.q_turns.slot(0, turn), memory.turns.slot(SHARE, use),
+                theirs, row, first_key, mask_value, scale, i, form,
             )  # fmt: skip
-        memory.turns.release(SHARE, turn)
-        memory.q_turns.release(0, turn)
-        buffer = memory.part_turns.slot(0, turn)
-        memory.part_turns.wait_empty(0, turn)
-        memory.parts.index(buffer * form.STREAMS + SHARE).store(dq)
-        barrier()
-        memory.part_turns.fill(0, turn)
-        if turn % form.STREAMS == SHARE:
-            _add_up(
-                dq_out, dq_so_far, memory, turn, window, head, first_row, first_key, dq_scale, form
-            )
+            memory.turns.release(SHARE, use)
+            memory.q_turns.release(0, turn)
+            buffer = memory.part_turns.slot(0, use)
+            memory.part_turns.wait_empty(0, use)
+            memory.parts.index(buffer * form.STREAMS + SHARE).store(dq)
             barrier()
-            memory.part_turns.release(0, turn)
+            memory.part_turns.fill(0, use)
+            if use % form.STREAMS == SHARE:
+                _add_up(
+                    dq_out, dq_so_far, memory, use, window, head, first_row, first_key, dq_scale,
+                    form,
+                )  # fmt: skip
+                barrier()
+                memory.part_turns.release(0, use)
+            turn += 1
+            window = await_window(memory.q_turns, memory.windows, 0, turn, form)
+        memory.q_turns.release(0, turn)
+        turn += 1
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    at = ((chunk * form.NUM_HEADS + head) * N + row) * N
+    at = ((chunk.to(gl.int64) * form.NUM_HEADS + head) * N + row) * N
     for t in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
         first = first_key + SHARE * form.KEYS + t * TILE
         key = first + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT))
@@ -410,6 +430,7 @@ def row_gradients(
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], pivot_desc.layout),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], delta_desc.layout),
         make_turns(1, Q_STAGES, 1, SHARES),
+        gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], FLAT),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BOX, WIDTH], k_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BOX, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
@@ -422,15 +443,14 @@ def row_gradients(
     )
     mbarrier.init(memory.bias_made, SHARES)
     fence_async_shared()
-    chunk, head, first_row, first_window, last_window = which_work(num_windows, num_chunks, form)
+    windows, head, first_row = which_work(kinds, num_masks, num_windows, num_chunks, form)
     work = (
-        dq, dq_so_far, dbias, bias, offsets, kinds, regions, memory, head, chunk, first_row,
-        first_key, first_window, last_window, num_masks, centre, scale, inverse, mask_value,
-        dq_scale, form,
+        dq, dq_so_far, dbias, bias, offsets, regions, memory, head, windows.chunk, first_row,
+        first_key, num_masks, centre, scale, inverse, mask_value, dq_scale, form,
     )  # fmt: skip
     load = (
         q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc,
-        kinds, memory, head, first_row, first_key, first_window, last_window, num_masks, form,
+        memory, windows, head, first_row, first_key, form,
     )  # fmt: skip
     # A list for each number of them: lists of functions cannot be put together here.
     if SHARES == 3:

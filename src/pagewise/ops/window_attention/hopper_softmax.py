@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ...tiles.hopper.layouts import product_layout
 from .hopper_halves import exp2_less, score_type, tiles_ahead
-from .hopper_tiles import compare, products_after, rows_of, start_scores
+from .hopper_tiles import CAREFUL_TILE, compare, products_after, rows_of, start_scores
 
 __all__ = ["attend_carefully", "attend_quickly", "is_right"]
 
@@ -84,16 +84,16 @@ def _weigh(s, factor, pivot):
 
 
 @gluon.jit
-def attend_quickly(memory, STREAM: gl.constexpr, turn, factor, form):
+def attend_quickly(
+    memory, STREAM: gl.constexpr, turn, use, factor, MARKED: gl.constexpr, form
+):  # fmt: skip
     """Pivots, sums and unscaled results of a window's rows; ``is_right`` tells of which."""
     DTYPE: gl.constexpr = score_type(memory.q.dtype)
     O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
-    use = turn * (form.GROUPS + (form.REST > 0))
     q_slot = memory.q_turns.slot(STREAM, turn)
-    memory.q_turns.wait_full(STREAM, turn)
     q = rows_of(memory.q.index(q_slot), 0, form.ROWS)
     row_marks = q
-    if form.MASK:
+    if MARKED:
         row_marks = rows_of(memory.row_marks.index(q_slot), 0, form.ROWS)
     memory.turns.wait_full(STREAM, use)
     slot = memory.turns.slot(STREAM, use)
@@ -107,13 +107,13 @@ def attend_quickly(memory, STREAM: gl.constexpr, turn, factor, form):
     for g in range(form.GROUPS):
         l, acc = _add_piece(
             memory, STREAM, use, q, row_marks, g * form.PIECE, factor, pivot, l, acc, form.PIECE,
-            form,
+            MARKED, form,
         )  # fmt: skip
         use += 1
     if form.REST > 0:
         l, acc = _add_piece(
             memory, STREAM, use, q, row_marks, form.GROUPS * form.PIECE, factor, pivot, l, acc,
-            form.REST, form,
+            form.REST, MARKED, form,
         )  # fmt: skip
     memory.q_turns.release(STREAM, turn)
     return pivot, gl.max(l, 1), acc
@@ -122,20 +122,20 @@ def attend_quickly(memory, STREAM: gl.constexpr, turn, factor, form):
 @gluon.jit
 def _add_piece(
     memory, STREAM: gl.constexpr, use, q, row_marks, first, factor, pivot, l, acc,
-    KEYS: gl.constexpr, form,
+    KEYS: gl.constexpr, MARKED: gl.constexpr, form,
 ):  # fmt: skip
     """What the keys of a piece add; scores of ``AHEAD`` tiles are under way at once."""
     DTYPE: gl.constexpr = score_type(q.dtype)
     CUTS: gl.constexpr = _cuts(KEYS, form.TILE)
     TILES: gl.constexpr = len(CUTS)
     AHEAD: gl.constexpr = tiles_ahead(q.dtype)
-    PRODUCTS: gl.constexpr = 2 if form.MASK else 1  # of a tile's scores; two of its values
+    PRODUCTS: gl.constexpr = 2 if MARKED else 1  # of a tile's scores; two of its values
     memory.turns.wait_full(STREAM, use)
     slot = memory.turns.slot(STREAM, use)
     scores = ()
     for i in gl.static_range(min(AHEAD, TILES)):
         s = _start_scores(
-            memory, slot, q, row_marks, first, CUTS[i][0], CUTS[i][1], DTYPE, form.MASK, form
+            memory, slot, q, row_marks, first, CUTS[i][0], CUTS[i][1], DTYPE, MARKED, form
         )
         scores = scores + (s,)  # type: ignore[assignment] # noqa: RUF005
     used = ()
@@ -147,7 +147,7 @@ def _add_piece(
         if i + AHEAD < TILES:
             s = _start_scores(
                 memory, slot, q, row_marks, first, CUTS[i + AHEAD][0], CUTS[i + AHEAD][1], DTYPE,
-                form.MASK, form,
+                MARKED, form,
             )  # fmt: skip
             scores = scores + (s,)  # type: ignore[assignment] # noqa: RUF005
     done = warpgroup_mma_wait(0, deps=(acc, l) + used)  # noqa: RUF005
@@ -168,16 +168,14 @@ def is_right(total, dtype: gl.constexpr):
 
 @gluon.jit
 def attend_carefully(
-    memory, STREAM: gl.constexpr, turn, regions, row, mask_value, scale, form
+    memory, STREAM: gl.constexpr, turn, use, regions, row, mask_value, scale, form
 ):  # fmt: skip
     """The same for any scores, by running maxima; regions are compared one by one."""
     O_LAYOUT: gl.constexpr = product_layout(form.WIDTH, form.WARPS)
     m = gl.full([form.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, O_LAYOUT))
     l = gl.zeros([form.ROWS, 8], gl.float32, product_layout(8, form.WARPS))
     acc = gl.zeros([form.ROWS, form.WIDTH], gl.float32, O_LAYOUT)
-    use = turn * (form.GROUPS + (form.REST > 0))
     q_slot = memory.q_turns.slot(STREAM, turn)
-    memory.q_turns.wait_full(STREAM, turn)
     q = rows_of(memory.q.index(q_slot), 0, form.ROWS)
     for g in range(form.GROUPS):
         m, l, acc = _attend_piece(
@@ -200,7 +198,7 @@ def _attend_piece(
     KEYS: gl.constexpr, form,
 ):  # fmt: skip
     """Online softmax over the keys of a piece; but for the mask, scores are the gradients' own."""
-    CUTS: gl.constexpr = _cuts(KEYS, form.TILE)
+    CUTS: gl.constexpr = _cuts(KEYS, CAREFUL_TILE)
     DTYPE: gl.constexpr = score_type(q.dtype)
     memory.turns.wait_full(STREAM, use)
     slot = memory.turns.slot(STREAM, use)
