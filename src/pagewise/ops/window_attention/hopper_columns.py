@@ -191,8 +191,7 @@ def _walk_piece(
 ):  # fmt: skip
     """What the queries of a piece add to the gradients, a tile at a time."""
     MARKED: gl.constexpr = KIND == MIXED
-    MOST: gl.constexpr = CAREFUL_TILE if KIND == MANY else COLUMNS
-    T: gl.constexpr = min(form.TILE, COLUMNS, MOST)
+    T: gl.constexpr = min(CAREFUL_TILE if KIND == MANY else form.TILE, COLUMNS)
     TILES: gl.constexpr = COLUMNS // T
     AHEAD: gl.constexpr = tiles_ahead(k.dtype)
     PRODUCTS: gl.constexpr = 3 if MARKED else 2

@@ -133,7 +133,7 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """
     width = find_width(problem.head_size)
     marks = MARKS if problem.has_regions else 0
-    return _cut(problem, device, _CUTS, 32, 2 * (width + marks), 2 * (2 * width + marks))
+    return _cut(problem, device, _CUTS, 2 * (width + marks), 2 * (2 * width + marks))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -141,7 +141,7 @@ def make_columns_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The same for the gradients of keys and values, where tokens of a tile are keys."""
     width = find_width(problem.head_size)
     numbers = 2 * (2 * width + (MARKS if problem.has_regions else 0))
-    return _cut(problem, device, _COLUMN_CUTS, 16, numbers, numbers + 8)
+    return _cut(problem, device, _COLUMN_CUTS, numbers, numbers + 8)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -188,7 +188,6 @@ def _cut(
     problem: Problem,
     device: DeviceInfo,
     cuts: tuple[tuple[int, int, int, int], ...],
-    least_tile: int,
     row_bytes: int,
     piece_bytes: int,
 ) -> Plan | None:
@@ -205,7 +204,7 @@ def _cut(
             owned = _round_up(num_tokens, rows) // rows * problem.num_heads
             chunks = _share(owned, problem.num_windows, streams, device.num_workers)
             few = registers < 112 and problem.dtype != torch.float16
-            tile = least_tile if few else PIECE  # as far as registers hold them
+            tile = _LEAST if few else PIECE  # as far as registers hold them
             return Plan(
                 warps, streams, min(4, stages), Q_STAGES, piece, *divmod(columns, piece),
                 tile, registers, chunks,

@@ -153,9 +153,6 @@ def start_scores(bias, first, a, b, dtype: gl.constexpr, form):
     ROWS: gl.constexpr = a.shape[0]
     T: gl.constexpr = b.shape[0]
     tile = bias.index(first // CHUNK)
-    if T < CHUNK:
-        parts = tile._reinterpret(gl.float16, [CHUNK // T, ROWS * T], FLAT)
-        tile = parts.index(first % CHUNK // T)
     tile = tile._reinterpret(gl.float16, [ROWS, T], bias_layout(T, form.WARPS))
     s = tile.load(product_layout(T, form.WARPS)).to(dtype)
     return warpgroup_mma(a, b.permute((1, 0)), s, is_async=True)
