@@ -37,17 +37,14 @@ from .hopper_tiles import (
     PIECE,
     Form,
     Stream,
-    await_window,
     compare,
-    end_kind,
     make_bias,
-    name_window,
     products_after,
     rows_of,
     start_scores,
     store_rows,
-    which_work,
 )
+from .hopper_windows import await_window, end_kind, name_window, which_work
 
 __all__ = ["column_gradients"]
 

@@ -17,13 +17,12 @@ warps form streams, which take windows in turn and walk their keys a piece at a 
 
 **The mask is a product too.** A window that a shift put together from several regions has at most
 eight. With a column of ones for each region (``marks``), ``r rᵀ`` is 1 where two tokens share
-theirs; with one more column, ``-mask_value · (r rᵀ - 1)`` is 0 there and the mask elsewhere. In
-windows of one region the marks are zeros, which the accelerator supplies for coordinates past the
-end.
+theirs; with one more column, ``-mask_value · (r rᵀ - 1)`` is 0 there and the mask elsewhere.
+Windows of one region come first, and without it (``hopper_windows``).
 
-**The pivot is a guess** (``hopper_softmax``). A stream remembers in which windows it was wrong, or
-regions were too many for marks, and when it is through goes over those again, carefully: it tells
-the loading warp by a word of bits.
+**The pivot is a guess** (``hopper_softmax``). A stream remembers in which turns it was wrong, and
+tells the loading warp by a word of bits; those windows come once more, to be gone over carefully,
+and then the windows whose regions are too many for marks.
 
 Sums of weights are products with ones: what rounding takes from a weight, it takes from both sides
 of the division. Tokens past the end are zeros, and their bias is -inf.
@@ -53,13 +52,10 @@ from .hopper_tiles import (
     PIECE,
     Form,
     Stream,
-    await_window,
-    end_kind,
     make_bias,
-    name_window,
     store_rows,
-    which_work,
 )
+from .hopper_windows import await_window, end_kind, name_window, which_work
 
 __all__ = ["attend"]
 

@@ -46,18 +46,15 @@ from .hopper_tiles import (
     NO_BIAS,
     PIECE,
     Stream,
-    await_window,
     compare,
-    end_kind,
     make_bias,
-    name_window,
     place_rows,
     products_after,
     rows_of,
     start_scores,
     store_rows,
-    which_work,
 )
+from .hopper_windows import await_window, end_kind, name_window, which_work
 
 __all__ = ["row_gradients"]
 
