@@ -209,7 +209,8 @@ def test_gradients_of_windows_fit_a_multiprocessor(change, walk, most_spilled, t
     used = resources(compiled, tmp_path)
     if FITTED:
         assert used["STACK"] <= most_spilled, used
-        check_products_overlap(disassemble(compiled, tmp_path))
+        if problem.dtype == F16:  # float32 scores leave too few registers to some
+            check_products_overlap(disassemble(compiled, tmp_path))
 
 
 def test_what_prepares_gradients_of_windows_compiles():

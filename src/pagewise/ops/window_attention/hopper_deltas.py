@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from ...tiles.triton.launch import INTERPRETED
 from . import hopper_plan
 
 __all__ = ["make_deltas"]
 
+EARLY = tl.constexpr(not INTERPRETED)  # on a GPU the kernel after this one begins early
 PIECE = tl.constexpr(hopper_plan.PIECE)
 
 
@@ -35,7 +37,8 @@ def make_deltas(
 
     In float16, of every piece: what is added to scores in two numbers, and -δ (``hopper_changes``).
     """
-    gdc_launch_dependents()
+    if EARLY:
+        gdc_launch_dependents()
     TILES: tl.constexpr = (PADDED + TILE - 1) // TILE
     pair = (tl.program_id(0) // TILES).to(tl.int64)
     token = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)

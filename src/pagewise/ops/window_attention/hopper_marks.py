@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from ...tiles.triton.launch import INTERPRETED
 from . import hopper_plan
 
 __all__ = ["mark_regions"]
 
+EARLY = tl.constexpr(not INTERPRETED)  # on a GPU the kernel after this one begins early
 MOST = tl.constexpr(hopper_plan.MOST_REGIONS)
 MIXED = tl.constexpr(hopper_plan.MIXED)
 MANY = tl.constexpr(hopper_plan.MANY)
@@ -28,7 +30,8 @@ def mark_regions(
     Columns of keys: a one for its region, and one that all have. Of queries: factor times a one
     for its region, less ``factor``. Their products are 0 within a region and -factor across.
     """
-    gdc_launch_dependents()
+    if EARLY:
+        gdc_launch_dependents()
     window = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, TILE)
     inside = token < NUM_TOKENS
