@@ -23,6 +23,7 @@ from ...tiles.cpu.simd import (
     prefetch,
     splat,
     store,
+    store_transposed,
     sub,
     sum_each,
     sum_lanes,
@@ -47,6 +48,9 @@ def inverse_norm(x, at, size, eps):
 def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
     """Tokens' rows as ``[depth, width]``, divided by their norms if ``eps`` is not negative."""
     into[at : at + depth * width] = 0
+    if eps < 0 and size >= 16:
+        _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size)
+        return
     for n in range(num_tokens):
         row = x_at + n * x_token
         for d in range(0, size, 16):
@@ -54,6 +58,43 @@ def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
         factor = inverse_norm(x, row, size, eps) if eps >= 0 else np.float32(1)
         for d in range(size):
             into[at + d * width + n] = x[row + d] * factor
+
+
+@inner()
+def _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size):
+    """Sixteen tokens at a time; the last columns overlap those before."""
+    for n in range(0, num_tokens, 16):
+        row, left = x_at + n * x_token, num_tokens - n
+        for column in range(0, size, 16):
+            d = min(column, size - 16)
+            for ahead in range(16, 32):
+                prefetch(x, row + ahead * x_token + d)
+            t = row + d
+            rows = (
+                load(x, t),
+                _row(x, t, x_token, 1, left),
+                _row(x, t, x_token, 2, left),
+                _row(x, t, x_token, 3, left),
+                _row(x, t, x_token, 4, left),
+                _row(x, t, x_token, 5, left),
+                _row(x, t, x_token, 6, left),
+                _row(x, t, x_token, 7, left),
+                _row(x, t, x_token, 8, left),
+                _row(x, t, x_token, 9, left),
+                _row(x, t, x_token, 10, left),
+                _row(x, t, x_token, 11, left),
+                _row(x, t, x_token, 12, left),
+                _row(x, t, x_token, 13, left),
+                _row(x, t, x_token, 14, left),
+                _row(x, t, x_token, 15, left),
+            )
+            store_transposed(into, at + d * width + n, width, rows)
+
+
+@inner()
+def _row(x, at, x_token, number, left):
+    """Sixteen columns of a token; zeros past the last."""
+    return load(x, at + number * x_token) if number < left else zeros()
 
 
 @inner()
@@ -75,14 +116,19 @@ def copy_rows(into, at, x, x_at, x_token, num_tokens, size, depth):
 @inner()
 def gather_rows(into, x, x_at, x_token, first, num_rows, size, depth, scale, eps):
     """Four rows from token ``first`` on, ``[4, depth]``, times ``scale``; 0 past the last."""
-    into[: 4 * depth] = 0
+    whole = size // 16 * 16
+    if num_rows < 4 or whole < depth:
+        into[: 4 * depth] = 0
     for r in range(num_rows):
-        row = x_at + (first + r) * x_token
-        for d in range(0, size, 16):
-            prefetch(x, row + _AHEAD * x_token + d)
+        row, to = x_at + (first + r) * x_token, r * depth
         factor = scale * inverse_norm(x, row, size, eps) if eps >= 0 else scale
-        for d in range(size):
-            into[r * depth + d] = x[row + d] * factor
+        for d in range(0, whole, 16):
+            prefetch(x, row + _AHEAD * x_token + d)
+            store(into, to + d, mul(load(x, row + d), splat(factor)))
+        if whole < size:
+            prefetch(x, row + _AHEAD * x_token + whole)
+            for d in range(whole, size):
+                into[to + d] = x[row + d] * factor
 
 
 @inner()

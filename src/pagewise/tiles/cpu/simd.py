@@ -323,6 +323,34 @@ def sum_each(typingctx, vectors):
     return f32x16(vectors), codegen
 
 
+@intrinsic
+def store_transposed(typingctx, array, index, step, vectors):
+    """``array[index + i · step + j] = vectors[j][i]``, for a tuple of sixteen.
+
+    Four rounds, each of which exchanges halves of halves between pairs: 64 shuffles, where
+    numbers one by one take 256 loads and stores.
+    """
+
+    def codegen(context, builder, sig, args):
+        rows = [builder.extract_value(args[3], i) for i in range(LANES)]
+        for apart in (8, 4, 2, 1):
+            moved = [lane & apart for lane in range(LANES)]
+            low = [LANES + lane - apart if moved[lane] else lane for lane in range(LANES)]
+            high = [LANES + lane if moved[lane] else lane + apart for lane in range(LANES)]
+            for i in (i for i in range(LANES) if not i & apart):
+                pair = rows[i], rows[i + apart]
+                rows[i] = builder.shuffle_vector(*pair, ir.Constant(_INTS, low))
+                rows[i + apart] = builder.shuffle_vector(*pair, ir.Constant(_INTS, high))
+        at = args[1]
+        for row in rows:
+            pointer = _pointer(context, builder, sig.args[0], args[0], at)
+            store_lanes(builder, sig.args[0].dtype, pointer, row)
+            at = builder.add(at, args[2])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, vectors), codegen
+
+
 # --- pairs of bfloat16 ---------------------------------------------------------------------
 
 
