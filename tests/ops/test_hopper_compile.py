@@ -19,6 +19,7 @@ from pagewise.device import DeviceInfo  # noqa: E402
 from pagewise.ops.window_attention import hopper as windows  # noqa: E402
 from pagewise.ops.window_attention import hopper_launch as launch  # noqa: E402
 from pagewise.ops.window_attention.hopper_plan import (  # noqa: E402
+    CAREFUL_TILE,
     make_columns_plan,
     make_plan,
     make_rows_plan,
@@ -28,7 +29,6 @@ from pagewise.tiles.hopper.launch import make_launcher, refuse  # noqa: E402
 from pagewise.tiles.hopper.tiling import TILINGS, Form, tiling_of  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
-CAREFUL_TILE = 32  # keys
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 SHARED_MEMORY = 227 << 10  # that a program may have
 

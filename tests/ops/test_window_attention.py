@@ -324,7 +324,8 @@ def test_hopper_does_windows_again_whose_scores_lie_far_apart(case, which):
 
 
 @pytest.mark.gpu
-def test_hopper_does_some_of_many_windows_again(monkeypatch):
+@pytest.mark.parametrize("mask", ["none", "regions"])
+def test_hopper_does_some_of_many_windows_again(mask, monkeypatch):
     """More of a stream than a word has bits: some that were right are done again with others."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
@@ -335,7 +336,7 @@ def test_hopper_does_some_of_many_windows_again(monkeypatch):
 
     make_plan = hopper.make_plan
     monkeypatch.setattr(hopper, "make_plan", in_one_chunk)
-    case = Case((7, 7, 7), num_heads=1, head_size=16, dtype=F16, mask="none", images=25)
+    case = Case((7, 7, 7), num_heads=1, head_size=16, dtype=F16, mask=mask, images=25)
     inputs = make(case, "hopper")
     inputs.tensors["q"][[3, 93, 94, 199]] *= 20
     assert_matches(inputs, inputs.attend("hopper"))

@@ -67,7 +67,7 @@ def _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size):
         row, left = x_at + n * x_token, num_tokens - n
         for column in range(0, size, 16):
             d = min(column, size - 16)
-            for ahead in range(16, 32):
+            for ahead in range(16, 32):  # the next sixteen tokens
                 prefetch(x, row + ahead * x_token + d)
             t = row + d
             rows = (

@@ -4,12 +4,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...tiles.triton.launch import INTERPRETED
 from . import hopper_plan
+from .hopper_marks import EARLY
 
 __all__ = ["make_deltas"]
 
-EARLY = tl.constexpr(not INTERPRETED)  # on a GPU the kernel after this one begins early
 PIECE = tl.constexpr(hopper_plan.PIECE)
 
 

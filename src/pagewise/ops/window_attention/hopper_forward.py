@@ -77,7 +77,7 @@ class Memory:
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots, 1, KEYS, MARKS]
     turns: Turns
-    wrong: gl.shared_memory_descriptor  # int32 [STREAMS, ROWS], a bit for a window
+    wrong: gl.shared_memory_descriptor  # int32 [STREAMS, ROWS], a bit for a turn
     told: gl.shared_memory_descriptor  # a barrier
 
     @gluon.constexpr_function
@@ -178,14 +178,14 @@ def _load_role(
     q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row, form,
 ):  # fmt: skip
     """One warp: fetch queries, keys and values of every stream's windows, kind by kind."""
-    KINDS: gl.constexpr = 2 if form.MASK else 1  # quickly
+    QUICK_KINDS: gl.constexpr = min(form.KINDS, 2)
     none = ()
     for _ in gl.static_range(form.STREAMS):
         none = none + (head * 0,)  # type: ignore[assignment] # noqa: RUF005
     if form.MASK:
         gdc_wait()  # for the kernel that marks; see ``hopper_launch``
     turns = none
-    for i in gl.static_range(KINDS):
+    for i in gl.static_range(QUICK_KINDS):
         turns, then = _load_kind(
             q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row,
             none, turns, turns, MIXED * i, i, False, form,
@@ -199,13 +199,13 @@ def _load_role(
         word = _told(memory, s)
         told = told + (word,)  # type: ignore[assignment] # noqa: RUF005
         any_told = any_told | word
-        num_left -= turns[s] - KINDS
+        num_left -= turns[s] - QUICK_KINDS
     if any_told != 0:
         then = none
-        for i in gl.static_range(KINDS):
+        for i in gl.static_range(QUICK_KINDS):
             turns, then = _load_kind(
                 q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head,
-                first_row, told, turns, then, MIXED * i, KINDS, True, form,
+                first_row, told, turns, then, MIXED * i, QUICK_KINDS, True, form,
             )  # fmt: skip
             met = ()
             for s in gl.static_range(form.STREAMS):
@@ -214,7 +214,7 @@ def _load_role(
     if num_left > 0:
         turns, then = _load_kind(
             q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row,
-            none, turns, turns, MANY, KINDS, False, form,
+            none, turns, turns, MANY, QUICK_KINDS, False, form,
         )  # fmt: skip
     end_kind(memory.q_turns, memory.windows, turns)
 
@@ -268,7 +268,7 @@ def _attend_role(
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows; the wrong ones once more."""
     STREAM: gl.constexpr = stream.INDEX
-    KINDS: gl.constexpr = 2 if form.MASK else 1
+    QUICK_KINDS: gl.constexpr = min(form.KINDS, 2)
     PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS))
     dtype: gl.constexpr = memory.q.dtype
@@ -280,7 +280,7 @@ def _attend_role(
     factor = scale.to(score_type(dtype)).to(gl.float32)  # as scores are multiplied
     turn = 0
     wrong = gl.zeros([form.ROWS], gl.int32, ROW)
-    for i in gl.static_range(KINDS):
+    for i in gl.static_range(QUICK_KINDS):
         window = await_window(memory.q_turns, memory.windows, STREAM, turn, form)
         while window >= 0:
             pivot, total, acc = attend_quickly(
@@ -303,7 +303,15 @@ def _attend_role(
         if form.MASK:
             theirs += window % num_masks * form.NUM_TOKENS
         m, total, acc = attend_carefully(
-            memory, STREAM, turn, (turn - KINDS) * PIECES, theirs, row, mask_value, scale, form
+            memory,
+            STREAM,
+            turn,
+            (turn - QUICK_KINDS) * PIECES,
+            theirs,
+            row,
+            mask_value,
+            scale,
+            form,
         )
         total = gl.convert_layout(total, ROW, assert_trivial=True)
         _finish(out, lse, acc, total, m, window, head, row, first_row, form)

@@ -8,7 +8,8 @@ what it wrote::
     deltas ─▶ by rows ─▶ by columns     rows wait for deltas before they let columns begin, which
                                         need nothing of theirs, and end after them
 
-Whatever else they read has to be there before the first of them is launched.
+Whatever else they read has to be there before the first of them is launched, and they write only
+after their loading warp's wait: memory may have been another's until then.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from . import hopper_plan
 
 __all__ = ["mark_regions"]
 
-EARLY = tl.constexpr(not INTERPRETED)  # on a GPU the kernel after this one begins early
+EARLY = tl.constexpr(not INTERPRETED)  # whether the kernel after this one may begin
 MOST = tl.constexpr(hopper_plan.MOST_REGIONS)
 MIXED = tl.constexpr(hopper_plan.MIXED)
 MANY = tl.constexpr(hopper_plan.MANY)

@@ -12,6 +12,7 @@ from ...device import DeviceInfo
 from .problem import Problem
 
 __all__ = [
+    "CAREFUL_TILE",
     "DENSE",
     "MANY",
     "MARKS",
@@ -36,6 +37,9 @@ MOST_REGIONS = 8
 """Of a window that is masked by a product."""
 MARKS = 2 * MOST_REGIONS
 """Columns of that product."""
+CAREFUL_TILE = 32
+"""Columns that are gone over at once with running maxima, or comparing regions: with more of them
+ptxas finds too few registers, and lets no products overlap in all of the kernel."""
 MIXED, MANY = 1, 2
 """Kinds of windows: of several regions, and of more than marks can tell apart or add."""
 NO_BIAS, TABLE, DENSE = range(3)
@@ -74,7 +78,7 @@ class Plan:
     rest: int
     """Columns after them."""
     tile: int
-    """Columns whose scores are computed at once."""
+    """Columns whose scores are computed at once, unless it has to be careful."""
     registers: int
     chunks: int
 

@@ -8,11 +8,11 @@
 A program owns one head and a tile of 64 queries, and walks its windows one by one. Its warpgroups
 (shares) divide the keys, so each meets the same part of the bias's gradient in every window and
 sums it in registers; what they find for the queries' gradients they put side by side in shared
-memory, where one of them, in turn, adds it up::
+memory, where they take turns to add it up::
 
     loading warp   q dO pivot δ | k v of share 0 | of share 1 | of share 2 | ...
     share 0        dS ─▶ dB += dS, dS k ─▶ ┐
-    share 1        dS ─▶ dB += dS, dS k ─▶ ├ added up by share (window mod shares) ─▶ dQ
+    share 1        dS ─▶ dB += dS, dS k ─▶ ├ added up by one of them ─▶ dQ
     share 2        dS ─▶ dB += dS, dS k ─▶ ┘
 
 Where registers cannot hold the sums of all keys, or memory the keys of wide heads, each launch

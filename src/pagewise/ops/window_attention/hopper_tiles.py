@@ -33,7 +33,7 @@ __all__ = [
 
 PIECE = gl.constexpr(hopper_plan.PIECE)
 CHUNK = gl.constexpr(32)  # columns of bias that are made at once
-CAREFUL_TILE = gl.constexpr(32)  # columns where regions are compared: registers are scarce
+CAREFUL_TILE = gl.constexpr(hopper_plan.CAREFUL_TILE)
 MARKS = gl.constexpr(hopper_plan.MARKS)
 LARGEST = gl.constexpr(60_000.0)  # of a finite bias over the scale: float16 holds no more
 MOST_BIAS = gl.constexpr(44_000.0)  # of a finite bias: times log2(e), float16 holds no more
