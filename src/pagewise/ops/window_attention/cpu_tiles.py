@@ -116,19 +116,13 @@ def copy_rows(into, at, x, x_at, x_token, num_tokens, size, depth):
 @inner()
 def gather_rows(into, x, x_at, x_token, first, num_rows, size, depth, scale, eps):
     """Four rows from token ``first`` on, ``[4, depth]``, times ``scale``; 0 past the last."""
-    whole = size // 16 * 16
-    if num_rows < 4 or whole < depth:
-        into[: 4 * depth] = 0
+    into[: 4 * depth] = 0
     for r in range(num_rows):
-        row, to = x_at + (first + r) * x_token, r * depth
-        factor = scale * inverse_norm(x, row, size, eps) if eps >= 0 else scale
-        for d in range(0, whole, 16):
+        row = x_at + (first + r) * x_token
+        for d in range(0, size, 16):
             prefetch(x, row + _AHEAD * x_token + d)
-            store(into, to + d, mul(load(x, row + d), splat(factor)))
-        if whole < size:
-            prefetch(x, row + _AHEAD * x_token + whole)
-            for d in range(whole, size):
-                into[to + d] = x[row + d] * factor
+        factor = scale * inverse_norm(x, row, size, eps) if eps >= 0 else scale
+        write_row(into, r * depth, x, row, factor, size)
 
 
 @inner()
