@@ -44,7 +44,7 @@ from .hopper_tiles import (
     start_scores,
     store_rows,
 )
-from .hopper_windows import await_window, end_kind, name_window, which_work
+from .hopper_windows import await_window, count_turns, end_kind, name_window, no_turns, which_work
 
 __all__ = ["column_gradients"]
 
@@ -127,10 +127,7 @@ def _load_round(
                     columns = [windows[s] % num_masks, g * PIECE, 0]
                     marks = memory.marks.index(slot)
                     tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
-    after = ()
-    for s in gl.static_range(form.STREAMS):
-        after = after + (turns[s] + wanted[s].to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
-    return after
+    return count_turns(turns, wanted)
 
 
 @gluon.jit
@@ -139,9 +136,7 @@ def _load_role(
     windows, head, first_row, form,
 ):  # fmt: skip
     """One warp: fetch keys and values, and what was asked and came back, kind by kind."""
-    turns = ()
-    for _ in gl.static_range(form.STREAMS):
-        turns = turns + (head * 0,)  # type: ignore[assignment] # noqa: RUF005
+    turns = no_turns(head, form)
     for i in gl.static_range(form.KINDS):
         base = -32
         bits = 0

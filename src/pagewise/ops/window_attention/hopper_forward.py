@@ -55,7 +55,7 @@ from .hopper_tiles import (
     make_bias,
     store_rows,
 )
-from .hopper_windows import await_window, end_kind, name_window, which_work
+from .hopper_windows import await_window, count_turns, end_kind, name_window, no_turns, which_work
 
 __all__ = ["attend"]
 
@@ -134,10 +134,7 @@ def _load_round(
                     columns = [windows[s] % num_masks, g * form.PIECE, 0]
                     marks = memory.marks.index(slot)
                     tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
-    after = ()
-    for s in gl.static_range(form.STREAMS):
-        after = after + (turns[s] + wanted[s].to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
-    return after
+    return count_turns(turns, wanted)
 
 
 @gluon.jit
@@ -179,16 +176,14 @@ def _load_role(
 ):  # fmt: skip
     """One warp: fetch queries, keys and values of every stream's windows, kind by kind."""
     QUICK_KINDS: gl.constexpr = min(form.KINDS, 2)
-    none = ()
-    for _ in gl.static_range(form.STREAMS):
-        none = none + (head * 0,)  # type: ignore[assignment] # noqa: RUF005
+    none = no_turns(head, form)
     if form.MASK:
         gdc_wait()  # for the kernel that marks; see ``hopper_launch``
     turns = none
     for i in gl.static_range(QUICK_KINDS):
         turns, then = _load_kind(
             q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row,
-            none, turns, turns, MIXED * i, i, False, form,
+            none, turns, turns, i, i, False, form,
         )  # fmt: skip
         turns = end_kind(memory.q_turns, memory.windows, turns)
     mbarrier.wait(memory.told, 0)
@@ -205,7 +200,7 @@ def _load_role(
         for i in gl.static_range(QUICK_KINDS):
             turns, then = _load_kind(
                 q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head,
-                first_row, told, turns, then, MIXED * i, QUICK_KINDS, True, form,
+                first_row, told, turns, then, i, QUICK_KINDS, True, form,
             )  # fmt: skip
             met = ()
             for s in gl.static_range(form.STREAMS):

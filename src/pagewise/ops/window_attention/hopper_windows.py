@@ -13,7 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-__all__ = ["Windows", "await_window", "end_kind", "name_window", "which_work"]
+__all__ = [
+    "Windows",
+    "await_window",
+    "count_turns",
+    "end_kind",
+    "name_window",
+    "no_turns",
+    "which_work",
+]
 
 
 @aggregate
@@ -78,6 +86,24 @@ def which_work(kinds, num_masks, num_windows, num_chunks, form):
     count = (num_windows - chunk + num_chunks - 1) // num_chunks
     windows = Windows(kinds, num_masks, num_windows, num_chunks, chunk, count)
     return windows, head, first_row
+
+
+@gluon.jit
+def no_turns(anything, form):
+    """How many turns each stream has had at the beginning."""
+    turns = ()
+    for _ in gl.static_range(form.STREAMS):
+        turns = turns + (anything * 0,)  # type: ignore[assignment] # noqa: RUF005
+    return turns
+
+
+@gluon.jit
+def count_turns(turns, taken):
+    """How many turns each stream has had when some have taken another."""
+    after = ()
+    for s in gl.static_range(len(turns)):
+        after = after + (turns[s] + taken[s].to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
+    return after
 
 
 @gluon.jit
