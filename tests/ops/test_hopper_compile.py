@@ -213,10 +213,12 @@ def test_gradients_of_windows_fit_a_multiprocessor(change, walk, most_spilled, t
             check_products_overlap(disassemble(compiled, tmp_path))
 
 
-def test_what_prepares_gradients_of_windows_compiles():
+def test_what_goes_before_and_after_gradients_of_windows_compiles():
     launch.make_marker("*u8", 343).compile(HOPPER)
-    deltas = launch.make_deltas_launcher(BF16, 3, 343, 32, True).compile(HOPPER)
+    problem = replace(WINDOWS, head_size=32, dtype=BF16)
+    deltas = launch.make_deltas_launcher(problem, has_dlse=True).compile(HOPPER)
     assert "ld.global.b16" not in deltas.asm["ptx"]
+    launch.make_sums_launcher(3, 343).compile(HOPPER)
 
 
 @pytest.mark.parametrize(

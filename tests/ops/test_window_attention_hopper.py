@@ -174,6 +174,9 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
         pivot = -(high + low).flatten(1)
         delta = -delta.view(F16).view(-1, padded // PIECE, 2, PIECE)[:, :, 0].float().flatten(1)
         assert (low.abs() <= high.abs() / 2048).all()
+    pivot, delta = (  # of every 32: pairs of eights side by side
+        x.view(-1, padded // 32, 4, 4, 2).transpose(2, 3).flatten(1) for x in (pivot, delta)
+    )
     wanted = (out.transpose(1, 2).double() * dout.double()).sum(-1) - has_dlse * dlse
     found = delta.view(windows, heads, padded)[..., :tokens].double()
     assert torch.allclose(found, wanted, atol=1e-5, rtol=5e-4 if dtype == F16 else 1e-5)
@@ -181,3 +184,20 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
     assert torch.allclose(pivot.view(windows, heads, padded)[..., :tokens], wanted, atol=1e-6)
     for padding in (pivot[:, tokens:], delta[:, tokens:]):
         assert (padding == 0).all()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("chunks", [1, 8, 11])
+def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks):
+    from pagewise.ops.window_attention.hopper_sums import PART, sum_tiles
+
+    heads, tokens, rows, keys = 2, 77, 2, 5  # tiles of 64 rows and of 16 keys
+    whole = torch.randn(chunks, heads, 64 * rows, 16 * keys).to(device())
+    tiles = whole.view(chunks, heads, rows, 64, keys, 16).transpose(3, 4)
+    held = tiles.reshape(-1, 4, 2, 8, 2, 4, 2)  # warp, row's eight, row; key's eight, pair, key
+    sums = held.permute(0, 4, 1, 3, 5, 2, 6).reshape(chunks, -1).contiguous()
+    dbias = torch.full((heads, tokens, tokens), torch.nan, device=device())
+    grid = (sums.shape[1] // PART.value,)
+    sum_tiles[grid](dbias, sums, chunks, NUM_HEADS=heads, NUM_TOKENS=tokens)
+    wanted = whole.double().sum(0)[:, :tokens, :tokens]
+    assert torch.allclose(dbias.double(), wanted, atol=1e-5)

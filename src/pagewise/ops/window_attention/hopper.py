@@ -21,17 +21,20 @@ from .hopper_launch import (
     make_launcher,
     make_marker,
     make_rows_launcher,
+    make_sums_launcher,
 )
 from .hopper_plan import (
     MARKS,
     MOST_REGIONS,
     PIECE,
+    SUM_KEYS,
     Plan,
     RowsPlan,
     make_columns_plan,
     make_plan,
     make_rows_plan,
 )
+from .hopper_sums import PART
 from .problem import Gradients, Operands, Problem, empty_like
 from .triton import KINDS
 
@@ -99,18 +102,20 @@ def backward(
     rows_plan, columns_plan = make_rows_plan(problem, device), make_columns_plan(problem, device)
     if rows_plan is None or columns_plan is None or not problem.num_windows:
         return triton.backward(problem, x, out, lse, dout, dlse)
-    call, dout = _Call(problem, x), align(dout)
+    dout, dlse = align(dout), None if dlse is None else dlse.contiguous()
+    call = _Call(problem, x, is_backward=True)
     pivot, delta = _make_deltas(call, out, lse, dout, dlse)
-    rows = _walk_rows(call, rows_plan, pivot, delta, dout)
+    dq, sums = _walk_rows(call, rows_plan, pivot, delta, dout)
     is_early = rows_plan.launches == 1
     dk, dv = _walk_columns(call, columns_plan, pivot, delta, dout, is_early)
-    return triton.sum_up(x, rows, dk, dv)
+    dbias = _sum_up(call, sums) if problem.has_bias else None
+    return triton.finish(x, dq, dk, dv, dbias)
 
 
 class _Call:
     """The operands as kernels take them."""
 
-    def __init__(self, problem: Problem, x: Operands) -> None:
+    def __init__(self, problem: Problem, x: Operands, is_backward: bool = False) -> None:
         self.problem, self.x = problem, x
         self.kind = replace(problem, num_windows=1, num_masks=min(problem.num_masks, 1))
         q, self.scale = normal_scale(x.q, x.softmax_scale)
@@ -120,6 +125,11 @@ class _Call:
         self.regions = None if x.regions is None else x.regions.contiguous()
         bias = x.bias_table if x.bias is None else x.bias
         self.bias = None if bias is None else bias.contiguous()
+        self.strides = 0, problem.num_tokens**2  # of entries of a table, and of heads
+        if x.bias_table is not None:
+            if is_backward:  # programs gather from a head's: side by side, from fewer lines
+                self.bias = x.bias_table.t().contiguous().t()
+            self.strides = self.bias.stride()
         self.offsets = None if x.rel_offsets is None else x.rel_offsets.contiguous()
         self.kinds, self.marks = self._mark(-x.mask_value / self.scale)  # last: see hopper_launch
         self.types = (
@@ -155,6 +165,7 @@ class _Call:
             chunks,
             max(1, problem.num_masks),
             0 if x.bias_table is None else (x.bias_table.shape[0] - 1) // 2,
+            *self.strides,
             factor,
             1 / self.scale,
             x.mask_value / self.scale,
@@ -202,9 +213,7 @@ def _make_deltas(
     num_pairs = problem.num_windows * problem.num_heads
     padded = -(-problem.num_tokens // PIECE) * PIECE
     pivot, delta = lse.new_empty(2, num_pairs, padded).unbind(0)
-    launcher = make_deltas_launcher(
-        problem.dtype, problem.num_heads, problem.num_tokens, problem.head_size, dlse is not None
-    )
+    launcher = make_deltas_launcher(call.kind, dlse is not None)
     launcher(
         (num_pairs * -(-padded // launcher.constants["TILE"]), 1, 1),
         pivot,
@@ -212,7 +221,7 @@ def _make_deltas(
         out,
         dout,
         lse,
-        lse if dlse is None else dlse.contiguous(),
+        lse if dlse is None else dlse,
         *dout.stride()[:3],
         call.factor / call.scale,
     )
@@ -221,14 +230,15 @@ def _make_deltas(
 
 def _walk_rows(
     call: _Call, plan: RowsPlan, pivot: Tensor, delta: Tensor, dout: Tensor
-) -> triton.RowGradients:
+) -> tuple[Tensor, Tensor]:
     """Gradients of queries, and by chunks of windows of the bias: each launch has some keys."""
     problem, x = call.problem, call.x
     num_tokens, num_heads = problem.num_tokens, problem.num_heads
     dq = empty_like(x.q)
     so_far = torch.empty_like(dq, dtype=torch.float32) if plan.launches > 1 else pivot
-    shape = (plan.chunks, num_heads, num_tokens, num_tokens)
-    sums = pivot.new_empty(shape if problem.has_bias else 1)
+    tiles = -(-num_tokens // PIECE) * -(-num_tokens // SUM_KEYS)
+    shape = (plan.chunks, num_heads * tiles * PIECE * SUM_KEYS)
+    sums = pivot.new_empty(shape if problem.has_bias else 4)
     launcher = make_rows_launcher(call.kind, replace(plan, chunks=1), *call.types)
     grid = (-(-num_tokens // PIECE) * num_heads * plan.chunks, 1, 1)
     arguments = [
@@ -248,7 +258,17 @@ def _walk_rows(
     ]
     for launch in range(plan.launches):
         launcher(grid, *arguments, launch * plan.shares * plan.keys)
-    return triton.RowGradients(dq, None, sums, None)
+    return dq, sums
+
+
+def _sum_up(call: _Call, sums: Tensor) -> Tensor:
+    """The bias's gradient, ``[1, num_heads, num_tokens, num_tokens]``."""
+    num_heads, num_tokens = call.problem.num_heads, call.problem.num_tokens
+    dbias = sums.new_empty(1, num_heads, num_tokens, num_tokens)
+    chunks, size = sums.shape
+    launcher = make_sums_launcher(num_heads, num_tokens)
+    launcher((size // PART.value, 1, 1), dbias, sums, chunks)
+    return dbias
 
 
 def _walk_columns(

@@ -11,7 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from .hopper_halves import exp2_below, times
 from .hopper_tiles import FLAT, PIECE
 
-__all__ = ["change", "start_changes", "weigh"]
+__all__ = ["change", "deltas_of", "pivots_of", "start_changes", "weigh"]
+
+# As a thread holds columns of scores, so that 16 bytes are its own: see ``make_deltas``.
+HALF = gl.constexpr(gl.SharedLinearLayout([[1], [8], [16], [2], [4]]))
+WHOLE = gl.constexpr(gl.SharedLinearLayout([[1], [8], [16], [2], [4], [32]]))
 
 
 @gluon.jit
@@ -19,48 +23,57 @@ def _numbers(
     piece, FIRST: gl.constexpr, dtype: gl.constexpr, AXIS: gl.constexpr, COUNT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Some numbers of a piece: of rows if ``AXIS`` is 1, of columns if it is 0."""
+    """Some numbers of a piece, 32 or 64: of rows if ``AXIS`` is 1, of columns if it is 0."""
     ALL: gl.constexpr = PIECE * 32 // dtype.primitive_bitwidth
     some = piece._reinterpret(dtype, [ALL // COUNT, COUNT], FLAT).index(FIRST // COUNT)
+    some = some._reinterpret(dtype, [COUNT], HALF if COUNT == PIECE // 2 else WHOLE)
     numbers = some.load(gl.SliceLayout(AXIS, LAYOUT))
     return numbers[:, None] if AXIS == 1 else numbers[None, :]
 
 
 @gluon.jit
-def start_changes(
-    a, b, deltas, FIRST: gl.constexpr, AXIS: gl.constexpr, dtype: gl.constexpr,
+def pivots_of(
+    piece, FIRST: gl.constexpr, COUNT: gl.constexpr, AXIS: gl.constexpr, dtype: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Of rows or columns, in one number or in two: what ``weigh`` wants to know."""
+    pivots = (_numbers(piece, FIRST, dtype, AXIS, COUNT, LAYOUT),)
+    if dtype == gl.float16:
+        pivots = pivots + (_numbers(piece, PIECE + FIRST, dtype, AXIS, COUNT, LAYOUT),)  # type: ignore[assignment] # noqa: RUF005
+    return pivots
+
+
+@gluon.jit
+def deltas_of(
+    piece, FIRST: gl.constexpr, COUNT: gl.constexpr, AXIS: gl.constexpr, dtype: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Of rows or columns: what ``start_changes`` and ``change`` want to know."""
+    return _numbers(piece, FIRST, dtype, AXIS, COUNT, LAYOUT)
+
+
+@gluon.jit
+def start_changes(a, b, deltas, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     """Start the product that weights change by; in float16 from -δ on."""
     R: gl.constexpr = a.shape[0]
     C: gl.constexpr = b.shape[0]
     made = gl.zeros([R, C], dtype, LAYOUT)
     if dtype == gl.float16:
-        made += _numbers(deltas, FIRST, dtype, AXIS, R if AXIS == 1 else C, LAYOUT)
+        made += deltas
     return warpgroup_mma(a, b.permute((1, 0)), made, use_acc=dtype == gl.float16, is_async=True)
 
 
 @gluon.jit
-def weigh(s, scale, pivots, FIRST: gl.constexpr, AXIS: gl.constexpr):
+def weigh(s, scale, pivots):
     """2 ** (scale · s - pivot)."""
-    LAYOUT: gl.constexpr = s.type.layout
-    COUNT: gl.constexpr = s.shape[1 - AXIS]
-    pivot = _numbers(pivots, FIRST, s.dtype, AXIS, COUNT, LAYOUT)
     if s.dtype == gl.float16:
-        rest = _numbers(pivots, PIECE + FIRST, s.dtype, AXIS, COUNT, LAYOUT)
-        p = exp2_below(s, scale, pivot, rest)
+        p = exp2_below(s, scale, pivots[0], pivots[1])
     else:
-        p = gl.exp2(gl.fma(s, scale, -pivot))
+        p = gl.exp2(gl.fma(s, scale, -pivots[0]))
     return p
 
 
 @gluon.jit
-def change(p, dp, deltas, FIRST: gl.constexpr, AXIS: gl.constexpr):
+def change(p, dp, deltas):
     """What scores change by, from their weights and ``start_changes``."""
-    if p.dtype == gl.float16:
-        ds = times(p, dp)
-    else:
-        LAYOUT: gl.constexpr = p.type.layout
-        COUNT: gl.constexpr = p.shape[1 - AXIS]
-        ds = p * (dp - _numbers(deltas, FIRST, gl.float32, AXIS, COUNT, LAYOUT))
-    return ds
+    return times(p, dp) if p.dtype == gl.float16 else p * (dp - deltas)

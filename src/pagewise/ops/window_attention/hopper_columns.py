@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
-from .hopper_changes import change, start_changes, weigh
+from .hopper_changes import change, deltas_of, pivots_of, start_changes, weigh
 from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
     CAREFUL_TILE,
@@ -35,6 +35,7 @@ from .hopper_tiles import (
     MARKS,
     MIXED,
     PIECE,
+    Bias,
     Form,
     Stream,
     compare,
@@ -155,6 +156,7 @@ def _load_role(
             )  # fmt: skip
         turns = end_kind(memory.k_turns, memory.windows, turns)
     gdc_wait()  # see ``hopper_launch``
+    gdc_launch_dependents()
 
 
 @gluon.jit
@@ -172,7 +174,8 @@ def _start_tile(
         marks = rows_of(memory.marks.index(slot), AT, T)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
     dout = rows_of(memory.dout.index(slot), AT, T)
-    dp = start_changes(v, dout, memory.delta.index(slot), AT, 0, DTYPE, S_LAYOUT)
+    deltas = deltas_of(memory.delta.index(slot), AT, T, 0, DTYPE, S_LAYOUT)
+    dp = start_changes(v, dout, deltas, DTYPE, S_LAYOUT)
     return s, dp
 
 
@@ -187,6 +190,8 @@ def _walk_piece(
     TILES: gl.constexpr = COLUMNS // T
     AHEAD: gl.constexpr = tiles_ahead(k.dtype)
     PRODUCTS: gl.constexpr = 3 if MARKED else 2
+    DTYPE: gl.constexpr = score_type(k.dtype)
+    S_LAYOUT: gl.constexpr = product_layout(T, form.WARPS)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(form.WIDTH, form.WARPS), 2)
     started = ()
     for t in gl.static_range(min(AHEAD, TILES)):
@@ -199,10 +204,12 @@ def _walk_piece(
         )
         if KIND == MANY:
             s = compare(s, regions, row, first + t * T, mask_value, form.NUM_TOKENS)
-        p = weigh(s, scale, memory.pivot.index(slot), t * T, 0)
+        pivots = pivots_of(memory.pivot.index(slot), t * T, T, 0, DTYPE, S_LAYOUT)
+        p = weigh(s, scale, pivots)
         p_v = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
         dv = warpgroup_mma(p_v, rows_of(memory.dout.index(slot), t * T, T), dv, is_async=True)
-        ds = change(p, dp, memory.delta.index(slot), t * T, 0)
+        deltas = deltas_of(memory.delta.index(slot), t * T, T, 0, DTYPE, S_LAYOUT)
+        ds = change(p, dp, deltas)
         ds_k = gl.convert_layout(ds.to(k.dtype), P_LAYOUT, assert_trivial=True)
         dk = warpgroup_mma(ds_k, rows_of(memory.q.index(slot), t * T, T), dk, is_async=True)
         used = used + (p_v, ds_k)  # type: ignore[assignment] # noqa: RUF005
@@ -250,13 +257,13 @@ def _walk_window(
 
 @gluon.jit
 def _walk_role(
-    dk, dv, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale, inverse,
-    mask_value, dk_scale, form, stream,
+    dk, dv, bias, regions, memory, head, first_row, num_masks, scale, mask_value, dk_scale, form,
+    stream,
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows."""
     STREAM: gl.constexpr = stream.INDEX
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS))
-    make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, STREAM, True, form)
+    make_bias(memory.bias, bias, head, first_row, 0, STREAM, True, form)
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)
@@ -300,6 +307,8 @@ def column_gradients(
     num_chunks,
     num_masks,
     centre,
+    entry_stride,  # of the table's entries, and of its heads
+    head_stride,
     scale,  # softmax_scale · log2(e), as the type of scores holds it
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale
@@ -352,9 +361,10 @@ def column_gradients(
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()
     windows, head, first_row = which_work(kinds, num_masks, num_windows, num_chunks, form)
+    added = Bias(bias, offsets, centre, entry_stride, head_stride, inverse)
     work = (
-        dk, dv, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale, inverse,
-        mask_value, dk_scale, form,
+        dk, dv, added, regions, memory, head, first_row, num_masks, scale, mask_value, dk_scale,
+        form,
     )  # fmt: skip
     load = (
         k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc,

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper_plan
 from .hopper_marks import EARLY
@@ -35,6 +35,7 @@ def make_deltas(
     """``lse`` in powers of two, 0 of a row that saw no key; δ = Σ dO ∘ O - dlse. 0 past the end.
 
     In float16, of every piece: what is added to scores in two numbers, and -δ (``hopper_changes``).
+    A piece is in the order in which threads take its columns: 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, ...
     """
     if EARLY:
         gdc_launch_dependents()
@@ -55,8 +56,10 @@ def make_deltas(
         row_delta -= tl.load(dlse + pair * NUM_TOKENS + token, mask=is_token, other=0.0)
     row_pivot = tl.where(row_lse == float("-inf"), 0.0, row_lse * pivot_scale)
     is_row = token < PADDED
+    inner = token % 32
+    place = token - inner + inner % 2 + inner // 8 * 2 + inner // 2 % 4 * 8
     if out.dtype.element_ty == tl.float16:
-        at = 2 * (pair * PADDED + token // PIECE * PIECE) + token % PIECE
+        at = 2 * (pair * PADDED + place // PIECE * PIECE) + place % PIECE
         high = (-row_pivot).to(tl.float16)
         low = (-row_pivot - high.to(tl.float32)).to(tl.float16)
         pivots = pivot.to(tl.pointer_type(tl.float16))
@@ -65,5 +68,7 @@ def make_deltas(
         deltas = delta.to(tl.pointer_type(tl.float16))
         tl.store(deltas + at, (-row_delta).to(tl.float16), mask=is_row)
     else:
-        tl.store(pivot + pair * PADDED + token, row_pivot, mask=is_row)
-        tl.store(delta + pair * PADDED + token, row_delta, mask=is_row)
+        tl.store(pivot + pair * PADDED + place, row_pivot, mask=is_row)
+        tl.store(delta + pair * PADDED + place, row_delta, mask=is_row)
+    if EARLY:
+        gdc_wait()  # see ``hopper_launch``

@@ -50,6 +50,7 @@ from .hopper_tiles import (
     MARKS,
     MIXED,
     PIECE,
+    Bias,
     Form,
     Stream,
     make_bias,
@@ -258,8 +259,7 @@ def _finish(out, lse, acc, total, base, window, head, row, first_row, form):
 
 @gluon.jit
 def _attend_role(
-    out, lse, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale, inverse,
-    mask_value, form, stream,
+    out, lse, bias, regions, memory, head, first_row, num_masks, scale, mask_value, form, stream,
 ):  # fmt: skip
     """A stream: its share of the bias, then its share of the windows; the wrong ones once more."""
     STREAM: gl.constexpr = stream.INDEX
@@ -267,7 +267,7 @@ def _attend_role(
     PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS))
     dtype: gl.constexpr = memory.q.dtype
-    make_bias(memory.bias, bias, offsets, head, first_row, 0, centre, inverse, STREAM, False, form)
+    make_bias(memory.bias, bias, head, first_row, 0, STREAM, False, form)
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)
@@ -331,6 +331,8 @@ def attend(
     num_chunks,
     num_masks,
     centre,
+    entry_stride,  # of the table's entries, and of its heads
+    head_stride,
     scale,  # softmax_scale · log2(e)
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale
@@ -386,9 +388,9 @@ def attend(
     mbarrier.init(memory.told, STREAMS)
     fence_async_shared()
     windows, head, first_row = which_work(kinds, num_masks, num_windows, num_chunks, form)
+    added = Bias(bias, offsets, centre, entry_stride, head_stride, inverse)
     work = (
-        out, lse, bias, offsets, regions, memory, head, first_row, num_masks, centre, scale,
-        inverse, mask_value, form,
+        out, lse, added, regions, memory, head, first_row, num_masks, scale, mask_value, form,
     )  # fmt: skip
     load = (
         q_desc, k_desc, v_desc, row_marks_desc, marks_desc, memory, windows, head, first_row, form,

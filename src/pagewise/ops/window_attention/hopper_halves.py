@@ -24,8 +24,8 @@ def tiles_ahead(dtype):
     return 2 if dtype == gl.float16 else 1
 
 
-def _exp2_of_pairs(polynomials: int) -> str:
-    """PTX of ``2 ** (factor · s - pivot)`` for four pairs.
+def _exp2_of_pairs(polynomials: int, terms: int) -> str:
+    """PTX of ``2 ** (factor · s + term)``, or of the sum of two terms, for four pairs.
 
     Where exponentials are what a kernel waits for, some pairs take a polynomial instead. There
     ``x = n + f``; adding 1551 leaves 15 + n in the last five bits, which is 2 ** n shifted by ten.
@@ -39,6 +39,8 @@ def _exp2_of_pairs(polynomials: int) -> str:
         lines.append(f".reg .b32 {name}; mov.b32 {name}, 0x{bits}{bits};")
     for i in range(4):
         lines.append(f"fma.rn.f16x2 x, ${4 + i}, ${8 + i}, ${12 + i};")
+        if terms == 2:
+            lines.append(f"add.rn.f16x2 x, x, ${16 + i};")
         if i >= polynomials:
             lines.append(f"ex2.approx.f16x2 ${i}, x;")
             continue
@@ -58,14 +60,15 @@ def _exp2_of_pairs(polynomials: int) -> str:
     return " ".join([*lines, "}"])
 
 
-EXP2_OF_PAIRS = gl.constexpr(_exp2_of_pairs(polynomials=1))
+EXP2_LESS = gl.constexpr(_exp2_of_pairs(polynomials=1, terms=1))
+EXP2_BELOW = gl.constexpr(_exp2_of_pairs(polynomials=1, terms=2))
 
 
 @gluon.jit
 def exp2_less(s, factor, pivot):
     """2 ** (factor · s - pivot), inf from 2 ** 15.5 on; a quarter of them by polynomials."""
     return gl.inline_asm_elementwise(
-        EXP2_OF_PAIRS,
+        EXP2_LESS,
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
         [s, factor.to(gl.float16), (-pivot).to(gl.float16)],
         gl.float16,
@@ -76,15 +79,14 @@ def exp2_less(s, factor, pivot):
 
 @gluon.jit
 def exp2_below(s, factor, high, low):
-    """2 ** (factor · s + high + low): a number in two, of which float16 loses nothing."""
+    """2 ** (factor · s + high + low): a number in two, of which float16 loses nothing; as above."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 x; fma.rn.f16x2 x, $1, $2, $3; add.rn.f16x2 x, x, $4; "
-        "ex2.approx.f16x2 $0, x; }",
-        "=r,r,r,r,r",
+        EXP2_BELOW,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
         [s, factor.to(gl.float16), high, low],
         gl.float16,
         is_pure=True,
-        pack=2,
+        pack=8,
     )
 
 

@@ -4,12 +4,14 @@ Kernels that follow one another begin early (programmatic dependent launch): the
 of bias, or take the multiprocessors that their predecessor leaves first, and wait where they need
 what it wrote::
 
-    marks ─▶ forward                    its loading warp waits for the marks
-    deltas ─▶ by rows ─▶ by columns     rows wait for deltas before they let columns begin, which
-                                        need nothing of theirs, and end after them
+    marks ─▶ forward                       its loading warp waits for the marks
+    marks ─▶ deltas ─▶ by rows             deltas need no marks, and end after them;
+                                           rows wait for deltas, and then let columns begin
+    by rows ─▶ by columns ─▶ sums          columns need nothing of rows, and end after them;
+                                           then they let sums begin, which need rows only
 
 Whatever else they read has to be there before the first of them is launched, and they write only
-after their loading warp's wait: memory may have been another's until then.
+after their wait, or into what is theirs since before: memory may have been another's until then.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from triton.experimental.gluon import language as gl
 
 from ...tiles.hopper.gluon_launcher import GluonLauncher
@@ -28,6 +29,7 @@ from .hopper_forward import attend
 from .hopper_marks import mark_regions
 from .hopper_plan import DENSE, MARKS, NO_BIAS, PIECE, TABLE, Plan, RowsPlan, find_width
 from .hopper_rows import row_gradients
+from .hopper_sums import sum_tiles
 from .problem import Problem
 from .triton import KINDS
 
@@ -37,6 +39,7 @@ __all__ = [
     "make_launcher",
     "make_marker",
     "make_rows_launcher",
+    "make_sums_launcher",
 ]
 
 _DELTAS = 4096  # numbers of a tile
@@ -52,25 +55,23 @@ def make_marker(regions: str, num_tokens: int) -> Launcher:
 
 
 @functools.lru_cache(maxsize=256)
-def make_deltas_launcher(
-    dtype: torch.dtype, num_heads: int, num_tokens: int, head_size: int, has_dlse: bool
-) -> Launcher:
+def make_deltas_launcher(problem: Problem, has_dlse: bool) -> Launcher:
     """The kernel of pivots and deltas, of what came back in whole 16 bytes."""
-    kind, width = KINDS[dtype], find_width(head_size)
+    kind, width = KINDS[problem.dtype], find_width(problem.head_size)
     types = {"pivot": "*fp32:16", "delta": "*fp32:16", "out": f"{kind}:16", "dout": f"{kind}:16"}
     types |= {"lse": "*fp32", "dlse": "*fp32"}
     types |= dict.fromkeys(("dout_window", "dout_head", "dout_token"), "i64:8")
     types["pivot_scale"] = "fp32"
     constants = {
-        "NUM_HEADS": num_heads,
-        "NUM_TOKENS": num_tokens,
-        "PADDED": -(-num_tokens // PIECE) * PIECE,
-        "HEAD_SIZE": head_size,
+        "NUM_HEADS": problem.num_heads,
+        "NUM_TOKENS": problem.num_tokens,
+        "PADDED": -(-problem.num_tokens // PIECE) * PIECE,
+        "HEAD_SIZE": problem.head_size,
         "HAS_DLSE": has_dlse,
         "TILE": _DELTAS // width,
         "D": width,
     }
-    return Launcher(make_deltas, types, constants, num_warps=4)
+    return Launcher(make_deltas, types, constants, num_warps=4, launch_pdl=problem.has_regions)
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,11 +108,19 @@ def make_columns_launcher(
 
 
 @functools.lru_cache(maxsize=256)
+def make_sums_launcher(num_heads: int, num_tokens: int) -> Launcher:
+    """The kernel that adds up what programs by rows leave of a bias's gradient."""
+    types = {"dbias": "*fp32", "sums": "*fp32:16", "num_chunks": "i32"}
+    constants = {"NUM_HEADS": num_heads, "NUM_TOKENS": num_tokens}
+    return Launcher(sum_tiles, types, constants, num_warps=4, launch_pdl=True)
+
+
+@functools.lru_cache(maxsize=256)
 def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str) -> GluonLauncher:
     """The kernel of queries' and the bias's gradients."""
     name = KINDS[problem.dtype][1:]
     rows, keys, numbers = _tokens(problem, PIECE), _tokens(problem, plan.box), _numbers()
-    types = {"dq": f"*{name}:16", "dq_so_far": "*fp32:16", "dbias": "*fp32"}
+    types = {"dq": f"*{name}:16", "dq_so_far": "*fp32:16", "dbias": "*fp32:16"}
     types |= {"q_desc": rows, "dout_desc": rows, "row_marks_desc": _marks(PIECE)}
     types |= {"pivot_desc": numbers, "delta_desc": numbers}
     types |= {"k_desc": keys, "v_desc": keys, "marks_desc": _marks(plan.box)}
@@ -132,7 +141,9 @@ def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str
 def _others(bias: str, regions: str) -> dict[str, str]:
     """Types of what all three kernels take after their tokens."""
     types = {"bias": bias, "offsets": "*i32", "kinds": "*i32", "regions": regions}
-    types |= dict.fromkeys(("num_windows", "num_chunks", "num_masks", "centre"), "i32")
+    types |= dict.fromkeys(
+        ("num_windows", "num_chunks", "num_masks", "centre", "entry_stride", "head_stride"), "i32"
+    )
     return types | dict.fromkeys(("scale", "inverse", "mask_value"), "fp32")
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "NO_BIAS",
     "PIECE",
     "Q_STAGES",
+    "SUM_KEYS",
     "TABLE",
     "Plan",
     "RowsPlan",
@@ -33,6 +34,8 @@ __all__ = [
 # What host and kernels have to agree about.
 PIECE = 64
 """Tokens that are multiplied at once, and rows of the gradients by rows."""
+SUM_KEYS = 16
+"""Keys of a tile of the bias's gradient, as its sums are written."""
 MOST_REGIONS = 8
 """Of a window that is masked by a product."""
 MARKS = 2 * MOST_REGIONS
@@ -60,6 +63,7 @@ _COLUMN_CUTS = ((8, 3, 80, 1), (4, 3, 160, 1), (4, 2, 232, 1))
 _SHARES = ((3, 64, 160), (4, 64, 112), (3, 96, 160), (3, 128, 160))
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
+_ROWS_SETUP = 5.0  # windows: a tile of bias is made, and sums are written
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def _fit_rows(
     buffers = 1 + (free >= buffer)
     stages = min(4, 2 + (free - (buffers - 1) * buffer) // stage)
     tiles = -(-problem.num_tokens // PIECE) * problem.num_heads
-    chunks = _share(tiles, problem.num_windows, 1, device.num_workers)
+    chunks = _share(tiles, problem.num_windows, 1, device.num_workers, _ROWS_SETUP)
     return RowsPlan(launches, shares, keys, stages, buffers, registers, chunks)
 
 
@@ -226,13 +230,16 @@ def find_width(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
-def _share(tiles: int, num_windows: int, streams: int, num_workers: int) -> int:
-    """Programs that share the windows of a tile, so that few multiprocessors wait at the end."""
+def _share(tiles: int, num_windows: int, streams: int, num_workers: int, setup: float = 1.0) -> int:
+    """Programs that share the windows of a tile, so that few multiprocessors wait at the end.
+
+    ``setup``: what a program does besides, in rounds of windows.
+    """
 
     def duration(chunks: int) -> float:
         waves = -(-tiles * chunks // num_workers)
         rounds = -(-num_windows // chunks) / streams
-        return waves * (1 + max(1.0, rounds))  # a wave begins by making its tile of bias
+        return waves * (setup + max(1.0, rounds))
 
     most = max(1, num_windows)
     choices = {max(1, min(wave * num_workers // tiles, most)) for wave in range(1, _WAVES + 1)}

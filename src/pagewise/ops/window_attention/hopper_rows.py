@@ -35,7 +35,7 @@ from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
 from . import hopper_plan
-from .hopper_changes import change, start_changes, weigh
+from .hopper_changes import change, deltas_of, pivots_of, start_changes, weigh
 from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
     CHUNK,
@@ -45,6 +45,7 @@ from .hopper_tiles import (
     MIXED,
     NO_BIAS,
     PIECE,
+    Bias,
     Stream,
     compare,
     make_bias,
@@ -59,9 +60,10 @@ from .hopper_windows import await_window, end_kind, name_window, which_work
 __all__ = ["row_gradients"]
 
 ROWS = PIECE
-TILE = gl.constexpr(32)  # keys of a product
+SUM_KEYS = gl.constexpr(hopper_plan.SUM_KEYS)
+TILE = gl.constexpr(2 * hopper_plan.SUM_KEYS)  # keys of a product
 Q_STAGES = gl.constexpr(hopper_plan.Q_STAGES)
-UNIT = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
+UNIT = gl.constexpr(gl.NVMMASharedLayout(32, 16, rank=2))
 PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -119,7 +121,7 @@ class Memory:
     v: gl.shared_memory_descriptor
     marks: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, BOX, MARKS]
     turns: Turns
-    unit: gl.shared_memory_descriptor  # [TILE, TILE]: ones where row and column are equal
+    unit: gl.shared_memory_descriptor  # [SUM_KEYS, SUM_KEYS]: ones where row and column are equal
     parts: gl.shared_memory_descriptor  # float32 [BUFFERS * SHARES, ROWS, WIDTH]
     part_turns: Turns
 
@@ -215,7 +217,8 @@ def _load_window(
 
 @gluon.jit
 def _start_tile(
-    memory, SHARE: gl.constexpr, slot, k_slot, INDEX: gl.constexpr, MARKED: gl.constexpr, form
+    memory, SHARE: gl.constexpr, slot, k_slot, deltas, INDEX: gl.constexpr, MARKED: gl.constexpr,
+    form,
 ):  # fmt: skip
     """Start the products of a tile's scores, and of what weights change by."""
     AT: gl.constexpr = INDEX * TILE
@@ -231,7 +234,7 @@ def _start_tile(
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
     dout = rows_of(memory.dout.index(slot), 0, ROWS)
     v = rows_of(memory.v.index(box), AT % form.BOX, TILE)
-    dp = start_changes(dout, v, memory.delta.index(slot), 0, 1, DTYPE, S_LAYOUT)
+    dp = start_changes(dout, v, deltas, DTYPE, S_LAYOUT)
     return s, dp
 
 
@@ -247,16 +250,21 @@ def _walk_window(
     AHEAD: gl.constexpr = tiles_ahead(memory.q.dtype)
     MARKED: gl.constexpr = KIND == MIXED
     FIRST: gl.constexpr = 3 if MARKED else 2
-    SECOND: gl.constexpr = 1 if form.BIAS == NO_BIAS else 2
+    SUMS: gl.constexpr = 0 if form.BIAS == NO_BIAS else TILE // SUM_KEYS
+    HALF_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(SUM_KEYS, form.WARPS), 2)
+    DTYPE: gl.constexpr = score_type(memory.q.dtype)
+    S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
+    pivots = pivots_of(memory.pivot.index(slot), 0, ROWS, 1, DTYPE, S_LAYOUT)
+    deltas = deltas_of(memory.delta.index(slot), 0, ROWS, 1, DTYPE, S_LAYOUT)
     started = ()
     for t in gl.static_range(min(AHEAD, TILES)):
-        started = started + _start_tile(memory, SHARE, slot, k_slot, t, MARKED, form)
+        started = started + _start_tile(memory, SHARE, slot, k_slot, deltas, t, MARKED, form)
     dq = gl.zeros([ROWS, form.WIDTH], gl.float32, O_LAYOUT)
     sums = ()
     used = ()
     for t in gl.static_range(TILES):
         s, dp = warpgroup_mma_wait(
-            products_after(t, TILES, AHEAD, FIRST, SECOND),
+            products_after(t, TILES, AHEAD, FIRST, 1 + SUMS),
             deps=(started[2 * t], started[2 * t + 1]),
         )
         if KIND == MANY:
@@ -264,21 +272,27 @@ def _walk_window(
             first = SHARE * form.KEYS + t * TILE
             left = form.NUM_TOKENS - first_key
             s = compare(s, regions + first_key, row - first_key, first, mask_value, left)
-        p = weigh(s, scale, memory.pivot.index(slot), 0, 1)
-        ds = change(p, dp, memory.delta.index(slot), 0, 1)
+        ds = change(weigh(s, scale, pivots), dp, deltas)
         ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
         box = k_slot * (form.KEYS // form.BOX) + t * TILE // form.BOX
         k = rows_of(memory.k.index(box), t * TILE % form.BOX, TILE)
         dq = warpgroup_mma(ds_k, k, dq, is_async=True)
         used = used + (ds_k,)  # type: ignore[assignment] # noqa: RUF005
-        if form.BIAS != NO_BIAS:
-            sum_t = warpgroup_mma(ds_k, memory.unit, dbias[t], is_async=True)
-            sums = sums + (sum_t,)  # type: ignore[assignment] # noqa: RUF005
+        if SUMS > 0:
+            halves = (
+                ds.to(memory.k.dtype).reshape([ROWS, SUMS, SUM_KEYS]).permute((0, 2, 1)).split()
+            )
+            for i in gl.static_range(SUMS):
+                half = gl.convert_layout(halves[i], HALF_LAYOUT, assert_trivial=True)
+                total = warpgroup_mma(half, memory.unit, dbias[SUMS * t + i], is_async=True)
+                sums = sums + (total,)  # type: ignore[assignment] # noqa: RUF005
         if t + AHEAD < TILES:
-            started = started + _start_tile(memory, SHARE, slot, k_slot, t + AHEAD, MARKED, form)
+            started = started + _start_tile(
+                memory, SHARE, slot, k_slot, deltas, t + AHEAD, MARKED, form
+            )
     done = warpgroup_mma_wait(0, deps=(dq,) + sums + used)  # noqa: RUF005
     sums = ()
-    for t in gl.static_range(TILES if form.BIAS != NO_BIAS else 0):
+    for t in gl.static_range(SUMS * TILES):
         sums = sums + (done[1 + t],)  # type: ignore[assignment] # noqa: RUF005
     return done[0], sums
 
@@ -307,24 +321,21 @@ def _add_up(
 
 @gluon.jit
 def _walk_role(
-    dq_out, dq_so_far, dbias_out, bias, offsets, regions, memory, head, chunk, first_row, first_key,
-    num_masks, centre, scale, inverse, mask_value, dq_scale, form, share,
+    dq_out, dq_so_far, dbias_out, bias, regions, memory, head, chunk, first_row, first_key,
+    num_masks, scale, mask_value, dq_scale, form, share,
 ):  # fmt: skip
     """A share: its part of the tile of bias, then its keys of every window."""
     SHARE: gl.constexpr = share.INDEX
-    S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
     N: gl.constexpr = form.NUM_TOKENS
     first_key = first_key if form.PARTIAL else 0
-    make_bias(
-        memory.bias, bias, offsets, head, first_row, first_key, centre, inverse, SHARE, False, form
-    )
+    make_bias(memory.bias, bias, head, first_row, first_key, SHARE, False, form)
     barrier()
     mbarrier.arrive(memory.bias_made)
     mbarrier.wait(memory.bias_made, 0)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(form.WIDTH, form.WARPS)))
     dbias = ()
-    for _ in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
-        zeros = gl.zeros([ROWS, TILE], gl.float32, S_LAYOUT)
+    for _ in gl.static_range(form.KEYS // SUM_KEYS if form.BIAS != NO_BIAS else 0):
+        zeros = gl.zeros([ROWS, SUM_KEYS], gl.float32, product_layout(SUM_KEYS, form.WARPS))
         dbias = dbias + (zeros,)  # type: ignore[assignment] # noqa: RUF005
     turn = 0
     for i in gl.static_range(form.KINDS):
@@ -357,20 +368,34 @@ def _walk_role(
             window = await_window(memory.q_turns, memory.windows, 0, turn, form)
         memory.q_turns.release(0, turn)
         turn += 1
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    at = ((chunk.to(gl.int64) * form.NUM_HEADS + head) * N + row) * N
-    for t in gl.static_range(form.KEYS // TILE if form.BIAS != NO_BIAS else 0):
-        first = first_key + SHARE * form.KEYS + t * TILE
-        key = first + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT))
-        inside = (row < N)[:, None] & (key < N)[None, :]
-        gl.store(dbias_out + at[:, None] + key[None, :], dbias[t], inside)
+    for t in gl.static_range(form.KEYS // SUM_KEYS if form.BIAS != NO_BIAS else 0):
+        tile = first_key // SUM_KEYS + SHARE * (form.KEYS // SUM_KEYS) + t
+        _store_sums(dbias_out, dbias[t], chunk, head, first_row, tile, form)
+
+
+@gluon.jit
+def _store_sums(out, sums, chunk, head, first_row, tile, form):
+    """Write a tile's sums as threads hold them, 16 bytes of each side by side (``hopper_sums``)."""
+    KEY_TILES: gl.constexpr = (form.NUM_TOKENS + SUM_KEYS - 1) // SUM_KEYS
+    ROW_TILES: gl.constexpr = (form.NUM_TOKENS + ROWS - 1) // ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
+    # Of a row: its warp, its eight, its place there; of a key: its eight, its pair, its place.
+    numbers = sums.reshape([4, 2, 8, 2, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2, 128, 4])
+    numbers = gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
+    eight = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    place = eight[:, None, None] * 512 + thread[None, :, None] * 4 + number[None, None, :]
+    at = (chunk.to(gl.int64) * form.NUM_HEADS + head) * ROW_TILES + first_row // ROWS
+    at = (at * KEY_TILES + tile) * (ROWS * SUM_KEYS)
+    gl.store(out + at + place, numbers, tile < KEY_TILES)
 
 
 @gluon.jit
 def _make_unit(dtype: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))[None, :]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, SUM_KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, SUM_KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
     return gl.where(row == column, 1.0, 0.0).to(dtype)
 
 
@@ -378,7 +403,7 @@ def _make_unit(dtype: gl.constexpr):
 def row_gradients(
     dq,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
     dq_so_far,  # float32, the same, from launch to launch
-    dbias,  # float32 [num_chunks, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    dbias,  # float32, see ``hopper_sums``
     q_desc,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE] in boxes of [1, 1, 64, WIDTH]
     dout_desc,
     row_marks_desc,  # float16 [num_masks, NUM_TOKENS, 2 * MARKS] in boxes of [1, 64, MARKS]
@@ -395,6 +420,8 @@ def row_gradients(
     num_chunks,
     num_masks,
     centre,
+    entry_stride,  # of the table's entries, and of its heads
+    head_stride,
     scale,  # softmax_scale · log2(e), as the type of scores holds it
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale
@@ -434,16 +461,17 @@ def row_gradients(
             gl.float16, [SLOTS if MASK else 1, 1, BOX, MARKS], marks_desc.layout
         ),
         make_turns(SHARES, STAGES, 1, 1),
-        gl.allocate_shared_memory(dtype, [TILE, TILE], UNIT, _make_unit(dtype)),
+        gl.allocate_shared_memory(dtype, [SUM_KEYS, SUM_KEYS], UNIT, _make_unit(dtype)),
         gl.allocate_shared_memory(gl.float32, [BUFFERS * SHARES, ROWS, WIDTH], PART),
         make_turns(1, BUFFERS, SHARES, 1),
     )
     mbarrier.init(memory.bias_made, SHARES)
     fence_async_shared()
     windows, head, first_row = which_work(kinds, num_masks, num_windows, num_chunks, form)
+    added = Bias(bias, offsets, centre, entry_stride, head_stride, inverse)
     work = (
-        dq, dq_so_far, dbias, bias, offsets, regions, memory, head, windows.chunk, first_row,
-        first_key, num_masks, centre, scale, inverse, mask_value, dq_scale, form,
+        dq, dq_so_far, dbias, added, regions, memory, head, windows.chunk, first_row, first_key,
+        num_masks, scale, mask_value, dq_scale, form,
     )  # fmt: skip
     load = (
         q_desc, dout_desc, row_marks_desc, pivot_desc, delta_desc, k_desc, v_desc, marks_desc,

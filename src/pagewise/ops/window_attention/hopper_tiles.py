@@ -20,6 +20,7 @@ __all__ = [
     "MIXED",
     "NO_BIAS",
     "PIECE",
+    "Bias",
     "Form",
     "Stream",
     "compare",
@@ -104,10 +105,47 @@ class Stream:
         self.INDEX = gl.constexpr(INDEX)
 
 
+@aggregate
+class Bias:
+    """What is added to scores, as it is given."""
+
+    numbers: gl.tensor  # [table_size, NUM_HEADS] or [NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    offsets: gl.tensor  # int32 [NUM_TOKENS]
+    centre: gl.tensor  # of a table
+    entry_stride: gl.tensor  # of a table
+    head_stride: gl.tensor
+    inverse: gl.tensor  # 1 / softmax_scale
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, offsets, centre, entry_stride, head_stride, inverse):
+        self.numbers = numbers
+        self.offsets = offsets
+        self.centre = centre
+        self.entry_stride = entry_stride
+        self.head_stride = head_stride
+        self.inverse = inverse
+
+    @gluon.jit
+    def at(self, head, i, j, FLIPPED: gl.constexpr, form):
+        """Of rows ``i`` and columns ``j``; ``FLIPPED``: rows are keys and columns queries."""
+        N: gl.constexpr = form.NUM_TOKENS
+        inside = (i < N)[:, None] & (j < N)[None, :]
+        if form.BIAS == TABLE:
+            u = gl.load(self.offsets + i, i < N, 0)
+            other_u = gl.load(self.offsets + j, j < N, 0)
+            apart = u[:, None] - other_u[None, :]
+            place = ((-apart if FLIPPED else apart) + self.centre) * self.entry_stride
+        elif FLIPPED:
+            place = j[None, :] * N + i[:, None]
+        else:
+            place = i[:, None] * N + j[None, :]
+        numbers = self.numbers + head * self.head_stride
+        return gl.load(numbers + place, inside, 0.0).to(gl.float32)
+
+
 @gluon.jit
 def make_bias(
-    memory, bias, offsets, head, first_row, first_column, centre, inverse, STREAM: gl.constexpr,
-    FLIPPED: gl.constexpr, form,
+    memory, bias, head, first_row, first_column, STREAM: gl.constexpr, FLIPPED: gl.constexpr, form
 ):  # fmt: skip
     """Fill a stream's share of the tile of bias, 32 columns at a time; -inf where nobody is.
 
@@ -115,30 +153,18 @@ def make_bias(
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [form.WARPS, 1], [1, 0])
     PLACE: gl.constexpr = bias_layout(CHUNK, form.WARPS)
-    N: gl.constexpr = form.NUM_TOKENS
     i = first_row + gl.arange(0, form.ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
     for b in range(STREAM, memory.shape[0], form.STREAMS):
         j = first_column + b * CHUNK + column
-        inside = (i < N)[:, None] & (j < N)[None, :]
         if form.BIAS == NO_BIAS:
             value = gl.zeros([form.ROWS, CHUNK], gl.float32, LAYOUT)
         else:
-            if form.BIAS == TABLE:
-                u = gl.load(offsets + i, i < N, 0)
-                other_u = gl.load(offsets + j, j < N, 0)
-                apart = u[:, None] - other_u[None, :]
-                at = ((-apart if FLIPPED else apart) + centre) * form.NUM_HEADS + head
-            elif FLIPPED:
-                at = (head * N + j)[None, :] * N + i[:, None]
-            else:
-                at = (head * N + i)[:, None] * N + j[None, :]
-            value = gl.load(bias + at, inside, 0.0).to(gl.float32)
-        value = value * inverse
-        largest = gl.minimum(LARGEST, MOST_BIAS * inverse)
+            value = bias.at(head, i, j, FLIPPED, form) * bias.inverse
+        largest = gl.minimum(LARGEST, MOST_BIAS * bias.inverse)
         fits = gl.minimum(gl.maximum(value, -largest), largest)
         value = gl.where(gl.abs(value) < float("inf"), fits, value)  # -inf hides; NaN is not lost
-        value = gl.where((j < N)[None, :], value, float("-inf")).to(gl.float16)
+        value = gl.where((j < form.NUM_TOKENS)[None, :], value, float("-inf")).to(gl.float16)
         memory.index(b)._reinterpret(gl.float16, [form.ROWS, CHUNK], PLACE).store(value)
 
 

@@ -60,23 +60,27 @@ def backward(
     plan, _, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
     rows = _walk_rows(call, plan, kind, out, lse, dlse)
+    dbias = None
+    if problem.has_bias:
+        biases = (max(1, problem.num_biases), *rows.sums.shape[1:])
+        dbias = rows.sums.view(-1, *biases).sum(dim=0)
     dk, dv = empty_like(x.q), empty_like(x.q)
     programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks_backward
     launcher = _column_gradients(*kind, call.kinds)
     launcher((programs, 1, 1), dk, dv, *call.qkv, lse, rows.delta, *call.added,
              *call.scalars(plan.chunks_backward), *call.strides)  # fmt: skip
-    return sum_up(x, rows, dk, dv)
+    return finish(x, rows.dq, dk, dv, dbias, rows.shares)
 
 
 class RowGradients(NamedTuple):
     """What a walk by rows makes."""
 
     dq: Tensor
-    delta: Tensor | None
+    delta: Tensor
     """float32 ``[num_windows, num_heads, num_tokens]``."""
-    sums: Tensor | None
+    sums: Tensor
     """Of the bias's gradient, by chunks of windows: float32 ``[chunks, heads, tokens, tokens]``."""
-    shares: Tensor | None
+    shares: Tensor
     """Of the scales' gradient: float32 ``[chunks, heads, tiles]``."""
 
 
@@ -108,20 +112,27 @@ def _walk_rows(
     return RowGradients(dq, delta, sums, shares)
 
 
-def sum_up(x: Operands, rows: RowGradients, dk: Tensor, dv: Tensor) -> Gradients:
-    """All gradients: those of what windows share are added up."""
+def finish(
+    x: Operands,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+    shares: Tensor | None = None,
+) -> Gradients:
+    """All gradients; ``dbias`` float32 ``[num_biases, num_heads, num_tokens, num_tokens]``."""
     table = bias = scale = None
     if x.bias_table is not None:
-        assert rows.sums is not None
-        table = _sum_table(x, rows.sums.sum(dim=0))
+        assert dbias is not None
+        table = _sum_table(x, dbias)
     if x.bias is not None:
-        assert rows.sums is not None
-        bias = rows.sums.view(-1, *x.bias.shape).sum(dim=0).to(x.bias.dtype)
+        assert dbias is not None
+        bias = dbias.to(x.bias.dtype)
     if x.logit_scale is not None:
-        assert rows.shares is not None
+        assert shares is not None
         clamped = x.logit_scale > MAX_LOGIT_SCALE
-        scale = rows.shares.sum(dim=(0, 2)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
-    return Gradients(rows.dq, dk, dv, table, bias, scale)
+        scale = shares.sum(dim=(0, 2)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
+    return Gradients(dq, dk, dv, table, bias, scale)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -224,9 +235,8 @@ def _sum_table(x: Operands, dbias: Tensor) -> Tensor:
     dtable = torch.empty_like(x.bias_table, memory_format=torch.contiguous_format)
     types = {"dtable": KINDS[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
              "offsets": "*i32", "num_tokens": "i32", "table_size": "i32"}  # fmt: skip
-    launcher = _small(triton_backward.table_gradient, tuple(types.items()),
-                      (("TILE", 32), ("TILE_N", 64), width))  # fmt: skip
-    launcher((-(-table_size // 32), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
+    launcher = _small(triton_backward.table_gradient, tuple(types.items()), (("TILE", 8), width))
+    launcher((-(-table_size // 8), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
              table_size)  # fmt: skip
     return dtable
 

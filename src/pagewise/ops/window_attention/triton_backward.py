@@ -316,24 +316,18 @@ def table_gradient(
     num_tokens,
     table_size,
     TILE: tl.constexpr,
-    TILE_N: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Sum the bias's gradient over the pairs of tokens that share a row of the table."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
     centre = (table_size - 1) // 2
-    everyone = tl.arange(0, WIDTH)
-    u = tl.load(offsets + everyone, mask=everyone < num_tokens, other=2147483647)
-    smallest = tl.min(u, 0)
+    i = tl.arange(0, WIDTH)
+    u = tl.load(offsets + i, mask=i < num_tokens, other=2147483647)
+    number = (u - tl.min(u, 0))[None, :] + (centre - row)[:, None]
+    is_pair = (i < num_tokens)[None, :] & (number >= 0) & (number <= centre)
+    j = tl.load(tokens + number, mask=is_pair, other=-1)
     dbias += head.to(tl.int64) * num_tokens * num_tokens
-    acc = tl.zeros([TILE, TILE_N], tl.float32)
-    for start in range(0, num_tokens, TILE_N):
-        i = start + tl.arange(0, TILE_N)
-        u_i = tl.load(offsets + i, mask=i < num_tokens, other=0)
-        number = (u_i - smallest)[None, :] + (centre - row)[:, None]
-        is_pair = (i < num_tokens)[None, :] & (number >= 0) & (number <= centre)
-        j = tl.load(tokens + number, mask=is_pair, other=-1)
-        acc += tl.load(dbias + i[None, :] * num_tokens + j, mask=j >= 0, other=0.0)
+    found = tl.load(dbias + i[None, :] * num_tokens + j, mask=j >= 0, other=0.0)
     at = dtable + row * tl.num_programs(1) + head
-    tl.store(at, tl.sum(acc, 1).to(dtable.dtype.element_ty), mask=row < table_size)
+    tl.store(at, tl.sum(found, 1).to(dtable.dtype.element_ty), mask=row < table_size)
