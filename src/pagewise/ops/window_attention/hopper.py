@@ -123,13 +123,12 @@ class _Call:
         factor = self.scale * _LOG2_E
         self.factor = _to_float16(factor) if problem.dtype == torch.float16 else factor
         self.regions = None if x.regions is None else x.regions.contiguous()
-        bias = x.bias_table if x.bias is None else x.bias
-        self.bias = None if bias is None else bias.contiguous()
-        self.strides = 0, problem.num_tokens**2  # of entries of a table, and of heads
+        self.bias = x.bias if x.bias is None else x.bias.contiguous()
+        self.strides = [0, problem.num_tokens**2]  # of a table's entries, and of heads
         if x.bias_table is not None:
-            if is_backward:  # programs gather from a head's: side by side, from fewer lines
-                self.bias = x.bias_table.t().contiguous().t()
-            self.strides = self.bias.stride()
+            # Programs gather from a head's entries: side by side they are fewer lines.
+            table = x.bias_table.t().contiguous().t() if is_backward else x.bias_table.contiguous()
+            self.bias, self.strides = table, [*table.stride()]
         self.offsets = None if x.rel_offsets is None else x.rel_offsets.contiguous()
         self.kinds, self.marks = self._mark(-x.mask_value / self.scale)  # last: see hopper_launch
         self.types = (
