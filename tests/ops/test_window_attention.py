@@ -71,8 +71,8 @@ class Inputs:
             rows = math.prod(2 * n - 1 for n in case.window)
             self.tensors["bias_table"] = self.normal(rows, heads).to(device)
             self.options["rel_offsets"] = rel_offsets(case.window, num_tokens=num_tokens).to(device)
-        elif case.bias == "dense":
-            self.tensors["bias"] = self.normal(2, heads, *pairs).to(device)
+        elif case.bias in ("dense", "one"):
+            self.tensors["bias"] = self.normal(1 + (case.bias == "dense"), heads, *pairs).to(device)
         if case.mask == "regions":
             regions = shift_regions(grid, case.window, shift)[:, :num_tokens]
             self.options["regions"] = regions.to(device)
@@ -262,6 +262,8 @@ ON_HOPPER = [
     Case((7, 7, 7), dtype=BF16, softmax_scale=0.01, **D16),
     Case((7, 7, 7), dtype=F16, softmax_scale=0.0, **D16),
     Case((7, 7, 7), dtype=F16, bias="none", **D16),
+    Case((7, 7, 7), dtype=F16, bias="one", **D16),
+    Case((24, 24), dtype=BF16, bias="one", mask="none", head_size=32),
     Case((7, 7, 7), dtype=F16, num_tokens=321, **D16 | {"num_heads": 67}),
     Case((14, 14), dtype=F16, head_size=8, images=3),
     Case((15, 15), dtype=BF16, head_size=64),
@@ -331,11 +333,12 @@ def test_hopper_does_some_of_many_windows_again(mask, monkeypatch):
         pytest.skip("not a Hopper GPU")
     from pagewise.ops.window_attention import hopper
 
-    def in_one_chunk(problem, device):
-        return replace(make_plan(problem, device), chunks=1)
+    def in_one_chunk(*question):
+        plan, launcher = find_forward(*question)
+        return replace(plan, chunks=1), launcher
 
-    make_plan = hopper.make_plan
-    monkeypatch.setattr(hopper, "make_plan", in_one_chunk)
+    find_forward = hopper.find_forward
+    monkeypatch.setattr(hopper, "find_forward", in_one_chunk)
     case = Case((7, 7, 7), num_heads=1, head_size=16, dtype=F16, mask=mask, images=25)
     inputs = make(case, "hopper")
     inputs.tensors["q"][[3, 93, 94, 199]] *= 20

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,26 +14,8 @@ from ...tiles.hopper.gluon_launcher import align
 from ...tiles.hopper.launch import refuse
 from ...tiles.state import AttentionOutput
 from . import triton
-from .hopper_launch import (
-    make_columns_launcher,
-    make_deltas_launcher,
-    make_launcher,
-    make_marker,
-    make_rows_launcher,
-    make_sums_launcher,
-)
-from .hopper_plan import (
-    MARKS,
-    MOST_REGIONS,
-    PIECE,
-    SUM_KEYS,
-    Plan,
-    RowsPlan,
-    make_columns_plan,
-    make_plan,
-    make_rows_plan,
-)
-from .hopper_sums import PART
+from .hopper_launch import GradientKernels, find_forward, find_gradients, make_marker
+from .hopper_plan import MARKS, MOST_REGIONS, PIECE, SUM_KEYS, make_plan
 from .problem import Gradients, Operands, Problem, empty_like
 from .triton import KINDS
 
@@ -72,14 +53,12 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
     """One launch, and with regions a small one to mark them."""
-    plan = make_plan(problem, DeviceInfo.of(x.q.device))
-    assert plan is not None
+    plan, launcher = find_forward(problem, DeviceInfo.of(x.q.device), _types_of(x))
     out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     if not problem.num_windows:
         return AttentionOutput(out, lse)
     call = _Call(problem, x)
-    launcher = make_launcher(call.kind, replace(plan, chunks=1), *call.types)
     launcher(
         (-(-problem.num_tokens // plan.rows) * problem.num_heads * plan.chunks, 1, 1),
         out,
@@ -99,17 +78,58 @@ def backward(
 ) -> Gradients:
     """What is to be subtracted from rows; by rows; by columns; and the sums over windows."""
     device = DeviceInfo.of(x.q.device)
-    rows_plan, columns_plan = make_rows_plan(problem, device), make_columns_plan(problem, device)
-    if rows_plan is None or columns_plan is None or not problem.num_windows:
+    kernels = find_gradients(problem, device, _types_of(x), dlse is not None)
+    if kernels is None or not problem.num_windows:
         return triton.backward(problem, x, out, lse, dout, dlse)
     dout, dlse = align(dout), None if dlse is None else dlse.contiguous()
+    results = _Results.of(problem, kernels, x, lse)
     call = _Call(problem, x, is_backward=True)
-    pivot, delta = _make_deltas(call, out, lse, dout, dlse)
-    dq, sums = _walk_rows(call, rows_plan, pivot, delta, dout)
-    is_early = rows_plan.launches == 1
-    dk, dv = _walk_columns(call, columns_plan, pivot, delta, dout, is_early)
-    dbias = _sum_up(call, sums) if problem.has_bias else None
-    return triton.finish(x, dq, dk, dv, dbias)
+    _make_deltas(call, kernels, results, out, lse, dout, dlse)
+    _walk_rows(call, kernels, results, dout)
+    _walk_columns(call, kernels, results, dout)
+    if problem.has_bias:
+        chunks, size = results.sums.shape
+        tile = kernels.add_sums.constants["TILE"]
+        kernels.add_sums((size // tile, 1, 1), results.dbias, results.sums, chunks)
+    return triton.finish(x, results.dq, results.dk, results.dv, results.dbias)
+
+
+class _Results(NamedTuple):
+    """What the gradients' kernels write: there before the first of them (``hopper_launch``)."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor
+    """float32 ``[1, num_heads, num_tokens, num_tokens]``, or nothing."""
+    sums: Tensor
+    """Of the bias's gradient, by chunks of windows: see ``hopper_sums``."""
+    pivot: Tensor
+    """float32 ``[num_windows * num_heads, whole pieces]``, like ``delta``."""
+    delta: Tensor
+    dq_so_far: Tensor
+    """From launch to launch, float32, where there are several."""
+
+    @classmethod
+    def of(cls, problem: Problem, kernels: GradientKernels, x: Operands, lse: Tensor) -> _Results:
+        """Nothing in it yet."""
+        num_tokens, num_heads = problem.num_tokens, problem.num_heads
+        num_pieces = -(-num_tokens // PIECE)
+        pivot, delta = lse.new_empty((2, problem.num_windows * num_heads, num_pieces * PIECE))
+        tile = PIECE * SUM_KEYS
+        size = num_heads * num_pieces * -(-num_tokens // SUM_KEYS) * tile
+        dq, dk, dv = (empty_like(x.q) for _ in range(3))
+        is_kept = kernels.rows_plan.launches > 1
+        return cls(
+            dq,
+            dk,
+            dv,
+            lse.new_empty((int(problem.has_bias), num_heads, num_tokens, num_tokens)),
+            lse.new_empty((kernels.rows_plan.chunks, size if problem.has_bias else tile)),
+            pivot,
+            delta,
+            torch.empty_like(dq, dtype=torch.float32) if is_kept else pivot,
+        )
 
 
 class _Call:
@@ -117,24 +137,20 @@ class _Call:
 
     def __init__(self, problem: Problem, x: Operands, is_backward: bool = False) -> None:
         self.problem, self.x = problem, x
-        self.kind = replace(problem, num_windows=1, num_masks=min(problem.num_masks, 1))
         q, self.scale = normal_scale(x.q, x.softmax_scale)
         self.q, self.k, self.v = align(q), align(x.k), align(x.v)
         factor = self.scale * _LOG2_E
         self.factor = _to_float16(factor) if problem.dtype == torch.float16 else factor
         self.regions = None if x.regions is None else x.regions.contiguous()
-        self.bias = x.bias if x.bias is None else x.bias.contiguous()
+        self.bias = None if x.bias is None else x.bias.contiguous()
         self.strides = [0, problem.num_tokens**2]  # of a table's entries, and of heads
         if x.bias_table is not None:
-            # Programs gather from a head's entries: side by side they are fewer lines.
-            table = x.bias_table.t().contiguous().t() if is_backward else x.bias_table.contiguous()
+            # A head's entries side by side are fewer lines to gather from. Forward, where fewer
+            # programs do it, that is less than a launch takes.
+            table = x.bias_table.t().contiguous().t() if is_backward else x.bias_table
             self.bias, self.strides = table, [*table.stride()]
         self.offsets = None if x.rel_offsets is None else x.rel_offsets.contiguous()
         self.kinds, self.marks = self._mark(-x.mask_value / self.scale)  # last: see hopper_launch
-        self.types = (
-            "*fp32" if self.bias is None else KINDS[self.bias.dtype],
-            "*i32" if self.regions is None else KINDS[self.regions.dtype],
-        )
 
     def _mark(self, factor: float) -> tuple[Tensor, Tensor]:
         """Which windows are of several regions, and their marks.
@@ -171,6 +187,15 @@ class _Call:
         ]
 
 
+def _types_of(x: Operands) -> tuple[str, str]:
+    """Element types of bias and regions, as kernels name them."""
+    bias = x.bias_table if x.bias is None else x.bias
+    return (
+        "*fp32" if bias is None else KINDS[bias.dtype],
+        "*i32" if x.regions is None else KINDS[x.regions.dtype],
+    )
+
+
 def _to_float16(number: float) -> float:
     """The nearest finite number of float16.
 
@@ -205,18 +230,21 @@ def normal_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _make_deltas(
-    call: _Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Pivots and deltas, ``[num_windows * num_heads, whole pieces]``."""
-    problem = call.problem
-    num_pairs = problem.num_windows * problem.num_heads
-    padded = -(-problem.num_tokens // PIECE) * PIECE
-    pivot, delta = lse.new_empty(2, num_pairs, padded).unbind(0)
-    launcher = make_deltas_launcher(call.kind, dlse is not None)
-    launcher(
-        (num_pairs * -(-padded // launcher.constants["TILE"]), 1, 1),
-        pivot,
-        delta,
+    call: _Call,
+    kernels: GradientKernels,
+    results: _Results,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> None:
+    """What is to be subtracted from rows."""
+    num_pairs, padded = results.pivot.shape
+    tile = kernels.make_deltas.constants["TILE"]
+    kernels.make_deltas(
+        (num_pairs * -(-padded // tile), 1, 1),
+        results.pivot,
+        results.delta,
         out,
         dout,
         lse,
@@ -224,72 +252,46 @@ def _make_deltas(
         *dout.stride()[:3],
         call.factor / call.scale,
     )
-    return pivot, delta
 
 
-def _walk_rows(
-    call: _Call, plan: RowsPlan, pivot: Tensor, delta: Tensor, dout: Tensor
-) -> tuple[Tensor, Tensor]:
+def _walk_rows(call: _Call, kernels: GradientKernels, results: _Results, dout: Tensor) -> None:
     """Gradients of queries, and by chunks of windows of the bias: each launch has some keys."""
-    problem, x = call.problem, call.x
-    num_tokens, num_heads = problem.num_tokens, problem.num_heads
-    dq = empty_like(x.q)
-    so_far = torch.empty_like(dq, dtype=torch.float32) if plan.launches > 1 else pivot
-    tiles = -(-num_tokens // PIECE) * -(-num_tokens // SUM_KEYS)
-    shape = (plan.chunks, num_heads * tiles * PIECE * SUM_KEYS)
-    sums = pivot.new_empty(shape if problem.has_bias else 4)
-    launcher = make_rows_launcher(call.kind, replace(plan, chunks=1), *call.types)
-    grid = (-(-num_tokens // PIECE) * num_heads * plan.chunks, 1, 1)
+    problem, plan = call.problem, kernels.rows_plan
+    grid = (-(-problem.num_tokens // PIECE) * problem.num_heads * plan.chunks, 1, 1)
     arguments = [
-        dq,
-        so_far,
-        sums,
+        results.dq,
+        results.dq_so_far,
+        results.sums,
         call.q,
         dout,
         call.marks,
-        pivot,
-        delta,
+        results.pivot,
+        results.delta,
         call.k,
         call.v,
         call.marks,
         *call.others(plan.chunks, call.factor),
-        x.softmax_scale,
+        call.x.softmax_scale,
     ]
     for launch in range(plan.launches):
-        launcher(grid, *arguments, launch * plan.shares * plan.keys)
-    return dq, sums
+        kernels.walk_rows(grid, *arguments, launch * plan.shares * plan.keys)
 
 
-def _sum_up(call: _Call, sums: Tensor) -> Tensor:
-    """The bias's gradient, ``[1, num_heads, num_tokens, num_tokens]``."""
-    num_heads, num_tokens = call.problem.num_heads, call.problem.num_tokens
-    dbias = sums.new_empty(1, num_heads, num_tokens, num_tokens)
-    chunks, size = sums.shape
-    launcher = make_sums_launcher(num_heads, num_tokens)
-    launcher((size // PART.value, 1, 1), dbias, sums, chunks)
-    return dbias
-
-
-def _walk_columns(
-    call: _Call, plan: Plan, pivot: Tensor, delta: Tensor, dout: Tensor, is_early: bool
-) -> tuple[Tensor, Tensor]:
+def _walk_columns(call: _Call, kernels: GradientKernels, results: _Results, dout: Tensor) -> None:
     """Gradients of keys and values."""
-    problem = call.problem
-    dk, dv = empty_like(call.x.q), empty_like(call.x.q)
-    launcher = make_columns_launcher(call.kind, replace(plan, chunks=1), *call.types, is_early)
-    launcher(
+    problem, plan = call.problem, kernels.columns_plan
+    kernels.walk_columns(
         (-(-problem.num_tokens // plan.rows) * problem.num_heads * plan.chunks, 1, 1),
-        dk,
-        dv,
+        results.dk,
+        results.dv,
         call.k,
         call.v,
         call.marks,
         call.q,
         dout,
         call.marks,
-        pivot,
-        delta,
+        results.pivot,
+        results.delta,
         *call.others(plan.chunks, call.factor),
         call.scale,
     )
-    return dk, dv

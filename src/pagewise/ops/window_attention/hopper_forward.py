@@ -331,8 +331,8 @@ def attend(
     num_chunks,
     num_masks,
     centre,
-    entry_stride,  # of the table's entries, and of its heads
-    head_stride,
+    entry_stride,  # of a table's entries
+    head_stride,  # of a table or bias
     scale,  # softmax_scale · log2(e)
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale

@@ -10,30 +10,47 @@ what it wrote::
     by rows ─▶ by columns ─▶ sums          columns need nothing of rows, and end after them;
                                            then they let sums begin, which need rows only
 
-Whatever else they read has to be there before the first of them is launched, and they write only
-after their wait, or into what is theirs since before: memory may have been another's until then.
+Whatever else they read has to be there before the first of them is launched, and so has what they
+write: memory that is allocated later may be another's, whose kernel still runs.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 
+from ...device import DeviceInfo
 from ...tiles.hopper.gluon_launcher import GluonLauncher
 from ...tiles.triton.launch import Launcher
 from .hopper_columns import column_gradients
 from .hopper_deltas import make_deltas
 from .hopper_forward import attend
 from .hopper_marks import mark_regions
-from .hopper_plan import DENSE, MARKS, NO_BIAS, PIECE, TABLE, Plan, RowsPlan, find_width
+from .hopper_plan import (
+    DENSE,
+    MARKS,
+    NO_BIAS,
+    PIECE,
+    TABLE,
+    Plan,
+    RowsPlan,
+    find_width,
+    make_columns_plan,
+    make_plan,
+    make_rows_plan,
+)
 from .hopper_rows import row_gradients
 from .hopper_sums import sum_tiles
 from .problem import Problem
 from .triton import KINDS
 
 __all__ = [
+    "GradientKernels",
+    "find_forward",
+    "find_gradients",
     "make_columns_launcher",
     "make_deltas_launcher",
     "make_launcher",
@@ -42,7 +59,53 @@ __all__ = [
     "make_sums_launcher",
 ]
 
-_DELTAS = 4096  # numbers of a tile
+_DELTAS, _SUMS = 4096, 512  # numbers of a tile
+
+
+class GradientKernels(NamedTuple):
+    """The gradients' plans, and the kernels that go by them."""
+
+    rows_plan: RowsPlan
+    columns_plan: Plan
+    make_deltas: Launcher
+    walk_rows: GluonLauncher
+    walk_columns: GluonLauncher
+    add_sums: Launcher
+
+
+@functools.lru_cache(maxsize=1024)
+def find_forward(
+    problem: Problem, device: DeviceInfo, types: tuple[str, str]
+) -> tuple[Plan, GluonLauncher]:
+    """The plan of a problem that can run, and its kernel; ``types``: of bias and regions."""
+    plan = make_plan(problem, device)
+    assert plan is not None
+    return plan, make_launcher(_of_one_window(problem), replace(plan, chunks=1), *types)
+
+
+@functools.lru_cache(maxsize=1024)
+def find_gradients(
+    problem: Problem, device: DeviceInfo, types: tuple[str, str], has_dlse: bool
+) -> GradientKernels | None:
+    """The same of the gradients; None if they cannot run."""
+    rows, columns = make_rows_plan(problem, device), make_columns_plan(problem, device)
+    if rows is None or columns is None:
+        return None
+    kind = _of_one_window(problem)
+    is_early = rows.launches == 1
+    return GradientKernels(
+        rows,
+        columns,
+        make_deltas_launcher(kind, has_dlse),
+        make_rows_launcher(kind, replace(rows, chunks=1), *types),
+        make_columns_launcher(kind, replace(columns, chunks=1), *types, is_early),
+        make_sums_launcher(problem.num_heads, problem.num_tokens),
+    )
+
+
+def _of_one_window(problem: Problem) -> Problem:
+    """What kernels are compiled for: not how many windows."""
+    return replace(problem, num_windows=1, num_masks=min(problem.num_masks, 1))
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,7 +174,7 @@ def make_columns_launcher(
 def make_sums_launcher(num_heads: int, num_tokens: int) -> Launcher:
     """The kernel that adds up what programs by rows leave of a bias's gradient."""
     types = {"dbias": "*fp32", "sums": "*fp32:16", "num_chunks": "i32"}
-    constants = {"NUM_HEADS": num_heads, "NUM_TOKENS": num_tokens}
+    constants = {"NUM_HEADS": num_heads, "NUM_TOKENS": num_tokens, "TILE": _SUMS}
     return Launcher(sum_tiles, types, constants, num_warps=4, launch_pdl=True)
 
 

@@ -52,7 +52,7 @@ Q_STAGES = 2
 
 _LEAST = 32  # columns of a product
 _SHARED_BYTES = 232_448
-_SMALL = 2048  # ones, barriers, and what partitions are handed; a unit matrix is as large
+_SMALL = 2048  # ones, barriers, and what partitions are handed; more than a unit matrix
 # Warps of a stream, streams, registers of a thread, tiles of a piece: the fastest first (lab log).
 # The more warps, the more there is to do while one waits; all of them share a multiprocessor's
 # registers.
@@ -63,7 +63,7 @@ _COLUMN_CUTS = ((8, 3, 80, 1), (4, 3, 160, 1), (4, 2, 232, 1))
 _SHARES = ((3, 64, 160), (4, 64, 112), (3, 96, 160), (3, 128, 160))
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
-_ROWS_SETUP = 5.0  # windows: a tile of bias is made, and sums are written
+_ROWS_SETUP = 5.0  # windows, since sums are written as well
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def find_width(head_size: int) -> int:
 def _share(tiles: int, num_windows: int, streams: int, num_workers: int, setup: float = 1.0) -> int:
     """Programs that share the windows of a tile, so that few multiprocessors wait at the end.
 
-    ``setup``: what a program does besides, in rounds of windows.
+    ``setup``: what a program does besides, in rounds of windows: it makes its tile of bias.
     """
 
     def duration(chunks: int) -> float:

@@ -250,7 +250,7 @@ def _walk_window(
     AHEAD: gl.constexpr = tiles_ahead(memory.q.dtype)
     MARKED: gl.constexpr = KIND == MIXED
     FIRST: gl.constexpr = 3 if MARKED else 2
-    SUMS: gl.constexpr = 0 if form.BIAS == NO_BIAS else TILE // SUM_KEYS
+    SUMS: gl.constexpr = 0 if form.BIAS == NO_BIAS else 2  # of a tile
     HALF_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(SUM_KEYS, form.WARPS), 2)
     DTYPE: gl.constexpr = score_type(memory.q.dtype)
     S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
@@ -272,17 +272,15 @@ def _walk_window(
             first = SHARE * form.KEYS + t * TILE
             left = form.NUM_TOKENS - first_key
             s = compare(s, regions + first_key, row - first_key, first, mask_value, left)
-        ds = change(weigh(s, scale, pivots), dp, deltas)
-        ds_k = gl.convert_layout(ds.to(memory.k.dtype), DS_LAYOUT, assert_trivial=True)
+        ds = change(weigh(s, scale, pivots), dp, deltas).to(memory.k.dtype)
+        ds_k = gl.convert_layout(ds, DS_LAYOUT, assert_trivial=True)
         box = k_slot * (form.KEYS // form.BOX) + t * TILE // form.BOX
         k = rows_of(memory.k.index(box), t * TILE % form.BOX, TILE)
         dq = warpgroup_mma(ds_k, k, dq, is_async=True)
         used = used + (ds_k,)  # type: ignore[assignment] # noqa: RUF005
         if SUMS > 0:
-            halves = (
-                ds.to(memory.k.dtype).reshape([ROWS, SUMS, SUM_KEYS]).permute((0, 2, 1)).split()
-            )
-            for i in gl.static_range(SUMS):
+            halves = ds.reshape([ROWS, SUMS, SUM_KEYS]).permute((0, 2, 1)).split()
+            for i in gl.static_range(SUMS):  # in the registers of ``ds_k``
                 half = gl.convert_layout(halves[i], HALF_LAYOUT, assert_trivial=True)
                 total = warpgroup_mma(half, memory.unit, dbias[SUMS * t + i], is_async=True)
                 sums = sums + (total,)  # type: ignore[assignment] # noqa: RUF005
@@ -420,8 +418,8 @@ def row_gradients(
     num_chunks,
     num_masks,
     centre,
-    entry_stride,  # of the table's entries, and of its heads
-    head_stride,
+    entry_stride,  # of a table's entries
+    head_stride,  # of a table or bias
     scale,  # softmax_scale · log2(e), as the type of scores holds it
     inverse,  # 1 / softmax_scale
     mask_value,  # divided by softmax_scale

@@ -12,11 +12,10 @@ from triton.language.extra.cuda import gdc_wait
 from . import hopper_plan
 from .hopper_marks import EARLY
 
-__all__ = ["PART", "sum_tiles"]
+__all__ = ["sum_tiles"]
 
 PIECE = tl.constexpr(hopper_plan.PIECE)
 KEYS = tl.constexpr(hopper_plan.SUM_KEYS)
-PART = tl.constexpr(512)  # numbers of a program
 MOST = tl.constexpr(8)  # chunks at once
 
 
@@ -27,24 +26,27 @@ def sum_tiles(
     num_chunks,
     NUM_HEADS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Grid: parts of a tile × tiles of keys × tiles of rows × heads."""
-    PARTS: tl.constexpr = PIECE * KEYS // PART
+    PARTS: tl.constexpr = PIECE * KEYS // TILE
     KEY_TILES: tl.constexpr = (NUM_TOKENS + KEYS - 1) // KEYS
     ROW_TILES: tl.constexpr = (NUM_TOKENS + PIECE - 1) // PIECE
     SIZE: tl.constexpr = NUM_HEADS * ROW_TILES * KEY_TILES * PIECE * KEYS
     program = tl.program_id(0)
-    place = tl.arange(0, PART)
-    at = sums + program * PART + place
-    total = tl.zeros([PART], tl.float32)
+    place = tl.arange(0, TILE)
+    at = sums + program * TILE + place
+    total = tl.zeros([TILE], tl.float32)
     for first in range(0, num_chunks, MOST):
         chunk = first + tl.arange(0, MOST)
         some = at[None, :] + (chunk.to(tl.int64) * SIZE)[:, None]
-        total += tl.sum(tl.load(some, mask=(chunk < num_chunks)[:, None], other=0.0), 0)
-    # The order of ``hopper_rows``: sixteen rows a warp, eight keys after another.
-    place += program % PARTS * PART
+        is_there = (chunk < num_chunks)[:, None]
+        # Past the first-level cache: this kernel begins before the one before has ended.
+        total += tl.sum(tl.load(some, mask=is_there, other=0.0, cache_modifier=".cg"), 0)
+    # The order of ``hopper_rows``: eight keys after another, and of these sixteen rows a warp.
+    place += program % PARTS * TILE
     row = place // 128 % 4 * 16 + place // 2 % 2 * 8 + place // 16 % 8
-    key = place // 512 * 8 + place // 4 % 4 * 2 + place % 2
+    key = place // (8 * PIECE) * 8 + place // 4 % 4 * 2 + place % 2
     tile = program // PARTS
     key += tile % KEY_TILES * KEYS
     row += tile // KEY_TILES % ROW_TILES * PIECE

@@ -235,8 +235,9 @@ def _sum_table(x: Operands, dbias: Tensor) -> Tensor:
     dtable = torch.empty_like(x.bias_table, memory_format=torch.contiguous_format)
     types = {"dtable": KINDS[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
              "offsets": "*i32", "num_tokens": "i32", "table_size": "i32"}  # fmt: skip
-    launcher = _small(triton_backward.table_gradient, tuple(types.items()), (("TILE", 8), width))
-    launcher((-(-table_size // 8), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
+    tile = 8
+    launcher = _small(triton_backward.table_gradient, tuple(types.items()), (("TILE", tile), width))
+    launcher((-(-table_size // tile), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
              table_size)  # fmt: skip
     return dtable
 
