@@ -57,7 +57,7 @@ CASES = [
     Case((2, 9, 4), (4, 4, 4), (2, 2, 2), clamped=(2, 4, 4)),
     Case((3, 2, 4), (5, 5, 5), (2, 2, 2), clamped=(3, 2, 4), batch=3),
 ]
-SLOW = (CASES[0], CASES[2], CASES[4], CASES[5], CASES[7])  # others have all of theirs
+SLOW = [CASES[n] for n in (0, 1, 2, 4, 5, 7, 11)]  # others have all of theirs
 HEADS, SIZE = 2, 8
 
 
@@ -239,6 +239,8 @@ def test_swin_v2_and_every_other_option_reach_the_windows():
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (0, 2, 1, 3, 5, 4), (0, 3, 4, 5, 1, 2)])
 def test_any_strides(order, impl):
+    if impl == "triton" and not ON_GPU and order[1] != 3:
+        pytest.skip("seconds under the interpreter")
     device = "cuda" if impl == "triton" and ON_GPU else "cpu"
     inputs = Inputs(Case((7, 10), (4, 3), (2, 1)), device)
     expected = inputs.run(shifted_window_attention, impl=impl)
@@ -329,7 +331,7 @@ def test_what_a_mode_leaves_behind_serves_no_later_call():
     ("row", "dtype"),
     [
         *itertools.product([(3, 2, 8), (3,), (5, 1), (144,)], [F64, F32, F16, BF16]),
-        ((1100,), F64),
+        pytest.param((1100,), F64, marks=pytest.mark.gpu),  # seconds under the interpreter
         ((1100,), BF16),
     ],
     ids=str,
