@@ -116,16 +116,16 @@ class _Results(NamedTuple):
         num_tokens, num_heads = problem.num_tokens, problem.num_heads
         num_pieces = -(-num_tokens // PIECE)
         pivot, delta = lse.new_empty((2, problem.num_windows * num_heads, num_pieces * PIECE))
-        tile = PIECE * SUM_KEYS
-        size = num_heads * num_pieces * -(-num_tokens // SUM_KEYS) * tile
+        num_bias_heads = num_heads if problem.has_bias else 0
+        num_tiles = num_bias_heads * num_pieces * -(-num_tokens // SUM_KEYS)
         dq, dk, dv = (empty_like(x.q) for _ in range(3))
         is_kept = kernels.rows_plan.launches > 1
         return cls(
             dq,
             dk,
             dv,
-            lse.new_empty((int(problem.has_bias), num_heads, num_tokens, num_tokens)),
-            lse.new_empty((kernels.rows_plan.chunks, size if problem.has_bias else tile)),
+            lse.new_empty((1, num_bias_heads, num_tokens, num_tokens)),
+            lse.new_empty((kernels.rows_plan.chunks, num_tiles * PIECE * SUM_KEYS)),
             pivot,
             delta,
             torch.empty_like(dq, dtype=torch.float32) if is_kept else pivot,

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from .hopper_halves import exp2_below, times
 from .hopper_tiles import FLAT, PIECE
 
-__all__ = ["change", "deltas_of", "pivots_of", "start_changes", "weigh"]
+__all__ = ["change", "numbers_of", "pivots_of", "start_changes", "weigh"]
 
 # As a thread holds columns of scores, so that 16 bytes are its own: see ``make_deltas``.
 HALF = gl.constexpr(gl.SharedLinearLayout([[1], [8], [16], [2], [4]]))
@@ -19,11 +19,11 @@ WHOLE = gl.constexpr(gl.SharedLinearLayout([[1], [8], [16], [2], [4], [32]]))
 
 
 @gluon.jit
-def _numbers(
-    piece, FIRST: gl.constexpr, dtype: gl.constexpr, AXIS: gl.constexpr, COUNT: gl.constexpr,
+def numbers_of(
+    piece, FIRST: gl.constexpr, COUNT: gl.constexpr, AXIS: gl.constexpr, dtype: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Some numbers of a piece, 32 or 64: of rows if ``AXIS`` is 1, of columns if it is 0."""
+    """32 or 64 numbers of a piece, such as δ: of rows if ``AXIS`` is 1, of columns if it is 0."""
     ALL: gl.constexpr = PIECE * 32 // dtype.primitive_bitwidth
     some = piece._reinterpret(dtype, [ALL // COUNT, COUNT], FLAT).index(FIRST // COUNT)
     some = some._reinterpret(dtype, [COUNT], HALF if COUNT == PIECE // 2 else WHOLE)
@@ -36,20 +36,11 @@ def pivots_of(
     piece, FIRST: gl.constexpr, COUNT: gl.constexpr, AXIS: gl.constexpr, dtype: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Of rows or columns, in one number or in two: what ``weigh`` wants to know."""
-    pivots = (_numbers(piece, FIRST, dtype, AXIS, COUNT, LAYOUT),)
+    """What ``weigh`` wants to know of rows or columns: one number each, or two."""
+    pivots = (numbers_of(piece, FIRST, COUNT, AXIS, dtype, LAYOUT),)
     if dtype == gl.float16:
-        pivots = pivots + (_numbers(piece, PIECE + FIRST, dtype, AXIS, COUNT, LAYOUT),)  # type: ignore[assignment] # noqa: RUF005
+        pivots = pivots + (numbers_of(piece, PIECE + FIRST, COUNT, AXIS, dtype, LAYOUT),)  # type: ignore[assignment] # noqa: RUF005
     return pivots
-
-
-@gluon.jit
-def deltas_of(
-    piece, FIRST: gl.constexpr, COUNT: gl.constexpr, AXIS: gl.constexpr, dtype: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Of rows or columns: what ``start_changes`` and ``change`` want to know."""
-    return _numbers(piece, FIRST, dtype, AXIS, COUNT, LAYOUT)
 
 
 @gluon.jit

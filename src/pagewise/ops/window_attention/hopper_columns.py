@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
-from .hopper_changes import change, deltas_of, pivots_of, start_changes, weigh
+from .hopper_changes import change, numbers_of, pivots_of, start_changes, weigh
 from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
     CAREFUL_TILE,
@@ -174,7 +174,7 @@ def _start_tile(
         marks = rows_of(memory.marks.index(slot), AT, T)
         s = warpgroup_mma(row_marks, marks.permute((1, 0)), s, is_async=True)
     dout = rows_of(memory.dout.index(slot), AT, T)
-    deltas = deltas_of(memory.delta.index(slot), AT, T, 0, DTYPE, S_LAYOUT)
+    deltas = numbers_of(memory.delta.index(slot), AT, T, 0, DTYPE, S_LAYOUT)
     dp = start_changes(v, dout, deltas, DTYPE, S_LAYOUT)
     return s, dp
 
@@ -208,7 +208,7 @@ def _walk_piece(
         p = weigh(s, scale, pivots)
         p_v = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
         dv = warpgroup_mma(p_v, rows_of(memory.dout.index(slot), t * T, T), dv, is_async=True)
-        deltas = deltas_of(memory.delta.index(slot), t * T, T, 0, DTYPE, S_LAYOUT)
+        deltas = numbers_of(memory.delta.index(slot), t * T, T, 0, DTYPE, S_LAYOUT)
         ds = change(p, dp, deltas)
         ds_k = gl.convert_layout(ds.to(k.dtype), P_LAYOUT, assert_trivial=True)
         dk = warpgroup_mma(ds_k, rows_of(memory.q.index(slot), t * T, T), dk, is_async=True)

@@ -297,16 +297,9 @@ def _attend_role(
         theirs = regions
         if form.MASK:
             theirs += window % num_masks * form.NUM_TOKENS
+        use = (turn - QUICK_KINDS) * PIECES
         m, total, acc = attend_carefully(
-            memory,
-            STREAM,
-            turn,
-            (turn - QUICK_KINDS) * PIECES,
-            theirs,
-            row,
-            mask_value,
-            scale,
-            form,
+            memory, STREAM, turn, use, theirs, row, mask_value, scale, form
         )
         total = gl.convert_layout(total, ROW, assert_trivial=True)
         _finish(out, lse, acc, total, m, window, head, row, first_row, form)

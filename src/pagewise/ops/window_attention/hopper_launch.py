@@ -80,7 +80,7 @@ def find_forward(
     """The plan of a problem that can run, and its kernel; ``types``: of bias and regions."""
     plan = make_plan(problem, device)
     assert plan is not None
-    return plan, make_launcher(_of_one_window(problem), replace(plan, chunks=1), *types)
+    return plan, make_launcher(problem.of_one_window(), replace(plan, chunks=1), *types)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -91,7 +91,7 @@ def find_gradients(
     rows, columns = make_rows_plan(problem, device), make_columns_plan(problem, device)
     if rows is None or columns is None:
         return None
-    kind = _of_one_window(problem)
+    kind = problem.of_one_window()
     is_early = rows.launches == 1
     return GradientKernels(
         rows,
@@ -101,11 +101,6 @@ def find_gradients(
         make_columns_launcher(kind, replace(columns, chunks=1), *types, is_early),
         make_sums_launcher(problem.num_heads, problem.num_tokens),
     )
-
-
-def _of_one_window(problem: Problem) -> Problem:
-    """What kernels are compiled for: not how many windows."""
-    return replace(problem, num_windows=1, num_masks=min(problem.num_masks, 1))
 
 
 @functools.lru_cache(maxsize=256)

@@ -35,7 +35,7 @@ from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
 from . import hopper_plan
-from .hopper_changes import change, deltas_of, pivots_of, start_changes, weigh
+from .hopper_changes import change, numbers_of, pivots_of, start_changes, weigh
 from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
     CHUNK,
@@ -255,7 +255,7 @@ def _walk_window(
     DTYPE: gl.constexpr = score_type(memory.q.dtype)
     S_LAYOUT: gl.constexpr = product_layout(TILE, form.WARPS)
     pivots = pivots_of(memory.pivot.index(slot), 0, ROWS, 1, DTYPE, S_LAYOUT)
-    deltas = deltas_of(memory.delta.index(slot), 0, ROWS, 1, DTYPE, S_LAYOUT)
+    deltas = numbers_of(memory.delta.index(slot), 0, ROWS, 1, DTYPE, S_LAYOUT)
     started = ()
     for t in gl.static_range(min(AHEAD, TILES)):
         started = started + _start_tile(memory, SHARE, slot, k_slot, deltas, t, MARKED, form)
@@ -290,7 +290,7 @@ def _walk_window(
             )
     done = warpgroup_mma_wait(0, deps=(dq,) + sums + used)  # noqa: RUF005
     sums = ()
-    for t in gl.static_range(SUMS * TILES):
+    for t in gl.static_range(len(dbias)):
         sums = sums + (done[1 + t],)  # type: ignore[assignment] # noqa: RUF005
     return done[0], sums
 
@@ -366,7 +366,7 @@ def _walk_role(
             window = await_window(memory.q_turns, memory.windows, 0, turn, form)
         memory.q_turns.release(0, turn)
         turn += 1
-    for t in gl.static_range(form.KEYS // SUM_KEYS if form.BIAS != NO_BIAS else 0):
+    for t in gl.static_range(len(dbias)):
         tile = first_key // SUM_KEYS + SHARE * (form.KEYS // SUM_KEYS) + t
         _store_sums(dbias_out, dbias[t], chunk, head, first_row, tile, form)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,11 @@ class Problem:
     def has_bias(self) -> bool:
         """Whether anything learned is added to the scores."""
         return self.table_size is not None or self.num_biases > 0
+
+    def of_one_window(self) -> Problem:
+        """What kernels are compiled for: any number of windows, of masks and of biases."""
+        num_masks, num_biases = min(self.num_masks, 1), min(self.num_biases, 1)
+        return replace(self, num_windows=1, num_masks=num_masks, num_biases=num_biases)
 
 
 def empty_like(q: Tensor) -> Tensor:

@@ -144,8 +144,7 @@ def _cut(
     Forward it is any number of heads; the gradients' kernels would spill more.
     """
     plan = make_plan(problem, device)
-    num_masks, num_biases = min(problem.num_masks, 1), min(problem.num_biases, 1)
-    one = replace(problem, num_windows=1, num_masks=num_masks, num_biases=num_biases)
+    one = problem.of_one_window()
     shape = replace(plan, chunks=1, chunks_backward=1)
     return plan, (replace(one, num_heads=1), shape), (one, shape)
 
