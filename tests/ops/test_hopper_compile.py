@@ -16,11 +16,14 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: nothing 
 from test_compiled import FITTED, HOPPER, dump, list_instructions, loads_of_nothing, resources  # noqa: E402
 
 from pagewise.device import DeviceInfo  # noqa: E402
-from pagewise.ops.window_attention import hopper as windows  # noqa: E402
+from pagewise.ops.window_attention import hopper  # noqa: E402
 from pagewise.ops.window_attention import hopper_launch as launch  # noqa: E402
+from pagewise.ops.window_attention import hopper_one_tile_launch as one_tile  # noqa: E402
+from pagewise.ops.window_attention import hopper_operands as operands  # noqa: E402
 from pagewise.ops.window_attention.hopper_plan import (  # noqa: E402
     CAREFUL_TILE,
     make_columns_plan,
+    make_one_tile_plan,
     make_plan,
     make_rows_plan,
 )
@@ -189,6 +192,31 @@ WALKS = {
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        SHIFTED | {"num_tokens": 49, "head_size": 32},
+        SHIFTED | {"num_tokens": 64, "head_size": 64, "dtype": BF16},
+        {"num_tokens": 36, "head_size": 24, "table_size": None},
+    ],
+    ids=str,
+)
+def test_windows_of_one_tile_share_a_multiprocessor(change, tmp_path):
+    problem = replace(WINDOWS, **change)
+    for is_backward in (False, True):
+        plan = replace(make_one_tile_plan(problem, H200, is_backward), chunks=1)
+        if is_backward:
+            launcher = one_tile.make_gradients_launcher(problem, plan, "*fp32", True)
+        else:
+            launcher = one_tile.make_launcher(problem, plan, "*fp32")
+        compiled = launcher.compile(HOPPER)
+        assert plan.programs * (compiled.metadata.shared + 1024) <= SHARED_MEMORY + 1024
+        used = resources(compiled, tmp_path)
+        assert plan.programs * 128 * used["REG"] <= 1 << 16
+        if FITTED:
+            assert used["STACK"] <= 8, used
+
+
+@pytest.mark.parametrize(
     ("change", "walk", "most_spilled"),
     [
         (SHIFTED, "columns", 136),
@@ -218,7 +246,9 @@ def test_what_goes_before_and_after_gradients_of_windows_compiles():
     problem = replace(WINDOWS, head_size=32, dtype=BF16)
     deltas = launch.make_deltas_launcher(problem, has_dlse=True).compile(HOPPER)
     assert "ld.global.b16" not in deltas.asm["ptx"]
-    launch.make_sums_launcher(3, 343).compile(HOPPER)
+    for is_early in (False, True):
+        launch.make_sums_launcher(3, 343, 11, is_early).compile(HOPPER)
+    one_tile.make_matcher("*u8", 49).compile(HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -235,22 +265,24 @@ def test_what_goes_before_and_after_gradients_of_windows_compiles():
         ({"mask_dtype": torch.bool, "num_masks": 1}, "dense mask"),
         ({"head_size": 20}, "head_size is 20; multiples of 8"),
         ({"head_size": 72}, "head_size is 72"),
-        ({"num_tokens": 192}, "num_tokens is 192; 193 to 1024"),
+        ({"num_tokens": 32}, "num_tokens is 32; 33 to 64 and 193 to 1024"),
+        (SHIFTED | {"num_tokens": 49, "head_size": 64}, None),
+        ({"num_tokens": 192}, "num_tokens is 192; 33 to 64 and 193 to 1024"),
         (SHIFTED | {"num_tokens": 1024, "head_size": 64}, "do not fit"),
     ],
     ids=str,
 )
 def test_window_attention_runs_where_it_is_faster_than_triton(change, reason):
-    answer = windows.supports(replace(WINDOWS, **change), H200)
+    answer = hopper.supports(replace(WINDOWS, **change), H200)
     assert answer is None if reason is None else reason in answer
 
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 16.0, 1 / 16, 0.05, 1e-7, -0.25, -7.0, 0.0])
 def test_a_scale_that_bias_can_be_divided_by(scale):
     q = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    found, normal = windows.normal_scale(q, scale)
+    found, normal = operands.normal_scale(q, scale)
     assert normal >= 1 / 16
     assert torch.equal(found.double() * normal, q.double() * scale)
     if abs(scale) > 0.01:
-        found, normal = windows.normal_scale(q.half(), scale)
+        found, normal = operands.normal_scale(q.half(), scale)
         assert torch.equal(found.double() * normal, q.half().double() * scale)

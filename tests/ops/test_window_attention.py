@@ -281,6 +281,15 @@ ON_HOPPER = [
     Case((24, 24), dtype=F16, mask="many", **D16),
     Case((24, 24), dtype=F16, head_size=64, images=1),
     Case((32, 32), dtype=F16, head_size=32, images=1),
+    *(Case((7, 7), dtype=dtype, num_heads=3, head_size=32, images=9) for dtype in (F16, BF16)),
+    *(Case((8, 8), dtype=F16, head_size=size, images=300) for size in (8, 24, 48, 64)),
+    Case((7, 7), dtype=F16, mask="none", **D16),
+    Case((7, 7), dtype=F16, mask="many", **D16),
+    Case((4, 4, 4), dtype=BF16, mask="many", mask_value=-math.inf, head_size=16),
+    Case((7, 7), dtype=F16, mask_value=-3e4, softmax_scale=-1.5, **D16),
+    Case((7, 7), dtype=BF16, bias="one", softmax_scale=0.01, **D16),
+    Case((8, 8), dtype=F16, bias="none", num_tokens=33, softmax_scale=0.0, **D16),
+    Case((6, 7), dtype=F16, bias="none", mask="none", **D16 | {"num_heads": 67}),
 ]
 
 

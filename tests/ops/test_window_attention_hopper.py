@@ -11,8 +11,10 @@ from pagewise.ops.window_attention import Problem
 from pagewise.ops.window_attention.hopper_plan import (
     MARKS,
     PIECE,
+    WORDS,
     find_width,
     make_columns_plan,
+    make_one_tile_plan,
     make_plan,
     make_rows_plan,
 )
@@ -119,6 +121,21 @@ def test_every_program_has_a_window_and_every_multiprocessor_a_program(maker, nu
             assert busy > 0.75
 
 
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("num_heads", [1, 3, 12, 67, 2000])
+def test_programs_have_nearly_as_many_windows_of_one_tile_as_others(is_backward, num_heads):
+    for num_windows, head_size in itertools.product((1, 64, 343, 4096), (8, 32, 64)):
+        problem = replace(
+            VOLUME, num_heads=num_heads, num_windows=num_windows, num_tokens=49, head_size=head_size
+        )
+        plan = make_one_tile_plan(problem, H200, is_backward)
+        assert 1 <= plan.chunks <= num_windows
+        assert plan.chunks * num_heads <= max(plan.programs * 132, num_heads)
+        most, least = -(-num_windows // plan.chunks), num_windows // plan.chunks
+        assert most - least <= 1
+        assert plan.programs * plan.registers * 128 <= 1 << 16
+
+
 # --- small kernels ------------------------------------------------------------------------------
 
 
@@ -146,6 +163,25 @@ def test_a_product_of_marks_tells_regions_apart(dtype):
         columns, rows = marks[window].double().split(MARKS, dim=1)
         same = regions[window][:, None] == regions[window][None, :]
         assert torch.equal(rows @ columns.mT, (same.double() - 1) * factor)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("num_tokens", [33, 50, 64])
+def test_words_tell_regions_apart(num_tokens):
+    from pagewise.ops.window_attention.hopper_marks import match_regions
+
+    random = torch.Generator().manual_seed(4)
+    counts = [1, 2, 9, 64]
+    regions = torch.stack(
+        [torch.randperm(num_tokens, generator=random) % count - 5 for count in counts]
+    )
+    words = torch.full([len(counts), WORDS], 7, dtype=torch.int32, device=device())
+    match_regions[(len(counts),)](words, regions.to(device()), NUM_TOKENS=num_tokens)
+    assert words[:, 2 * PIECE].tolist() == [0, 1, 1, 1]
+    bits = words[:, : 2 * PIECE].view(-1, PIECE, 2, 1) >> torch.arange(32, device=device()) & 1
+    same = regions[:, :, None] == regions[:, None, :]
+    found = bits.flatten(2)[:, :num_tokens, :num_tokens].bool().cpu()
+    assert torch.equal(found, same)
 
 
 @pytest.mark.interpret
@@ -187,8 +223,8 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("chunks", [1, 8, 11])
-def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks):
+@pytest.mark.parametrize(("chunks", "most"), [(1, 1), (8, 8), (11, 4)])
+def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks, most):
     from pagewise.ops.window_attention.hopper_sums import sum_tiles
 
     heads, tokens, rows, keys = 2, 77, 2, 5  # tiles of 64 rows and of 16 keys
@@ -199,6 +235,6 @@ def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks):
     sums = held.permute(0, 4, 1, 3, 5, 2, 6).reshape(chunks, -1).contiguous()
     dbias = torch.full((heads, tokens, tokens), torch.nan, device=device())
     grid = (sums.shape[1] // 512,)
-    sum_tiles[grid](dbias, sums, chunks, NUM_HEADS=heads, NUM_TOKENS=tokens, TILE=512)
+    sum_tiles[grid](dbias, sums, chunks, NUM_HEADS=heads, NUM_TOKENS=tokens, MOST=most, TILE=512)
     wanted = whole.double().sum(0)[:, :tokens, :tokens]
     assert torch.allclose(dbias.double(), wanted, atol=1e-5)

@@ -55,12 +55,13 @@ def test_float32_keeps_no_rounded_bias():
 
 # With the bytes that a thread may keep in memory because its registers are full.
 COMPILED = [
-    (IMAGE, 0),
+    (IMAGE, 96),
     (VOLUME, 512),
-    (replace(IMAGE, dtype=BF16, cosine=True), 0),
+    (replace(IMAGE, dtype=BF16, cosine=True), 64),
     (replace(IMAGE, dtype=F32), 512),
     (replace(IMAGE, head_size=30, num_tokens=64), 128),
-    (replace(IMAGE, table_size=None, num_biases=2, has_regions=False, mask_dtype=F32), 128),
+    (replace(IMAGE, head_size=8, num_tokens=27), 0),
+    (replace(IMAGE, table_size=None, num_biases=2, has_regions=False, mask_dtype=F32), 192),
     (replace(VOLUME, num_heads=12, num_windows=8, head_size=10), 768),
     (replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048),
 ]
@@ -77,6 +78,9 @@ def launchers(problem):
     kinds += (factor, factor, True)
     first, last = plan.groups[0], plan.groups[-1]
     yield kernels._attend(problem, plan, kinds)
+    if len(plan.tiles) == 1:
+        yield kernels._one_tile_gradients(problem, plan, kinds, True)
+        return
     yield kernels._row_gradients(problem, plan, kinds, first, 0, len(plan.groups) == 1, False)
     if len(plan.groups) > 1:
         done = sum(itertools.chain(*plan.groups[:-1]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import Any, NamedTuple
 
@@ -13,17 +12,18 @@ from ...device import DeviceInfo
 from ...tiles.hopper.gluon_launcher import align
 from ...tiles.hopper.launch import refuse
 from ...tiles.state import AttentionOutput
+from . import hopper_one_tile_launch as one_tile
 from . import triton
 from .hopper_launch import GradientKernels, find_forward, find_gradients, make_marker
-from .hopper_plan import MARKS, MOST_REGIONS, PIECE, SUM_KEYS, make_plan
+from .hopper_operands import LOG2_E, normal_scale, types_of
+from .hopper_plan import MARKS, MOST_IN_ONE_TILE, MOST_REGIONS, PIECE, SUM_KEYS, make_plan
 from .problem import Gradients, Operands, Problem, empty_like
 from .triton import KINDS
 
 __all__ = ["backward", "forward", "supports"]
 
-_LOG2_E = 1 / math.log(2)
 _FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 193, 1024, 64
-_LEAST_SCALE = 1 / 16
+_FEWEST_IN_ONE_TILE = 33
 _MOST_MARKED = 2048.0
 _LARGEST = 65_504.0  # of float16
 
@@ -41,10 +41,12 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "a dense mask, or several biases, are left to triton"
     if problem.head_size % 8 or problem.head_size > _WIDEST:
         return f"head_size is {problem.head_size}; multiples of 8 up to {_WIDEST} run"
+    if _FEWEST_IN_ONE_TILE <= problem.num_tokens <= MOST_IN_ONE_TILE:
+        return None
     if not _FEWEST_TOKENS <= problem.num_tokens <= _MOST_TOKENS:
         return (
-            f"num_tokens is {problem.num_tokens}; {_FEWEST_TOKENS} to {_MOST_TOKENS} is where "
-            "this is faster than triton"
+            f"num_tokens is {problem.num_tokens}; {_FEWEST_IN_ONE_TILE} to {MOST_IN_ONE_TILE} and "
+            f"{_FEWEST_TOKENS} to {_MOST_TOKENS} are where this is faster than triton"
         )
     if make_plan(problem, device) is None:
         return f"{problem.num_tokens} tokens of {problem.head_size} do not fit into shared memory"
@@ -53,11 +55,13 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
     """One launch, and with regions a small one to mark them."""
-    plan, launcher = find_forward(problem, DeviceInfo.of(x.q.device), _types_of(x))
+    if not problem.num_windows:
+        return triton.forward(problem, x)
+    if problem.num_tokens <= MOST_IN_ONE_TILE:
+        return one_tile.forward(problem, x)
+    plan, launcher = find_forward(problem, DeviceInfo.of(x.q.device), types_of(x))
     out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
-    if not problem.num_windows:
-        return AttentionOutput(out, lse)
     call = _Call(problem, x)
     launcher(
         (-(-problem.num_tokens // plan.rows) * problem.num_heads * plan.chunks, 1, 1),
@@ -68,7 +72,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
         call.v,
         call.marks,
         call.marks,
-        *call.others(plan.chunks, call.scale * _LOG2_E),
+        *call.others(plan.chunks, call.scale * LOG2_E),
     )
     return AttentionOutput(out, lse)
 
@@ -77,9 +81,13 @@ def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """What is to be subtracted from rows; by rows; by columns; and the sums over windows."""
+    if not problem.num_windows:
+        return triton.backward(problem, x, out, lse, dout, dlse)
+    if problem.num_tokens <= MOST_IN_ONE_TILE:
+        return one_tile.backward(problem, x, lse, dout, dlse)
     device = DeviceInfo.of(x.q.device)
-    kernels = find_gradients(problem, device, _types_of(x), dlse is not None)
-    if kernels is None or not problem.num_windows:
+    kernels = find_gradients(problem, device, types_of(x), dlse is not None)
+    if kernels is None:
         return triton.backward(problem, x, out, lse, dout, dlse)
     dout, dlse = align(dout), None if dlse is None else dlse.contiguous()
     results = _Results.of(problem, kernels, x, lse)
@@ -139,7 +147,7 @@ class _Call:
         self.problem, self.x = problem, x
         q, self.scale = normal_scale(x.q, x.softmax_scale)
         self.q, self.k, self.v = align(q), align(x.k), align(x.v)
-        factor = self.scale * _LOG2_E
+        factor = self.scale * LOG2_E
         self.factor = _to_float16(factor) if problem.dtype == torch.float16 else factor
         self.regions = None if x.regions is None else x.regions.contiguous()
         self.bias = None if x.bias is None else x.bias.contiguous()
@@ -187,15 +195,6 @@ class _Call:
         ]
 
 
-def _types_of(x: Operands) -> tuple[str, str]:
-    """Element types of bias and regions, as kernels name them."""
-    bias = x.bias_table if x.bias is None else x.bias
-    return (
-        "*fp32" if bias is None else KINDS[bias.dtype],
-        "*i32" if x.regions is None else KINDS[x.regions.dtype],
-    )
-
-
 def _to_float16(number: float) -> float:
     """The nearest finite number of float16.
 
@@ -205,28 +204,6 @@ def _to_float16(number: float) -> float:
     """
     number = max(-_LARGEST, min(_LARGEST, number))
     return float(struct.unpack("e", struct.pack("e", number))[0])
-
-
-def normal_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores by a scale of at least 1/16: bias and mask are divided by it.
-
-    q is multiplied by a power of two, which is exact but for float16's subnormals.
-
-    Example:
-        >>> normal_scale(torch.tensor([3.0]), -1.5)
-        (tensor([-3.]), 1.5)
-        >>> normal_scale(torch.tensor([3.0]), 1 / 64)
-        (tensor([0.7500]), 0.0625)
-        >>> normal_scale(torch.tensor([3.0]), 0.0)
-        (tensor([0.]), 0.6931471805599453)
-    """
-    if not scale < _LEAST_SCALE:
-        return q, scale
-    if scale == 0:
-        return torch.zeros_like(q), 1 / _LOG2_E  # any would do: the factor of scores is then 1
-    size = min(1.0, 2.0 ** math.floor(math.log2(abs(scale) / _LEAST_SCALE)))
-    factor = math.copysign(size, scale)
-    return q * factor, scale / factor
 
 
 def _make_deltas(

@@ -49,8 +49,10 @@ from .triton import KINDS
 
 __all__ = [
     "GradientKernels",
+    "describe_tokens",
     "find_forward",
     "find_gradients",
+    "known_of",
     "make_columns_launcher",
     "make_deltas_launcher",
     "make_launcher",
@@ -59,7 +61,7 @@ __all__ = [
     "make_sums_launcher",
 ]
 
-_DELTAS, _SUMS = 4096, 512  # numbers of a tile
+_DELTAS, _SUMS = 4096, 4096  # numbers of a tile
 
 
 class GradientKernels(NamedTuple):
@@ -99,7 +101,7 @@ def find_gradients(
         make_deltas_launcher(kind, has_dlse),
         make_rows_launcher(kind, replace(rows, chunks=1), *types),
         make_columns_launcher(kind, replace(columns, chunks=1), *types, is_early),
-        make_sums_launcher(problem.num_heads, problem.num_tokens),
+        make_sums_launcher(problem.num_heads, problem.num_tokens, rows.chunks, is_early=True),
     )
 
 
@@ -136,12 +138,12 @@ def make_deltas_launcher(problem: Problem, has_dlse: bool) -> Launcher:
 def make_launcher(problem: Problem, plan: Plan, bias: str, regions: str) -> GluonLauncher:
     """The forward kernel for one kind of problem, its bias' and its regions' element types."""
     name = KINDS[problem.dtype][1:]
-    rows, piece = _tokens(problem, plan.rows), _tokens(problem, plan.piece)
+    rows, piece = describe_tokens(problem, plan.rows), describe_tokens(problem, plan.piece)
     types = {"out": f"*{name}:16", "lse": "*fp32"}
     types |= {"q_desc": rows, "k_desc": piece, "v_desc": piece}
     types |= {"row_marks_desc": _marks(plan.rows), "marks_desc": _marks(plan.piece)}
     types |= _others(bias, regions)
-    constants = _known(problem) | _columns(plan) | {"KEYS": plan.piece} | _streams(plan)
+    constants = known_of(problem) | _columns(plan) | {"KEYS": plan.piece} | _streams(plan)
     return GluonLauncher(
         attend, types, constants, num_warps=plan.warps, launch_pdl=problem.has_regions
     )
@@ -153,37 +155,56 @@ def make_columns_launcher(
 ) -> GluonLauncher:
     """The kernel of keys' and values' gradients; ``is_early`` after a single launch by rows."""
     name = KINDS[problem.dtype][1:]
-    rows, piece, numbers = _tokens(problem, plan.rows), _tokens(problem, PIECE), _numbers()
+    rows, piece, numbers = (
+        describe_tokens(problem, plan.rows),
+        describe_tokens(problem, PIECE),
+        _numbers(),
+    )
     types = {"dk": f"*{name}:16", "dv": f"*{name}:16"}
     types |= {"k_desc": rows, "v_desc": rows, "row_marks_desc": _marks(plan.rows)}
     types |= {"q_desc": piece, "dout_desc": piece, "marks_desc": _marks(PIECE)}
     types |= {"pivot_desc": numbers, "delta_desc": numbers}
     types |= _others(bias, regions) | {"dk_scale": "fp32"}
-    constants = _known(problem) | _columns(plan) | _streams(plan)
+    constants = known_of(problem) | _columns(plan) | _streams(plan)
     return GluonLauncher(
         column_gradients, types, constants, num_warps=plan.warps, launch_pdl=is_early
     )
 
 
 @functools.lru_cache(maxsize=256)
-def make_sums_launcher(num_heads: int, num_tokens: int) -> Launcher:
-    """The kernel that adds up what programs by rows leave of a bias's gradient."""
+def make_sums_launcher(
+    num_heads: int, num_tokens: int, num_chunks: int, is_early: bool
+) -> Launcher:
+    """The kernel that adds up what programs leave of a bias's gradient.
+
+    ``is_early`` if the one before it lets it begin, and wrote nothing that it reads.
+    """
+    most = min(32, 1 << (num_chunks - 1).bit_length())
     types = {"dbias": "*fp32", "sums": "*fp32:16", "num_chunks": "i32"}
-    constants = {"NUM_HEADS": num_heads, "NUM_TOKENS": num_tokens, "TILE": _SUMS}
-    return Launcher(sum_tiles, types, constants, num_warps=4, launch_pdl=True)
+    constants = {
+        "NUM_HEADS": num_heads,
+        "NUM_TOKENS": num_tokens,
+        "MOST": most,
+        "TILE": min(1024, _SUMS // most),
+    }
+    return Launcher(sum_tiles, types, constants, num_warps=4, launch_pdl=is_early)
 
 
 @functools.lru_cache(maxsize=256)
 def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str) -> GluonLauncher:
     """The kernel of queries' and the bias's gradients."""
     name = KINDS[problem.dtype][1:]
-    rows, keys, numbers = _tokens(problem, PIECE), _tokens(problem, plan.box), _numbers()
+    rows, keys, numbers = (
+        describe_tokens(problem, PIECE),
+        describe_tokens(problem, plan.box),
+        _numbers(),
+    )
     types = {"dq": f"*{name}:16", "dq_so_far": "*fp32:16", "dbias": "*fp32:16"}
     types |= {"q_desc": rows, "dout_desc": rows, "row_marks_desc": _marks(PIECE)}
     types |= {"pivot_desc": numbers, "delta_desc": numbers}
     types |= {"k_desc": keys, "v_desc": keys, "marks_desc": _marks(plan.box)}
     types |= _others(bias, regions) | {"dq_scale": "fp32", "first_key": "i32"}
-    constants = _known(problem) | {
+    constants = known_of(problem) | {
         "SHARES": plan.shares,
         "KEYS": plan.keys,
         "BOX": plan.box,
@@ -205,7 +226,7 @@ def _others(bias: str, regions: str) -> dict[str, str]:
     return types | dict.fromkeys(("scale", "inverse", "mask_value"), "fp32")
 
 
-def _known(problem: Problem) -> dict[str, Any]:
+def known_of(problem: Problem) -> dict[str, Any]:
     """What kernels of a problem are compiled for."""
     kind = DENSE if problem.num_biases else NO_BIAS
     return {
@@ -234,7 +255,8 @@ def _streams(plan: Plan) -> dict[str, int]:
     }
 
 
-def _tokens(problem: Problem, rows: int) -> str:
+def describe_tokens(problem: Problem, rows: int) -> str:
+    """The type of a descriptor whose boxes have some rows of a window and head."""
     width = find_width(problem.head_size)
     box = [1, 1, rows, width]
     return f"tensordesc<{KINDS[problem.dtype][1:]}{box},{_layout(width, 4)!r}>"

@@ -1,4 +1,8 @@
-"""Regions as columns of ones, for the products that mask; see ``hopper_forward``."""
+"""Regions as kernels on Hopper ask for them.
+
+As columns of ones, for the products that mask (``hopper_forward``), and as bits, for windows of
+one tile (``hopper_one_tile``).
+"""
 
 import triton
 import triton.language as tl
@@ -7,12 +11,14 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...tiles.triton.launch import INTERPRETED
 from . import hopper_plan
 
-__all__ = ["mark_regions"]
+__all__ = ["mark_regions", "match_regions"]
 
 EARLY = tl.constexpr(not INTERPRETED)  # whether the kernel after this one may begin
 MOST = tl.constexpr(hopper_plan.MOST_REGIONS)
 MIXED = tl.constexpr(hopper_plan.MIXED)
 MANY = tl.constexpr(hopper_plan.MANY)
+PIECE = tl.constexpr(hopper_plan.PIECE)
+WORDS = tl.constexpr(hopper_plan.WORDS)
 
 
 @triton.jit
@@ -59,3 +65,29 @@ def mark_regions(
         marked = tl.where(is_mine, value[None, :], 0.0).to(tl.float16)
         tl.store(marks + at[:, None] + place[None, :], marked, mask=inside[:, None])
     tl.store(kinds + window, kind)
+
+
+@triton.jit
+def match_regions(
+    words,  # int32 [num_masks, WORDS]
+    regions,  # integers [num_masks, NUM_TOKENS], up to PIECE tokens
+    NUM_TOKENS: tl.constexpr,
+):
+    """For each query of a window, a bit for every key: whether they are of one region.
+
+    Two words a query, and then whether there are several regions.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    window = tl.program_id(0).to(tl.int64)
+    row, half, bit = tl.arange(0, PIECE), tl.arange(0, 2), tl.arange(0, 32)
+    column = half[:, None] * 32 + bit[None, :]
+    regions += window * NUM_TOKENS
+    mine = tl.load(regions + row, mask=row < NUM_TOKENS, other=0)
+    theirs = tl.load(regions + column, mask=column < NUM_TOKENS, other=0)
+    is_one = mine[:, None, None] == theirs[None, :, :]
+    word = tl.sum(tl.where(is_one, (1 << bit)[None, None, :], 0), 2)
+    words += window * WORDS
+    tl.store(words + row[:, None] * 2 + half[None, :], word)
+    first = tl.load(regions)
+    tl.store(words + 2 * PIECE, tl.max(((mine != first) & (row < NUM_TOKENS)).to(tl.int32), 0))

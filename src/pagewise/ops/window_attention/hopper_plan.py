@@ -17,16 +17,20 @@ __all__ = [
     "MANY",
     "MARKS",
     "MIXED",
+    "MOST_IN_ONE_TILE",
     "MOST_REGIONS",
     "NO_BIAS",
     "PIECE",
     "Q_STAGES",
     "SUM_KEYS",
     "TABLE",
+    "WORDS",
+    "OneTilePlan",
     "Plan",
     "RowsPlan",
     "find_width",
     "make_columns_plan",
+    "make_one_tile_plan",
     "make_plan",
     "make_rows_plan",
 ]
@@ -47,11 +51,16 @@ MIXED, MANY = 1, 2
 """Kinds of windows: of several regions, and of more than marks can tell apart or add."""
 NO_BIAS, TABLE, DENSE = range(3)
 """Kinds of biases."""
+MOST_IN_ONE_TILE = PIECE
+"""Tokens of a window that ``hopper_one_tile`` takes."""
+WORDS = 2 * PIECE + 4
+"""Of a window's regions there: two for each query, one for all, and what makes them 16 bytes."""
 Q_STAGES = 2
 """Windows whose own rows are in memory at once."""
 
 _LEAST = 32  # columns of a product
 _SHARED_BYTES = 232_448
+_ALL_SHARED_BYTES = _SHARED_BYTES + 1024  # of a multiprocessor
 _SMALL = 2048  # ones, barriers, and what partitions are handed; more than a unit matrix
 # Warps of a stream, streams, registers of a thread, tiles of a piece: the fastest first (lab log).
 # The more warps, the more there is to do while one waits; all of them share a multiprocessor's
@@ -64,6 +73,10 @@ _SHARES = ((3, 64, 160), (4, 64, 112), (3, 96, 160), (3, 128, 160))
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
 _ROWS_SETUP = 5.0  # windows, since sums are written as well
+# Programs of a multiprocessor where a window is one tile: the most that still was faster. Gradients
+# of more tokens than that take all registers of two.
+_FORWARD_PROGRAMS, _GRADIENT_PROGRAMS = 5, 2
+_OF_SYSTEM = 1024  # bytes of shared memory of a program
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,45 @@ class RowsPlan:
     def loading_registers(self) -> int:
         """Of a thread of the loading warp."""
         return _left_over(self.shares, self.registers)
+
+
+@dataclass(frozen=True)
+class OneTilePlan:
+    """How programs share windows that are one tile each."""
+
+    programs: int
+    """Of a multiprocessor."""
+    stages: int
+    """Windows of a program that are in memory at once."""
+    chunks: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread: what programs of four warps leave each other, in eights."""
+        return min(255, 65536 // self.programs // 128 // 8 * 8)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_one_tile_plan(problem: Problem, device: DeviceInfo, is_backward: bool) -> OneTilePlan:
+    """Choose programs and stages for a window of one tile, or for its gradients.
+
+    Example:
+        >>> import torch
+        >>> problem = Problem(4096, 3, 49, 32, torch.float16)
+        >>> make_one_tile_plan(problem, DeviceInfo("cuda", 132), is_backward=False)
+        OneTilePlan(programs=5, stages=2, chunks=216)
+    """
+    tile = 2 * PIECE * find_width(problem.head_size)
+    bias, square = 2 * PIECE * PIECE, 2 * PIECE * PIECE
+    operands, results = (4, 3) if is_backward else (3, 2)
+    fixed = bias + results * tile + 2 * square * is_backward + 256 + _OF_SYSTEM
+    for programs in range(_GRADIENT_PROGRAMS if is_backward else _FORWARD_PROGRAMS, 0, -1):
+        stages = min(3, (_ALL_SHARED_BYTES // programs - fixed) // (operands * tile))
+        if stages >= 2:
+            break
+    most = max(1, programs * device.num_workers // problem.num_heads)
+    rounds = max(1, -(-problem.num_windows // most))
+    return OneTilePlan(programs, stages, max(1, -(-problem.num_windows // rounds)))
 
 
 def _left_over(warpgroups: int, registers: int) -> int:

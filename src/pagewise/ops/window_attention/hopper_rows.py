@@ -45,6 +45,7 @@ from .hopper_tiles import (
     MIXED,
     NO_BIAS,
     PIECE,
+    SUM_KEYS,
     Bias,
     Stream,
     compare,
@@ -54,13 +55,13 @@ from .hopper_tiles import (
     rows_of,
     start_scores,
     store_rows,
+    store_sums,
 )
 from .hopper_windows import await_window, end_kind, name_window, which_work
 
 __all__ = ["row_gradients"]
 
 ROWS = PIECE
-SUM_KEYS = gl.constexpr(hopper_plan.SUM_KEYS)
 TILE = gl.constexpr(2 * hopper_plan.SUM_KEYS)  # keys of a product
 Q_STAGES = gl.constexpr(hopper_plan.Q_STAGES)
 UNIT = gl.constexpr(gl.NVMMASharedLayout(32, 16, rank=2))
@@ -368,25 +369,7 @@ def _walk_role(
         turn += 1
     for t in gl.static_range(len(dbias)):
         tile = first_key // SUM_KEYS + SHARE * (form.KEYS // SUM_KEYS) + t
-        _store_sums(dbias_out, dbias[t], chunk, head, first_row, tile, form)
-
-
-@gluon.jit
-def _store_sums(out, sums, chunk, head, first_row, tile, form):
-    """Write a tile's sums as threads hold them, 16 bytes of each side by side (``hopper_sums``)."""
-    KEY_TILES: gl.constexpr = (form.NUM_TOKENS + SUM_KEYS - 1) // SUM_KEYS
-    ROW_TILES: gl.constexpr = (form.NUM_TOKENS + ROWS - 1) // ROWS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
-    # Of a row: its warp, its eight, its place there; of a key: its eight, its pair, its place.
-    numbers = sums.reshape([4, 2, 8, 2, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2, 128, 4])
-    numbers = gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
-    eight = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    place = eight[:, None, None] * 512 + thread[None, :, None] * 4 + number[None, None, :]
-    at = (chunk.to(gl.int64) * form.NUM_HEADS + head) * ROW_TILES + first_row // ROWS
-    at = (at * KEY_TILES + tile) * (ROWS * SUM_KEYS)
-    gl.store(out + at + place, numbers, tile < KEY_TILES)
+        store_sums(dbias_out, dbias[t], chunk, head, first_row, tile, form)
 
 
 @gluon.jit

@@ -16,7 +16,6 @@ __all__ = ["sum_tiles"]
 
 PIECE = tl.constexpr(hopper_plan.PIECE)
 KEYS = tl.constexpr(hopper_plan.SUM_KEYS)
-MOST = tl.constexpr(8)  # chunks at once
 
 
 @triton.jit
@@ -26,6 +25,7 @@ def sum_tiles(
     num_chunks,
     NUM_HEADS: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
+    MOST: tl.constexpr,  # chunks at once
     TILE: tl.constexpr,
 ):
     """Grid: parts of a tile × tiles of keys × tiles of rows × heads."""

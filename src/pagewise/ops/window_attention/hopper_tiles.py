@@ -20,6 +20,7 @@ __all__ = [
     "MIXED",
     "NO_BIAS",
     "PIECE",
+    "SUM_KEYS",
     "Bias",
     "Form",
     "Stream",
@@ -30,12 +31,14 @@ __all__ = [
     "rows_of",
     "start_scores",
     "store_rows",
+    "store_sums",
 ]
 
 PIECE = gl.constexpr(hopper_plan.PIECE)
 CHUNK = gl.constexpr(32)  # columns of bias that are made at once
 CAREFUL_TILE = gl.constexpr(hopper_plan.CAREFUL_TILE)
 MARKS = gl.constexpr(hopper_plan.MARKS)
+SUM_KEYS = gl.constexpr(hopper_plan.SUM_KEYS)
 LARGEST = gl.constexpr(60_000.0)  # of a finite bias over the scale: float16 holds no more
 MOST_BIAS = gl.constexpr(44_000.0)  # of a finite bias: times log2(e), float16 holds no more
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -231,3 +234,21 @@ def place_rows(out, window, head, first_row, form):
     if form.WIDTH != form.HEAD_SIZE:
         inside = inside & (d < form.HEAD_SIZE)
     return out + at[:, None] + head * form.HEAD_SIZE + d, inside
+
+
+@gluon.jit
+def store_sums(out, sums, chunk, head, first_row, tile, form):
+    """Write a tile's sums as threads hold them, 16 bytes of each side by side (``hopper_sums``)."""
+    KEY_TILES: gl.constexpr = (form.NUM_TOKENS + SUM_KEYS - 1) // SUM_KEYS
+    ROW_TILES: gl.constexpr = (form.NUM_TOKENS + PIECE - 1) // PIECE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
+    # Of a row: its warp, its eight, its place there; of a key: its eight, its pair, its place.
+    numbers = sums.reshape([4, 2, 8, 2, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2, 128, 4])
+    numbers = gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
+    eight = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    place = eight[:, None, None] * 512 + thread[None, :, None] * 4 + number[None, None, :]
+    at = (chunk.to(gl.int64) * form.NUM_HEADS + head) * ROW_TILES + first_row // PIECE
+    at = (at * KEY_TILES + tile) * (PIECE * SUM_KEYS)
+    gl.store(out + at + place, numbers, tile < KEY_TILES)

@@ -16,7 +16,7 @@ from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from ...tiles.triton.online_softmax import LOG2_E
-from . import triton_backward, triton_forward, triton_tiles
+from . import triton_backward, triton_forward, triton_one_tile, triton_tiles
 from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem, empty_like
 from .triton_plan import Plan, make_plan
 
@@ -59,6 +59,8 @@ def backward(
     """By rows, a launch for each group of keys; by columns; and the sums over windows."""
     plan, _, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
+    if len(plan.tiles) == 1:
+        return _walk_one_tile(call, plan, kind, lse, dlse)
     rows = _walk_rows(call, plan, kind, out, lse, dlse)
     dbias = None
     if problem.has_bias:
@@ -70,6 +72,30 @@ def backward(
     launcher((programs, 1, 1), dk, dv, *call.qkv, lse, rows.delta, *call.added,
              *call.scalars(plan.chunks_backward), *call.strides)  # fmt: skip
     return finish(x, rows.dq, dk, dv, dbias, rows.shares)
+
+
+def _walk_one_tile(
+    call: _Call, plan: Plan, kind: tuple[Problem, Plan], lse: Tensor, dlse: Tensor | None
+) -> Gradients:
+    """All gradients in one launch, and the sums over windows."""
+    problem, x, chunks, num_heads = (
+        call.problem,
+        call.x,
+        plan.chunks_backward,
+        call.problem.num_heads,
+    )
+    dq, dk, dv = (empty_like(x.q) for _ in range(3))
+    num_tokens = problem.num_tokens
+    sums = lse.new_empty((chunks, num_heads, num_tokens, num_tokens) if problem.has_bias else 1)
+    shares = lse.new_empty((chunks, num_heads, 1) if problem.cosine else 1)
+    launcher = _one_tile_gradients(*kind, call.kinds, dlse is not None)
+    launcher((num_heads * chunks, 1, 1), dq, dk, dv, sums, shares, *call.qkv, lse,
+             lse if dlse is None else dlse.contiguous(), *call.added, *call.scalars(chunks),
+             *call.strides)  # fmt: skip
+    dbias = None
+    if problem.has_bias:
+        dbias = sums.view(-1, max(1, problem.num_biases), *sums.shape[1:]).sum(dim=0)
+    return finish(x, dq, dk, dv, dbias, shares)
 
 
 class RowGradients(NamedTuple):
@@ -257,6 +283,18 @@ def _attend(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
         "STAGES": plan.stages,
     }  # fmt: skip
     return Launcher(triton_forward.attend, types, constants, num_warps=_num_warps(plan))
+
+
+@functools.lru_cache(maxsize=256)
+def _one_tile_gradients(problem: Problem, plan: Plan, kinds: _Kinds, has_dlse: bool) -> Launcher:
+    results = ("dq", "dk", "dv", "dbias", "dscale")
+    types = _types(problem, kinds, results, ("q", "k", "v", "dout"), ("lse", "dlse"))
+    constants = {
+        "NUM_HEADS": problem.num_heads, **_features(problem), "KEPT": plan.kept_backward,
+        "SUMS": problem.has_bias, "HAS_DLSE": has_dlse,
+        **_tiles(problem, plan.tile_m, plan.tiles), "STAGES": plan.stages,
+    }  # fmt: skip
+    return Launcher(triton_one_tile.window_gradients, types, constants, num_warps=_num_warps(plan))
 
 
 @functools.lru_cache(maxsize=256)

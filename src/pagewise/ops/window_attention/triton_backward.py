@@ -1,5 +1,7 @@
 """The gradient of window attention on a GPU: one kernel by rows, one by columns of the scores.
 
+For windows of several tiles; those of one are ``triton_one_tile``'s.
+
 ::
 
     P = exp(S - lse)      dS = P ∘ (dO Vᵀ - δ)      δ = Σ dO ∘ O - dlse
@@ -21,6 +23,7 @@ from ...tiles.triton.online_softmax import LOG2_E
 from .triton_tiles import (
     NOWHERE,
     add_mask,
+    find_pivot,
     head_scale,
     is_mixed,
     load_biases,
@@ -82,7 +85,6 @@ def row_gradients(
     """Of q, by tiles of tokens; of the bias and the scale, by chunks of windows."""
     # which tile am I
     program = tl.program_id(0)
-    ONE_TILE: tl.constexpr = FIRST_KEY == 0 and IS_LAST and len(TILES) == 1
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
     tile = program % NUM_TILES
     rows = tile * TILE_M + tl.arange(0, TILE_M)
@@ -112,18 +114,17 @@ def row_gradients(
         )
         at = window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         row_at = window * lse_window + head * NUM_TOKENS + rows
-        pivot = _pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
-        row_delta = tl.zeros([TILE_M], tl.float32)
+        pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
         if FIRST_KEY > 0:
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
-        elif not ONE_TILE:
+        else:
             out_tile = tl.load(out + at, mask=inside, other=0.0)
             row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
             if HAS_DLSE:
                 row_delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
             tl.store(delta + row_at, row_delta, mask=is_row)
         mask_at = mask + window % num_masks * mask_window
-        is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
+        is_masked = is_mixed(mixed, window % num_masks, MASK, False)
         # tiles
         acc = tl.zeros([TILE_M, D], tl.float32)
         new_sums = ()
@@ -143,14 +144,6 @@ def row_gradients(
             )
             p = tl.exp2(s - pivot[:, None])
             dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
-            if ONE_TILE:
-                # All of a row is here: its δ needs no result, rounded as that is, and the
-                # gradient of a row of scores is 0 in sum, whatever became of its weights.
-                total = tl.sum(p, 1)
-                row_delta = tl.sum(p * dp, 1) / tl.where(total > 0.0, total, 1.0)
-                if HAS_DLSE:
-                    row_delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
-                tl.store(delta + row_at, row_delta, mask=is_row)
             ds = p * (dp - row_delta[:, None])
             if SUMS:
                 new_sums += (sums[t] + ds,)  # type: ignore[assignment]
@@ -242,7 +235,7 @@ def column_gradients(
         k_tile = normalise(k_raw, eps, COSINE)
         v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
         mask_at = mask + window % num_masks * mask_window
-        is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
+        is_masked = is_mixed(mixed, window % num_masks, MASK, False)
         # tiles
         dk_acc = tl.zeros([TILE_M, D], tl.float32)
         dv_acc = tl.zeros([TILE_M, D], tl.float32)
@@ -256,7 +249,7 @@ def column_gradients(
             )
             row_at = window * lse_window + head * NUM_TOKENS + rows
             # Rows past the end have weights; what came back for them, and delta, is 0.
-            pivot = _pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
+            pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
             q_tile = normalise(q_tile, eps, COSINE)
             s = tl.dot(k_tile, q_tile.T, input_precision="tf32x3")
@@ -280,12 +273,6 @@ def column_gradients(
         at = window * out_window + (keys[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         tl.store(dk + at, dk_acc.to(dk.dtype.element_ty), mask=inside)
         tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _pivot(lse):
-    """A row's log-sum-exp in powers of two; 0 if it saw no key, and has no weight to lose."""
-    return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
 
 
 @triton.jit

@@ -154,6 +154,12 @@ def add_mask(
 
 
 @triton.jit
+def find_pivot(lse):
+    """A row's log-sum-exp in powers of two; 0 if it saw no key, and has no weight to lose."""
+    return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
+
+
+@triton.jit
 def is_mixed(mixed, window, MASK: tl.constexpr, ALWAYS: tl.constexpr):
     """Whether a window holds several regions; one tile is masked sooner than it is asked."""
     answer = 1

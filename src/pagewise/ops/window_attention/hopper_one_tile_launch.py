@@ -1,0 +1,166 @@
+"""Windows of one tile on a Hopper GPU: the launches.
+
+With regions, the kernel begins while ``match_regions`` runs: it makes its tile of bias and fetches
+its first windows, and then waits for the words. Whatever else it reads is there before.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...tiles.hopper.gluon_launcher import GluonLauncher, align
+from ...tiles.state import AttentionOutput
+from ...tiles.triton.launch import Launcher
+from .hopper_launch import describe_tokens, known_of, make_sums_launcher
+from .hopper_marks import match_regions
+from .hopper_one_tile import attend_windows, window_gradients
+from .hopper_operands import LOG2_E, normal_scale, types_of
+from .hopper_plan import PIECE, SUM_KEYS, WORDS, OneTilePlan, make_one_tile_plan
+from .problem import Gradients, Operands, Problem, empty_like
+from .triton import KINDS, finish
+
+__all__ = ["backward", "forward", "make_gradients_launcher", "make_launcher", "make_matcher"]
+
+
+def forward(problem: Problem, x: Operands) -> AttentionOutput:
+    """One launch, and with regions a small one before it."""
+    plan, launcher = _find_forward(problem, DeviceInfo.of(x.q.device), types_of(x)[0])
+    out = empty_like(x.q)
+    lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
+    call = _Call(problem, x)
+    grid = (problem.num_heads * plan.chunks, 1, 1)
+    launcher(grid, lse, out, *call.rows, *call.others(plan.chunks))
+    return AttentionOutput(out, lse)
+
+
+def backward(
+    problem: Problem, x: Operands, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    """The same, and the sums over windows."""
+    bias = types_of(x)[0]
+    plan, launcher = _find_gradients(problem, DeviceInfo.of(x.q.device), bias, dlse is not None)
+    dq, dk, dv = (empty_like(x.q) for _ in range(3))
+    num_tokens, num_heads = problem.num_tokens, problem.num_heads
+    size = num_heads * PIECE * SUM_KEYS * -(-num_tokens // SUM_KEYS) if problem.has_bias else 0
+    sums = lse.new_empty(plan.chunks, size)
+    dout, dlse = align(dout), lse if dlse is None else dlse.contiguous()
+    call = _Call(problem, x)
+    grid = (num_heads * plan.chunks, 1, 1)
+    launcher(grid, sums, lse, dlse, dq, dk, dv, *call.rows, dout, *call.others(plan.chunks),
+             x.softmax_scale, call.scale)  # fmt: skip
+    dbias = lse.new_empty(1, num_heads, num_tokens, num_tokens) if problem.has_bias else None
+    if problem.has_bias:
+        add_sums = make_sums_launcher(num_heads, num_tokens, plan.chunks, is_early=False)
+        add_sums((size // add_sums.constants["TILE"], 1, 1), dbias, sums, plan.chunks)
+    return finish(x, dq, dk, dv, dbias)
+
+
+class _Call:
+    """The operands as kernels take them."""
+
+    def __init__(self, problem: Problem, x: Operands) -> None:
+        self.problem, self.x = problem, x
+        q, self.scale = normal_scale(x.q, x.softmax_scale)
+        self.rows = anything, _, _ = [align(q), align(x.k), align(x.v)]
+        self.offsets = anything if x.rel_offsets is None else x.rel_offsets.contiguous()
+        self.bias, self.strides = anything, [0, problem.num_tokens**2]
+        if x.bias is not None:
+            self.bias = x.bias.contiguous()
+        if x.bias_table is not None:
+            self.bias, self.strides = x.bias_table, [*x.bias_table.stride()]
+        self.words = anything
+        if x.regions is not None:
+            regions = x.regions.contiguous()
+            self.words = regions.new_empty(len(regions), WORDS, dtype=torch.int32)
+            matcher = make_matcher(KINDS[regions.dtype], problem.num_tokens)
+            matcher((len(regions), 1, 1), self.words, regions)  # last: see above
+
+    def others(self, chunks: int) -> list[Any]:
+        """What both kernels take after their tokens."""
+        problem, table = self.problem, self.x.bias_table
+        return [
+            self.bias,
+            self.offsets,
+            self.words,
+            problem.num_windows,
+            chunks,
+            max(1, problem.num_masks),
+            0 if table is None else (table.shape[0] - 1) // 2,
+            *self.strides,
+            self.scale * LOG2_E,
+            1 / self.scale,
+            self.x.mask_value / self.scale,
+        ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_forward(
+    problem: Problem, device: DeviceInfo, bias: str
+) -> tuple[OneTilePlan, GluonLauncher]:
+    """The plan, and the kernel that goes by it."""
+    plan = make_one_tile_plan(problem, device, is_backward=False)
+    return plan, make_launcher(problem.of_one_window(), replace(plan, chunks=1), bias)
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_gradients(
+    problem: Problem, device: DeviceInfo, bias: str, has_dlse: bool
+) -> tuple[OneTilePlan, GluonLauncher]:
+    """The same of the gradients."""
+    plan = make_one_tile_plan(problem, device, is_backward=True)
+    kind = problem.of_one_window()
+    return plan, make_gradients_launcher(kind, replace(plan, chunks=1), bias, has_dlse)
+
+
+@functools.lru_cache(maxsize=256)
+def make_matcher(regions: str, num_tokens: int) -> Launcher:
+    """The kernel that matches regions of an element type."""
+    types = {"words": "*i32", "regions": regions}
+    return Launcher(match_regions, types, {"NUM_TOKENS": num_tokens}, num_warps=4)
+
+
+@functools.lru_cache(maxsize=256)
+def make_launcher(problem: Problem, plan: OneTilePlan, bias: str) -> GluonLauncher:
+    """The forward kernel for one kind of problem and its bias's element type."""
+    types = {"lse": "*fp32"}
+    types |= dict.fromkeys(
+        ("out_desc", "q_desc", "k_desc", "v_desc"), describe_tokens(problem, PIECE)
+    )
+    return _make(attend_windows, problem, plan, types | _others(bias), known_of(problem))
+
+
+@functools.lru_cache(maxsize=256)
+def make_gradients_launcher(
+    problem: Problem, plan: OneTilePlan, bias: str, has_dlse: bool
+) -> GluonLauncher:
+    """The kernel of all gradients."""
+    types = {"dbias": "*fp32:16", "lse": "*fp32", "dlse": "*fp32"}
+    results = ("dq_desc", "dk_desc", "dv_desc")
+    operands = ("q_desc", "k_desc", "v_desc", "dout_desc")
+    types |= dict.fromkeys(results + operands, describe_tokens(problem, PIECE)) | _others(bias)
+    types |= {"dq_scale": "fp32", "dk_scale": "fp32"}
+    return _make(window_gradients, problem, plan, types, known_of(problem) | {"HAS_DLSE": has_dlse})
+
+
+def _make(
+    kernel: Any, problem: Problem, plan: OneTilePlan, types: dict[str, str], known: dict[str, Any]
+) -> GluonLauncher:
+    constants = known | {"STAGES": plan.stages}
+    return GluonLauncher(
+        kernel, types, constants, num_warps=4, maxnreg=plan.registers,
+        launch_pdl=problem.has_regions,
+    )  # fmt: skip
+
+
+def _others(bias: str) -> dict[str, str]:
+    """Types of what both kernels take after their tokens."""
+    types = {"bias": bias, "offsets": "*i32", "words": "*i32"}
+    names = ("num_windows", "num_chunks", "num_masks", "centre", "entry_stride", "head_stride")
+    types |= dict.fromkeys(names, "i32")
+    return types | dict.fromkeys(("scale", "inverse", "mask_value"), "fp32")
