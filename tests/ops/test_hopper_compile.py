@@ -246,8 +246,7 @@ def test_what_goes_before_and_after_gradients_of_windows_compiles():
     problem = replace(WINDOWS, head_size=32, dtype=BF16)
     deltas = launch.make_deltas_launcher(problem, has_dlse=True).compile(HOPPER)
     assert "ld.global.b16" not in deltas.asm["ptx"]
-    for is_early in (False, True):
-        launch.make_sums_launcher(3, 343, 11, is_early).compile(HOPPER)
+    launch.make_sums_launcher(3, 343, 11, is_early=True).compile(HOPPER)
     one_tile.make_matcher("*u8", 49).compile(HOPPER)
 
 

@@ -223,8 +223,9 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("is_table", [True, False], ids=["table", "dense"])
 @pytest.mark.parametrize(("chunks", "most"), [(1, 1), (8, 8), (11, 4)])
-def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks, most):
+def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks, most, is_table):
     from pagewise.ops.window_attention.hopper_sums import sum_tiles
 
     heads, tokens, rows, keys = 2, 77, 2, 5  # tiles of 64 rows and of 16 keys
@@ -234,7 +235,18 @@ def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks, most):
     held = tiles.reshape(-1, 4, 2, 8, 2, 4, 2)  # warp, row's eight, row; key's eight, pair, key
     sums = held.permute(0, 4, 1, 3, 5, 2, 6).reshape(chunks, -1).contiguous()
     dbias = torch.full((heads, tokens, tokens), torch.nan, device=device())
-    grid = (sums.shape[1] // 512,)
-    sum_tiles[grid](dbias, sums, chunks, NUM_HEADS=heads, NUM_TOKENS=tokens, MOST=most, TILE=512)
+    offsets = (torch.randperm(90, generator=random)[:tokens] - 3).int().to(device())
+    inverse = torch.full((101 * is_table,), -7, dtype=torch.int32, device=device())
+    grid = (sums.shape[1] // 512 + -(-len(inverse) // 16),)
+    sum_tiles[grid](
+        dbias, inverse if is_table else sums.int(), sums, offsets, chunks, len(inverse) - 1,
+        NUM_HEADS=heads, NUM_TOKENS=tokens, MOST=most, TILE=512, WIDTH=128,
+    )  # fmt: skip
     wanted = whole.double().sum(0)[:, :tokens, :tokens]
     assert torch.allclose(dbias.double(), wanted, atol=1e-5)
+    if is_table:
+        smallest = offsets.min()
+        assert inverse[-1] == smallest
+        i = torch.arange(tokens, dtype=torch.int32, device=device())
+        assert torch.equal(inverse[(offsets - smallest).long()], i)
+        assert (inverse[:-1] >= 0).sum() == tokens

@@ -14,11 +14,18 @@ from ...tiles.hopper.launch import refuse
 from ...tiles.state import AttentionOutput
 from . import hopper_one_tile_launch as one_tile
 from . import triton
-from .hopper_launch import GradientKernels, find_forward, find_gradients, make_marker
+from .hopper_launch import (
+    GradientKernels,
+    add_sums,
+    count_sums,
+    find_forward,
+    find_gradients,
+    make_marker,
+)
 from .hopper_operands import LOG2_E, normal_scale, types_of
-from .hopper_plan import MARKS, MOST_IN_ONE_TILE, MOST_REGIONS, PIECE, SUM_KEYS, make_plan
+from .hopper_plan import MARKS, MOST_IN_ONE_TILE, MOST_REGIONS, PIECE, make_plan
 from .problem import Gradients, Operands, Problem, empty_like
-from .triton import KINDS
+from .triton import KINDS, count_tokens
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -96,10 +103,11 @@ def backward(
     _walk_rows(call, kernels, results, dout)
     _walk_columns(call, kernels, results, dout)
     if problem.has_bias:
-        chunks, size = results.sums.shape
-        tile = kernels.add_sums.constants["TILE"]
-        kernels.add_sums((size // tile, 1, 1), results.dbias, results.sums, chunks)
-    return triton.finish(x, results.dq, results.dk, results.dv, results.dbias)
+        offsets = results.tokens if call.offsets is None else call.offsets
+        add_sums(kernels.add_sums, offsets, results.sums, results.dbias, results.tokens)
+    return triton.finish(
+        x, results.dq, results.dk, results.dv, results.dbias, tokens=results.tokens
+    )
 
 
 class _Results(NamedTuple):
@@ -110,6 +118,8 @@ class _Results(NamedTuple):
     dv: Tensor
     dbias: Tensor
     """float32 ``[1, num_heads, num_tokens, num_tokens]``, or nothing."""
+    tokens: Tensor
+    """int32: whose offsets a table's are; or nothing."""
     sums: Tensor
     """Of the bias's gradient, by chunks of windows: see ``hopper_sums``."""
     pivot: Tensor
@@ -125,7 +135,6 @@ class _Results(NamedTuple):
         num_pieces = -(-num_tokens // PIECE)
         pivot, delta = lse.new_empty((2, problem.num_windows * num_heads, num_pieces * PIECE))
         num_bias_heads = num_heads if problem.has_bias else 0
-        num_tiles = num_bias_heads * num_pieces * -(-num_tokens // SUM_KEYS)
         dq, dk, dv = (empty_like(x.q) for _ in range(3))
         is_kept = kernels.rows_plan.launches > 1
         return cls(
@@ -133,7 +142,8 @@ class _Results(NamedTuple):
             dk,
             dv,
             lse.new_empty((1, num_bias_heads, num_tokens, num_tokens)),
-            lse.new_empty((kernels.rows_plan.chunks, num_tiles * PIECE * SUM_KEYS)),
+            lse.new_empty(count_tokens(problem.table_size), dtype=torch.int32),
+            lse.new_empty((kernels.rows_plan.chunks, count_sums(problem))),
             pivot,
             delta,
             torch.empty_like(dq, dtype=torch.float32) if is_kept else pivot,

@@ -20,6 +20,7 @@ import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...device import DeviceInfo
@@ -34,6 +35,8 @@ from .hopper_plan import (
     MARKS,
     NO_BIAS,
     PIECE,
+    SUM_KEYS,
+    SUM_OFFSETS,
     TABLE,
     Plan,
     RowsPlan,
@@ -49,6 +52,8 @@ from .triton import KINDS
 
 __all__ = [
     "GradientKernels",
+    "add_sums",
+    "count_sums",
     "describe_tokens",
     "find_forward",
     "find_gradients",
@@ -179,15 +184,34 @@ def make_sums_launcher(
 
     ``is_early`` if the one before it lets it begin, and wrote nothing that it reads.
     """
+    types = {"dbias": "*fp32", "tokens": "*i32", "sums": "*fp32:16", "offsets": "*i32"}
+    types |= {"num_chunks": "i32", "size": "i32"}
     most = min(32, 1 << (num_chunks - 1).bit_length())
-    types = {"dbias": "*fp32", "sums": "*fp32:16", "num_chunks": "i32"}
     constants = {
         "NUM_HEADS": num_heads,
         "NUM_TOKENS": num_tokens,
         "MOST": most,
-        "TILE": min(1024, _SUMS // most),
+        "TILE": min(PIECE * SUM_KEYS, _SUMS // most),
+        "WIDTH": 1 << (num_tokens - 1).bit_length(),
     }
     return Launcher(sum_tiles, types, constants, num_warps=4, launch_pdl=is_early)
+
+
+def count_sums(problem: Problem) -> int:
+    """Numbers that a program of each head leaves of the bias's gradient."""
+    if not problem.has_bias:
+        return 0
+    pieces = -(-problem.num_tokens // PIECE)
+    return problem.num_heads * pieces * -(-problem.num_tokens // SUM_KEYS) * PIECE * SUM_KEYS
+
+
+def add_sums(
+    launcher: Launcher, offsets: Tensor, sums: Tensor, dbias: Tensor, tokens: Tensor
+) -> None:
+    """Fill ``dbias`` and, for a table, ``tokens``."""
+    chunks, size = sums.shape
+    programs = size // launcher.constants["TILE"] + -(-len(tokens) // SUM_OFFSETS)
+    launcher((programs, 1, 1), dbias, tokens, sums, offsets, chunks, len(tokens) - 1)
 
 
 @functools.lru_cache(maxsize=256)

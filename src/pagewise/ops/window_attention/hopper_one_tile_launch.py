@@ -17,13 +17,13 @@ from ...device import DeviceInfo
 from ...tiles.hopper.gluon_launcher import GluonLauncher, align
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.launch import Launcher
-from .hopper_launch import describe_tokens, known_of, make_sums_launcher
+from .hopper_launch import add_sums, count_sums, describe_tokens, known_of, make_sums_launcher
 from .hopper_marks import match_regions
 from .hopper_one_tile import attend_windows, window_gradients
 from .hopper_operands import LOG2_E, normal_scale, types_of
-from .hopper_plan import PIECE, SUM_KEYS, WORDS, OneTilePlan, make_one_tile_plan
+from .hopper_plan import PIECE, WORDS, OneTilePlan, make_one_tile_plan
 from .problem import Gradients, Operands, Problem, empty_like
-from .triton import KINDS, finish
+from .triton import KINDS, count_tokens, finish
 
 __all__ = ["backward", "forward", "make_gradients_launcher", "make_launcher", "make_matcher"]
 
@@ -47,18 +47,19 @@ def backward(
     plan, launcher = _find_gradients(problem, DeviceInfo.of(x.q.device), bias, dlse is not None)
     dq, dk, dv = (empty_like(x.q) for _ in range(3))
     num_tokens, num_heads = problem.num_tokens, problem.num_heads
-    size = num_heads * PIECE * SUM_KEYS * -(-num_tokens // SUM_KEYS) if problem.has_bias else 0
-    sums = lse.new_empty(plan.chunks, size)
+    sums = lse.new_empty(plan.chunks, count_sums(problem))
     dout, dlse = align(dout), lse if dlse is None else dlse.contiguous()
     call = _Call(problem, x)
     grid = (num_heads * plan.chunks, 1, 1)
     launcher(grid, sums, lse, dlse, dq, dk, dv, *call.rows, dout, *call.others(plan.chunks),
              x.softmax_scale, call.scale)  # fmt: skip
-    dbias = lse.new_empty(1, num_heads, num_tokens, num_tokens) if problem.has_bias else None
+    dbias = tokens = None
     if problem.has_bias:
-        add_sums = make_sums_launcher(num_heads, num_tokens, plan.chunks, is_early=False)
-        add_sums((size // add_sums.constants["TILE"], 1, 1), dbias, sums, plan.chunks)
-    return finish(x, dq, dk, dv, dbias)
+        dbias = lse.new_empty(1, num_heads, num_tokens, num_tokens)
+        tokens = lse.new_empty(count_tokens(problem.table_size), dtype=torch.int32)
+        adder = make_sums_launcher(num_heads, num_tokens, plan.chunks, is_early=False)
+        add_sums(adder, call.offsets, sums, dbias, tokens)
+    return finish(x, dq, dk, dv, dbias, tokens=tokens)
 
 
 class _Call:

@@ -23,6 +23,7 @@ __all__ = [
     "PIECE",
     "Q_STAGES",
     "SUM_KEYS",
+    "SUM_OFFSETS",
     "TABLE",
     "WORDS",
     "OneTilePlan",
@@ -40,6 +41,8 @@ PIECE = 64
 """Tokens that are multiplied at once, and rows of the gradients by rows."""
 SUM_KEYS = 16
 """Keys of a tile of the bias's gradient, as its sums are written."""
+SUM_OFFSETS = 16
+"""Offsets that a program beside those sums inverts."""
 MOST_REGIONS = 8
 """Of a window that is masked by a product."""
 MARKS = 2 * MOST_REGIONS

@@ -145,12 +145,16 @@ def finish(
     dv: Tensor,
     dbias: Tensor | None,
     shares: Tensor | None = None,
+    tokens: Tensor | None = None,
 ) -> Gradients:
-    """All gradients; ``dbias`` float32 ``[num_biases, num_heads, num_tokens, num_tokens]``."""
+    """All gradients; ``dbias`` float32 ``[num_biases, num_heads, num_tokens, num_tokens]``.
+
+    ``tokens``: of ``invert_offsets``, if it ran.
+    """
     table = bias = scale = None
     if x.bias_table is not None:
         assert dbias is not None
-        table = _sum_table(x, dbias)
+        table = _sum_table(x, dbias, tokens)
     if x.bias is not None:
         assert dbias is not None
         bias = dbias.to(x.bias.dtype)
@@ -245,26 +249,32 @@ def _find_mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | 
     return None if x.mask is None else x.mask.contiguous(), None
 
 
-def _sum_table(x: Operands, dbias: Tensor) -> Tensor:
+def _sum_table(x: Operands, dbias: Tensor, tokens: Tensor | None) -> Tensor:
     """The table's gradient from the bias's: each entry its own sum, in one order."""
     assert x.bias_table is not None
     assert x.rel_offsets is not None
     table_size, num_heads = x.bias_table.shape
     num_tokens, offsets = len(x.rel_offsets), x.rel_offsets.contiguous()
-    size = (table_size - 1) // 2 + 1
-    tokens = torch.empty(size, dtype=torch.int32, device=dbias.device)
-    width = ("WIDTH", triton.next_power_of_2(num_tokens))
-    types = {"tokens": "*i32", "offsets": "*i32", "num_tokens": "i32", "size": "i32"}
-    launcher = _small(triton_backward.invert_offsets, tuple(types.items()), (("TILE", 16), width))
-    launcher((-(-size // 16), 1, 1), tokens, offsets, num_tokens, size)
+    if tokens is None:
+        tokens = dbias.new_empty(count_tokens(table_size), dtype=torch.int32)
+        types = {"tokens": "*i32", "offsets": "*i32", "num_tokens": "i32", "size": "i32"}
+        constants = (("TILE", 16), ("WIDTH", triton.next_power_of_2(num_tokens)))
+        launcher = _small(triton_backward.invert_offsets, tuple(types.items()), constants)
+        launcher((-(-len(tokens) // 16), 1, 1), tokens, offsets, num_tokens, len(tokens) - 1)
     dtable = torch.empty_like(x.bias_table, memory_format=torch.contiguous_format)
     types = {"dtable": KINDS[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
              "offsets": "*i32", "num_tokens": "i32", "table_size": "i32"}  # fmt: skip
     tile = 8
-    launcher = _small(triton_backward.table_gradient, tuple(types.items()), (("TILE", tile), width))
+    constants = (("TILE", tile), ("TILE_M", min(128, triton.next_power_of_2(num_tokens))))
+    launcher = _small(triton_backward.table_gradient, tuple(types.items()), constants)
     launcher((-(-table_size // tile), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
              table_size)  # fmt: skip
     return dtable
+
+
+def count_tokens(table_size: int | None) -> int:
+    """How long the result of ``invert_offsets`` is."""
+    return 0 if table_size is None else (table_size - 1) // 2 + 2
 
 
 _Kinds = tuple[tuple[str, ...], int, int, bool]

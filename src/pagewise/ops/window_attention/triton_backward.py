@@ -277,44 +277,61 @@ def column_gradients(
 
 @triton.jit
 def invert_offsets(
-    tokens,  # int32 [size]
+    tokens,  # int32 [size + 1]
     offsets,  # int32 [num_tokens]
     num_tokens,
     size,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The token whose offset is the smallest one plus a number; -1 if there is none."""
-    number = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    """The token whose offset is the smallest one plus a number; -1 if there is none.
+
+    After all of them stands the smallest one.
+    """
+    find_tokens(tokens, offsets, tl.program_id(0), num_tokens, size, TILE, WIDTH)
+
+
+@triton.jit
+def find_tokens(
+    tokens, offsets, tile, num_tokens, size, TILE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The same for a tile of numbers."""
+    number = tile * TILE + tl.arange(0, TILE)
     token = tl.arange(0, WIDTH)
     u = tl.load(offsets + token, mask=token < num_tokens, other=2147483647)
-    distance = u - tl.min(u, 0)
-    match = (distance[None, :] == number[:, None]) & (token < num_tokens)[None, :]
+    smallest = tl.min(u, 0)
+    match = ((u - smallest)[None, :] == number[:, None]) & (token < num_tokens)[None, :]
     found = tl.max(tl.where(match, token[None, :], -1), 1)
-    tl.store(tokens + number, found, mask=number < size)
+    tl.store(tokens + number, tl.where(number < size, found, smallest), mask=number <= size)
 
 
 @triton.jit
 def table_gradient(
     dtable,  # [table_size, num_heads]
     dbias,  # float32 [num_heads, num_tokens, num_tokens]
-    tokens,  # int32 [centre + 1]
+    tokens,  # int32 [centre + 2], see ``invert_offsets``
     offsets,  # int32 [num_tokens]
     num_tokens,
     table_size,
     TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    TILE_M: tl.constexpr,
 ):
-    """Sum the bias's gradient over the pairs of tokens that share a row of the table."""
+    """Sum the bias's gradient over the pairs of tokens that share a row of the table.
+
+    Of the pairs that are asked for few are there: what counts is how many are on their way.
+    """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
     centre = (table_size - 1) // 2
-    i = tl.arange(0, WIDTH)
-    u = tl.load(offsets + i, mask=i < num_tokens, other=2147483647)
-    number = (u - tl.min(u, 0))[None, :] + (centre - row)[:, None]
-    is_pair = (i < num_tokens)[None, :] & (number >= 0) & (number <= centre)
-    j = tl.load(tokens + number, mask=is_pair, other=-1)
     dbias += head.to(tl.int64) * num_tokens * num_tokens
-    found = tl.load(dbias + i[None, :] * num_tokens + j, mask=j >= 0, other=0.0)
+    first_number = centre - row - tl.load(tokens + centre + 1)
+    total = tl.zeros([TILE, TILE_M], tl.float32)
+    for first in range(0, num_tokens, TILE_M):
+        i = first + tl.arange(0, TILE_M)
+        inside = (i < num_tokens)[None, :] & (row < table_size)[:, None]
+        number = tl.load(offsets + i, mask=i < num_tokens)[None, :] + first_number[:, None]
+        is_pair = inside & (number >= 0) & (number <= centre)
+        j = tl.load(tokens + number, mask=is_pair, other=-1)
+        total += tl.load(dbias + i[None, :] * num_tokens + j, mask=j >= 0, other=0.0)
     at = dtable + row * tl.num_programs(1) + head
-    tl.store(at, tl.sum(found, 1).to(dtable.dtype.element_ty), mask=row < table_size)
+    tl.store(at, tl.sum(total, 1).to(dtable.dtype.element_ty), mask=row < table_size)
