@@ -291,11 +291,12 @@ def window_gradients(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], v_desc.layout)
     dout_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], dout_desc.layout)
-    dq_tile = gl.allocate_shared_memory(dtype, [1, 1, ROWS, WIDTH], dq_desc.layout)
-    dk_tile = gl.allocate_shared_memory(dtype, [1, 1, ROWS, WIDTH], dk_desc.layout)
-    dv_tile = gl.allocate_shared_memory(dtype, [1, 1, ROWS, WIDTH], dv_desc.layout)
-    weights = gl.allocate_shared_memory(dtype, [ROWS, ROWS], SQUARE)
-    changes = gl.allocate_shared_memory(dtype, [ROWS, ROWS], SQUARE)
+    squares = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], SQUARE)
+    if 3 * WIDTH <= 2 * ROWS:  # results lie where weights and their changes were
+        FIT: gl.constexpr = 2 * ROWS // WIDTH
+        results = squares._reinterpret(dtype, [FIT, 1, 1, ROWS, WIDTH], dq_desc.layout)
+    else:
+        results = gl.allocate_shared_memory(dtype, [3, 1, 1, ROWS, WIDTH], dq_desc.layout)
     descs = (q_desc, k_desc, v_desc, dout_desc)
     tiles = (q_tiles, k_tiles, v_tiles, dout_tiles)
     ready = _make_ready(form)
@@ -333,7 +334,6 @@ def window_gradients(
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         s = _add_mask(s, now, mask_value)
         p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))
-        weights.store(p.to(dtype))
         total = gl.sum(p, 1)
         # All of a row is here: see ``triton_one_tile``.
         delta = gl.sum(p * dp, 1) / gl.where(total > 0, total, 1.0)
@@ -342,29 +342,33 @@ def window_gradients(
         ds = p * (dp - delta[:, None])
         if BIAS != NO_BIAS:
             sums += ds
-        ds_k = ds.to(dtype)
-        changes.store(ds_k)
-        fence_async_shared()
-        tma.store_wait(0)  # of the window before: its tiles are free
+        tma.store_wait(0)  # of the window before
         barrier()
+        ds_k = ds.to(dtype)
+        squares.index(0).store(p.to(dtype))
+        squares.index(1).store(ds_k)
+        fence_async_shared()
+        barrier()
+        p_t, ds_t = squares.index(0).permute((1, 0)), squares.index(1).permute((1, 0))
         ds_k = gl.convert_layout(ds_k, gl.DotOperandLayout(0, O_LAYOUT, 2), assert_trivial=True)
         nothing = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
-        made_v = warpgroup_mma(weights.permute((1, 0)), dout, nothing, use_acc=False, is_async=True)
-        made_q = warpgroup_mma(ds_k, k, nothing, use_acc=False, is_async=True)
-        made_k = warpgroup_mma(changes.permute((1, 0)), q, nothing, use_acc=False, is_async=True)
-        made_v, made_q, made_k, ds_k = warpgroup_mma_wait(0, deps=(made_v, made_q, made_k, ds_k))
-        rows_of(dv_tile, 0, ROWS).store(made_v.to(dtype))
-        rows_of(dq_tile, 0, ROWS).store((made_q * dq_scale).to(dtype))
-        rows_of(dk_tile, 0, ROWS).store((made_k * dk_scale).to(dtype))
-        fence_async_shared()
+        dv = warpgroup_mma(p_t, dout, nothing, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_k, k, nothing, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds_t, q, nothing, use_acc=False, is_async=True)
+        dv, dq, dk, ds_k = warpgroup_mma_wait(0, deps=(dv, dq, dk, ds_k))
         barrier()
-        here = [window, head, 0, 0]
-        tma.async_copy_shared_to_global(dv_desc, here, dv_tile)
-        tma.async_copy_shared_to_global(dq_desc, here, dq_tile)
-        tma.async_copy_shared_to_global(dk_desc, here, dk_tile)
         _load_windows(
             descs, tiles, ready, slot, window + STAGES * num_chunks, num_windows, head, form
         )
+        rows_of(results.index(0), 0, ROWS).store((dq * dq_scale).to(dtype))
+        rows_of(results.index(1), 0, ROWS).store((dk * dk_scale).to(dtype))
+        rows_of(results.index(2), 0, ROWS).store(dv.to(dtype))
+        fence_async_shared()
+        barrier()
+        here = [window, head, 0, 0]
+        tma.async_copy_shared_to_global(dq_desc, here, results.index(0))
+        tma.async_copy_shared_to_global(dk_desc, here, results.index(1))
+        tma.async_copy_shared_to_global(dv_desc, here, results.index(2))
         slot += 1
         if slot == STAGES:
             slot = 0

@@ -76,9 +76,10 @@ _SHARES = ((3, 64, 160), (4, 64, 112), (3, 96, 160), (3, 128, 160))
 _MOST_WASTED = 1.1  # of rows, by tiles of 128 against tiles of 64
 _WAVES = 4
 _ROWS_SETUP = 5.0  # windows, since sums are written as well
-# Programs of a multiprocessor where a window is one tile: the most that still was faster. Gradients
-# of more tokens than that take all registers of two.
-_FORWARD_PROGRAMS, _GRADIENT_PROGRAMS = 5, 2
+# Programs of a multiprocessor where a window is one tile, as measured: more registers, or more
+# programs where a window brings less to compute on.
+_FORWARD_PROGRAMS = 5
+_GRADIENT_PROGRAMS = ((48, 3), (MOST_IN_ONE_TILE, 2))  # up to so many tokens
 _OF_SYSTEM = 1024  # bytes of shared memory of a program
 
 
@@ -166,15 +167,20 @@ def make_one_tile_plan(problem: Problem, device: DeviceInfo, is_backward: bool) 
         OneTilePlan(programs=5, stages=2, chunks=216)
     """
     tile = 2 * PIECE * find_width(problem.head_size)
-    bias, square = 2 * PIECE * PIECE, 2 * PIECE * PIECE
-    operands, results = (4, 3) if is_backward else (3, 2)
-    fixed = bias + results * tile + 2 * square * is_backward + 256 + _OF_SYSTEM
-    for programs in range(_GRADIENT_PROGRAMS if is_backward else _FORWARD_PROGRAMS, 0, -1):
+    square = 2 * PIECE * PIECE  # weights, what they change by, and the bias
+    operands, working = (3, 2 * tile) if not is_backward else (4, 2 * square)
+    if is_backward and 3 * tile > working:  # results lie elsewhere
+        working += 3 * tile
+    fixed = square + working + 256 + _OF_SYSTEM
+    most = _FORWARD_PROGRAMS
+    if is_backward:
+        most = next(most for tokens, most in _GRADIENT_PROGRAMS if problem.num_tokens <= tokens)
+    for programs in range(most, 0, -1):
         stages = min(3, (_ALL_SHARED_BYTES // programs - fixed) // (operands * tile))
         if stages >= 2:
             break
-    most = max(1, programs * device.num_workers // problem.num_heads)
-    rounds = max(1, -(-problem.num_windows // most))
+    slots = max(1, programs * device.num_workers // problem.num_heads)
+    rounds = max(1, -(-problem.num_windows // slots))
     return OneTilePlan(programs, stages, max(1, -(-problem.num_windows // rounds)))
 
 
