@@ -200,6 +200,7 @@ CASES = [
     Case((2, 3, 5)),
     Case((5, 4, 4), dtype=F16),
     Case((9, 9), head_size=4),
+    Case((10, 10), num_heads=1, images=1),  # keys in one tile, queries in two
     # What is added.
     Case(bias="none", mask="none"),
     Case(bias="none"),
@@ -231,7 +232,7 @@ def test_matches_float64(case, impl):
 LARGE = [
     *(
         Case((n, n), head_size=32, dtype=dtype)
-        for n in (8, 12, 14, 16, 24)
+        for n in (8, 10, 12, 14, 16, 24)
         for dtype in (F16, BF16)
     ),
     *(Case((7, 7, 7), head_size=d, dtype=F16, images=1) for d in (4, 8, 12, 16, 24)),
@@ -281,6 +282,13 @@ ON_HOPPER = [
     Case((24, 24), dtype=F16, mask="many", **D16),
     Case((24, 24), dtype=F16, head_size=64, images=1),
     Case((32, 32), dtype=F16, head_size=32, images=1),
+    *(Case((12, 12), dtype=dtype, head_size=32, images=9) for dtype in (F16, BF16)),
+    Case((5, 13), dtype=BF16, **D16),
+    Case((9, 9), dtype=F16, mask="none", head_size=32),
+    Case((6, 16), dtype=F16, head_size=8),
+    Case((10, 10), dtype=BF16, mask="many", head_size=24),
+    *(Case((8, 16), dtype=dtype, head_size=64, images=30) for dtype in (F16, BF16)),
+    Case((13, 13), dtype=F16, bias="one", head_size=64),
     *(Case((7, 7), dtype=dtype, num_heads=3, head_size=32, images=9) for dtype in (F16, BF16)),
     *(Case((8, 8), dtype=F16, head_size=size, images=300) for size in (8, 24, 48, 64)),
     Case((7, 7), dtype=F16, mask="none", **D16),

@@ -61,6 +61,7 @@ COMPILED = [
     (replace(IMAGE, dtype=F32), 512),
     (replace(IMAGE, head_size=30, num_tokens=64), 128),
     (replace(IMAGE, head_size=8, num_tokens=27), 0),
+    (replace(IMAGE, num_tokens=100, cosine=True), 512),
     (replace(IMAGE, table_size=None, num_biases=2, has_regions=False, mask_dtype=F32), 192),
     (replace(VOLUME, num_heads=12, num_windows=8, head_size=10), 768),
     (replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048),
@@ -78,7 +79,7 @@ def launchers(problem):
     kinds += (factor, factor, True)
     first, last = plan.groups[0], plan.groups[-1]
     yield kernels._attend(problem, plan, kinds)
-    if len(plan.tiles) == 1:
+    if problem.num_tokens <= plan.tile_m:
         yield kernels._one_tile_gradients(problem, plan, kinds, True)
         return
     yield kernels._row_gradients(problem, plan, kinds, first, 0, len(plan.groups) == 1, False)

@@ -29,8 +29,7 @@ from .triton import KINDS, count_tokens
 
 __all__ = ["backward", "forward", "supports"]
 
-_FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 193, 1024, 64
-_FEWEST_IN_ONE_TILE = 33
+_FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 33, 1024, 64
 _MOST_MARKED = 2048.0
 _LARGEST = 65_504.0  # of float16
 
@@ -48,13 +47,13 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "a dense mask, or several biases, are left to triton"
     if problem.head_size % 8 or problem.head_size > _WIDEST:
         return f"head_size is {problem.head_size}; multiples of 8 up to {_WIDEST} run"
-    if _FEWEST_IN_ONE_TILE <= problem.num_tokens <= MOST_IN_ONE_TILE:
-        return None
     if not _FEWEST_TOKENS <= problem.num_tokens <= _MOST_TOKENS:
         return (
-            f"num_tokens is {problem.num_tokens}; {_FEWEST_IN_ONE_TILE} to {MOST_IN_ONE_TILE} and "
-            f"{_FEWEST_TOKENS} to {_MOST_TOKENS} are where this is faster than triton"
+            f"num_tokens is {problem.num_tokens}; {_FEWEST_TOKENS} to {_MOST_TOKENS} is where "
+            "this is faster than triton"
         )
+    if problem.num_tokens <= MOST_IN_ONE_TILE:
+        return None
     if make_plan(problem, device) is None:
         return f"{problem.num_tokens} tokens of {problem.head_size} do not fit into shared memory"
     return None

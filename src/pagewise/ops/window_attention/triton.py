@@ -59,7 +59,7 @@ def backward(
     """By rows, a launch for each group of keys; by columns; and the sums over windows."""
     plan, _, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
-    if len(plan.tiles) == 1:
+    if problem.num_tokens <= plan.tile_m:
         return _walk_one_tile(call, plan, kind, lse, dlse)
     rows = _walk_rows(call, plan, kind, out, lse, dlse)
     dbias = None
