@@ -266,6 +266,8 @@ def test_what_goes_before_and_after_gradients_of_windows_compiles():
         ({"head_size": 72}, "head_size is 72"),
         ({"num_tokens": 32}, "num_tokens is 32; 33 to 1024"),
         (SHIFTED | {"num_tokens": 49, "head_size": 64}, None),
+        (SHIFTED | {"num_tokens": 144, "num_windows": 85}, "windows times heads are 255; from 256"),
+        (SHIFTED | {"num_tokens": 144, "num_windows": 86}, None),
         ({"num_tokens": 1025}, "num_tokens is 1025; 33 to 1024"),
         (SHIFTED | {"num_tokens": 1024, "head_size": 64}, "do not fit"),
     ],
