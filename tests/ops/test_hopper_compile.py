@@ -197,6 +197,7 @@ WALKS = {
         SHIFTED | {"num_tokens": 49, "head_size": 32},
         SHIFTED | {"num_tokens": 64, "head_size": 64, "dtype": BF16},
         {"num_tokens": 36, "head_size": 24, "table_size": None},
+        {"num_tokens": 48, "head_size": 32, "dtype": BF16},
     ],
     ids=str,
 )
@@ -213,7 +214,7 @@ def test_windows_of_one_tile_share_a_multiprocessor(change, tmp_path):
         used = resources(compiled, tmp_path)
         assert plan.programs * 128 * used["REG"] <= 1 << 16
         if FITTED:
-            assert used["STACK"] <= 8, used
+            assert used["STACK"] <= 40, used
 
 
 @pytest.mark.parametrize(
@@ -224,6 +225,8 @@ def test_windows_of_one_tile_share_a_multiprocessor(change, tmp_path):
         ({"num_tokens": 256, "head_size": 32, "dtype": BF16}, "columns", 216),
         (SHIFTED | {"num_tokens": 512, "head_size": 32, "dtype": BF16}, "rows", 184),
         ({"num_tokens": 576, "head_size": 24}, "rows", 80),
+        (SHIFTED | {"num_tokens": 144, "head_size": 32}, "columns", 0),
+        (SHIFTED | {"num_tokens": 81, "head_size": 32}, "rows", 0),
     ],
     ids=str,
 )

@@ -210,6 +210,7 @@ CASES = [
     Case((3, 4, 2), num_tokens=17),  # a clamped window
     Case(mask_value=-math.inf),
     Case(mask_value=-3.0, dtype=F16),
+    Case(mask_value=200.0),
     Case((9, 8), mask_value=-3.0, dtype=F16, images=1),
     Case(softmax_scale=0.0),
     Case(softmax_scale=-1.5),
@@ -227,6 +228,19 @@ def test_matches_float64(case, impl):
     with poisoned_memory():
         found = inputs.attend(impl)
     assert_matches(inputs, found)
+
+
+@pytest.mark.interpret
+def test_two_kernels_find_the_gradients_of_one_tile_where_one_does_not_fit(monkeypatch):
+    pytest.importorskip("triton")
+    from pagewise.ops.window_attention import triton as kernels
+
+    cut = kernels._cut
+    monkeypatch.setattr(
+        kernels, "_cut", lambda *of: (replace(cut(*of)[0], one_tile_stages=0), *cut(*of)[1:])
+    )
+    inputs = make(Case((4, 4)), "triton")
+    assert_matches(inputs, inputs.attend("triton"))
 
 
 LARGE = [

@@ -126,7 +126,7 @@ def test_every_program_has_a_window_and_every_multiprocessor_a_program(maker, nu
 
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 3, 12, 67, 2000])
-def test_programs_have_nearly_as_many_windows_of_one_tile_as_others(is_backward, num_heads):
+def test_programs_share_windows_of_one_tile_evenly(is_backward, num_heads):
     for num_windows, head_size in itertools.product((1, 64, 343, 4096), (8, 32, 64)):
         problem = replace(
             VOLUME, num_heads=num_heads, num_windows=num_windows, num_tokens=49, head_size=head_size
@@ -134,8 +134,9 @@ def test_programs_have_nearly_as_many_windows_of_one_tile_as_others(is_backward,
         plan = make_one_tile_plan(problem, H200, is_backward)
         assert 1 <= plan.chunks <= num_windows
         assert plan.chunks * num_heads <= max(plan.programs * 132, num_heads)
-        most, least = -(-num_windows // plan.chunks), num_windows // plan.chunks
-        assert most - least <= 1
+        rounds, slots = -(-num_windows // plan.chunks), max(num_heads, plan.programs * 132)
+        if num_windows * num_heads >= 4 * slots:
+            assert num_windows * num_heads > 0.7 * rounds * slots
         assert plan.programs * plan.registers * 128 <= 1 << 16
 
 
@@ -182,6 +183,7 @@ def test_words_tell_regions_apart(num_tokens):
     match_regions[(len(counts),)](words, regions.to(device()), NUM_TOKENS=num_tokens)
     assert words[:, 2 * PIECE].tolist() == [0, 1, 1, 1]
     bits = words[:, : 2 * PIECE].view(-1, PIECE, 2, 1) >> torch.arange(32, device=device()) & 1
+    assert bits[:, num_tokens:].all()  # what a mask adds makes no weights of those
     same = regions[:, :, None] == regions[:, None, :]
     found = bits.flatten(2)[:, :num_tokens, :num_tokens].bool().cpu()
     assert torch.equal(found, same)

@@ -46,6 +46,27 @@ def test_a_program_meets_one_bias_only():
     assert plan.chunks % 4 == plan.chunks_backward % 4 == 0
 
 
+@pytest.mark.parametrize("room", [101_376, 166_912, 232_448])
+def test_windows_of_one_tile_fit_into_memory_or_take_two_kernels(room):
+    """Bounds of what was read off compiled kernels (three stages of Swin v2's, sm_90)."""
+    device = replace(H200, shared_memory=room)
+    for (dtype, size, mask), compiled in {
+        (F16, 32, None): 57_856,
+        (F16, 64, None): 107_008,
+        (F16, 128, None): 213_504,
+        (F16, 128, F32): 246_272,
+        (F32, 32, F32): 115_456,
+        (F32, 64, None): 180_992,
+    }.items():
+        problem = replace(IMAGE, dtype=dtype, head_size=size, num_tokens=64, mask_dtype=mask)
+        stages = make_plan(problem, device).one_tile_stages
+        assert stages >= 1
+        assert stages < 3 or compiled <= room
+    wide = replace(IMAGE, dtype=F32, head_size=128)
+    assert (make_plan(wide, device).one_tile_stages > 0) == (room > 200_000)
+    assert make_plan(VOLUME, device).one_tile_stages == 0
+
+
 def test_float32_keeps_no_rounded_bias():
     assert make_plan(replace(VOLUME, dtype=F32), H200).kept == 0
     assert make_plan(VOLUME, H200).kept > 0
@@ -58,7 +79,7 @@ COMPILED = [
     (IMAGE, 96),
     (VOLUME, 512),
     (replace(IMAGE, dtype=BF16, cosine=True), 64),
-    (replace(IMAGE, dtype=F32), 512),
+    (replace(IMAGE, dtype=F32), 576),
     (replace(IMAGE, head_size=30, num_tokens=64), 128),
     (replace(IMAGE, head_size=8, num_tokens=27), 0),
     (replace(IMAGE, num_tokens=100, cosine=True), 512),
@@ -79,7 +100,7 @@ def launchers(problem):
     kinds += (factor, factor, True)
     first, last = plan.groups[0], plan.groups[-1]
     yield kernels._attend(problem, plan, kinds)
-    if problem.num_tokens <= plan.tile_m:
+    if plan.one_tile_stages:
         yield kernels._one_tile_gradients(problem, plan, kinds, True)
         return
     yield kernels._row_gradients(problem, plan, kinds, first, 0, len(plan.groups) == 1, False)

@@ -176,7 +176,6 @@ def make_columns_launcher(
     )
 
 
-@functools.lru_cache(maxsize=256)
 def make_sums_launcher(
     num_heads: int, num_tokens: int, num_chunks: int, is_early: bool
 ) -> Launcher:
@@ -184,9 +183,13 @@ def make_sums_launcher(
 
     ``is_early`` if the one before it lets it begin, and wrote nothing that it reads.
     """
+    return _make_sums(num_heads, num_tokens, min(32, 1 << (num_chunks - 1).bit_length()), is_early)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_sums(num_heads: int, num_tokens: int, most: int, is_early: bool) -> Launcher:
     types = {"dbias": "*fp32", "tokens": "*i32", "sums": "*fp32:16", "offsets": "*i32"}
     types |= {"num_chunks": "i32", "size": "i32"}
-    most = min(32, 1 << (num_chunks - 1).bit_length())
     constants = {
         "NUM_HEADS": num_heads,
         "NUM_TOKENS": num_tokens,

@@ -85,7 +85,8 @@ def match_regions(
     regions += window * NUM_TOKENS
     mine = tl.load(regions + row, mask=row < NUM_TOKENS, other=0)
     theirs = tl.load(regions + column, mask=column < NUM_TOKENS, other=0)
-    is_one = mine[:, None, None] == theirs[None, :, :]
+    # Queries past the end are of every region: what a mask adds is not to make weights of them.
+    is_one = (mine[:, None, None] == theirs[None, :, :]) | (row >= NUM_TOKENS)[:, None, None]
     word = tl.sum(tl.where(is_one, (1 << bit)[None, None, :], 0), 2)
     words += window * WORDS
     tl.store(words + row[:, None] * 2 + half[None, :], word)

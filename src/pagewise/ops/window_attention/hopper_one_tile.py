@@ -14,8 +14,9 @@ window fits beside its neighbours, so the copy engine brings the next ones while
     slot 1           window c + n               window c + 4 n
     slot 2                  window c + 2 n
 
-Its tile of bias stays in registers, and so does the bias's gradient. Which keys a query shares a
-region with is 64 bits (``hopper_marks``), fetched a window ahead.
+Its tile of bias stays in shared memory, as threads hold scores, and the bias's gradient in
+registers. Which keys a query shares a region with is 64 bits (``hopper_marks``), fetched a window
+ahead.
 """
 
 from triton.experimental import gluon
@@ -62,23 +63,19 @@ class Form:
 
     NUM_HEADS: gl.constexpr
     NUM_TOKENS: gl.constexpr
-    HEAD_SIZE: gl.constexpr
     WIDTH: gl.constexpr
     BIAS: gl.constexpr
-    MASK: gl.constexpr
     STAGES: gl.constexpr
     WARPS: gl.constexpr
     STREAMS: gl.constexpr
     ROWS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, STAGES):
+    def __init__(self, NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES):
         self.NUM_HEADS = gl.constexpr(NUM_HEADS)
         self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
-        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
         self.WIDTH = gl.constexpr(WIDTH)
         self.BIAS = gl.constexpr(BIAS)
-        self.MASK = gl.constexpr(MASK)
         self.STAGES = gl.constexpr(STAGES)
         self.WARPS = gl.constexpr(4)
         self.STREAMS = gl.constexpr(1)
@@ -123,7 +120,7 @@ def _load_words(words, window, num_windows, num_masks, row, MASK: gl.constexpr):
     """Whether a window is of several regions; for each query two words, which keys are of its."""
     found = ()
     if MASK:
-        at = words + window % num_masks * WORDS
+        at = words + (window % num_masks).to(gl.int64) * WORDS
         found = (gl.load(at + 2 * ROWS, window < num_windows, 0),)  # type: ignore[assignment]
         for half in gl.static_range(2):
             found = found + (gl.load(at + row * 2 + half, window < num_windows, 0),)  # type: ignore[assignment] # noqa: RUF005
@@ -187,7 +184,7 @@ def attend_windows(
     STAGES: gl.constexpr,
 ):
     """Forward. Grid: heads × chunks, heads of a window together."""
-    form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, STAGES)
+    form = Form(NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES)
     O_LAYOUT: gl.constexpr = product_layout(WIDTH, 4)
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], q_desc.layout)
@@ -284,7 +281,7 @@ def window_gradients(
     STAGES: gl.constexpr,
 ):
     """All gradients. Grid: heads × chunks, heads of a window together."""
-    form = Form(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, STAGES)
+    form = Form(NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES)
     O_LAYOUT: gl.constexpr = product_layout(WIDTH, 4)
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], q_desc.layout)

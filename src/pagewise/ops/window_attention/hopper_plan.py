@@ -69,9 +69,10 @@ _SMALL = 2048  # ones, barriers, and what partitions are handed; more than a uni
 # The more warps, the more there is to do while one waits; all of them share a multiprocessor's
 # registers.
 _CUTS = ((8, 3, 80, 2), (8, 3, 80, 1), (4, 4, 112, 1), (4, 3, 160, 1), (4, 2, 232, 1))
-_COLUMN_CUTS = ((8, 3, 80, 1), (4, 3, 160, 1), (4, 2, 232, 1))  # the first up to a width of 16
-# Warpgroups, keys of each, registers of a thread: the fewest keys first. Memory holds no more than
-# the first of heads wider than 32.
+_COLUMN_CUTS = ((8, 3, 80, 1), (4, 3, 160, 1), (4, 2, 232, 1))
+_NARROW = 16  # of wider heads the gradients by columns do not fit into the first one's registers
+# Warpgroups, keys of each, registers of a thread: the fewest keys first. Of heads wider than 32
+# memory holds no more than 64 keys in each of three.
 _SHARES = (
     *((3, 32, 160), (4, 32, 112)),
     *((3, 64, 160), (4, 64, 112), (3, 96, 160), (3, 128, 160)),
@@ -213,7 +214,8 @@ def make_columns_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The same for the gradients of keys and values, where tokens of a tile are keys."""
     width = find_width(problem.head_size)
     numbers = 2 * (2 * width + (MARKS if problem.has_regions else 0))
-    return _cut(problem, device, _COLUMN_CUTS[width > 16 :], numbers, numbers + 8)
+    cuts = _COLUMN_CUTS if width <= _NARROW else _COLUMN_CUTS[1:]
+    return _cut(problem, device, cuts, numbers, numbers + 8)
 
 
 @functools.lru_cache(maxsize=1024)

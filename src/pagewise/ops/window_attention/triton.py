@@ -56,10 +56,10 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
 def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
-    """By rows, a launch for each group of keys; by columns; and the sums over windows."""
+    """All at once, or by rows, a launch for each group of keys, and by columns; and the sums."""
     plan, _, kind = _cut(problem, DeviceInfo.of(x.q.device))
     call = _Call(problem, x, dout)
-    if problem.num_tokens <= plan.tile_m:
+    if plan.one_tile_stages:
         return _walk_one_tile(call, plan, kind, lse, dlse)
     rows = _walk_rows(call, plan, kind, out, lse, dlse)
     dbias = None
@@ -302,7 +302,7 @@ def _one_tile_gradients(problem: Problem, plan: Plan, kinds: _Kinds, has_dlse: b
     constants = {
         "NUM_HEADS": problem.num_heads, **_features(problem), "KEPT": plan.kept_backward,
         "SUMS": problem.has_bias, "HAS_DLSE": has_dlse,
-        **_tiles(problem, plan.tile_m, plan.tiles), "STAGES": plan.stages,
+        **_tiles(problem, plan.tile_m, plan.tiles), "STAGES": plan.one_tile_stages,
     }  # fmt: skip
     return Launcher(triton_one_tile.window_gradients, types, constants, num_warps=_num_warps(plan))
 

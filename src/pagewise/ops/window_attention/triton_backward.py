@@ -114,7 +114,7 @@ def row_gradients(
         )
         at = window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         row_at = window * lse_window + head * NUM_TOKENS + rows
-        pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
+        pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
         if FIRST_KEY > 0:
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
         else:
@@ -248,8 +248,8 @@ def column_gradients(
                 dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
             )
             row_at = window * lse_window + head * NUM_TOKENS + rows
-            # Rows past the end have weights; what came back for them, and delta, is 0.
-            pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
+            # Rows past the end have no weights.
+            pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
             q_tile = normalise(q_tile, eps, COSINE)
             s = tl.dot(k_tile, q_tile.T, input_precision="tf32x3")

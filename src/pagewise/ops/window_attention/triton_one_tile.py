@@ -98,7 +98,8 @@ def window_gradients(
             dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
         )
         row_at = window * lse_window + head * NUM_TOKENS + rows
-        pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
+        # Rows past the end have no weights, whatever a mask adds to them.
+        pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
         # weights
         q_tile, k_tile = normalise(q_raw, eps, COSINE), normalise(k_raw, eps, COSINE)
         s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")

@@ -14,6 +14,7 @@ from .problem import Problem
 __all__ = ["Plan", "cover", "make_plan"]
 
 _NOWHERE, _REGISTERS, _SHARED = 0, 1, 2
+_MOST_SHARED = 232_448  # bytes of a program on Hopper
 _MOST_KEPT = 576
 """Tokens beyond which a row of bias no longer fits into registers beside its scores."""
 
@@ -31,6 +32,8 @@ class Plan:
     """Where the forward kernel keeps its tile of bias."""
     kept_backward: int
     stages: int
+    one_tile_stages: int
+    """Of the kernel that finds all gradients of a window of one tile; 0: it is not for this one."""
     chunks: int
     chunks_backward: int
 
@@ -63,6 +66,7 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         kept=_REGISTERS if is_kept else _NOWHERE,
         kept_backward=_NOWHERE if not is_kept else _REGISTERS if num_tokens <= 400 else _SHARED,
         stages=_stages(problem, sum(tiles)),
+        one_tile_stages=_one_tile_stages(problem, device, tile_m),
         chunks=_chunks(problem, 4 * device.num_workers // programs),
         chunks_backward=_chunks(problem, 2 * device.num_workers // programs),
     )
@@ -108,3 +112,21 @@ def _stages(problem: Problem, num_keys: int) -> int:
     d = max(16, _next_power_of_2(problem.head_size))
     window = 2 * num_keys * d * problem.dtype.itemsize
     return 3 if 3 * window <= 100_000 else 2 if 2 * window <= 100_000 else 1
+
+
+def _one_tile_stages(problem: Problem, device: DeviceInfo, tile_m: int) -> int:
+    """Windows whose operands may lie in shared memory at once, with what is made of them.
+
+    As read off compiled kernels: on the way are four operands and a mask that is a matrix, beside
+    them the weights and what they change by; one at a time, six tiles of tokens.
+    """
+    if problem.num_tokens > tile_m:
+        return 0
+    width = problem.dtype.itemsize
+    tile = tile_m * max(16, _next_power_of_2(problem.head_size)) * width
+    window = 4 * tile + (4 * tile_m**2 if problem.mask_dtype is not None else 0)
+    room = device.shared_memory or _MOST_SHARED
+    for stages in range(3, 0, -1):
+        if max(6 * tile, stages * window + 2 * tile_m**2 * width + 1024) <= room:
+            return stages
+    return 0
