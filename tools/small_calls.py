@@ -106,6 +106,7 @@ CALLS: dict[str, Callable[[], float]] = {
     "attention": lambda: dense("hopper"),
     "attention-triton": lambda: dense("triton"),
     "windows": lambda: windows(3, "hopper"),
+    "windows-one-tile": lambda: windows(2, "hopper"),
     "windows-triton": lambda: windows(2, "triton"),
     "scores": lambda: scores(49),
     "scores-343": lambda: scores(343),
