@@ -118,15 +118,16 @@ def _one_tile_stages(problem: Problem, device: DeviceInfo, tile_m: int) -> int:
     """Windows whose operands may lie in shared memory at once, with what is made of them.
 
     As read off compiled kernels: on the way are four operands and a mask that is a matrix, beside
-    them the weights and what they change by; one at a time, six tiles of tokens.
+    them the weights and what they change by; one at a time no mask, but up to six tiles of tokens.
     """
     if problem.num_tokens > tile_m:
         return 0
     width = problem.dtype.itemsize
     tile = tile_m * max(16, _next_power_of_2(problem.head_size)) * width
-    window = 4 * tile + (4 * tile_m**2 if problem.mask_dtype is not None else 0)
+    made = 2 * tile_m**2 * width + 1024
+    mask = 4 * tile_m**2 if problem.mask_dtype is not None else 0
     room = device.shared_memory or _MOST_SHARED
-    for stages in range(3, 0, -1):
-        if max(6 * tile, stages * window + 2 * tile_m**2 * width + 1024) <= room:
+    for stages in (3, 2):
+        if max(6 * tile, stages * (4 * tile + mask) + made) <= room:
             return stages
-    return 0
+    return int(max(6 * tile, 4 * tile + made) <= room)
