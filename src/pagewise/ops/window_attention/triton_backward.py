@@ -124,7 +124,7 @@ def row_gradients(
                 row_delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
             tl.store(delta + row_at, row_delta, mask=is_row)
         mask_at = mask + window % num_masks * mask_window
-        is_masked = is_mixed(mixed, window % num_masks, MASK, False)
+        is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
         # tiles
         acc = tl.zeros([TILE_M, D], tl.float32)
         new_sums = ()
@@ -235,7 +235,7 @@ def column_gradients(
         k_tile = normalise(k_raw, eps, COSINE)
         v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
         mask_at = mask + window % num_masks * mask_window
-        is_masked = is_mixed(mixed, window % num_masks, MASK, False)
+        is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
         # tiles
         dk_acc = tl.zeros([TILE_M, D], tl.float32)
         dv_acc = tl.zeros([TILE_M, D], tl.float32)
