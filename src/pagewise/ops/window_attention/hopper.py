@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,16 @@ from ...tiles.state import AttentionOutput
 from . import hopper_one_tile_launch as one_tile
 from . import triton
 from .hopper_launch import (
+    BiasGradient,
     GradientKernels,
-    add_sums,
-    count_sums,
     find_forward,
     find_gradients,
     make_marker,
 )
-from .hopper_operands import LOG2_E, normal_scale, types_of
+from .hopper_operands import LOG2_E, Call, types_of
 from .hopper_plan import MARKS, MOST_IN_ONE_TILE, MOST_REGIONS, PIECE, make_plan
 from .problem import Gradients, Operands, Problem, empty_like
-from .triton import KINDS, count_tokens
+from .triton import KINDS
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -108,12 +107,10 @@ def backward(
     _make_deltas(call, kernels, results, out, lse, dout, dlse)
     _walk_rows(call, kernels, results, dout)
     _walk_columns(call, kernels, results, dout)
+    bias = results.bias
     if problem.has_bias:
-        offsets = results.tokens if call.offsets is None else call.offsets
-        add_sums(kernels.add_sums, offsets, results.sums, results.dbias, results.tokens)
-    return triton.finish(
-        x, results.dq, results.dk, results.dv, results.dbias, tokens=results.tokens
-    )
+        bias.add_up(kernels.add_sums, call.offsets)
+    return triton.finish(x, results.dq, results.dk, results.dv, bias.dbias, tokens=bias.tokens)
 
 
 class _Results(NamedTuple):
@@ -122,12 +119,7 @@ class _Results(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor
-    """float32 ``[1, num_heads, num_tokens, num_tokens]``, or nothing."""
-    tokens: Tensor
-    """int32: whose offsets a table's are; or nothing."""
-    sums: Tensor
-    """Of the bias's gradient, by chunks of windows: see ``hopper_sums``."""
+    bias: BiasGradient
     pivot: Tensor
     """float32 ``[num_windows * num_heads, whole pieces]``, like ``delta``."""
     delta: Tensor
@@ -137,44 +129,31 @@ class _Results(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, kernels: GradientKernels, x: Operands, lse: Tensor) -> _Results:
         """Nothing in it yet."""
-        num_tokens, num_heads = problem.num_tokens, problem.num_heads
-        num_pieces = -(-num_tokens // PIECE)
-        pivot, delta = lse.new_empty((2, problem.num_windows * num_heads, num_pieces * PIECE))
-        num_bias_heads = num_heads if problem.has_bias else 0
+        num_pairs = problem.num_windows * problem.num_heads
+        pivot, delta = lse.new_empty((2, num_pairs, -(-problem.num_tokens // PIECE) * PIECE))
         dq, dk, dv = (empty_like(x.q) for _ in range(3))
         is_kept = kernels.rows_plan.launches > 1
         return cls(
             dq,
             dk,
             dv,
-            lse.new_empty((1, num_bias_heads, num_tokens, num_tokens)),
-            lse.new_empty(count_tokens(problem.table_size), dtype=torch.int32),
-            lse.new_empty((kernels.rows_plan.chunks, count_sums(problem))),
+            BiasGradient.of(problem, kernels.rows_plan.chunks, lse),
             pivot,
             delta,
             torch.empty_like(dq, dtype=torch.float32) if is_kept else pivot,
         )
 
 
-class _Call:
-    """The operands as kernels take them."""
+class _Call(Call):
+    """The same, and the marks of regions."""
 
     def __init__(self, problem: Problem, x: Operands, is_backward: bool = False) -> None:
-        self.problem, self.x = problem, x
-        q, self.scale = normal_scale(x.q, x.softmax_scale)
-        self.q, self.k, self.v = align(q), align(x.k), align(x.v)
+        super().__init__(problem, x, turns_table=is_backward)
         factor = self.scale * LOG2_E
         self.factor = _to_float16(factor) if problem.dtype == torch.float16 else factor
         self.regions = None if x.regions is None else x.regions.contiguous()
-        self.bias = None if x.bias is None else x.bias.contiguous()
-        self.strides = [0, problem.num_tokens**2]  # of a table's entries, and of heads
-        if x.bias_table is not None:
-            # A head's entries side by side are fewer lines to gather from. Forward, where fewer
-            # programs do it, that is less than a launch takes.
-            table = x.bias_table.t().contiguous().t() if is_backward else x.bias_table
-            self.bias, self.strides = table, [*table.stride()]
-        self.offsets = None if x.rel_offsets is None else x.rel_offsets.contiguous()
-        self.kinds, self.marks = self._mark(-x.mask_value / self.scale)  # last: see hopper_launch
+        kinds, self.marks = self._mark(-x.mask_value / self.scale)
+        self.masks = [kinds, kinds if self.regions is None else self.regions]
 
     def _mark(self, factor: float) -> tuple[Tensor, Tensor]:
         """Which windows are of several regions, and their marks.
@@ -191,24 +170,6 @@ class _Call:
             marker = make_marker(KINDS[self.regions.dtype], num_tokens)
             marker((num_masks, 1, 1), kinds, marks, self.regions, factor, limit)
         return kinds, marks
-
-    def others(self, chunks: int, factor: float) -> list[Any]:
-        """What all three kernels take after their tokens; scores are multiplied by ``factor``."""
-        problem, x, anything = self.problem, self.x, self.kinds
-        return [
-            anything if self.bias is None else self.bias,
-            anything if self.offsets is None else self.offsets,
-            self.kinds,
-            anything if self.regions is None else self.regions,
-            problem.num_windows,
-            chunks,
-            max(1, problem.num_masks),
-            0 if x.bias_table is None else (x.bias_table.shape[0] - 1) // 2,
-            *self.strides,
-            factor,
-            1 / self.scale,
-            x.mask_value / self.scale,
-        ]
 
 
 def _to_float16(number: float) -> float:
@@ -254,7 +215,7 @@ def _walk_rows(call: _Call, kernels: GradientKernels, results: _Results, dout: T
     arguments = [
         results.dq,
         results.dq_so_far,
-        results.sums,
+        results.bias.sums,
         call.q,
         dout,
         call.marks,

@@ -20,6 +20,7 @@ import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -48,12 +49,11 @@ from .hopper_plan import (
 from .hopper_rows import row_gradients
 from .hopper_sums import sum_tiles
 from .problem import Problem
-from .triton import KINDS
+from .triton import KINDS, count_tokens
 
 __all__ = [
+    "BiasGradient",
     "GradientKernels",
-    "add_sums",
-    "count_sums",
     "describe_tokens",
     "find_forward",
     "find_gradients",
@@ -64,6 +64,7 @@ __all__ = [
     "make_marker",
     "make_rows_launcher",
     "make_sums_launcher",
+    "types_of_others",
 ]
 
 _DELTAS, _SUMS = 4096, 4096  # numbers of a tile
@@ -78,6 +79,36 @@ class GradientKernels(NamedTuple):
     walk_rows: GluonLauncher
     walk_columns: GluonLauncher
     add_sums: Launcher
+
+
+class BiasGradient(NamedTuple):
+    """A bias's gradient, and what it is added up from; all of it nothing without a bias."""
+
+    dbias: Tensor
+    """float32 ``[1, num_heads, num_tokens, num_tokens]``."""
+    tokens: Tensor
+    """int32: whose offsets a table's are, see ``invert_offsets``; nothing without a table."""
+    sums: Tensor
+    """float32 ``[chunks, numbers that a chunk's programs leave]``, see ``hopper_sums``."""
+
+    @classmethod
+    def of(cls, problem: Problem, chunks: int, lse: Tensor) -> BiasGradient:
+        """Nothing in it yet; on the device of ``lse``."""
+        num_heads, num_tokens = problem.num_heads * problem.has_bias, problem.num_tokens
+        tiles = -(-num_tokens // PIECE) * -(-num_tokens // SUM_KEYS)
+        return cls(
+            lse.new_empty((1, num_heads, num_tokens, num_tokens)),
+            lse.new_empty(count_tokens(problem.table_size), dtype=torch.int32),
+            lse.new_empty((chunks, num_heads * tiles * PIECE * SUM_KEYS)),
+        )
+
+    def add_up(self, launcher: Launcher, offsets: Tensor) -> None:
+        """Fill ``dbias`` and, for a table, ``tokens``."""
+        chunks, size = self.sums.shape
+        num_tokens = len(self.tokens)
+        programs = size // launcher.constants["TILE"] + -(-num_tokens // SUM_OFFSETS)
+        launcher((programs, 1, 1), self.dbias, self.tokens, self.sums, offsets, chunks,
+                 num_tokens - 1)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,23 +231,6 @@ def _make_sums(num_heads: int, num_tokens: int, most: int, is_early: bool) -> La
     return Launcher(sum_tiles, types, constants, num_warps=4, launch_pdl=is_early)
 
 
-def count_sums(problem: Problem) -> int:
-    """Numbers that a program of each head leaves of the bias's gradient."""
-    if not problem.has_bias:
-        return 0
-    pieces = -(-problem.num_tokens // PIECE)
-    return problem.num_heads * pieces * -(-problem.num_tokens // SUM_KEYS) * PIECE * SUM_KEYS
-
-
-def add_sums(
-    launcher: Launcher, offsets: Tensor, sums: Tensor, dbias: Tensor, tokens: Tensor
-) -> None:
-    """Fill ``dbias`` and, for a table, ``tokens``."""
-    chunks, size = sums.shape
-    programs = size // launcher.constants["TILE"] + -(-len(tokens) // SUM_OFFSETS)
-    launcher((programs, 1, 1), dbias, tokens, sums, offsets, chunks, len(tokens) - 1)
-
-
 @functools.lru_cache(maxsize=256)
 def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str) -> GluonLauncher:
     """The kernel of queries' and the bias's gradients."""
@@ -246,7 +260,12 @@ def make_rows_launcher(problem: Problem, plan: RowsPlan, bias: str, regions: str
 
 def _others(bias: str, regions: str) -> dict[str, str]:
     """Types of what all three kernels take after their tokens."""
-    types = {"bias": bias, "offsets": "*i32", "kinds": "*i32", "regions": regions}
+    return types_of_others(bias, {"kinds": "*i32", "regions": regions})
+
+
+def types_of_others(bias: str, masks: dict[str, str]) -> dict[str, str]:
+    """Types of a ``Call``'s others."""
+    types = {"bias": bias, "offsets": "*i32"} | masks
     types |= dict.fromkeys(
         ("num_windows", "num_chunks", "num_masks", "centre", "entry_stride", "head_stride"), "i32"
     )

@@ -17,13 +17,19 @@ from ...device import DeviceInfo
 from ...tiles.hopper.gluon_launcher import GluonLauncher, align
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.launch import Launcher
-from .hopper_launch import add_sums, count_sums, describe_tokens, known_of, make_sums_launcher
+from .hopper_launch import (
+    BiasGradient,
+    describe_tokens,
+    known_of,
+    make_sums_launcher,
+    types_of_others,
+)
 from .hopper_marks import match_regions
 from .hopper_one_tile import attend_windows, window_gradients
-from .hopper_operands import LOG2_E, normal_scale, types_of
+from .hopper_operands import LOG2_E, Call, types_of
 from .hopper_plan import PIECE, WORDS, OneTilePlan, make_one_tile_plan
 from .problem import Gradients, Operands, Problem, empty_like
-from .triton import KINDS, count_tokens, finish
+from .triton import KINDS, finish
 
 __all__ = ["backward", "forward", "make_gradients_launcher", "make_launcher", "make_matcher"]
 
@@ -34,8 +40,8 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
     out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     call = _Call(problem, x)
-    grid = (problem.num_heads * plan.chunks, 1, 1)
-    launcher(grid, lse, out, *call.rows, *call.others(plan.chunks))
+    grid, others = (problem.num_heads * plan.chunks, 1, 1), call.others(plan.chunks, call.factor)
+    launcher(grid, lse, out, call.q, call.k, call.v, *others)
     return AttentionOutput(out, lse)
 
 
@@ -46,58 +52,30 @@ def backward(
     bias = types_of(x)[0]
     plan, launcher = _find_gradients(problem, DeviceInfo.of(x.q.device), bias, dlse is not None)
     dq, dk, dv = (empty_like(x.q) for _ in range(3))
-    num_tokens, num_heads = problem.num_tokens, problem.num_heads
-    sums = lse.new_empty(plan.chunks, count_sums(problem))
+    bias_gradient = BiasGradient.of(problem, plan.chunks, lse)
     dout, dlse = align(dout), lse if dlse is None else dlse.contiguous()
     call = _Call(problem, x)
-    grid = (num_heads * plan.chunks, 1, 1)
-    launcher(grid, sums, lse, dlse, dq, dk, dv, *call.rows, dout, *call.others(plan.chunks),
-             x.softmax_scale, call.scale)  # fmt: skip
-    dbias = tokens = None
+    grid, others = (problem.num_heads * plan.chunks, 1, 1), call.others(plan.chunks, call.factor)
+    launcher(grid, bias_gradient.sums, lse, dlse, dq, dk, dv, call.q, call.k, call.v, dout,
+             *others, x.softmax_scale, call.scale)  # fmt: skip
     if problem.has_bias:
-        dbias = lse.new_empty(1, num_heads, num_tokens, num_tokens)
-        tokens = lse.new_empty(count_tokens(problem.table_size), dtype=torch.int32)
-        adder = make_sums_launcher(num_heads, num_tokens, plan.chunks, is_early=False)
-        add_sums(adder, call.offsets, sums, dbias, tokens)
-    return finish(x, dq, dk, dv, dbias, tokens=tokens)
+        kind = problem.num_heads, problem.num_tokens, plan.chunks
+        bias_gradient.add_up(make_sums_launcher(*kind, is_early=False), call.offsets)
+    return finish(x, dq, dk, dv, bias_gradient.dbias, tokens=bias_gradient.tokens)
 
 
-class _Call:
-    """The operands as kernels take them."""
+class _Call(Call):
+    """The same, and the words of regions."""
 
     def __init__(self, problem: Problem, x: Operands) -> None:
-        self.problem, self.x = problem, x
-        q, self.scale = normal_scale(x.q, x.softmax_scale)
-        self.rows = anything, _, _ = [align(q), align(x.k), align(x.v)]
-        self.offsets = anything if x.rel_offsets is None else x.rel_offsets.contiguous()
-        self.bias, self.strides = anything, [0, problem.num_tokens**2]
-        if x.bias is not None:
-            self.bias = x.bias.contiguous()
-        if x.bias_table is not None:
-            self.bias, self.strides = x.bias_table, [*x.bias_table.stride()]
-        self.words = anything
+        super().__init__(problem, x)
+        self.factor = self.scale * LOG2_E
+        self.masks = [self.q]  # or anything
         if x.regions is not None:
             regions = x.regions.contiguous()
-            self.words = regions.new_empty(len(regions), WORDS, dtype=torch.int32)
+            self.masks = [regions.new_empty(len(regions), WORDS, dtype=torch.int32)]
             matcher = make_matcher(KINDS[regions.dtype], problem.num_tokens)
-            matcher((len(regions), 1, 1), self.words, regions)  # last: see above
-
-    def others(self, chunks: int) -> list[Any]:
-        """What both kernels take after their tokens."""
-        problem, table = self.problem, self.x.bias_table
-        return [
-            self.bias,
-            self.offsets,
-            self.words,
-            problem.num_windows,
-            chunks,
-            max(1, problem.num_masks),
-            0 if table is None else (table.shape[0] - 1) // 2,
-            *self.strides,
-            self.scale * LOG2_E,
-            1 / self.scale,
-            self.x.mask_value / self.scale,
-        ]
+            matcher((len(regions), 1, 1), *self.masks, regions)  # last: see above
 
 
 @functools.lru_cache(maxsize=1024)
@@ -133,7 +111,13 @@ def make_launcher(problem: Problem, plan: OneTilePlan, bias: str) -> GluonLaunch
     types |= dict.fromkeys(
         ("out_desc", "q_desc", "k_desc", "v_desc"), describe_tokens(problem, PIECE)
     )
-    return _make(attend_windows, problem, plan, types | _others(bias), known_of(problem))
+    return _make(
+        attend_windows,
+        problem,
+        plan,
+        types | _others(bias),
+        known_of(problem),
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -160,8 +144,4 @@ def _make(
 
 
 def _others(bias: str) -> dict[str, str]:
-    """Types of what both kernels take after their tokens."""
-    types = {"bias": bias, "offsets": "*i32", "words": "*i32"}
-    names = ("num_windows", "num_chunks", "num_masks", "centre", "entry_stride", "head_stride")
-    types |= dict.fromkeys(names, "i32")
-    return types | dict.fromkeys(("scale", "inverse", "mask_value"), "fp32")
+    return types_of_others(bias, {"words": "*i32"})
