@@ -171,6 +171,8 @@ def assert_matches(inputs, found):
 
 
 def skip_what_cannot_run(impl, case):
+    if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
     if impl == "triton" and case.dtype == BF16 and not ON_GPU:
         pytest.skip("Triton 3.6's interpreter does not round to bfloat16 as a GPU does")
     if impl == "cpu" and (case.bias == "dense" or case.mask in ("float", "bool")):
@@ -320,8 +322,6 @@ ON_HOPPER = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_HOPPER, ids=str)
 def test_hopper_matches_float64(case):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
     inputs = make(case, "hopper")
     with poisoned_memory():
         found = inputs.attend("hopper")
@@ -339,8 +339,6 @@ def test_hopper_matches_float64(case):
 )
 def test_gradients_of_the_result_alone(impl, window):
     """As in training: nothing comes back for the log-sum-exp."""
-    if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
     images = 32 if impl == "hopper" else 2  # fewer of 144 tokens are left to triton
     inputs = make(Case(window, dtype=F16, head_size=32, images=images), impl)
     inputs.dlse = None
@@ -368,8 +366,6 @@ FAR_APART = {
 )
 @pytest.mark.parametrize("which", FAR_APART)
 def test_hopper_does_windows_again_whose_scores_lie_far_apart(case, which):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
     inputs = make(case, "hopper")
     FAR_APART[which](inputs.tensors["q"], inputs.tensors["k"])
     assert_matches(inputs, inputs.attend("hopper"))
@@ -379,8 +375,6 @@ def test_hopper_does_windows_again_whose_scores_lie_far_apart(case, which):
 @pytest.mark.parametrize("mask", ["none", "regions"])
 def test_hopper_does_some_of_many_windows_again(mask, monkeypatch):
     """More of a stream than a word has bits: some that were right are done again with others."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
     from pagewise.ops.window_attention import hopper
 
     def in_one_chunk(*question):
@@ -464,8 +458,6 @@ HIDDEN = [
 
 @pytest.mark.parametrize(("impl", "window", "size"), HIDDEN)
 def test_a_bias_of_minus_infinity_hides_keys(impl, window, size):
-    if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
     inputs = make(Case(window, dtype=F16, head_size=size, bias="dense", mask="none"), impl)
     bias = inputs.tensors["bias"] = inputs.tensors["bias"][:1].clone()
     bias[:, :, 3] = -math.inf  # a row that sees nothing

@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
+from ...tiles.triton.online_softmax import LN_2, LOG2_E
 from . import hopper_plan
 from .hopper_tiles import (
     CHUNK,
@@ -48,11 +49,9 @@ from .hopper_tiles import (
 
 __all__ = ["attend_windows", "window_gradients"]
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = PIECE
 WORDS = gl.constexpr(hopper_plan.WORDS)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORES = gl.constexpr(product_layout(hopper_plan.PIECE))
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES))
 SQUARE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 

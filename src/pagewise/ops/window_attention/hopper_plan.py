@@ -63,7 +63,8 @@ Q_STAGES = 2
 
 _LEAST = 32  # columns of a product
 _SHARED_BYTES = 232_448
-_ALL_SHARED_BYTES = _SHARED_BYTES + 1024  # of a multiprocessor
+_OF_SYSTEM = 1024  # bytes of it that every program takes besides
+_ALL_SHARED_BYTES = _SHARED_BYTES + _OF_SYSTEM  # of a multiprocessor
 _SMALL = 2048  # ones, barriers, and what partitions are handed; more than a unit matrix
 # Warps of a stream, streams, registers of a thread, tiles of a piece: the fastest first (lab log).
 # The more warps, the more there is to do while one waits; all of them share a multiprocessor's
@@ -84,7 +85,6 @@ _ROWS_SETUP = 5.0  # windows, since sums are written as well
 # programs where a window brings less to compute on.
 _FORWARD_PROGRAMS = 5
 _GRADIENT_PROGRAMS = ((48, 3), (MOST_IN_ONE_TILE, 2))  # up to so many tokens
-_OF_SYSTEM = 1024  # bytes of shared memory of a program
 
 
 @dataclass(frozen=True)

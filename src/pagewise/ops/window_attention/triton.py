@@ -62,10 +62,7 @@ def backward(
     if plan.one_tile_stages:
         return _walk_one_tile(call, plan, kind, lse, dlse)
     rows = _walk_rows(call, plan, kind, out, lse, dlse)
-    dbias = None
-    if problem.has_bias:
-        biases = (max(1, problem.num_biases), *rows.sums.shape[1:])
-        dbias = rows.sums.view(-1, *biases).sum(dim=0)
+    dbias = _sum_chunks(problem, rows.sums)
     dk, dv = empty_like(x.q), empty_like(x.q)
     programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks_backward
     launcher = _column_gradients(*kind, call.kinds)
@@ -78,24 +75,16 @@ def _walk_one_tile(
     call: _Call, plan: Plan, kind: tuple[Problem, Plan], lse: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """All gradients in one launch, and the sums over windows."""
-    problem, x, chunks, num_heads = (
-        call.problem,
-        call.x,
-        plan.chunks_backward,
-        call.problem.num_heads,
-    )
+    problem, x, chunks = call.problem, call.x, plan.chunks_backward
+    num_tokens, num_heads = problem.num_tokens, problem.num_heads
     dq, dk, dv = (empty_like(x.q) for _ in range(3))
-    num_tokens = problem.num_tokens
     sums = lse.new_empty((chunks, num_heads, num_tokens, num_tokens) if problem.has_bias else 1)
     shares = lse.new_empty((chunks, num_heads, 1) if problem.cosine else 1)
     launcher = _one_tile_gradients(*kind, call.kinds, dlse is not None)
     launcher((num_heads * chunks, 1, 1), dq, dk, dv, sums, shares, *call.qkv, lse,
              lse if dlse is None else dlse.contiguous(), *call.added, *call.scalars(chunks),
              *call.strides)  # fmt: skip
-    dbias = None
-    if problem.has_bias:
-        dbias = sums.view(-1, max(1, problem.num_biases), *sums.shape[1:]).sum(dim=0)
-    return finish(x, dq, dk, dv, dbias, shares)
+    return finish(x, dq, dk, dv, _sum_chunks(problem, sums), shares)
 
 
 class RowGradients(NamedTuple):
@@ -136,6 +125,13 @@ def _walk_rows(
                  *call.scalars(chunks), *call.strides)  # fmt: skip
         first += sum(group)
     return RowGradients(dq, delta, sums, shares)
+
+
+def _sum_chunks(problem: Problem, sums: Tensor) -> Tensor | None:
+    """The bias's gradient from those of chunks, which take biases in turn."""
+    if not problem.has_bias:
+        return None
+    return sums.view(-1, max(1, problem.num_biases), *sums.shape[1:]).sum(dim=0)
 
 
 def finish(

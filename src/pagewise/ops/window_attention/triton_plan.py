@@ -109,8 +109,7 @@ def _chunks(problem: Problem, wanted: int) -> int:
 
 def _stages(problem: Problem, num_keys: int) -> int:
     """How many windows' keys and values may lie in shared memory at once."""
-    d = max(16, _next_power_of_2(problem.head_size))
-    window = 2 * num_keys * d * problem.dtype.itemsize
+    window = 2 * num_keys * _row_bytes(problem)
     return 3 if 3 * window <= 100_000 else 2 if 2 * window <= 100_000 else 1
 
 
@@ -122,12 +121,16 @@ def _one_tile_stages(problem: Problem, device: DeviceInfo, tile_m: int) -> int:
     """
     if problem.num_tokens > tile_m:
         return 0
-    width = problem.dtype.itemsize
-    tile = tile_m * max(16, _next_power_of_2(problem.head_size)) * width
-    made = 2 * tile_m**2 * width + 1024
+    tile = tile_m * _row_bytes(problem)
+    made = 2 * tile_m**2 * problem.dtype.itemsize + 1024
     mask = 4 * tile_m**2 if problem.mask_dtype is not None else 0
     room = device.shared_memory or _MOST_SHARED
     for stages in (3, 2):
         if max(6 * tile, stages * (4 * tile + mask) + made) <= room:
             return stages
     return int(max(6 * tile, 4 * tile + made) <= room)
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Of a token in a tile."""
+    return max(16, _next_power_of_2(problem.head_size)) * problem.dtype.itemsize
