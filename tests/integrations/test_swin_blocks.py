@@ -284,3 +284,26 @@ def test_a_unet_on_a_gpu_is_as_close_to_float64_as_the_original(dtype):
     with tf32:
         rounding = {torch.float32: 64 * 2**-24, torch.float16: 2**-8}.get(dtype, 2**-5)
         assert_as_close(errors(SMALL, run, "cuda"), rounding)
+
+
+@pytest.mark.gpu
+def test_a_unet_on_a_gpu_may_be_graphed():
+    """What torch makes of it computes the same of other images, and adds up as it should."""
+    model = SMALL.model().cuda().train()
+    swin.patch(model)
+    images = [torch.randn(SMALL.shape, device="cuda") for _ in range(3)]
+
+    def gradients_of(image):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(image)
+        out.float().square().mean().backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        return torch.cat([out.float().flatten(), *[grad.flatten() for grad in found]]).detach()
+
+    launched = [gradients_of(image) for image in images]
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        torch.cuda.make_graphed_callables(model, (images[0].clone(),), allow_unused_input=True)
+    for image, expected in zip(images, launched, strict=True):
+        assert (gradients_of(image) - expected).norm() < 1e-2 * expected.norm()
