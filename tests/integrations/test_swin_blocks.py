@@ -287,6 +287,7 @@ def test_a_unet_on_a_gpu_is_as_close_to_float64_as_the_original(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's own doing
 def test_a_unet_on_a_gpu_may_be_graphed():
     """What torch makes of it computes the same of other images, and adds up as it should."""
     model = SMALL.model().cuda().train()
