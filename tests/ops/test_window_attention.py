@@ -77,8 +77,9 @@ class Inputs:
             regions = shift_regions(grid, case.window, shift)[:, :num_tokens]
             self.options["regions"] = regions.to(device)
         elif case.mask == "many":  # regions, more in a window than a shift makes
-            regions = torch.randint(-9, 9, (num_masks, num_tokens), generator=self.random)
-            self.options["regions"] = regions.to(device)
+            low, high = torch.randint(0, 9, (2, num_masks, num_tokens), generator=self.random)
+            # Neighbours that are one float32, and as many that are one int32.
+            self.options["regions"] = (2**24 + low + (high // 4 << 32)).to(device)
         elif case.mask == "float":
             self.options["mask"] = self.normal(num_masks, *pairs).to(device)
         elif case.mask == "bool":
@@ -222,6 +223,7 @@ CASES = [
     Case((4, 4), cosine=True, num_heads=3, dtype=F16),
     Case((9, 8), cosine=True, num_heads=1, images=1),
     Case(cosine=True, bias="none", mask="none", head_size=30),
+    Case(mask="many"),
 ]
 
 

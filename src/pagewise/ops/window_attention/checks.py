@@ -94,14 +94,15 @@ def check_values(x: Operands) -> None:
         return
     if x.rel_offsets.device.type != "cpu" and os.environ.get("PAGEWISE_DEBUG") != "1":
         return
-    span = int(x.rel_offsets.max()) - int(x.rel_offsets.min())
-    if x.bias_table.shape[0] < 2 * span + 1:
+    offsets = x.rel_offsets.tolist()
+    least, most = min(offsets), max(offsets)
+    needed = 2 * (most - least) + 1
+    if x.bias_table.shape[0] < needed:
         raise ShapeError(
-            f"bias_table has {x.bias_table.shape[0]} rows but rel_offsets reach from "
-            f"{int(x.rel_offsets.min())} to {int(x.rel_offsets.max())}, which needs "
-            f"{2 * span + 1}: make them with rel_offsets(window, table_window)"
+            f"bias_table has {x.bias_table.shape[0]} rows but rel_offsets reach from {least} to "
+            f"{most}, which needs {needed}: make them with rel_offsets(window, table_window)"
         )
-    if len(set(x.rel_offsets.tolist())) < len(x.rel_offsets):
+    if len(set(offsets)) < len(offsets):
         raise ShapeError("rel_offsets has the same number twice: each token has its own position")
 
 

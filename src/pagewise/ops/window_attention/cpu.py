@@ -32,13 +32,16 @@ from .problem import MAX_LOGIT_SCALE, Gradients
 from .reference import saturate
 
 _LOG2_E = 1.4426950408889634
-_PARTS = 32
-"""Parts of the windows, at most: so many shares in the gradient of a head's table are kept."""
+_PARTS, _FEW_PARTS, _WINDOWS = 32, 8, 8
+"""Parts of the windows, at most: so many shares in the gradient of a head's table are kept. More
+than a few are made only of so many windows each: every part gathers its bias."""
+
+_NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
 
 # One kernel call's arguments that both directions have.
 _Inputs = namedtuple(
     "_Inputs",
-    "q k v q_strides k_strides v_strides table table_size offsets regions mixed logit_scale "
+    "q k v q_strides k_strides v_strides table table_size offsets regions num_masks logit_scale "
     "softmax_scale mask_value eps size parts counter",
 )
 
@@ -72,7 +75,7 @@ def backward(problem, x, out, lse, dout, dlse):
     dlse = torch.empty(0, 0, 0) if dlse is None else dlse.detach().float().contiguous()
     arrays = [flat(t) for t in (dq, dk, dv, dtable, dscale)]
     arrays += [flat(out.detach().float().transpose(1, 2).contiguous()), lse.numpy()]
-    arrays += [flat(dout), np.array(dout.stride()[:3]), dlse.numpy()]
+    arrays += [flat(dout), dout.stride()[:3], dlse.numpy()]
     run_together(lambda: differentiate(*arrays, inputs), num_threads)
     table = scale = None
     if x.bias_table is not None:
@@ -84,6 +87,11 @@ def backward(problem, x, out, lse, dout, dlse):
     return Gradients(dq, dk, dv, table, None, scale)
 
 
+def _learned(parameter):
+    """A table or scale in a row; nothing where there is none."""
+    return _NOTHING if parameter is None else flat(parameter.detach().float().contiguous())
+
+
 def _empty_rows(problem):
     return torch.empty(
         problem.num_windows, problem.num_tokens, problem.num_heads, problem.head_size
@@ -93,31 +101,25 @@ def _empty_rows(problem):
 def _prepare(problem, x):
     """The kernels' inputs, and how many threads are worth waking."""
     q, k, v = (t.detach().float() for t in (x.q, x.k, x.v))
-    none = torch.empty(0)
-    table = none if x.bias_table is None else (x.bias_table.detach().float() * _LOG2_E).T
     offsets = torch.arange(problem.num_tokens) if x.rel_offsets is None else x.rel_offsets
-    width = -(-problem.num_tokens // 32) * 32
-    regions, mixed = none, none.to(torch.uint8)
-    if x.regions is not None:
-        mixed = (x.regions != x.regions[:, :1]).any(dim=1).to(torch.uint8)
-        regions = torch.nn.functional.pad(x.regions.float(), (0, width - problem.num_tokens))
-    scale = none if x.logit_scale is None else x.logit_scale.detach().float()
     arrays = [flat(t) for t in (q, k, v)]
-    strides = [np.array(t.stride()[:3]) for t in (q, k, v)]
+    strides = [t.stride()[:3] for t in (q, k, v)]
     added = [
-        flat(table.contiguous()),
+        _learned(x.bias_table),
         problem.table_size or 0,
         offsets.to(torch.int64).numpy(),
-        flat(regions.contiguous()),
-        mixed.numpy(),
-        flat(scale.contiguous()),
+        _NO_REGIONS if x.regions is None else flat(x.regions.to(torch.int64).contiguous()),
+        problem.num_masks,
+        _learned(x.logit_scale),
     ]
     numbers = [
         np.float32(x.softmax_scale),
         np.float32(x.mask_value * _LOG2_E),
         np.float32(x.qk_norm_eps if problem.cosine else -1),
     ]
-    parts = max(1, min(problem.num_windows, _PARTS))
+    parts = max(
+        1, min(problem.num_windows, max(_FEW_PARTS, problem.num_windows // _WINDOWS), _PARTS)
+    )
     counter = np.zeros(1, np.int64)
     inputs = _Inputs(*arrays, *strides, *added, *numbers, problem.head_size, parts, counter)  # type: ignore[call-arg]
     work = problem.num_windows * problem.num_heads * problem.num_tokens**2 * problem.head_size

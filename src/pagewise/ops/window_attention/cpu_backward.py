@@ -10,7 +10,7 @@ import numpy as np
 
 from ...tiles.cpu.compile import entry, inner
 from ...tiles.cpu.simd import take_number
-from .cpu_forward import bias_rows, load_keys, load_values, scores, sizes
+from .cpu_forward import bias_rows, load_keys, load_regions, load_values, scores, sizes
 from .cpu_tiles import (
     accumulate,
     add_outer,
@@ -103,6 +103,8 @@ def _differentiate_part(
     values,
     dkeys,
     dvalues,
+    regions,
+    regions_at,
     bias,
     s,
     ds,
@@ -127,6 +129,8 @@ def _differentiate_part(
             at = (window - start) * depth * width
             load_keys(keys, at, x, window, head, num_tokens, width, depth)
             load_values(values, at, x, window, head, num_tokens, width, depth)
+            slot = window - start
+            regions_at[slot] = load_regions(regions, slot * width, x, window, num_tokens, width)
         dkeys[:] = 0
         dvalues[:] = 0
         for first_row in range(0, num_tokens, block):
@@ -143,8 +147,8 @@ def _differentiate_part(
                     bias_at = (first - first_row) * width
                     num_rows = min(4, last_row - first)
                     scores(
-                        s, rows, x, keys, at, bias, bias_at, window, head, first, num_rows,
-                        width, depth, scale * _LOG2_E,
+                        s, rows, x, keys, at, bias, bias_at, regions, regions_at[window - start],
+                        window, head, first, num_rows, width, depth, scale * _LOG2_E,
                     )  # fmt: skip
                     back_at = window * dout_strides[0] + head * dout_strides[1]
                     gather_rows(
@@ -188,6 +192,7 @@ def differentiate(dq, dk, dv, dtable, dscale, out, lse, dout, dout_strides, dlse
     width, depth, block, group = sizes(x, num_tokens, 4)
     keys = np.empty(group * depth * width, np.float32)
     values, dkeys, dvalues = np.empty_like(keys), np.empty_like(keys), np.empty_like(keys)
+    regions, regions_at = np.empty(group * width, np.float32), np.empty(group, np.int64)
     bias, s = np.empty(block * width, np.float32), np.empty(4 * width, np.float32)
     ds, dbias = np.empty_like(s), np.empty_like(bias)
     rows = np.empty(4 * depth, np.float32)
@@ -213,6 +218,8 @@ def differentiate(dq, dk, dv, dtable, dscale, out, lse, dout, dout_strides, dlse
             values,
             dkeys,
             dvalues,
+            regions,
+            regions_at,
             bias,
             s,
             ds,

@@ -14,6 +14,7 @@ from .cpu_tiles import (
     head_scale,
     mix,
     mix_rows,
+    number_regions,
     score,
     soften,
     transpose,
@@ -51,8 +52,7 @@ def _columns(x, num_tokens, width):
 def bias_rows(bias, x, head, first, num_rows, width):
     """Rows of a head's bias in powers of two, -inf past the last key."""
     if x.table_size:
-        at, centre = head * x.table_size, (x.table_size - 1) // 2
-        gather_bias(bias, x.table, at, x.offsets, first, num_rows, width, centre)
+        gather_bias(bias, x.table, x.table_size, head, x.offsets, first, num_rows, width)
         return
     for r in range((num_rows + 3) // 4 * 4):
         bias[r * width : r * width + len(x.offsets)] = 0
@@ -60,12 +60,13 @@ def bias_rows(bias, x, head, first, num_rows, width):
 
 
 @inner()
-def _regions_at(x, window, width):
-    """Where a window's regions are; -1 if it has but one."""
-    num_masks = len(x.mixed)
-    if num_masks and x.mixed[window % num_masks]:
-        return window % num_masks * width
-    return -1
+def load_regions(regions, at, x, window, num_tokens, width):
+    """Number a window's regions; where, or -1 if it has but one."""
+    if not x.num_masks:
+        return -1
+    first = window % x.num_masks * num_tokens
+    regions[at + num_tokens : at + width] = 0
+    return at if number_regions(regions, at, x.regions, first, num_tokens) > 1 else -1
 
 
 @inner()
@@ -84,14 +85,14 @@ def load_values(values, at, x, window, head, num_tokens, width, depth):
 
 @inner()
 def scores(
-    s, rows, x, keys, at, bias, bias_at, window, head, first, num_rows, width, depth, scale
+    s, rows, x, keys, at, bias, bias_at, regions, regions_at, window, head, first, num_rows, width,
+    depth, scale,
 ):  # fmt: skip
     """Four rows of scores in powers of two; leaves the rows of q times ``scale`` in ``rows``."""
     q_at = window * x.q_strides[0] + head * x.q_strides[1]
     gather_rows(rows, x.q, q_at, x.q_strides[2], first, num_rows, x.size, depth, scale, x.eps)
     score(s, rows, keys, at, width, depth)
-    regions_at = _regions_at(x, window, width)
-    add_bias_and_mask(s, bias, bias_at, x.regions, regions_at, first, num_rows, width, x.mask_value)
+    add_bias_and_mask(s, bias, bias_at, regions, regions_at, first, num_rows, width, x.mask_value)
 
 
 @inner()
@@ -118,7 +119,8 @@ def _finish(out, lse, x, rows, result, window, head, first, num_rows, depth):
 
 @inner()
 def _attend_part(
-    item, out, lse, x, keys, values, bias, s, rows, result, width, depth, columns, block, group
+    item, out, lse, x, keys, values, regions, regions_at, bias, s, rows, result, width, depth,
+    columns, block, group,
 ):  # fmt: skip
     """One head of one part of the windows."""
     num_windows, num_heads, num_tokens = lse.shape
@@ -131,6 +133,8 @@ def _attend_part(
         for window in range(start, stop):
             at = (window - start) * depth * width
             load_keys(keys, at, x, window, head, num_tokens, width, depth)
+            slot = window - start
+            regions_at[slot] = load_regions(regions, slot * width, x, window, num_tokens, width)
             if columns:
                 to = (window - start) * num_tokens * columns
                 v_at = window * x.v_strides[0] + head * x.v_strides[1]
@@ -147,8 +151,9 @@ def _attend_part(
                 for first in range(first_row, last_row, 4):
                     num_rows = min(4, last_row - first)
                     scores(
-                        s, rows, x, keys, at, bias, (first - first_row) * width, window, head,
-                        first, num_rows, width, depth, scale,
+                        s, rows, x, keys, at, bias, (first - first_row) * width, regions,
+                        regions_at[window - start], window, head, first, num_rows, width, depth,
+                        scale,
                     )  # fmt: skip
                     _soften_rows(s, rows, lse, window, head, first, num_rows, width)
                     if columns:
@@ -169,6 +174,7 @@ def attend(out, lse, x):
     columns = _columns(x, num_tokens, width)
     keys = np.empty(group * depth * width, np.float32)
     values = np.empty(group * max(depth * width, columns * num_tokens), np.float32)
+    regions, regions_at = np.empty(group * width, np.float32), np.empty(group, np.int64)
     bias, s = np.empty(block * width, np.float32), np.empty(4 * width, np.float32)
     rows, result = np.empty(4 * depth, np.float32), np.empty(4 * (depth + 16), np.float32)
     while True:
@@ -176,6 +182,6 @@ def attend(out, lse, x):
         if item >= num_heads * x.parts:
             return
         _attend_part(
-            item, out, lse, x, keys, values, bias, s, rows, result, width, depth, columns, block,
-            group,
+            item, out, lse, x, keys, values, regions, regions_at, bias, s, rows, result, width,
+            depth, columns, block, group,
         )  # fmt: skip

@@ -31,6 +31,7 @@ from ...tiles.cpu.simd import (
     zeros,
 )
 
+_LOG2_E = np.float32(1.4426950408889634)
 _AHEAD = 12
 """Tokens: their rows lie far apart in memory, and are asked for that much ahead of their use."""
 
@@ -126,14 +127,27 @@ def gather_rows(into, x, x_at, x_token, first, num_rows, size, depth, scale, eps
 
 
 @inner()
-def gather_bias(into, table, table_at, offsets, first, num_rows, width, centre):
-    """Rows of bias, ``[num_rows, width]``, -inf past the last key, and what fills up four."""
-    num_tokens = len(offsets)
+def gather_bias(into, table, table_size, head, offsets, first, num_rows, width):
+    """Rows of a head's bias in powers of two, -inf past the last key, and what fills up four."""
+    num_tokens, num_heads = len(offsets), len(table) // table_size
     for r in range((num_rows + 3) // 4 * 4):
-        u = offsets[first + min(r, num_rows - 1)] + centre
+        u = offsets[first + min(r, num_rows - 1)] + (table_size - 1) // 2
         for n in range(num_tokens):
-            into[r * width + n] = table[table_at + u - offsets[n]]
+            into[r * width + n] = table[(u - offsets[n]) * num_heads + head] * _LOG2_E
         into[r * width + num_tokens : (r + 1) * width] = -np.inf
+
+
+@inner()
+def number_regions(into, at, regions, first, num_tokens):
+    """A window's regions, numbered in the order in which they come; how many there are."""
+    count = 0
+    for n in range(num_tokens):
+        same = n - 1  # a neighbour's mostly
+        while same >= 0 and regions[first + same] != regions[first + n]:
+            same -= 1
+        into[at + n] = into[at + same] if same >= 0 else np.float32(count)
+        count += same < 0
+    return count
 
 
 @inner()

@@ -25,10 +25,15 @@ def flat(tensor: torch.Tensor) -> np.ndarray:
     Numba does not vectorise over a stride that it cannot know, so it is handed contiguous
     memory; offsets come from the tensor's own strides.
     """
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    span = last + 1 if tensor.numel() else 0
-    whole = tensor.detach().as_strided((span,), (1,))
-    return whole.view(_STAND_INS.get(tensor.dtype, tensor.dtype)).numpy()
+    whole = tensor.detach()
+    if tensor.is_contiguous():
+        whole = whole.view(-1)
+    else:
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        span = sum((n - 1) * stride for n, stride in pairs) + 1 if tensor.numel() else 0
+        whole = whole.as_strided((span,), (1,))
+    stand_in = _STAND_INS.get(tensor.dtype)
+    return (whole if stand_in is None else whole.view(stand_in)).numpy()
 
 
 def refuse(device: DeviceInfo, **dtypes: torch.dtype) -> str | None:
