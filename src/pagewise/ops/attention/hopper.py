@@ -1,8 +1,8 @@
 """Attention on Hopper: the forward kernel of ``tiles.hopper`` over keys and values in a row.
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
-causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi and sinks are for Triton's kernels,
-and so are all gradients.
+causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi and sinks are for Triton's kernels;
+gradients are in ``hopper_backward``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from .problem import MAX_LOGIT_SCALE, Gradients
 from .reference import saturate
 
 _LOG2_E = 1.4426950408889634
-_PARTS, _FEW_PARTS, _WINDOWS = 32, 8, 8
+_PARTS, _FEW_PARTS, _WINDOWS = 32, 8, 16
 """Parts of the windows, at most: so many shares in the gradient of a head's table are kept. More
 than a few are made only of so many windows each: every part gathers its bias."""
 
