@@ -201,6 +201,7 @@ CASES = [
     # Token counts: one tile, several, ragged ones, a single token.
     Case((1, 1)),
     Case((7, 7), dtype=F16),
+    Case((7, 7), head_size=30, images=1),
     Case((2, 3, 5)),
     Case((5, 4, 4), dtype=F16),
     Case((9, 9), head_size=4),

@@ -22,6 +22,7 @@ from .cpu_tiles import (
     score,
     score_gradient,
     soften_again,
+    turn_back,
     write_row,
 )
 
@@ -57,19 +58,22 @@ def _store_keys(
     dk, dv, dkeys, dvalues, keys, at, x, window, head, num_heads, num_tokens, width
 ):  # fmt: skip
     """Turn a window's gradients of keys and values round again."""
+    token = num_heads * x.size
+    first = (window * num_tokens * num_heads + head) * x.size
+    turn_back(dv, first, token, dvalues, at, num_tokens, width, x.size, np.float32(1))
+    if x.eps < 0:
+        turn_back(dk, first, token, dkeys, at, num_tokens, width, x.size, _LN_2)
+        return
     for n in range(num_tokens):
-        to = ((window * num_tokens + n) * num_heads + head) * x.size
-        inverse, kept = np.float32(1), np.float32(0)
-        if x.eps >= 0:
-            row = window * x.k_strides[0] + head * x.k_strides[1] + n * x.k_strides[2]
-            inverse = inverse_norm(x.k, row, x.size, x.eps)
-            if inverse * x.eps < 1:
-                for d in range(x.size):
-                    kept += keys[at + d * width + n] * dkeys[at + d * width + n] * _LN_2
+        to, kept = first + n * token, np.float32(0)
+        row = window * x.k_strides[0] + head * x.k_strides[1] + n * x.k_strides[2]
+        inverse = inverse_norm(x.k, row, x.size, x.eps)
+        if inverse * x.eps < 1:
+            for d in range(x.size):
+                kept += keys[at + d * width + n] * dkeys[at + d * width + n] * _LN_2
         for d in range(x.size):
             here = at + d * width + n
             dk[to + d] = (dkeys[here] * _LN_2 - keys[here] * kept) * inverse
-            dv[to + d] = dvalues[here]
 
 
 @inner()

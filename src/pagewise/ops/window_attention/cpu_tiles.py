@@ -99,6 +99,44 @@ def _row(x, at, x_token, number, left):
 
 
 @inner()
+def turn_back(into, to, into_token, x, at, num_tokens, width, size, factor):
+    """Tokens' rows, ``into_token`` apart, from what lies as ``transpose`` leaves it."""
+    whole = num_tokens // 16 * 16 if size >= 16 else 0
+    for n in range(0, whole, 16):
+        for column in range(0, size, 16):
+            d = min(column, size - 16)  # the last columns overlap those before
+            t = at + d * width + n
+            columns = (
+                _column(x, t, width, 0, factor),
+                _column(x, t, width, 1, factor),
+                _column(x, t, width, 2, factor),
+                _column(x, t, width, 3, factor),
+                _column(x, t, width, 4, factor),
+                _column(x, t, width, 5, factor),
+                _column(x, t, width, 6, factor),
+                _column(x, t, width, 7, factor),
+                _column(x, t, width, 8, factor),
+                _column(x, t, width, 9, factor),
+                _column(x, t, width, 10, factor),
+                _column(x, t, width, 11, factor),
+                _column(x, t, width, 12, factor),
+                _column(x, t, width, 13, factor),
+                _column(x, t, width, 14, factor),
+                _column(x, t, width, 15, factor),
+            )
+            store_transposed(into, to + n * into_token + d, into_token, columns)
+    for n in range(whole, num_tokens):
+        for d in range(size):
+            into[to + n * into_token + d] = x[at + d * width + n] * factor
+
+
+@inner()
+def _column(x, at, width, number, factor):
+    """A column of sixteen tokens."""
+    return mul(load(x, at + number * width), splat(factor))
+
+
+@inner()
 def copy_rows(into, at, x, x_at, x_token, num_tokens, size, depth):
     """Tokens' rows one after another, ``[num_tokens, depth]``, filled up with zeros."""
     whole = size // 16 * 16
