@@ -289,7 +289,7 @@ def test_a_unet_on_a_gpu_is_as_close_to_float64_as_the_original(dtype):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's own doing
 def test_a_unet_on_a_gpu_may_be_graphed():
-    """What torch makes of it computes the same of other images, and adds up as it should."""
+    """What torch makes of it computes the same of other images, too."""
     model = SMALL.model().cuda().train()
     swin.patch(model)
     images = [torch.randn(SMALL.shape, device="cuda") for _ in range(3)]

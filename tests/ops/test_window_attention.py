@@ -236,6 +236,12 @@ def test_matches_float64(case, impl):
     assert_matches(inputs, found)
 
 
+def test_windows_that_share_rows_of_bias_on_a_cpu():
+    """Two or three in each part, whose keys are in the cache together."""
+    inputs = make(Case((10, 10), num_heads=4, images=5), "cpu")
+    assert_matches(inputs, inputs.attend("cpu"))
+
+
 @pytest.mark.interpret
 def test_two_kernels_find_the_gradients_of_one_tile_where_one_does_not_fit(monkeypatch):
     pytest.importorskip("triton")

@@ -32,9 +32,10 @@ from .problem import MAX_LOGIT_SCALE, Gradients
 from .reference import saturate
 
 _LOG2_E = 1.4426950408889634
-_PARTS, _FEW_PARTS, _WINDOWS = 32, 8, 16
-"""Parts of the windows, at most: so many shares in the gradient of a head's table are kept. More
-than a few are made only of so many windows each: every part gathers its bias."""
+_PARTS, _ITEMS, _WINDOWS = 32, 32, 16
+"""Parts of the windows, at most: so many shares in the gradient of a head's table are kept. With
+all heads they are work for as many threads; more are made only of so many windows each, since every
+part gathers its bias."""
 
 _NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
 
@@ -117,9 +118,8 @@ def _prepare(problem, x):
         np.float32(x.mask_value * _LOG2_E),
         np.float32(x.qk_norm_eps if problem.cosine else -1),
     ]
-    parts = max(
-        1, min(problem.num_windows, max(_FEW_PARTS, problem.num_windows // _WINDOWS), _PARTS)
-    )
+    parts = max(-(-_ITEMS // max(1, problem.num_heads)), problem.num_windows // _WINDOWS)
+    parts = max(1, min(parts, problem.num_windows, _PARTS))
     counter = np.zeros(1, np.int64)
     inputs = _Inputs(*arrays, *strides, *added, *numbers, problem.head_size, parts, counter)  # type: ignore[call-arg]
     work = problem.num_windows * problem.num_heads * problem.num_tokens**2 * problem.head_size
