@@ -247,3 +247,19 @@ def test_float16_weights_run_in_float32_on_a_cpu(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
     with pytest.raises(UnsupportedError):
         LLM(tiny_model(family), num_blocks=16)
+
+
+@pytest.mark.parametrize("num_blocks", [12, 17, 22])
+def test_a_sequence_that_comes_back_to_its_row_has_other_blocks(num_blocks: int) -> None:
+    """Equal prompts: the one that gives way finds the other's blocks, and runs on at once."""
+    twice = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fib"
+    prompts = ["import os\n", twice, twice, "class Stack:\n    def __init__(self):\n"]
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+
+    def run(num_blocks: int) -> list[list[int]]:
+        model = LLM(dtype="float32", block_size=8, num_blocks=num_blocks, max_model_len=96)
+        outputs = model.generate(prompts, params, use_tqdm=False)
+        assert model.engine.counts.preemptions or num_blocks == 400
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    assert run(num_blocks) == run(400)

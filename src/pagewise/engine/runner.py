@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kv_cache import BlockTable
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from .cuda_graphs import DecodeGraphs
@@ -39,7 +40,7 @@ class Runner:
         width = -(-max_model_len // cache.block_size)
         self._tables = np.zeros((max_num_seqs, width), np.int32)
         self._num_blocks = [0] * max_num_seqs
-        self._owners: list[Sequence | None] = [None] * max_num_seqs
+        self._owners: list[BlockTable | None] = [None] * max_num_seqs
         self.graphs: DecodeGraphs | None = None
         if model.device.type == "cuda" and not enforce_eager:
             self.graphs = DecodeGraphs(
@@ -97,10 +98,11 @@ class Runner:
 
     def _update_row(self, sequence: Sequence) -> int:
         """Write the blocks that a sequence has taken since its last step into its row."""
-        row, blocks = sequence.row, sequence.table.blocks
+        row, table = sequence.row, sequence.table
+        blocks = table.blocks
         assert row is not None
-        if self._owners[row] is not sequence:
-            self._owners[row], self._num_blocks[row] = sequence, 0
+        if self._owners[row] is not table:
+            self._owners[row], self._num_blocks[row] = table, 0
         # The last block known may have been replaced by a copy of its own.
         known = max(0, self._num_blocks[row] - 1)
         self._tables[row, known : len(blocks)] = blocks[known:]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..kv_cache import BlockPool, PrefixIndex
+from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from .request import Sequence
 
 __all__ = ["Scheduler", "Step"]
@@ -210,6 +210,7 @@ class Scheduler:
         self.counts.recomputed_tokens += 0 if lost == float("inf") else int(lost)
         self._stop(sequence)
         sequence.table.free()
+        sequence.table = BlockTable(self.pool, self.block_size)  # another: its row is stale
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
 
