@@ -263,3 +263,15 @@ def test_a_sequence_that_comes_back_to_its_row_has_other_blocks(num_blocks: int)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     assert run(num_blocks) == run(400)
+
+
+def test_an_open_stream_is_not_disturbed(llm: LLM) -> None:
+    alone = [delta.text for delta in llm.stream("import os\n", GREEDY)]
+    stream = llm.stream("import os\n", GREEDY)
+    found = [next(stream).text]
+    with pytest.raises(RequestError, match="open stream"):
+        llm.generate("x =", GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match="open stream"):
+        next(llm.stream("x =", GREEDY))
+    assert found + [delta.text for delta in stream] == alone
+    assert llm.generate("x =", GREEDY, use_tqdm=False)[0].outputs[0].text

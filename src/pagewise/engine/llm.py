@@ -142,8 +142,8 @@ class LLM:
             use_tqdm: Whether to show progress, with input and output tokens per second.
 
         Raises:
-            RequestError: A prompt can never be served; the message says which. Nothing has been
-                started then.
+            RequestError: A prompt can never be served; the message says which. Or other requests
+                are running: a stream is open. Nothing has been started then.
         """
         pairs = self._pair(prompts, sampling_params)
         request_ids = [self.engine.add_request(prompt, params) for prompt, params in pairs]
@@ -207,6 +207,11 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[tuple[Prompt, SamplingParams]]:
         """Prompts with their parameters, each proven to be servable before any is started."""
+        if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost
+            raise RequestError(
+                "other requests are running, those of an open stream, say: finish or close it "
+                "first, or add all to llm.engine and step that"
+            )
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Any] = [prompts] if single else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
