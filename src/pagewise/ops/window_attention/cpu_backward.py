@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...tiles.cpu.compile import entry, inner
-from ...tiles.cpu.simd import take_number
+from ...tiles.cpu.simd import LN_2, LOG2_E, take_number
 from .cpu_forward import bias_rows, load_keys, load_regions, load_values, scores, sizes
 from .cpu_tiles import (
     accumulate,
@@ -25,8 +25,6 @@ from .cpu_tiles import (
     turn_back,
     write_row,
 )
-
-_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
 
 @inner()
@@ -62,7 +60,7 @@ def _store_keys(
     first = (window * num_tokens * num_heads + head) * x.size
     turn_back(dv, first, token, dvalues, at, num_tokens, width, x.size, np.float32(1))
     if x.eps < 0:
-        turn_back(dk, first, token, dkeys, at, num_tokens, width, x.size, _LN_2)
+        turn_back(dk, first, token, dkeys, at, num_tokens, width, x.size, LN_2)
         return
     for n in range(num_tokens):
         to, kept = first + n * token, np.float32(0)
@@ -70,10 +68,10 @@ def _store_keys(
         inverse = inverse_norm(x.k, row, x.size, x.eps)
         if inverse * x.eps < 1:
             for d in range(x.size):
-                kept += keys[at + d * width + n] * dkeys[at + d * width + n] * _LN_2
+                kept += keys[at + d * width + n] * dkeys[at + d * width + n] * LN_2
         for d in range(x.size):
             here = at + d * width + n
-            dk[to + d] = (dkeys[here] * _LN_2 - keys[here] * kept) * inverse
+            dk[to + d] = (dkeys[here] * LN_2 - keys[here] * kept) * inverse
 
 
 @inner()
@@ -152,7 +150,7 @@ def _differentiate_part(
                     num_rows = min(4, last_row - first)
                     scores(
                         s, rows, x, keys, at, bias, bias_at, regions, regions_at[window - start],
-                        window, head, first, num_rows, width, depth, scale * _LOG2_E,
+                        window, head, first, num_rows, width, depth, scale * LOG2_E,
                     )  # fmt: skip
                     back_at = window * dout_strides[0] + head * dout_strides[1]
                     gather_rows(
@@ -169,7 +167,7 @@ def _differentiate_part(
                         delta = inner_product(back, r * depth, out, row, x.size)
                         if len(dlse):
                             delta -= dlse[window, head, first + r]
-                        soften_again(s, r * width, width, lse[window, head, first + r] * _LOG2_E)
+                        soften_again(s, r * width, width, lse[window, head, first + r] * LOG2_E)
                         score_gradient(ds, s, r * width, width, delta)
                     mix(result, ds, keys, at, width, depth)
                     add_outer(dkeys, at, ds, rows, width, depth)

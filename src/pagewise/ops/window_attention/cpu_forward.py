@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...tiles.cpu.compile import entry, inner
-from ...tiles.cpu.simd import take_number
+from ...tiles.cpu.simd import LN_2, LOG2_E, take_number
 from .cpu_tiles import (
     add_bias_and_mask,
     copy_rows,
@@ -21,7 +21,6 @@ from .cpu_tiles import (
     write_row,
 )
 
-_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _GROUP_FLOATS = 65536
 """Room for a group's keys and values (and their gradients): a quarter of a 1 MiB cache."""
 _BIAS_FLOATS = 8192
@@ -103,7 +102,7 @@ def _soften_rows(s, sums, lse, window, head, first, num_rows, width):
         sums[r] = total
         if r < num_rows:
             seen = total != 0
-            row_lse = (m + np.log2(total)) * _LN_2 if seen else np.float32(-np.inf)
+            row_lse = (m + np.log2(total)) * LN_2 if seen else np.float32(-np.inf)
             lse[window, head, first + r] = row_lse
 
 
@@ -125,7 +124,7 @@ def _attend_part(
     """One head of one part of the windows."""
     num_windows, num_heads, num_tokens = lse.shape
     head, part = item % num_heads, item // num_heads
-    scale = head_scale(x.logit_scale, x.softmax_scale, head) * _LOG2_E
+    scale = head_scale(x.logit_scale, x.softmax_scale, head) * LOG2_E
     held = -1  # the block whose bias is there
     end = num_windows * (part + 1) // x.parts
     for start in range(num_windows * part // x.parts, end, group):

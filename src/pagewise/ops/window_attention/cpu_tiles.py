@@ -13,6 +13,7 @@ from ...tiles.cpu.compile import inner
 from ...tiles.cpu.microkernels import store_4x4
 from ...tiles.cpu.online_softmax import exp2_scalar
 from ...tiles.cpu.simd import (
+    LOG2_E,
     add,
     exp2,
     fma,
@@ -31,7 +32,6 @@ from ...tiles.cpu.simd import (
     zeros,
 )
 
-_LOG2_E = np.float32(1.4426950408889634)
 _AHEAD = 12
 """Tokens: their rows lie far apart in memory, and are asked for that much ahead of their use."""
 
@@ -171,7 +171,7 @@ def gather_bias(into, table, table_size, head, offsets, first, num_rows, width):
     for r in range((num_rows + 3) // 4 * 4):
         u = offsets[first + min(r, num_rows - 1)] + (table_size - 1) // 2
         for n in range(num_tokens):
-            into[r * width + n] = table[(u - offsets[n]) * num_heads + head] * _LOG2_E
+            into[r * width + n] = table[(u - offsets[n]) * num_heads + head] * LOG2_E
         into[r * width + num_tokens : (r + 1) * width] = -np.inf
 
 
@@ -368,4 +368,4 @@ def head_scale(logit_scale, softmax_scale, head):
     if len(logit_scale) == 0:
         return np.float32(softmax_scale)
     learned = min(logit_scale[head], np.float32(4.605170185988092))
-    return np.float32(softmax_scale) * exp2_scalar(learned * np.float32(1.4426950408889634))
+    return np.float32(softmax_scale) * exp2_scalar(learned * LOG2_E)

@@ -111,13 +111,7 @@ def make_launcher(problem: Problem, plan: OneTilePlan, bias: str) -> GluonLaunch
     types |= dict.fromkeys(
         ("out_desc", "q_desc", "k_desc", "v_desc"), describe_tokens(problem, PIECE)
     )
-    return _make(
-        attend_windows,
-        problem,
-        plan,
-        types | _others(bias),
-        known_of(problem),
-    )
+    return _make(attend_windows, problem, plan, types | _others(bias), known_of(problem))
 
 
 @functools.lru_cache(maxsize=256)
