@@ -101,6 +101,8 @@ def test_windows_counts_a_layer_of_swin_unetr(run):
         ("tiles --out no/a.png", "there is no folder no"),
         ("io --machine h300", "no machine 'h300': expected one of h200,"),
         ("io --lengths 64,64", "lengths from 64 to 64"),
+        ("io --lengths 64,4000000", "83,334 tiles, expected at most 16,384"),
+        ("io --num-heads -1", "num_heads is -1"),
         ("io --tiles x", "--tiles x: expected some whole numbers"),
         ("io --dtype int8", "int8"),
         ("io --num-heads 0 --machine h200", "num_heads is 0"),

@@ -12,6 +12,7 @@ from .errors import (
     UnsupportedError,
 )
 from .kv_cache import BlockPool, BlockTable, PrefixIndex
+from .process import HOME as _HOME  # noqa: F401  here, and not when a kernel first asks for it
 
 if TYPE_CHECKING:
     from .engine import LLM, SamplingParams

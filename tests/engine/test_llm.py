@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +129,9 @@ BAD_PROMPTS = {
     "a negative id": [5, -1],
     "no room for a token": [5] * 2048,
     "no integers": [0.5],
+    "half a character": "x\udcff",
+    "bytes": b"abc",
+    "truth values": [True, False],
 }
 
 
@@ -249,6 +255,87 @@ def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
         LLM(tiny_model(family), num_blocks=16)
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"device": "foo"},
+        {"device": None},
+        {"num_blocks": 2.5},
+        {"num_blocks": True},
+        {"num_blocks": "8"},
+        {"block_size": 16.0},
+        {"max_num_seqs": 1 << 17},
+        {"max_num_batched_tokens": 0},
+        {"memory_fraction": "x"},
+        {"seed": 0.5},
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_named(bad: dict) -> None:
+    [(name, value)] = bad.items()
+    with pytest.raises(RequestError, match=f"^{name}={value!r}: expected "):
+        LLM(**bad)
+
+
+def test_more_blocks_than_memory_are_refused() -> None:
+    with pytest.raises(OutOfBlocksError, match=r"num_blocks=10,000,000,000,000 .* use at most"):
+        LLM(num_blocks=10**13)
+
+
+def test_a_step_has_a_token_for_each_of_many_sequences() -> None:
+    engine = LLM(num_blocks=8, max_num_seqs=3000).engine
+    assert engine.scheduler.max_num_batched_tokens == 3000
+
+
+@pytest.mark.parametrize("make", [tuple, np.array, torch.tensor, lambda ids: list(np.array(ids))])
+def test_one_prompt_may_be_any_sequence_of_token_ids(llm: LLM, make: Callable) -> None:
+    expected = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    for prompts in (make([5, 6, 7]), [make([5, 6, 7])]):
+        found = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs for output in found] == [output.outputs for output in expected]
+
+
+@pytest.mark.parametrize("params", [{"n": 1}, [None], [{"n": 1}]], ids=str)
+def test_other_things_than_sampling_params_are_refused(llm: LLM, params: object) -> None:
+    with pytest.raises(RequestError, match="prompt 0: sampling_params is "):
+        llm.generate("x =", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("where", ["_runner.run", "model.forward", "scheduler.complete"])
+def test_a_step_that_fails_changes_no_token(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off anywhere, copies of shared blocks included, all is computed again."""
+    prompts = ["def add(a, b):\n", "import os\n", [9] * 30]
+    params = [replace(GREEDY, n=n) for n in (2, 1, 3)]
+    options = {"dtype": "float32", "num_blocks": 40, "block_size": 4, "max_model_len": 64}
+    expected = LLM(**options).generate(prompts, params, use_tqdm=False)
+    llm = LLM(**options, max_num_batched_tokens=24, max_num_seqs=8)
+    ids = [llm.engine.add_request(*pair) for pair in zip(prompts, params, strict=True)]
+    owner, _, name = where.partition(".")
+    whole, times = getattr(getattr(llm.engine, owner), name), itertools.count()
+
+    def half(*args: object) -> object:
+        before = next(times) % 4
+        if before == 1:
+            raise RuntimeError("once")
+        result = whole(*args)
+        if before == 3:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(getattr(llm.engine, owner), name, half)
+    failures = 0
+    for _ in range(500):
+        try:
+            llm.engine.step()
+        except (RuntimeError, KeyboardInterrupt):
+            failures += 1
+        llm.engine.check()
+    assert not llm.engine.has_unfinished
+    found = [llm.engine.take_output(request_id) for request_id in ids]
+    assert failures > 9
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
+
+
 @pytest.mark.parametrize("num_blocks", [12, 17, 22])
 def test_a_sequence_that_comes_back_to_its_row_has_other_blocks(num_blocks: int) -> None:
     """Equal prompts: the one that gives way finds the other's blocks, and runs on at once."""
@@ -272,6 +359,6 @@ def test_an_open_stream_is_not_disturbed(llm: LLM) -> None:
     with pytest.raises(RequestError, match="open stream"):
         llm.generate("x =", GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="open stream"):
-        next(llm.stream("x =", GREEDY))
+        llm.stream("x =", GREEDY)
     assert found + [delta.text for delta in stream] == alone
     assert llm.generate("x =", GREEDY, use_tqdm=False)[0].outputs[0].text

@@ -125,17 +125,19 @@ def test_many_callers_at_once_do_not_wait_for_each_other(run):
 FORK = """
 import multiprocessing, threading
 import torch
-from pagewise.tiles.cpu import threads
-
-if {plain}:
-    threads._openmp = lambda process: None
+import pagewise
 
 def meet():
+    from pagewise.tiles.cpu import threads
+
+    if {plain}:
+        threads._openmp = lambda process: None
     both = threading.Barrier(2)
     threads.run_together(lambda: both.wait(timeout=60), 2)
 
 torch.ones(1 << 20).sum()
-meet()
+if {first}:
+    meet()
 child = multiprocessing.get_context("fork").Process(target=meet)
 child.start()
 child.join(100)
@@ -145,6 +147,8 @@ meet()
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_forked_child_has_threads_of_its_own(plain):
-    subprocess.run([sys.executable, "-c", FORK.format(plain=plain)], check=True, timeout=200)
+@pytest.mark.parametrize("first", [False, True], ids=["child first", "parent first"])
+@pytest.mark.parametrize("plain", [False, True], ids=["openmp", "plain"])
+def test_a_forked_child_has_threads_of_its_own(plain, first):
+    program = FORK.format(plain=plain, first=first)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

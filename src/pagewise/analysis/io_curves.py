@@ -19,6 +19,7 @@ from .attention_io import (
 __all__ = ["Curve", "IoCurves", "io_curves"]
 
 PER_OCTAVE = 12  # points of a curve
+MOST_TILES = 1 << 14  # each may have to be looked at, with all before it: seconds
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def io_curves(
         on_chip_bytes: What one program may hold; by default a Hopper GPU's.
 
     Raises:
-        RequestError: The range is empty, or there are no tiles.
+        RequestError: The range is empty, or there are no tiles, or too many of them.
 
     Example:
         >>> curves = io_curves(head_size=128, tiles_m=[48, 64, 128])
@@ -87,6 +88,12 @@ def io_curves(
         raise RequestError(f"lengths from {shortest} to {longest}: expected two such as 64, 16384")
     if not tiles_m or min(tiles_m) < 1:
         raise RequestError(f"tiles of {list(tiles_m)} rows: expected some such as 64, 128")
+    most = -(-longest // min(tiles_m))
+    if most > MOST_TILES:
+        raise RequestError(
+            f"{longest} queries in tiles of {min(tiles_m)} are {most:,} tiles, expected at most "
+            f"{MOST_TILES:,}: use larger tiles or shorter lengths"
+        )
 
     def shape(length: int) -> AttentionShape:
         return AttentionShape(length, head_size, causal=causal, element_bytes=element_bytes)

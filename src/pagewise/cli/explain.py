@@ -124,10 +124,10 @@ def io(
         **on_chip,
     )
     rows = {"resident": f"K and V of a head fit on chip up to {curves.longest_resident:,} keys"}
+    shape = AttentionShape(
+        longest, head_size, num_heads=num_heads, causal=causal, element_bytes=element_bytes
+    )
     if known is not None:
-        shape = AttentionShape(
-            longest, head_size, num_heads=num_heads, causal=causal, element_bytes=element_bytes
-        )
         work = attention_work(shape, dtype=dtype.value)
         rows |= {"heads": f"{num_heads}", **_roof_rows(work, known)}
     save(draw_io(curves), out)

@@ -131,8 +131,9 @@ def generate(
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
         )
+    deltas = llm.stream(texts, params)  # refuses what cannot be served
     run = Run(llm.engine, texts, n, watch=show_pages)
-    deltas = run.measure(llm.stream(texts, params))
+    deltas = run.measure(deltas)
     if len(run.keys) == 1:
         stream_one(deltas, "" if no_echo else texts[0], console)
     else:

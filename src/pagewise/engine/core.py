@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from ..transfer import send
 from .detokenizer import Detokenizer
+from .numbers import is_index
 from .request import Request, RequestOutput, Sequence
 from .runner import Runner
 from .sampler import SampledToken, SamplingInput, sample
@@ -135,7 +136,7 @@ class Engine:
                     "give a list of token ids"
                 )
             # A tokenizer may put a token of its own before no text at all.
-            token_ids = list(self.tokenizer.encode(prompt)) if prompt else []
+            token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
         else:
             token_ids = _integers(prompt)
         if not token_ids:
@@ -155,6 +156,8 @@ class Engine:
             RequestError: It never can: see ``encode``; or the prompt leaves no room for a token,
                 or ``n`` sequences cannot run together, or a stop token is not in the vocabulary.
         """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
         token_ids = self.encode(prompt)
         if len(token_ids) >= self.max_model_len:
             raise RequestError(
@@ -219,7 +222,18 @@ class Engine:
                 self._finish(sequence, "abort")
 
     def step(self) -> list[Delta]:
-        """Compute one forward pass and sample; returns what was added to each sequence."""
+        """Compute one forward pass and sample; returns what was added to each sequence.
+
+        Whatever is raised on the way, by the model or by an interrupt, leaves the requests as
+        they were: their tokens are computed again, and the next step may be tried at once.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self.scheduler.restart()
+            raise
+
+    def _step(self) -> list[Delta]:
         step = self.scheduler.schedule()
         if not step.sequences:
             return []
@@ -353,10 +367,25 @@ class Engine:
         return detokenizer.flush()
 
 
-def _integers(prompt: SequenceOf[int]) -> list[int]:
+def _unicode(prompt: str) -> str:
     try:
-        return [operator.index(token_id) for token_id in prompt]
-    except TypeError:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt has half a character at position {error.start} "
+            f"({prompt[error.start]!r}), expected text: decode its bytes with errors='replace'"
+        ) from None
+    return prompt
+
+
+def _integers(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        token_ids, fits = [], False
+    else:
+        token_ids = list(prompt)
+        fits = all(map(is_index, token_ids))
+    if not fits:
         raise RequestError(
             f"the prompt is {type(prompt).__name__}, expected text or a list of token ids (int)"
-        ) from None
+        )
+    return [operator.index(token_id) for token_id in token_ids]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from ..errors import OutOfBlocksError, RequestError
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from .core import Delta, Engine
+from .numbers import integer, is_index, number
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 
@@ -37,8 +38,9 @@ class LLM:
         num_blocks: Size of the cache. ``None`` takes what ``memory_fraction`` of the free memory
             holds, at most what ``max_num_seqs`` full sequences can use.
         memory_fraction: See ``num_blocks``.
-        max_num_seqs: The most sequences that run at the same time.
+        max_num_seqs: The most sequences that run at the same time, 1 to 65,536.
         max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
+            ``None`` is 2048, or ``max_num_seqs`` where that is more.
         max_model_len: The most tokens of a sequence. ``None``: what the model and the cache allow.
         kv_cache_dtype: Element type of the cache; ``"auto"`` is that of the weights. ``"int8"``,
             ``"fp8_e4m3"`` and ``"fp8_e5m2"`` round keys and values, with a scale for each token's
@@ -51,7 +53,8 @@ class LLM:
     Raises:
         RequestError: The directory is no checkpoint, or an argument is out of range.
         UnsupportedError: The model cannot be proven to run exactly; the message says why.
-        OutOfBlocksError: The cache cannot hold one sequence of ``max_model_len`` tokens.
+        OutOfBlocksError: The cache cannot hold one sequence of ``max_model_len`` tokens, or
+            ``num_blocks`` are more than fit into memory.
 
     Example:
         >>> llm = LLM(num_blocks=64)
@@ -71,7 +74,7 @@ class LLM:
         num_blocks: int | None = None,
         memory_fraction: float = 0.9,
         max_num_seqs: int = 128,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         kv_cache_dtype: torch.dtype | str = "auto",
         enable_prefix_caching: bool = True,
@@ -85,13 +88,16 @@ class LLM:
             from ..demo import path
 
             model = path()
-        if not 0 < memory_fraction <= 1:
-            raise RequestError(f"memory_fraction={memory_fraction}: expected a number in (0, 1]")
+        number("memory_fraction", memory_fraction, "a number in (0, 1]", 0.0, 1.0, open_low=True)
         _check_size("block_size", block_size, 256)
         _check_size("num_blocks", 1 if num_blocks is None else num_blocks)
-        _check_size("max_num_seqs", max_num_seqs)
+        _check_size("max_num_seqs", max_num_seqs, 1 << 16)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(2048, max_num_seqs)
+        _check_size("max_num_batched_tokens", max_num_batched_tokens)
+        integer("seed", seed, "a whole number")
         is_path = isinstance(model, (str, os.PathLike))
-        on_cpu = torch.device(device).type == "cpu"
+        on_cpu = _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
@@ -102,6 +108,8 @@ class LLM:
             num_blocks = _fit(
                 paged, cache_dtype, block_size, memory_fraction, max_num_seqs, longest
             )
+        else:
+            _check_memory(paged, cache_dtype, block_size, num_blocks)
         cache = KVCache(
             paged.layers,
             num_blocks=num_blocks,
@@ -163,12 +171,16 @@ class LLM:
     ) -> Iterator[Delta]:
         """Continue every prompt, yielding text as soon as it is certain.
 
-        The ``request_id`` of a delta is the position of its prompt.
+        The ``request_id`` of a delta is the position of its prompt. Nothing is computed before
+        the first delta is asked for.
 
         Raises:
-            RequestError: As ``generate``, when the first delta is asked for.
+            RequestError: As ``generate``.
         """
-        pairs = self._pair(prompts, sampling_params)
+        return self._stream(self._pair(prompts, sampling_params))
+
+    def _stream(self, pairs: list[tuple[Prompt, SamplingParams]]) -> Iterator[Delta]:
+        self._check_idle()
         positions = {
             self.engine.add_request(prompt, params, stream=True): position
             for position, (prompt, params) in enumerate(pairs)
@@ -207,13 +219,8 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[tuple[Prompt, SamplingParams]]:
         """Prompts with their parameters, each proven to be servable before any is started."""
-        if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost
-            raise RequestError(
-                "other requests are running, those of an open stream, say: finish or close it "
-                "first, or add all to llm.engine and step that"
-            )
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        listed: list[Any] = [prompts] if single else list(prompts)
+        self._check_idle()
+        listed = _listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
         if len(sampling_params) != len(listed):
@@ -229,11 +236,39 @@ class LLM:
                 raise RequestError(f"prompt {position}: {error}") from None
         return pairs
 
+    def _check_idle(self) -> None:
+        if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost
+            raise RequestError(
+                "other requests are running, those of an open stream, say: finish or close it "
+                "first, or add all to llm.engine and step that"
+            )
 
-def _check_size(name: str, size: int, most: int | None = None) -> None:
-    if size < 1 or (most is not None and size > most):
-        allowed = "at least 1" if most is None else f"1 to {most}"
-        raise RequestError(f"{name}={size}: expected {allowed}")
+
+def _listed(prompts: Any) -> list[Prompt]:
+    """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__}, expected text, token ids, or a list of them"
+        )
+    listed = list(prompts)
+    return [listed] if listed and is_index(listed[0]) else listed
+
+
+def _check_size(name: str, size: object, most: int | None = None) -> None:
+    allowed = "of at least 1" if most is None else f"from 1 to {most:,}"
+    integer(name, size, f"a whole number {allowed}", 1, most)
+
+
+def _named_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise RequestError(
+            f"device={device!r}: expected the name of a torch device, such as 'cpu', 'cuda' or "
+            "'cuda:1'"
+        ) from None
 
 
 _CACHE_DTYPES = {
@@ -269,3 +304,13 @@ def _fit(
     if longest is None:
         return fitting
     return min(fitting, max_num_seqs * -(-longest // block_size))
+
+
+def _check_memory(model: PagedModel, dtype: torch.dtype, block_size: int, num_blocks: int) -> None:
+    free = available_memory(model.device)
+    fitting = KVCache.blocks_that_fit(model.layers, free, block_size=block_size, dtype=dtype)
+    if num_blocks > fitting:
+        raise OutOfBlocksError(
+            f"num_blocks={num_blocks:,} of {block_size} tokens do not fit into the {free:,} bytes "
+            f"that are free on {model.device}: use at most {fitting:,}"
+        )

@@ -120,7 +120,8 @@ class Request:
     salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     sequences: list[Sequence] = field(default_factory=list)
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the cache at the first admission; ``None`` before that."""
 
     @property
     def is_forked(self) -> bool:
@@ -142,5 +143,5 @@ class Request:
             tuple(self.prompt_token_ids),
             tuple(sequence.output() for sequence in self.sequences),
             self.is_finished,
-            self.num_cached_tokens,
+            self.num_cached_tokens or 0,
         )

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Sequence
 
 from ..errors import RequestError
+from .numbers import check, integer, number
 
 __all__ = ["SamplingParams"]
 
@@ -80,12 +81,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (allowed, low, high, open_low) in _NUMBERS.items():
-            self._store(name, _number(name, getattr(self, name), allowed, low, high, open_low))
+            self._store(name, number(name, getattr(self, name), allowed, low, high, open_low))
         for name, (allowed, least, optional) in _INTEGERS.items():
-            self._store(name, _integer(name, getattr(self, name), allowed, least, optional))
+            value = getattr(self, name)
+            if value is not None or not optional:
+                self._store(name, integer(name, value, allowed, least))
         for name in _SWITCHES:
             value = getattr(self, name)
-            _check(isinstance(value, bool), name, value, "True or False")
+            check(isinstance(value, bool), name, value, "True or False")
         self._store("top_k", max(self.top_k, 0))
         self._store("stop", _stop_strings(self.stop))
         self._store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
@@ -132,43 +135,12 @@ _INTEGERS: dict[str, tuple[str, int | None, bool]] = {
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
-def _check(fits: bool, name: str, value: object, allowed: str) -> None:
-    if not fits:
-        raise RequestError(f"{name}={value!r}: expected {allowed}")
-
-
-def _number(
-    name: str, value: object, allowed: str, low: float, high: float, open_low: bool
-) -> float:
-    # A bool is an int to Python; where a number belongs it is a slip.
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise RequestError(f"{name}={value!r}: expected {allowed}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    fits = math.isfinite(number) and low <= number <= high and not (open_low and number == low)
-    _check(fits, name, value, allowed)
-    return number
-
-
-def _integer(
-    name: str, value: object, allowed: str, least: int | None, optional: bool
-) -> int | None:
-    if value is None and optional:
-        return None
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise RequestError(f"{name}={value!r}: expected {allowed}")
-    _check(least is None or int(value) >= least, name, value, allowed)
-    return int(value)
-
-
 def _stop_strings(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     strings = [value] if isinstance(value, str) else value
     fits = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
-    _check(fits, "stop", value, "a string or a list of strings, none of them empty")
+    check(fits, "stop", value, "a string or a list of strings, none of them empty")
     return tuple(strings)  # type: ignore[arg-type]
 
 
@@ -180,5 +152,5 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
         raise RequestError(f"stop_token_ids={value!r}: expected {allowed}")
     for token_id in value:
         is_integer = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
-        _check(is_integer and token_id >= 0, "stop_token_ids", value, allowed)
+        check(is_integer and token_id >= 0, "stop_token_ids", value, allowed)
     return tuple(int(token_id) for token_id in value)

@@ -139,6 +139,11 @@ class Scheduler:
         child.num_computed = parent.num_computed
         self._start(child, after=parent)
 
+    def restart(self) -> None:
+        """Let everything that runs give way: after half a step nobody knows what is computed."""
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence)
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give its blocks back."""
         if sequence.row is not None:
@@ -172,7 +177,7 @@ class Scheduler:
             return False
         sequence.table.adopt(cached)
         sequence.num_computed = sequence.table.num_tokens
-        if sequence.num_output_tokens == 0 and sequence.index == 0:
+        if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed
             self.counts.cached_tokens += sequence.num_computed
         self._start(sequence)

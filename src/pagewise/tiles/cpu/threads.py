@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ...process import HOME
+
 __all__ = ["run_together"]
 
 
@@ -51,13 +53,10 @@ def run_together(function: Callable[[], object], num_threads: int) -> None:
 _Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-_HOME = os.getpid()
-
-
 @functools.lru_cache(maxsize=1)
 def _openmp(process: int) -> Any:
     """``GOMP_parallel(function, data, num_threads, flags)`` of the libgomp that torch runs on."""
-    if process != _HOME:
+    if process != HOME:
         return None  # forked: libgomp would wait for ever for threads that are gone
     try:
         with open("/proc/self/maps") as maps:

@@ -1,0 +1,7 @@
+"""Which process the package was first imported in; a forked child inherits the answer."""
+
+from os import getpid
+
+__all__ = ["HOME"]
+
+HOME = getpid()
