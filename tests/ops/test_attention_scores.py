@@ -143,6 +143,7 @@ def test_two_calls_give_the_same_bits(impl):
 def test_the_default_scale_is_one():
     q = torch.randn(1, 1, 3, 8)
     torch.testing.assert_close(attention_scores(q, q), q @ q.mT)
+    torch.testing.assert_close(attention_scores(q, q, softmax_scale=None), q @ q.mT * 8**-0.5)
 
 
 def test_gradients_are_the_references():

@@ -250,3 +250,16 @@ def test_a_cache_may_be_larger_than_32_bits_count():
 def test_host_memory_that_is_not_pinned_is_out_of_the_gpu_s_reach():
     with pytest.raises(UnsupportedError, match=r"the source is on cpu and not pinned"):
         copy_blocks([(blocks(), blocks().cuda())], torch.tensor([[0, 1]]), impl="triton")
+
+
+def test_caches_that_are_written_twice_are_refused(copy):
+    a, b, c = (blocks(seed=seed) for seed in range(3))
+    before = a.clone(), b.clone()
+    for caches in ([(a, b), (b, a)], [a, a], [(a, b), b], [(a, b), (c, b)]):
+        with pytest.raises(ShapeError, match="written by two entries, or written by one and read"):
+            copy(caches, [[0, 1]])
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+    copy([(a, b), (a, c)], [[0, 1]])  # one source for two
+    assert torch.equal(b[1], a[0])
+    assert torch.equal(c[1], a[0])

@@ -175,3 +175,41 @@ def test_a_wrong_type_is_named():
     with pytest.raises(UnsupportedError, match=r"cpu cannot run this: outs is float64"):
         merge_states(outs.double(), lses, impl="cpu")
     assert merge_states(outs.double(), lses).out.dtype == torch.float64
+
+
+def test_gradients_are_there_and_what_saw_nothing_has_none():
+    outs, lses = (x.double().requires_grad_() for x in states(3, width=8))
+    # float32 log-sum-exps are the contract: the check's differences need them coarse.
+    single = lses.detach().float().requires_grad_()
+
+    def by_formula(outs, lses):
+        weights = torch.softmax(lses, dim=0)[..., None]
+        return (outs * weights).sum(0), torch.logsumexp(lses, 0)
+
+    def gradients(merged, at):
+        out, lse = merged
+        generator = torch.Generator().manual_seed(1)
+        weigh = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        return torch.autograd.grad((out * weigh).sum() + (lse * weigh[..., 0]).sum(), at)
+
+    expected = gradients(by_formula(outs, lses), (outs, lses))
+    found = gradients(merge_states(outs, single), (outs, single))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+    with torch.no_grad():
+        single[1], single[:, 2] = -math.inf, -math.inf
+        outs[1], outs[:, 2] = math.nan, math.inf
+    of_outs, of_lses = gradients(merge_states(outs, single), (outs, single))
+    assert of_outs.isfinite().all()
+    assert of_lses.isfinite().all()
+    assert not of_outs[1].any()
+    assert not of_lses[:, 2].any()
+
+
+def test_an_implementation_without_gradients_refuses_them():
+    outs, lses = states(3, width=16)
+    with pytest.raises(UnsupportedError, match="a gradient is wanted; the reference has one"):
+        merge_states(outs.requires_grad_(), lses, impl="cpu")
+    with torch.no_grad():
+        assert not merge_states(outs, lses).out.requires_grad

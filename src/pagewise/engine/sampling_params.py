@@ -32,8 +32,9 @@ class SamplingParams:
         frequency_penalty: The same, once per occurrence in the output.
         repetition_penalty: Above 1.0 makes tokens of the prompt and the output less likely:
             divides their positive logits, multiplies their negative ones.
-        seed: Makes the request reproducible, in any company and after preemption. ``None``
-            leaves the choice to the engine.
+        seed: Makes the request reproducible, in any company and after preemption: up to the
+            rounding of logits, which depends on who else is computed and which a cache of 8 bits
+            makes coarse. ``None`` leaves the choice to the engine.
         stop: Text ends before the first of these strings. A string or a list of strings.
         stop_token_ids: The output ends at any of these tokens.
         ignore_eos: Do not end at the model's end-of-sequence token.

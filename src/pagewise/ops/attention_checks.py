@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
+from typing import Any
 
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from ..errors import ShapeError
 
-__all__ = ["check_contiguous_rows", "check_heads", "check_options"]
+__all__ = ["check_contiguous_rows", "check_heads", "check_options", "is_size"]
 
 
 def check_contiguous_rows(**tensors: Tensor | None) -> None:
@@ -35,13 +37,18 @@ def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> N
 
 def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> None:
     """Raise ShapeError for a window or a cap that means nothing."""
-    if sliding_window is not None and (isinstance(sliding_window, float) or sliding_window < 1):
+    if sliding_window is not None and not is_size(sliding_window, least=1):
         raise ShapeError(
-            f"sliding_window is {sliding_window}, expected at least 1 (an integer), or None for "
-            "all keys"
+            f"sliding_window is {sliding_window}, expected at least 1 (an integer, less than "
+            "2**31), or None for all keys"
         )
     if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
         raise ShapeError(
             f"logits_soft_cap is {logits_soft_cap}, expected a finite number more than 0, "
             "or None for no cap"
         )
+
+
+def is_size(value: Any, *, least: int = 0) -> bool:
+    """Whether it is a whole number of the host's that a kernel can count to."""
+    return isinstance(value, (Integral, SymInt)) and bool(least <= value < 1 << 31)

@@ -17,7 +17,7 @@ IMPLEMENTATIONS = ("triton", "cpu", "reference")
 
 
 def attention_scores(
-    q: Tensor, k: Tensor, *, softmax_scale: float = 1.0, impl: str = "auto"
+    q: Tensor, k: Tensor, *, softmax_scale: float | None = 1.0, impl: str = "auto"
 ) -> Tensor:
     """Every query's product with every key: ``q kᵀ * softmax_scale``, and nothing else.
 
@@ -28,7 +28,7 @@ def attention_scores(
         q: ``[batch, num_heads, q_len, head_size]`` float32, float16 or bfloat16. Last dimension
             contiguous; other strides are free.
         k: ``[batch, num_heads, k_len, head_size]``, of the same type.
-        softmax_scale: Multiplies every product.
+        softmax_scale: Multiplies every product. ``None`` is ``head_size ** -0.5``.
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``: a named one runs or
             raises.
 
@@ -52,6 +52,8 @@ def attention_scores(
     check_contiguous_rows(q=q, k=k)
     if sizes["head_size"] == 0:
         raise ShapeError("q has head_size=0, expected at least 1")
+    if softmax_scale is None:
+        softmax_scale = sizes["head_size"] ** -0.5
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)

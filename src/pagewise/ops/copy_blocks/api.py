@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ def copy_blocks(
 ) -> None:
     """Copy whole blocks inside each cache, or from one cache to another, in place.
 
-    All sources are as they were before the call: a block may be read by one pair and
-    overwritten by another.
+    All sources are as they were before the call: a block may be read by one line of
+    ``src_to_dst`` and overwritten by another. Caches are copied in no particular order, so none
+    may be written that is named a second time.
 
     On a GPU, and between it and pinned host memory, nobody waits: like a kernel the copy takes
     its turn on the current stream. Synchronise before the host reads what was copied to it, or
@@ -43,8 +44,8 @@ def copy_blocks(
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Raises:
-        ShapeError: A block lies outside a cache, a destination stands twice, or a pair's blocks
-            differ in shape. Nothing is written then.
+        ShapeError: A block lies outside a cache, a destination stands twice, a pair's blocks
+            differ in shape, or a cache that is written is named twice. Nothing is written then.
         DTypeError: ``src_to_dst`` is not int64, or a pair differs in type.
         UnsupportedError: The named ``impl`` cannot copy between these. Nothing is written then.
 
@@ -64,8 +65,25 @@ def copy_blocks(
         module = _settle(form(source), form(destination), _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
         groups.setdefault(module, []).append((source, destination))
+    _check_twice(groups.values())
     for module, group in groups.items():
         module.run(group, src_to_dst)
+
+
+def _check_twice(groups: Iterable[list[tuple[Tensor, Tensor]]]) -> None:
+    places = [
+        (source.data_ptr(), destination.data_ptr())
+        for group in groups
+        for source, destination in group
+        if destination.numel()
+    ]
+    written = {destination for _, destination in places}
+    is_read = any(source in written and source != to for source, to in places)
+    if len(written) < len(places) or is_read:
+        raise ShapeError(
+            "caches has one that is written by two entries, or written by one and read by another: "
+            "call copy_blocks once for each, in the order that is meant"
+        )
 
 
 def _is_pinned(source: Tensor, destination: Tensor) -> bool:

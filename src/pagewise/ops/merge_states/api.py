@@ -12,6 +12,7 @@ from ...device import DeviceInfo
 from ...shapes import Form, bind, check_device, check_dtype, form
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose
+from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
 
@@ -25,7 +26,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
 
     The same rows of queries attended over each set: a shared prefix and a suffix, the splits of a
     long sequence, the shards of a cache. Associative and commutative up to rounding. A state that
-    saw no key (``lse`` -inf) vanishes, whatever its ``out`` holds.
+    saw no key (``lse`` -inf) vanishes, whatever its ``out`` holds. Gradients are the reference's.
 
     Args:
         outs: ``[num_states, num_tokens, num_heads, v_head_size]`` float32, float16 or bfloat16.
@@ -38,6 +39,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
     Raises:
         ShapeError: Sizes disagree; the message names both arguments.
         DTypeError: ``lses`` is not float32, or ``outs`` is not floating.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
     Example:
         >>> outs, lses = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 8)
@@ -45,13 +47,14 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         >>> torch.allclose(merged.lse, lses.logsumexp(0))
         True
     """
-    module = _settle(form(outs), form(lses), impl)
+    needs_gradient = torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad)
+    module = _settle(form(outs), form(lses), needs_gradient, impl)
     result: AttentionOutput = module.run(outs, lses)
     return result
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(outs: Any, lses: Any, impl: str) -> Any:
+def _settle(outs: Any, lses: Any, needs_gradient: bool, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that merges them."""
     outs, lses = Form(*outs), Form(*lses)
     bind(
@@ -61,4 +64,5 @@ def _settle(outs: Any, lses: Any, impl: str) -> Any:
     check_dtype("outs", outs, torch.float32, torch.float16, torch.bfloat16, torch.float64)
     check_dtype("lses", lses, torch.float32)
     check_device("outs", outs.device, lses=lses)
-    return choose(__package__, IMPLEMENTATIONS, outs.dtype, DeviceInfo.of(outs.device), impl)
+    problem = Problem(outs.dtype, needs_gradient)
+    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(outs.device), impl)

@@ -16,9 +16,11 @@ from ...tiles.cpu.simd import fma, load, splat, store, zeros
 from ...tiles.state import AttentionOutput
 
 
-def supports(dtype, device):
+def supports(problem, device):
     """Why this cannot run, or None if it can."""
-    return refuse(device, outs=dtype)
+    if problem.needs_gradient:
+        return "a gradient is wanted; the reference has one"
+    return refuse(device, outs=problem.dtype)
 
 
 @entry()

@@ -7,18 +7,28 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
+from .problem import Problem
 
 
-def supports(dtype: torch.dtype, device: DeviceInfo) -> str | None:
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Everything, everywhere."""
     return None
 
 
 def run(outs: Tensor, lses: Tensor) -> AttentionOutput:
-    """Weigh each state by its share of the whole softmax's denominator."""
+    """Weigh each state by its share of the whole softmax's denominator.
+
+    What saw nothing is taken out before anything is multiplied, so that it has no gradient either.
+    """
     wide = torch.promote_types(outs.dtype, torch.float32)
-    lse = torch.logsumexp(lses.to(wide), dim=0)
-    seen = (lses != -torch.inf)[..., None]
-    weights = torch.exp(lses.to(wide) - lse)[..., None]
-    out = torch.where(seen, outs.to(wide) * weights, 0.0).sum(dim=0)
+    lses = lses.to(wide)
+    pivot = torch.logsumexp(lses.detach(), dim=0)
+    pivot = torch.where(pivot == -torch.inf, 0.0, pivot)
+    weights = torch.exp(lses - pivot)
+    total = weights.sum(dim=0)
+    seen = total != 0
+    divisor = torch.where(seen, total, 1.0)
+    lse = torch.where(seen, pivot + torch.log(divisor), -torch.inf)
+    values = torch.where((lses == -torch.inf)[..., None], 0.0, outs.to(wide))
+    out = (values * (weights / divisor)[..., None]).sum(dim=0)
     return AttentionOutput(out.to(outs.dtype), lse.float())

@@ -25,15 +25,18 @@ from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from ...tiles.triton.online_softmax import LN_2, LOG2_E
+from .problem import Problem
 
 TILE = 2048  # elements of a program's rows
 
 
-def supports(dtype: torch.dtype, device: DeviceInfo) -> str | None:
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        given = str(dtype).removeprefix("torch.")
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        given = str(problem.dtype).removeprefix("torch.")
         return f"outs is {given}; float32, float16 and bfloat16 run"
+    if problem.needs_gradient:
+        return "a gradient is wanted; the reference has one"
     return refuse(device)
 
 

@@ -88,6 +88,8 @@ def paged_attention(
             no scales.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
+    It has no gradients, whatever ``q`` asks for: a cache is written in place (``attention`` has).
+
     On a GPU the values of lengths and tables are checked under ``PAGEWISE_DEBUG=1`` only, since
     that waits for the device; without it a wrong one reads or writes memory that is not its own.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, form
-from ..attention_checks import check_heads, check_options
+from ..attention_checks import check_heads, check_options, is_size
 from ..scales import LARGEST_CODE, find_kind
 from .problem import CallForm, Options, PagedBatch, Problem
 
@@ -133,8 +133,9 @@ def _check_sizes(sizes: dict[str, int], forms: CallForm) -> None:
     if not 1 <= sizes["block_size"] <= 256:
         raise ShapeError(f"k_cache has block_size={sizes['block_size']}, expected 1 to 256")
     check_options(forms.sliding_window, forms.logits_soft_cap)
-    if forms.max_query_len < 0 or forms.max_seq_len < 0:
-        raise ShapeError(
-            f"max_query_len={forms.max_query_len} and max_seq_len={forms.max_seq_len} must "
-            "not be negative"
-        )
+    for name in ("max_query_len", "max_seq_len"):
+        value = getattr(forms, name)
+        if not is_size(value):
+            raise ShapeError(
+                f"{name} is {value!r}, expected an integer of the host from 0 to 2**31 - 1"
+            )

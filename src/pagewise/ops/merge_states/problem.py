@@ -1,0 +1,17 @@
+"""What a call asks for, in host values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call as an implementation sees it."""
+
+    dtype: torch.dtype
+    needs_gradient: bool
