@@ -51,4 +51,5 @@ def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> 
 
 def is_size(value: Any, *, least: int = 0) -> bool:
     """Whether it is a whole number of the host's that a kernel can count to."""
-    return isinstance(value, (Integral, SymInt)) and bool(least <= value < 1 << 31)
+    is_whole = isinstance(value, (Integral, SymInt))
+    return is_whole and bool(least <= value < 1 << 31)
