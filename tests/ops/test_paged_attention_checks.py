@@ -108,7 +108,7 @@ SHAPES = {
     "a negative bound": ({"max_query_len": lambda _: -1}, "max_query_len is -1"),
     "another negative bound": ({"max_seq_len": lambda _: -5}, "max_seq_len is -5"),
     "a bound on a device": ({"max_seq_len": torch.tensor}, "max_seq_len is tensor(20) | the host"),
-    "a window without end": ({"sliding_window": lambda _: 2**70}, "sliding_window is | 2**31"),
+    "a window without end": ({"sliding_window": lambda _: 2**70}, "sliding_window is | of 64 bits"),
     "turned q": ({"q": turned}, "q has stride 4 in its last dimension | q.contiguous()"),
     "turned k_cache": ({"k_cache": turned}, "k_cache has stride 2 in its last dimension"),
     "turned v_cache": ({"v_cache": turned}, "v_cache has stride 2 in its last dimension"),

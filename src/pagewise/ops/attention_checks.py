@@ -37,10 +37,10 @@ def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> N
 
 def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> None:
     """Raise ShapeError for a window or a cap that means nothing."""
-    if sliding_window is not None and not is_size(sliding_window, least=1):
+    if sliding_window is not None and not is_size(sliding_window, least=1, bits=63):
         raise ShapeError(
-            f"sliding_window is {sliding_window}, expected at least 1 (an integer, less than "
-            "2**31), or None for all keys"
+            f"sliding_window is {sliding_window}, expected at least 1 (an integer of 64 bits), or "
+            "None for all keys"
         )
     if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
         raise ShapeError(
@@ -49,7 +49,7 @@ def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> 
         )
 
 
-def is_size(value: Any, *, least: int = 0) -> bool:
-    """Whether it is a whole number of the host's that a kernel can count to."""
+def is_size(value: Any, *, least: int = 0, bits: int = 31) -> bool:
+    """Whether it is a whole number of the host's, of no more than ``bits`` and a sign."""
     is_whole = isinstance(value, (Integral, SymInt))
-    return is_whole and bool(least <= value < 1 << 31)
+    return is_whole and bool(least <= value < 1 << bits)
