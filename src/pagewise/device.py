@@ -69,7 +69,9 @@ def _cuda(index: int) -> DeviceInfo:
 def available_memory(device: torch.device) -> int:
     """Bytes that can be taken on a device without anyone having to give up theirs."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What torch keeps of memory that it has freed, it gives back before it runs out.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":") for line in lines)
