@@ -11,10 +11,15 @@ finished and the next begun::
     compute         0      1       2  finish  0 ...
 
 Keys and values of 8 bits travel and lie in pairs, as int16, because shared memory is read
-transposed in units of 16 bits. In registers a pair falls apart into two float16 numbers, one of
-an even and one of an odd column, which have products of their own::
+transposed in units of 16 bits. In registers pairs become float16 numbers: two pairs of a key's
+columns 4i to 4i + 3 become two of its lower and two of its upper half, and a pair of a value's
+columns an even and an odd one. Halves have products of their own::
 
-    s = q_even · k_even + q_odd · k_odd        acc_even += p · v_even,  acc_odd += p · v_odd
+    s = q_lower · k_lower + q_upper · k_upper        acc_even += p · v_even,  acc_odd += p · v_odd
+
+A tile's warps have keys of their own in the first product and columns of their own in the second,
+so they meet: for the maxima of rows, and when weights go from one to the other. Sums of weights
+stay where they are until the end of a head.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...tiles.hopper.codes import split_codes
+from ...tiles.hopper.codes import split_codes, widen_codes
 from ...tiles.hopper.names import barrier
 from .hopper_fetch import FETCH_WARPS, fetch_role
 from .hopper_merge import LOG2_E, finite, merge_parts, slot_of, write_rows
@@ -69,9 +74,9 @@ def _fit_queries(even, odd, layout: gl.constexpr):
 @gluon.jit
 def _load_queries(
     q, first_token, head, query_len, q_token, q_head, GROUP: gl.constexpr, FIRST: gl.constexpr,
-    STEP: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr, D: gl.constexpr,
+    PAIRED: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """A KV head's rows of ``q``: columns ``FIRST``, ``FIRST + STEP``, ...; zeros beyond."""
+    """A KV head's rows of ``q``: all columns, or two of every four from ``FIRST`` on."""
     LANES: gl.constexpr = min(32, D // 8)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
@@ -80,16 +85,42 @@ def _load_queries(
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     at = (first_token + row // GROUP).to(gl.int64) * q_token
     at += (head * GROUP + row % GROUP) * q_head
+    place = FIRST + 4 * (column // 2) + column % 2 if PAIRED else column
     return gl.load(
-        q + at[:, None] + (FIRST + STEP * column)[None, :],
+        q + at[:, None] + place[None, :],
         mask=(row < query_len * GROUP)[:, None] & (column < WIDTH)[None, :],
         other=0.0,
     )
 
 
 @gluon.jit
+def _max_of_rows(s):
+    """As ``gl.max(s, 1)``; what the warps have found they tell each other once."""
+    ROWS: gl.constexpr = s.shape[0]
+    WARPS: gl.constexpr = gl.num_warps()
+    here: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]],
+        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [16, 4],
+    )
+    parts = s.reshape([ROWS, s.shape[1] // (8 * WARPS), WARPS, 8])
+    parts = gl.max(gl.max(parts, 1), 2)
+    highest = gl.max(gl.convert_layout(parts, here), 1)
+    return gl.convert_layout(highest, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _as_operand(x, memory, layout: gl.constexpr):
+    """By way of shared memory: what is fetched as an operand lies in registers side by side."""
+    memory.store(x)
+    return memory.load(layout)
+
+
+@gluon.jit
 def attend_role(
-    rings, bars, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
+    rings, bars, queries, weights, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
     alibi_slopes, sinks, k_scale, v_scale,
     seq, before, item, end_item, share, programs, total,
     num_kv_heads, max_splits, softmax_scale, soft_cap, window,
@@ -134,30 +165,32 @@ def attend_role(
         position = seq_len - query_len + row // GROUP
         row_end = gl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
         row_first = position - window + 1
+        # Between them every row sees every key.
+        last_first = seq_len - window
+        least_end = seq_len - query_len + 1 if CAUSAL else seq_len
         if HAS_ALIBI:
             slopes = LOG2_E * gl.load(
                 alibi_slopes + head * GROUP + row % GROUP,
                 mask=row < query_len * GROUP, other=0.0,
             )  # fmt: skip
-        STEP: gl.constexpr = 2 if PAIRED else 1
         q_tile = _load_queries(
-            q, first_token, head, query_len, q_token, q_head, GROUP, 0, STEP, WIDTH, TILE_M, D
+            q, first_token, head, query_len, q_token, q_head, GROUP, 0, PAIRED, WIDTH, TILE_M, D
         )
         scale = 1.0
         if PAIRED:
-            q_odd = _load_queries(
-                q, first_token, head, query_len, q_token, q_head, GROUP, 1, STEP, WIDTH, TILE_M, D
+            q_upper = _load_queries(
+                q, first_token, head, query_len, q_token, q_head, GROUP, 2, PAIRED, WIDTH, TILE_M, D
             )
-            q_tile, q_odd, scale = _fit_queries(q_tile, q_odd, by_row)
-            q_odd = gl.convert_layout(q_odd, left)
-        q_tile = gl.convert_layout(q_tile, left)
+            q_tile, q_upper, scale = _fit_queries(q_tile, q_upper, by_row)
+            q_upper = _as_operand(q_upper, queries, left)
+        q_tile = _as_operand(q_tile, queries, left)
         scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
         factor = 1.0
         if SCALES == "head":
             scale *= gl.load(k_scale + head * ks_head)
             factor = gl.load(v_scale + head * vs_head)
         m = gl.full([TILE_M], float("-inf"), gl.float32, by_row)
-        l = gl.full([TILE_M], 0.0, gl.float32, by_row)
+        sums = nothing
         acc = gl.full([TILE_M, V], 0.0, gl.float32, mma)
         acc_odd = gl.full([TILE_M, V], 0.0, gl.float32, mma) if PAIRED else 0.0
         unit = SMALLEST
@@ -166,8 +199,8 @@ def attend_role(
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             k_tile = k_ring.index(stage).permute((1, 0)).load(right)
             if PAIRED:
-                k_tile, k_odd = split_codes(k_tile, CODE)
-                s = mma_v2(q_odd, k_odd, mma_v2(q_tile, k_tile, nothing)) * scale
+                k_tile, k_upper = widen_codes(k_tile, CODE)
+                s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
             else:
                 s = mma_v2(q_tile, k_tile, nothing) * scale
             v_tile = v_ring.index(stage).load(right)
@@ -182,13 +215,14 @@ def attend_role(
                 s = _tanh(s) * (soft_cap * LOG2_E)
             if HAS_ALIBI:
                 s += slopes[:, None] * (key[None, :] - position[:, None]).to(gl.float32)
-            seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
-            s = gl.where(seen, s, float("-inf"))
-            new_m = gl.maximum(m, gl.max(s, 1))
+            if tile * TILE_N < last_first or (tile + 1) * TILE_N > least_end:
+                seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
+                s = gl.where(seen, s, float("-inf"))
+            new_m = gl.maximum(m, _max_of_rows(s))
             pivot = finite(new_m)
             p = gl.exp2(s - pivot[:, None])
             decay = gl.exp2(m - pivot)
-            l = l * decay + gl.sum(p, 1)
+            sums = sums * decay[:, None] + p
             m = new_m
             if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
                 tile_unit = (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
@@ -196,12 +230,13 @@ def attend_role(
                 p *= (v_scales * _exp2_of(ROOM - new_unit))[None, :]
                 decay *= _exp2_of(gl.maximum(unit - new_unit, -127))
                 unit = new_unit
-            p = gl.convert_layout(p.to(DOT), left)
+            p = _as_operand(p.to(DOT), weights, left)
             if PAIRED:
                 v_tile, v_odd = split_codes(v_tile, CODE)
                 acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
             acc = mma_v2(p, v_tile, acc * decay[:, None])
             step += 1
+        l = gl.sum(sums, 1)
         if PAIRED:
             acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
         if SCALES == "token":
@@ -321,6 +356,9 @@ def decode_kernel(
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
         ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], flat)
         vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], flat)
+        queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_tiles)
+        p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
+        weights = gl.allocate_shared_memory(DOT, [TILE_M, TILE_N], p_tiles)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
@@ -331,7 +369,8 @@ def decode_kernel(
         gl.warp_specialize(
             [
                 (attend_role, (
-                    rings, bars, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
+                    rings, bars, queries, weights,
+                    out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
                     seq, before, item, end_item, share, programs, total,
                     num_kv_heads, max_splits, softmax_scale, soft_cap, window,

@@ -59,6 +59,24 @@ def write_rows(
     gl.store(lse + token * num_kv_heads * GROUP + q_head, row_lse, mask=is_row)
 
 
+_BY_LANE = gl.constexpr("""{
+    .reg .b32 lane;
+    mov.u32 lane, %laneid; mad.lo.s32 $0, lane, $2, $1;
+}""")
+
+
+@gluon.jit
+def _keep_apart(row, zero):
+    """The same rows, of which nobody knows that they are the same for all lanes of a warp.
+
+    ptxas would take what is loaded there into uniform registers, one number after another, and
+    wait for each.
+    """
+    return gl.inline_asm_elementwise(
+        _BY_LANE, "=r,r,r", [row, zero + 0 * row], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
 @gluon.jit
 def _load_parts(
     parts, part_sums, start, num_parts, seq_head, first_share, max_splits,
@@ -72,7 +90,7 @@ def _load_parts(
     column = gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     is_part = (part < num_parts)[:, None] & (row >= 0)[None, :]
     slots = slot_of(part, seq_head, first_share, max_splits, SPLITS_FIXED)
-    sums = part_sums + (slots * 2 * ROWS)[:, None] + row[None, :]
+    sums = part_sums + (slots * 2 * ROWS)[:, None] + _keep_apart(row, num_parts >> 30)[None, :]
     at = parts + ((slots * ROWS * V)[:, None] + (row * V)[None, :])[:, :, None]
     at += gl.expand_dims(gl.expand_dims(column, 0), 1)
     # .cg: from the second-level cache, where the others' stores are.

@@ -75,10 +75,8 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
 
 def _hopper_tiles(problem: Problem) -> Tiles:
     is_wide = problem.width > 128
-    if problem.kv_dtype.itemsize == 1 and problem.scale_kind == "token" and not is_wide:
-        return Tiles(64, 4, 2, 2, 128, 80)
     if problem.kv_dtype.itemsize == 1:
-        return Tiles(64, 4, 3, 1, 168, 88) if is_wide else Tiles(128, 4, 2, 2, 128, 80)
+        return Tiles(64, 4, 3, 1, 168, 88) if is_wide else Tiles(64, 4, 3, 2, 128, 72)
     if problem.width <= 64:
         return Tiles(64, 4, 3, 2, 128, 80)
     return Tiles(32, 4, 6, 1, 168, 88) if is_wide else Tiles(64, 4, 2, 2, 128, 80)

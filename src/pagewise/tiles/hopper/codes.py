@@ -24,6 +24,36 @@ _INT8 = gl.constexpr("""{
     prmt.b32 u, t, bias, 0x4341; sub.f16x2 $1, u, offset;
 }""")
 
+# The same two by two, as they lie: bytes 0 and 1, and 2 and 3.
+_E4M3_WIDE = gl.constexpr("""{
+    .reg .b16 h, i;
+    mov.b32 {h, i}, $2; cvt.rn.f16x2.e4m3x2 $0, h; cvt.rn.f16x2.e4m3x2 $1, i;
+}""")
+_E5M2_WIDE = gl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;
+}""")
+_INT8_WIDE = gl.constexpr("""{
+    .reg .b32 t, u, bias, offset;
+    mov.b32 bias, 0x64646464; mov.b32 offset, 0x64806480;
+    xor.b32 t, $2, 0x80808080;
+    prmt.b32 u, t, bias, 0x4140; sub.f16x2 $0, u, offset;
+    prmt.b32 u, t, bias, 0x4342; sub.f16x2 $1, u, offset;
+}""")
+
+
+@gluon.jit
+def widen_codes(pairs, CODE: gl.constexpr):
+    """From int16 pairs of codes to float16 numbers of every other pair of columns, and the others.
+
+    Of rows that are fetched as they lie: a thread's two pairs are then four columns of one row.
+    """
+    asm: gl.constexpr = (
+        _E4M3_WIDE if CODE == "e4m3" else _E5M2_WIDE if CODE == "e5m2" else _INT8_WIDE
+    )
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
+
 
 @gluon.jit
 def split_codes(pairs, CODE: gl.constexpr):
