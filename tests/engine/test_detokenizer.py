@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from pagewise.engine import detokenizer as module
 from pagewise.engine.detokenizer import Detokenizer
@@ -385,3 +385,11 @@ def test_words_keep_their_space_after_many_special_tokens():
     words = encode(tokenizer, "the the")
     token_ids = [words[0], *[tokenizer.eos_token_id] * 100, words[1]]
     assert "".join(stream(Detokenizer(tokenizer, SamplingParams()), token_ids)) == "the the"
+
+
+@given(st.lists(st.sampled_from(["a", "é", "日", "😀", " ", "\n"]), max_size=60).map("".join))
+def test_a_tokenizer_that_ignores_parts_of_characters(text):
+    tokenizer = ByT5Tokenizer()
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    assert "".join(stream(detokenizer, token_ids)) == text

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +134,9 @@ BAD_PROMPTS = {
     "half a character": "x\udcff",
     "bytes": b"abc",
     "truth values": [True, False],
+    "truth values of torch": torch.tensor([True, False]),
+    "a number": np.array(3),
+    "a dictionary": {3: 1},
 }
 
 
@@ -268,13 +273,23 @@ def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
         {"max_num_batched_tokens": 0},
         {"memory_fraction": "x"},
         {"seed": 0.5},
+        {"max_model_len": "64"},
+        {"max_model_len": 64.5},
+        {"kv_cache_dtype": [1]},
     ],
     ids=str,
 )
 def test_a_bad_argument_is_named(bad: dict) -> None:
     [(name, value)] = bad.items()
-    with pytest.raises(RequestError, match=f"^{name}={value!r}: expected "):
+    with pytest.raises(RequestError, match=f"^{name}={re.escape(repr(value))}: expected "):
         LLM(**bad)
+
+
+def test_numpy_s_integers_are_whole_numbers() -> None:
+    size = np.uint8(16)
+    llm = LLM(num_blocks=size, block_size=size, max_num_seqs=size, max_model_len=size, seed=size)
+    [output] = llm.generate([7] * 5, replace(GREEDY, max_tokens=None), use_tqdm=False)
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 16
 
 
 def test_more_blocks_than_memory_are_refused() -> None:
@@ -295,9 +310,9 @@ def test_one_prompt_may_be_any_sequence_of_token_ids(llm: LLM, make: Callable) -
         assert [output.outputs for output in found] == [output.outputs for output in expected]
 
 
-@pytest.mark.parametrize("params", [{"n": 1}, [None], [{"n": 1}]], ids=str)
+@pytest.mark.parametrize("params", [{"n": 1}, [None], [{"n": 1}], 5, SamplingParams], ids=str)
 def test_other_things_than_sampling_params_are_refused(llm: LLM, params: object) -> None:
-    with pytest.raises(RequestError, match="prompt 0: sampling_params is "):
+    with pytest.raises(RequestError, match="sampling_params is "):
         llm.generate("x =", params, use_tqdm=False)
 
 
@@ -334,6 +349,63 @@ def test_a_step_that_fails_changes_no_token(where: str, monkeypatch: pytest.Monk
     found = [llm.engine.take_output(request_id) for request_id in ids]
     assert failures > 9
     assert [output.outputs for output in found] == [output.outputs for output in expected]
+
+
+def test_a_prompt_may_be_an_iterator_and_may_change_later(llm: LLM) -> None:
+    expected = llm.generate([[3, 4, 5]], GREEDY, use_tqdm=False)[0].outputs
+    assert llm.generate([iter([3, 4, 5])], GREEDY, use_tqdm=False)[0].outputs == expected
+    prompt = [3, 4, 5]
+    stream = llm.stream([prompt], GREEDY)
+    prompt.clear()
+    assert [delta.token_id for delta in stream] == list(expected[0].token_ids)
+
+
+def test_a_request_that_is_refused_leaves_nothing(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="salt=5"):
+        llm.engine.add_request("x =", salt=5)
+    for ask in (llm.engine.take_output, llm.engine.is_finished):
+        with pytest.raises(RequestError, match="there is no request 999999"):
+            ask(999999)
+
+
+class Moody:
+    """A tokenizer that cannot decode a few times."""
+
+    def __init__(self, tokenizer: Any, fails: Callable[[list[int]], bool]) -> None:
+        self._tokenizer, self._fails = tokenizer, fails
+
+    def encode(self, text: str) -> Any:
+        return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        if self._fails(token_ids):
+            raise ValueError("no such byte")
+        return self._tokenizer.decode(token_ids, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_sequence_without_text_fails_alone(llm: LLM, stream: bool) -> None:
+    tokenizer = llm.engine.tokenizer
+    expected = [output.outputs for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    bad = expected[1][0].token_ids[3]
+    assert all(bad not in outputs[0].token_ids for outputs in (expected[0], *expected[2:]))
+    llm.engine.tokenizer = Moody(tokenizer, lambda token_ids: bad in token_ids)
+    try:
+        if stream:
+            deltas = list(llm.stream(PROMPTS, GREEDY))
+            ends = {delta.request_id: delta for delta in deltas if delta.finish_reason}
+            assert [ends[at].finish_reason for at in range(4)] == ["length", "error"] + [
+                "length"
+            ] * 2
+            assert "no such byte" in ends[1].error
+        else:
+            found = [output.outputs for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+            assert found[0] == expected[0]
+            assert found[2:] == expected[2:]
+            assert found[1][0].finish_reason == "error"
+            assert "no such byte" in found[1][0].error
+    finally:
+        llm.engine.tokenizer = tokenizer
 
 
 @pytest.mark.parametrize("num_blocks", [12, 17, 22])

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from pagewise import RequestError, UnsupportedError
+from pagewise import LLM, RequestError, SamplingParams, UnsupportedError
 from pagewise.kv_cache.storage import LayerSpec
 from pagewise.models import attention as attention_module
 from pagewise.models import load_model
@@ -164,12 +164,13 @@ def test_a_window_is_compared_far_beyond_the_tokens_of_the_proof(monkeypatch):
         load_model(tiny_model("mistral", **options))
 
 
-def chunked_model():
+def chunked_model(**changes):
     from transformers import AutoModelForCausalLM
 
     options = tiny_config("llama").to_dict()
     del options["model_type"]
     options |= {"attention_chunk_size": 32, "num_local_experts": 2, "intermediate_size_mlp": 80}
+    options |= changes
     return AutoModelForCausalLM.from_config(config_of("llama4_text", **options))
 
 
@@ -178,6 +179,22 @@ def test_chunked_attention_runs_within_one_chunk():
     assert load_model(model, max_model_len=32).max_model_len == 32
     with pytest.raises(UnsupportedError, match="set max_model_len to at most 32"):
         load_model(model, max_model_len=33)
+
+
+def test_tokens_that_are_counted_in_the_step_stay_below_what_is_counted_to():
+    model = chunked_model(attention_chunk_size=64, floor_scale=32)
+    with pytest.raises(UnsupportedError, match="set max_model_len to at most 31"):
+        load_model(model, max_model_len=32)
+    with pytest.raises(RequestError, match="with at most 31 tokens a step"):
+        LLM(model, max_model_len=31, num_blocks=8)
+    llm = LLM(model, max_model_len=31, num_blocks=8, max_num_batched_tokens=31, max_num_seqs=4)
+    prompts = [list(range(3, 3 + n)) for n in (20, 17, 9)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False
+        )
+        assert list(output.outputs[0].token_ids) == expected[0, len(prompt) :].tolist()
 
 
 def test_a_chunk_longer_than_the_proof_shows_in_the_mask(monkeypatch):

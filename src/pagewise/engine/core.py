@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,12 @@ class Engine:
             raise RequestError(
                 f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
                 "expected at least one sequence, and a token a step for each"
+            )
+        most = model.max_step_tokens
+        if most is not None and max_num_batched_tokens > most:
+            raise RequestError(
+                f"max_num_batched_tokens={max_num_batched_tokens}: {model.name} runs exactly with "
+                f"at most {most} tokens a step"
             )
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_model_len = max_model_len
@@ -197,8 +204,11 @@ class Engine:
         Raises:
             RequestError: It can never be served. Nothing has changed.
         """
-        params = params or SamplingParams()
+        if params is None:
+            params = SamplingParams()
         token_ids = self.validate(prompt, params)
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"salt={salt!r}: expected a string, or None")
         request = Request(
             request_id=self._next_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -207,11 +217,12 @@ class Engine:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             salt=salt,
         )
+        sequence = self._new_sequence(request, token_ids)
         self._next_id += 1
         self._requests[request.request_id] = request
         if stream or params.stop:
             self._streaming.add(request.request_id)
-        self.scheduler.add(self._new_sequence(request, token_ids))
+        self.scheduler.add(sequence)
         return request.request_id
 
     def abort(self, request_id: int) -> None:
@@ -220,12 +231,15 @@ class Engine:
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
                 self._finish(sequence, "abort")
+                with suppress(Exception):  # what text there is
+                    self._detokenize_all(sequence)
 
     def step(self) -> list[Delta]:
         """Compute one forward pass and sample; returns what was added to each sequence.
 
-        Whatever is raised on the way, by the model or by an interrupt, leaves the requests as
-        they were: their tokens are computed again, and the next step may be tried at once.
+        What the model or the sampler raises leaves the requests as they were: their tokens are
+        computed again, and the next step may be tried at once. A sequence whose tokens cannot be
+        turned into text fails alone.
         """
         try:
             return self._step()
@@ -260,12 +274,20 @@ class Engine:
         ]
 
     def is_finished(self, request_id: int) -> bool:
-        """Whether nothing more will be generated for a request."""
-        return self._requests[request_id].is_finished
+        """Whether nothing more will be generated for a request.
+
+        Raises:
+            RequestError: There is no such request, or its output has been taken.
+        """
+        return self._find(request_id).is_finished
 
     def take_output(self, request_id: int) -> RequestOutput:
-        """What a request has so far; a finished one is forgotten by this."""
-        request = self._requests[request_id]
+        """What a request has so far; a finished one is forgotten by this.
+
+        Raises:
+            RequestError: There is no such request, or its output has been taken.
+        """
+        request = self._find(request_id)
         if request.is_finished:
             del self._requests[request_id]
             self._streaming.discard(request_id)
@@ -279,6 +301,13 @@ class Engine:
         """
         self.scheduler.check()
         self._index.check()
+
+    def _find(self, request_id: int) -> Request:
+        if request_id not in self._requests:
+            raise RequestError(
+                f"there is no request {request_id}: it was never added, or its output was taken"
+            )
+        return self._requests[request_id]
 
     # --- one sequence ----------------------------------------------------------------------
 
@@ -308,7 +337,8 @@ class Engine:
         params = request.params
         forbidden: tuple[int, ...] = ()
         if sequence.num_output_tokens < params.min_tokens:
-            forbidden = (*self.model.eos_token_ids, *(params.stop_token_ids or ()))
+            ends = () if params.ignore_eos else self.model.eos_token_ids
+            forbidden = (*ends, *(params.stop_token_ids or ()))
         return SamplingInput(
             params=params,
             prompt_token_ids=request.prompt_token_ids,
@@ -322,21 +352,49 @@ class Engine:
         """Take a sampled token in, and see whether it was the last one."""
         request_id, index = sequence.request.request_id, sequence.index
         if token.error is not None:
-            sequence.error = token.error
-            self._finish(sequence, "error")
-            return Delta(request_id, index, "", None, "error", token.error)
+            self.scheduler.distrust(sequence)
+            with suppress(Exception):  # what text there is
+                self._detokenize_all(sequence)
+            return self._fail(sequence, token.error)
         sequence.token_ids.append(token.token_id)
         if token.logprob is not None:
             sequence.logprobs.append(((token.token_id, token.logprob), *token.top_logprobs))
         reason = self._stop_reason(sequence, token.token_id)
-        text = ""
-        if request_id in self._streaming and not self._is_stop_token(sequence, token.token_id):
-            text = sequence.detokenizer.append([token.token_id])
-            if sequence.detokenizer.finished:
-                reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
+        try:
+            text = self._detokenize(sequence, token.token_id, is_last=reason is not None)
+        except Exception as error:
+            return self._fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
+        if sequence.detokenizer.finished:
+            reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
         if reason is not None:
-            text += self._finish(sequence, reason)
+            self._finish(sequence, reason)
         return Delta(request_id, index, text, token.token_id, reason)
+
+    def _fail(self, sequence: Sequence, error: str) -> Delta:
+        sequence.error = error
+        self._finish(sequence, "error")
+        return Delta(
+            sequence.request.request_id, sequence.index, "", None, sequence.finish_reason, error
+        )
+
+    def _detokenize(self, sequence: Sequence, token_id: int, *, is_last: bool) -> str:
+        """What a stream's new token makes certain; with the last one, all that was held back."""
+        if sequence.request.request_id not in self._streaming:
+            if is_last:
+                self._detokenize_all(sequence)
+            return ""
+        is_text = not self._is_stop_token(sequence, token_id)
+        text = sequence.detokenizer.append([token_id] if is_text else [])
+        return text + sequence.detokenizer.flush() if is_last else text
+
+    def _detokenize_all(self, sequence: Sequence) -> None:
+        """Of a sequence that ends here and did not stream: its text; of a stream, the rest."""
+        if sequence.request.request_id not in self._streaming:
+            token_ids = sequence.output_token_ids
+            if token_ids and self._is_stop_token(sequence, token_ids[-1]):
+                token_ids = token_ids[:-1]
+            sequence.detokenizer.append(token_ids)
+        sequence.detokenizer.flush()
 
     def _stop_reason(self, sequence: Sequence, token_id: int) -> str | None:
         params = sequence.request.params
@@ -355,16 +413,9 @@ class Engine:
             return True
         return not params.ignore_eos and token_id in self.model.eos_token_ids
 
-    def _finish(self, sequence: Sequence, reason: str) -> str:
-        """End a sequence; returns the text that was held back."""
+    def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
         self.scheduler.finish(sequence)
-        detokenizer, token_ids = sequence.detokenizer, sequence.output_token_ids
-        if sequence.request.request_id not in self._streaming:
-            if token_ids and self._is_stop_token(sequence, token_ids[-1]):
-                token_ids = token_ids[:-1]
-            detokenizer.append(token_ids)
-        return detokenizer.flush()
 
 
 def _unicode(prompt: str) -> str:
@@ -378,8 +429,12 @@ def _unicode(prompt: str) -> str:
     return prompt
 
 
+def _has_elements(prompt: object) -> bool:
+    return isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
+
+
 def _integers(prompt: Any) -> list[int]:
-    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, (bytes, Mapping, Set)) or not _has_elements(prompt):
         token_ids, fits = [], False
     else:
         token_ids = list(prompt)

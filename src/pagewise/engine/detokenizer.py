@@ -86,6 +86,7 @@ class Detokenizer:
         self._text = ""  # of the window
         self._num_pending = 0  # characters at its end that more bytes may still change
         self._num_whole = 0  # window tokens when nothing was last pending
+        self._skipped: set[int] = set()  # special tokens that were met
 
     @property
     def text(self) -> str:
@@ -122,8 +123,8 @@ class Detokenizer:
     def _decode(self, token_id: int) -> str:
         """The whole characters that one more token completes."""
         text = self._text_of([*self._window, token_id])
-        if text and text == self._text and not self._text_of([token_id]):
-            # A skipped special token: kept, a run of them would push the text out of the window.
+        if text and text == self._text and self._is_skipped(token_id):
+            # Kept, a run of them would push the text out of the window.
             return ""
         self._window.append(token_id)
         shown = self._text[: len(self._text) - self._num_pending]
@@ -146,11 +147,24 @@ class Detokenizer:
             self._text = self._text_of(self._window)
         return fresh[: len(fresh) - self._num_pending]
 
-    def _text_of(self, token_ids: list[int]) -> str:
+    def _is_skipped(self, token_id: int) -> bool:
+        """Whether it is a special token that has no text here; a lone byte has none anywhere."""
+        if token_id in self._skipped:
+            return True
+        if not self._params.skip_special_tokens or self._text_of([token_id]):
+            return False
+        is_skipped = bool(self._text_of([token_id], skip_special_tokens=False))
+        if is_skipped:
+            self._skipped.add(token_id)
+        return is_skipped
+
+    def _text_of(self, token_ids: list[int], skip_special_tokens: bool | None = None) -> str:
         assert self._tokenizer is not None
+        if skip_special_tokens is None:
+            skip_special_tokens = self._params.skip_special_tokens
         text: str = self._tokenizer.decode(
             token_ids,
-            skip_special_tokens=self._params.skip_special_tokens,
+            skip_special_tokens=skip_special_tokens,
             # Clean-up drops spaces that may have been handed out already.
             clean_up_tokenization_spaces=False,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -88,21 +88,29 @@ class LLM:
             from ..demo import path
 
             model = path()
-        number("memory_fraction", memory_fraction, "a number in (0, 1]", 0.0, 1.0, open_low=True)
-        _check_size("block_size", block_size, 256)
-        _check_size("num_blocks", 1 if num_blocks is None else num_blocks)
-        _check_size("max_num_seqs", max_num_seqs, 1 << 16)
+        memory_fraction = number(
+            "memory_fraction", memory_fraction, "a number in (0, 1]", 0.0, 1.0, open_low=True
+        )
+        block_size = _size("block_size", block_size, most=256)
+        max_num_seqs = _size("max_num_seqs", max_num_seqs, most=1 << 16)
+        if num_blocks is not None:
+            num_blocks = _size("num_blocks", num_blocks)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(2048, max_num_seqs)
-        _check_size("max_num_batched_tokens", max_num_batched_tokens)
-        integer("seed", seed, "a whole number")
+        max_num_batched_tokens = _size(
+            "max_num_batched_tokens", max_num_batched_tokens, least=max_num_seqs
+        )
+        if max_model_len is not None:
+            max_model_len = _size("max_model_len", max_model_len)
+        seed = integer("seed", seed, "a whole number")
+        cache_type = None if kv_cache_dtype == "auto" else _cache_dtype(kv_cache_dtype)
         is_path = isinstance(model, (str, os.PathLike))
         on_cpu = _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
         tokenizer = load_tokenizer(model) if is_path else None
-        cache_dtype = paged.dtype if kv_cache_dtype == "auto" else _cache_dtype(kv_cache_dtype)
+        cache_dtype = paged.dtype if cache_type is None else cache_type
         longest = max_model_len or paged.max_model_len
         if num_blocks is None:
             num_blocks = _fit(
@@ -223,17 +231,24 @@ class LLM:
         listed = _listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
+        if not isinstance(sampling_params, SequenceOf):
+            raise RequestError(
+                f"sampling_params is {type(sampling_params).__name__}, expected SamplingParams(…) "
+                "or a list of them"
+            )
         if len(sampling_params) != len(listed):
             raise RequestError(
                 f"{len(sampling_params)} sampling_params for {len(listed)} prompts: "
                 "expected one for all, or one for each"
             )
-        pairs = list(zip(listed, sampling_params, strict=True))
-        for position, (prompt, params) in enumerate(pairs):
+        pairs: list[tuple[Prompt, SamplingParams]] = []
+        for position, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             try:
-                self.engine.validate(prompt, params)
+                token_ids = self.engine.validate(prompt, params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
+            # Of ids a copy: an iterator ends, and a list may change before the first step.
+            pairs.append((prompt if isinstance(prompt, str) else token_ids, params))
         return pairs
 
     def _check_idle(self) -> None:
@@ -248,7 +263,8 @@ def _listed(prompts: Any) -> list[Prompt]:
     """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+    is_list = isinstance(prompts, Iterable) and getattr(prompts, "ndim", 1) > 0
+    if not is_list or isinstance(prompts, (bytes, Mapping, Set)):
         raise RequestError(
             f"prompts is {type(prompts).__name__}, expected text, token ids, or a list of them"
         )
@@ -256,9 +272,9 @@ def _listed(prompts: Any) -> list[Prompt]:
     return [listed] if listed and is_index(listed[0]) else listed
 
 
-def _check_size(name: str, size: object, most: int | None = None) -> None:
-    allowed = "of at least 1" if most is None else f"from 1 to {most:,}"
-    integer(name, size, f"a whole number {allowed}", 1, most)
+def _size(name: str, size: object, *, least: int = 1, most: int | None = None) -> int:
+    allowed = f"of at least {least:,}" if most is None else f"from {least} to {most:,}"
+    return integer(name, size, f"a whole number {allowed}", least, most)
 
 
 def _named_device(device: torch.device | str) -> torch.device:
@@ -282,9 +298,9 @@ _CACHE_DTYPES = {
 
 
 def _cache_dtype(name: torch.dtype | str) -> torch.dtype:
-    if name in _CACHE_DTYPES.values():
-        return name  # type: ignore[return-value]
-    if name not in _CACHE_DTYPES:
+    if isinstance(name, torch.dtype) and name in _CACHE_DTYPES.values():
+        return name
+    if not isinstance(name, str) or name not in _CACHE_DTYPES:
         raise RequestError(
             f"kv_cache_dtype={name!r}: expected 'auto', {', '.join(map(repr, _CACHE_DTYPES))}"
         )

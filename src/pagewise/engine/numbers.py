@@ -71,4 +71,5 @@ def is_index(value: object) -> bool:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return False
-    return getattr(value, "ndim", 0) == 0  # a tensor of one element is a list
+    # A tensor of one element is a list, and one of torch.bool a slip as well.
+    return getattr(value, "ndim", 0) == 0 and not str(getattr(value, "dtype", "")).endswith("bool")

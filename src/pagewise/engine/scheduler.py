@@ -142,7 +142,12 @@ class Scheduler:
     def restart(self) -> None:
         """Let everything that runs give way: after half a step nobody knows what is computed."""
         for sequence in reversed(self.running.copy()):
-            self._preempt(sequence)
+            self._give_way(sequence)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Let nobody find a sequence's blocks: what is in them led to no result."""
+        for block in sequence.table.blocks:
+            self.pool.overwrite(block)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give its blocks back."""
@@ -213,6 +218,9 @@ class Scheduler:
         lost = self._cost(sequence)
         self.counts.preemptions += 1
         self.counts.recomputed_tokens += 0 if lost == float("inf") else int(lost)
+        self._give_way(sequence)
+
+    def _give_way(self, sequence: Sequence) -> None:
         self._stop(sequence)
         sequence.table.free()
         sequence.table = BlockTable(self.pool, self.block_size)  # another: its row is stale

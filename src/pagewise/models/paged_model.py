@@ -17,7 +17,7 @@ from .forward_batch import ForwardBatch
 from .loading import explained, load_tokenizer, read_model
 from .probe import describe_layers, record_calls, register_probe
 from .proof import make_sequences, prove
-from .support import check_class, check_config, find_limit, refusing
+from .support import check_class, check_config, find_floor, find_limit, refusing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,6 +37,7 @@ class PagedModel:
         layers: The cache layers that it needs. One that shares another's keys owns none.
         vocab_size: Width of the logits.
         max_model_len: The most positions that it can take; ``None`` if no limit is known.
+        max_step_tokens: The most tokens that one ``forward`` can take; ``None``: any number.
         eos_token_ids: Tokens that end a sequence, from its generation config or its config.
         dtype: Type of its weights.
         device: Where they are.
@@ -55,6 +56,8 @@ class PagedModel:
         self.name = type(model).__name__
         self.config = model.config.get_text_config(decoder=True)
         self.layers, self.vocab_size, self.max_model_len = layers, vocab_size, max_model_len
+        floor = find_floor(self.config)
+        self.max_step_tokens = None if floor is None else floor - 1
         self.eos_token_ids = _find_eos(model)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device

@@ -17,7 +17,7 @@ from ..errors import PagewiseError, RequestError, UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["check_class", "check_config", "find_limit", "refusing"]
+__all__ = ["check_class", "check_config", "find_floor", "find_limit", "refusing"]
 
 _ATTENDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _KEEPS_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -76,9 +76,21 @@ def _refuse(
     chunk = getattr(text, "attention_chunk_size", None)
     if "chunked_attention" in kinds and chunk and (max_model_len is None or max_model_len > chunk):
         return f"its attention is chunked: set max_model_len to at most {chunk}, one chunk"
+    floor = find_floor(text)
+    if floor is not None and (max_model_len is None or max_model_len >= floor):
+        return (
+            f"from position {floor} on its queries are scaled, by their place in a step and not "
+            f"in their sequence: set max_model_len to at most {floor - 1}"
+        )
     if not getattr(model_class, "_can_set_attn_implementation", lambda: True)():
         return "its layers do not call Transformers' attention interface"
     return None
+
+
+def find_floor(text: PreTrainedConfig) -> int | None:
+    """How many tokens Llama 4 leaves as they are: it counts those of a step, not of a sequence."""
+    is_tuned = getattr(text, "attn_temperature_tuning", False)
+    return getattr(text, "floor_scale", None) if is_tuned else None
 
 
 def _is_encoder(config: PreTrainedConfig) -> bool:
