@@ -168,7 +168,7 @@ def test_timm_resized_after_patching():
 
 def test_inference_then_training():
     """What inference mode leaves behind must not be saved for a gradient."""
-    for name in ("monai-2d", "transformers-v2"):
+    for name in ("monai-2d", "timm-v1", "timm-v2", "torchvision-v1", "transformers-v2"):
         model, x = CASES[name].model(), CASES[name].input()
         swin.patch(model)
         with torch.inference_mode():

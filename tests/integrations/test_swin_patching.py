@@ -10,6 +10,7 @@ import pytest
 import torch
 from swin_models import CASES, framework, gradients, result, transformers
 
+from pagewise import UnsupportedError
 from pagewise.integrations import swin
 from pagewise.integrations.swin.swapped import Swapped, SwappedAttention, SwappedLayer
 
@@ -246,6 +247,94 @@ def test_training_with_dropout_of_weights_is_the_originals(name, attentions):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     run(name, model.eval())
     assert len(attentions) == len(report.attentions)
+
+
+def test_dropout_in_a_model_that_is_evaluated_draws(name):
+    """To see how much it matters, somebody turns on dropouts and nothing else."""
+    model = CASES[name].model(**{DROPOUTS[name]: 0.5}).eval()
+    for module in model.modules():
+        module.train(isinstance(module, torch.nn.Dropout))
+    torch.manual_seed(3)
+    expected = run(name, model)
+    swin.patch(model)
+    torch.manual_seed(3)
+    torch.testing.assert_close(run(name, model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("monai-3d", "softmax"),
+        ("monai-3d", "attn_drop"),
+        ("timm-v1-dynamic", "softmax"),
+        ("timm-v2", "attn_drop"),
+        ("transformers-v1", "relative_position_bias"),
+        ("transformers-v2", "dropout"),
+    ],
+)
+def test_whoever_hooks_a_part_of_an_attention_is_called(name, part, attentions):
+    model, calls = CASES[name].model(), []
+    swin.patch(model)
+    [first, *others] = [m for m in model.modules() if isinstance(m, SwappedAttention)]
+    getattr(first, part).register_forward_hook(lambda *given: calls.append(given))
+    attentions.clear()
+    run(name, model)
+    assert calls
+    assert len(attentions) == len(others)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_attention_with_another_part_proves_itself(first):
+    model = CASES["monai-3d"].model()
+    all_of_them = [each for each in model.modules() if hasattr(each, "attn_drop")]
+    all_of_them[0 if first else -1].softmax = torch.nn.Tanh()
+    expected = run("monai-3d", model)
+    report = swin.patch(model)
+    torch.testing.assert_close(run("monai-3d", model), expected, rtol=1e-4, atol=1e-5)
+    assert len(report.attentions) == len(all_of_them) - 1
+
+
+def test_a_class_that_was_made_of_ours_is_not_unpatched():
+    from torch.nn.utils import parametrize
+
+    name = "timm-v2"
+    model = CASES[name].model()
+    expected = run(name, model)
+    swin.patch(model)
+    attention = next(each for each in model.modules() if isinstance(each, SwappedAttention))
+    parametrize.register_parametrization(attention, "logit_scale", torch.nn.Identity())
+    with pytest.raises(UnsupportedError, match="was made of a patched class: undo that first"):
+        swin.unpatch(model)
+    torch.testing.assert_close(run(name, model), expected, rtol=1e-4, atol=1e-5)
+    parametrize.remove_parametrizations(attention, "logit_scale")
+    swin.unpatch(model)
+    assert torch.equal(run(name, model), expected)
+
+
+@pytest.mark.parametrize("name", ["torchvision-v1", "torchvision-v2"])
+def test_no_images_are_no_images(name):
+    model, x = CASES[name].model(), CASES[name].input()
+    expected = model(x[:0]).shape
+    swin.patch(model)
+    assert model(x[:0]).shape == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_tangents_are_the_originals(attentions):
+    from torch.autograd import forward_ad
+
+    name = "torchvision-v1"
+    model, x = CASES[name].model().requires_grad_(False), CASES[name].input()
+
+    def tangent():
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent
+
+    expected = tangent()
+    swin.patch(model)
+    attentions.clear()
+    assert torch.equal(tangent(), expected)
+    assert not attentions
 
 
 @pytest.mark.parametrize("name", ["transformers-v1", "transformers-v2"])

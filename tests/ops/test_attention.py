@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -617,3 +618,19 @@ def test_explain_names_each_with_its_reason():
     lines = explain_attention(*leaves_of(4, 2, 2), causal=True).splitlines()
     assert [line.split(":")[0] for line in lines] == ["hopper", "triton", "cpu", "reference"]
     assert lines[2:] == ["cpu: yes", "reference: yes"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [2**63 - 1, 2**62, np.uint8(255), np.uint32(300)], ids=repr)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("lengths", [(200, 30), (30, 200)])
+def test_a_window_over_everything_hides_nothing(lengths, impl, window, causal):
+    q_len, k_len = lengths
+    rows = [torch.randn(1, n, 2, 16, requires_grad=True) for n in (q_len, k_len, k_len)]
+
+    def run(keys):
+        out = attention(*rows, causal=causal, sliding_window=keys, impl=impl).out
+        return out, *torch.autograd.grad(out.sin().sum(), rows)
+
+    for found, expected in zip(run(window), run(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -263,3 +264,11 @@ def test_caches_that_are_written_twice_are_refused(copy):
     copy([(a, b), (a, c)], [[0, 1]])  # one source for two
     assert torch.equal(b[1], a[0])
     assert torch.equal(c[1], a[0])
+
+
+def test_two_tensors_may_share_memory_without_torch_knowing(copy):
+    memory = np.arange(6, dtype=np.float32)[:, None].repeat(8, axis=1)
+    first, second = torch.from_numpy(memory[:5]), torch.from_numpy(memory[1:])
+    expected = copied_by_hand(first, second, PAIRS["a ring"][:4])
+    copy([(first, second)], PAIRS["a ring"][:4])
+    assert_same_memory(second, expected)

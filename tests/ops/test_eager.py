@@ -3,9 +3,17 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagewise import attention, window_attention
+from pagewise import (
+    UnsupportedError,
+    attention,
+    attention_scores,
+    merge_states,
+    shifted_window_attention,
+    window_attention,
+)
 from pagewise.ops.eager import is_plain
 
 
@@ -105,3 +113,55 @@ def test_a_checkpoint_computes_once_more():
         lambda y: window_attention(y, y, y).out, x, use_reentrant=False
     )
     assert torch.equal(*direct, *torch.autograd.grad(again.square().sum(), x))
+
+
+def tangents(function, x, t):
+    """Of a function, both ways that torch has."""
+    with forward_ad.dual_level():
+        yield forward_ad.unpack_dual(function(forward_ad.make_dual(x, t))).tangent
+    yield torch.func.jvp(function, (x,), (t,))[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("name", ["attention", "window_attention", "shifted_window_attention"])
+def test_a_tangent_is_refused_and_not_lost(name):
+    x, t = torch.randn(2, 1, 4, 3, 2, 16)
+    calls = {
+        "attention": lambda q: attention(q.flatten(1, 2), *[x.flatten(1, 2)] * 2).out,
+        "window_attention": lambda q: window_attention(q[0], x[0], x[0]).out,
+        "shifted_window_attention": lambda q: (
+            shifted_window_attention(
+                q[0, :, :, None].expand(-1, -1, 3, -1, -1)[None], window=(2, 3)
+            ).out
+        ),
+    }
+    with pytest.raises(UnsupportedError, match=f"{name} has no forward-mode derivative"):
+        list(tangents(calls[name], x, t))
+    with pytest.raises(UnsupportedError, match=f"{name} has no forward-mode derivative"):
+        torch.func.jvp(calls[name], (x,), (t,))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_tangents_of_what_torch_computes():
+    x, t = torch.randn(2, 3, 20, 2, 16)
+    weights = torch.randn(3, 20, 2)
+    for tangent in tangents(lambda outs: merge_states(outs, weights).out, x, t):
+        torch.testing.assert_close(tangent, merge_states(t, weights).out)
+    k = torch.randn(3, 20, 24, 16)
+    for tangent in tangents(lambda q: attention_scores(q, k), x, t):
+        torch.testing.assert_close(tangent, attention_scores(t, k))
+
+
+@pytest.mark.parametrize("op", [attention_scores, merge_states])
+def test_operations_without_an_operator_are_compiled(op):
+    x = torch.randn(2, 5, 20, 16)
+    y = x if op is attention_scores else torch.randn(2, 5, 20)
+    expected, found = op(x, y), torch.compile(op, backend="eager")(x, y)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def test_tensors_without_memory_have_shapes():
+    x = torch.empty(2, 9, 4, 16, device="meta")
+    assert attention(x, x, x).out.shape == x.shape
+    assert window_attention(x, x, x).lse.shape == (2, 9, 4)

@@ -702,3 +702,12 @@ def test_every_option_has_an_effect():
     for change in changes:
         changed = window_attention(**{**inputs, **change}, impl="reference").out
         assert (changed - base).abs().max() > 1e-3, change
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_may_overlap_in_memory(dtype):
+    """Of such torch makes float32 with dimensions in another order."""
+    memory = torch.randn(3, 2, 40).to(dtype)
+    rows = memory.unfold(2, 32, 1)  # a token begins one number after the one before it
+    found = window_attention(rows, rows, rows, impl="cpu").out
+    torch.testing.assert_close(found, window_attention(*[rows.contiguous()] * 3, impl="cpu").out)

@@ -9,12 +9,55 @@ functions run as a ``torch.autograd.Function``. A gradient asks again, since oth
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["choose_gradient", "is_batched", "is_plain", "make_function"]
+from ..errors import UnsupportedError
+
+__all__ = [
+    "autocast_type",
+    "choose_gradient",
+    "has_tangent",
+    "is_batched",
+    "is_plain",
+    "make_function",
+    "refuse_tangents",
+    "without_autocast",
+]
+
+
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """What autocast has tensors like ``x`` computed in; ``None`` where it is off."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """What is in float32 stays so."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def has_tangent(*inputs: Any) -> bool:
+    """Whether forward-mode differentiation (``jvp``) goes through a call with these inputs."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    tensors = (x for x in inputs if isinstance(x, Tensor))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)  # type: ignore[no-untyped-call]
+
+
+def refuse_tangents(name: str, *inputs: Any) -> None:
+    """Raise UnsupportedError for them: torch would take a kernel's derivative for zero."""
+    if has_tangent(*inputs):
+        raise UnsupportedError(
+            f"{name} has no forward-mode derivative (jvp, jacfwd): use reverse mode (backward, "
+            "torch.func.vjp, jacrev)"
+        )
 
 
 def is_plain(*inputs: Any) -> bool:

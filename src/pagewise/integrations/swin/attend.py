@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...ops.window_attention import window_attention
@@ -46,13 +47,14 @@ def stands_aside(x: Tensor, mask: Tensor | None = None) -> bool:
     """Whether the framework's own code must run.
 
     When it is written down, also by ``torch.fx``, which hands in proxies; for distributed tensors
-    and the like and under ``torch.func``, which know the framework's operations and not ours; for
-    a mask that learns.
+    and the like, under ``torch.func`` and in forward-mode differentiation, which know the
+    framework's operations and not ours; for a mask that learns.
     """
     return (
         not isinstance(x, Tensor)
         or writes_down()
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or is_traceable_wrapper_subclass(x)
         or (mask is not None and mask.requires_grad)
     )
@@ -98,7 +100,10 @@ def continuous_bias(mlp: nn.Module, coords: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, num_heads: int, **arguments: Any) -> Tensor:
     """Window attention of ``[num_windows, num_tokens, num_heads * head_size]`` tensors."""
-    q, k, v = (_plain(x).view(*x.shape[:-1], num_heads, -1).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (
+        torch.unflatten(_plain(x), -1, (num_heads, x.shape[-1] // num_heads)).transpose(1, 2)
+        for x in (q, k, v)
+    )
     return window_attention(q, k, v, **arguments).out.transpose(1, 2).flatten(2)
 
 

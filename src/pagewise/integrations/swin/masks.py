@@ -87,7 +87,8 @@ class RegionMemory:
         if seen is not None and seen[0]() is mask and seen[1] == mask._version:
             return dict(seen[2])
         arguments = _read(mask)
-        self._mask = weakref.ref(mask), mask._version, arguments
+        if not arguments.get("regions", mask).is_inference():
+            self._mask = weakref.ref(mask), mask._version, arguments
         return dict(arguments)
 
 

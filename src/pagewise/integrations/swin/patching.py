@@ -19,6 +19,7 @@ from .swapped import (
     SwappedMerging,
     SwappedNorms,
     Swaps,
+    check_restorable,
     restore,
 )
 
@@ -81,7 +82,10 @@ def unpatch(model: nn.Module) -> None:
     Example:
         >>> unpatch(nn.Linear(2, 2))
     """
-    for module in list(model.modules()):  # a layer comes before its attentions
+    modules = list(model.modules())
+    for module in modules:
+        check_restorable(module)
+    for module in modules:  # a layer comes before its attentions
         restore(module)
 
 
@@ -105,7 +109,7 @@ def patched(model: nn.Module) -> Iterator[PatchReport]:
 def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
     """The report, and the modules that were not patched before."""
     swaps = _known()
-    proven: dict[tuple[type, str], str | None] = {}
+    proven: dict[tuple[object, ...], str | None] = {}
     touched: list[nn.Module] = []
     left_alone: list[Entry] = []
     # An attention first: whether a block or a layer applies depends on it.
@@ -162,18 +166,23 @@ def _refusal(
     module: nn.Module,
     swap: type[Swapped],
     swaps: Swaps,
-    proven: dict[tuple[type, str], str | None],
+    proven: dict[tuple[object, ...], str | None],
 ) -> str | None:
     """Why a module must stay as it is, or None."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     try:
-        key = swap, swap.variant(module)
+        key = swap, swap.variant(module), *_kinds_inside(module, swap)
     except Exception as error:  # whatever another release's module may lack
         return f"this release is laid out otherwise: {error}"
     if key not in proven:
         proven[key] = difference(module, swaps)
     return proven[key]
+
+
+def _kinds_inside(module: nn.Module, swap: type[Swapped]) -> list[type]:
+    """What an attention is made of: one that differs proves itself."""
+    return [type(each) for each in module.modules()] if issubclass(swap, SwappedAttention) else []
 
 
 def _describe(module: nn.Module, swap: type[Swapped]) -> str:

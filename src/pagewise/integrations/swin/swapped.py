@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .attend import stands_aside
+from ...errors import UnsupportedError
+from .attend import is_watched, stands_aside
 from .masks import RegionMemory
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SwappedMerging",
     "SwappedNorms",
     "Swaps",
+    "check_restorable",
     "restore",
 ]
 
@@ -77,10 +79,16 @@ class SwappedAttention(Swapped):
         """The dropout rate of the attention weights."""
         raise NotImplementedError
 
+    passed_by: ClassVar[tuple[str, ...]] = ()
+    """Names of submodules that the original calls and ours does not."""
+
     def needs_original(self, x: Tensor, mask: Tensor | None = None) -> bool:
         """Whether this call is the original's to answer."""
-        drops = getattr(self, "training", False) and self.weight_dropout(self) > 0
-        return drops or stands_aside(x, mask)
+        parts = [part for part in map(self._modules.get, self.passed_by) if part is not None]  # type: ignore[attr-defined]
+        # A dropout may draw in a model that is evaluated, to see how much it matters.
+        is_training = self.training or any(part.training for part in parts)  # type: ignore[attr-defined]
+        drops = is_training and self.weight_dropout(self) > 0
+        return drops or any(map(is_watched, parts)) or stands_aside(x, mask)
 
 
 class _Provider(Swapped):
@@ -115,11 +123,23 @@ class SwappedNorms(Swapped):
     """A block whose norms, residual and activations are one operation each."""
 
 
+def check_restorable(module: Any) -> None:
+    """Raise UnsupportedError where a patched class was made into another: by a parametrization."""
+    kind = type(module)
+    if isinstance(module, Swapped) and "original" not in vars(kind):
+        raise UnsupportedError(
+            f"{kind.__name__} was made of a patched class: undo that first "
+            "(torch.nn.utils.parametrize.remove_parametrizations, for one), and then unpatch"
+        )
+
+
 def restore(module: Any) -> None:
     """Give a module its own class back; nothing if it has it."""
-    if isinstance(module, Swapped):
-        module.__class__ = module.original
-        module.__dict__.pop("_regions", None)
+    if not isinstance(module, Swapped):
+        return
+    check_restorable(module)
+    module.__class__ = module.original
+    module.__dict__.pop("_regions", None)
 
 
 Swaps = dict[type[nn.Module], type[Swapped]]

@@ -10,7 +10,9 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import UnsupportedError
 from ...tiles.state import AttentionOutput
+from ..attention_checks import whole_window
 from ..dispatch import explain
+from ..eager import autocast_type
 from .checks import check
 from .op import IMPLEMENTATIONS, attend
 from .problem import Lengths, Options
@@ -100,13 +102,13 @@ def attention(
             "alibi_slopes.detach()"
         )
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = autocast_type(q)
+    if dtype is not None:
         q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
     out, lse = attend(
         q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, alibi_slopes, sinks,
         lengths.max_query_len, lengths.max_seq_len, _scale(softmax_scale, q), causal,
-        sliding_window, logits_soft_cap, impl,
+        whole_window(sliding_window), logits_soft_cap, impl,
     )  # fmt: skip
     return AttentionOutput(out, lse)
 
@@ -118,7 +120,7 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
         q: As for ``attention``, like everything else here.
         k: As there.
         v: As there.
-        **options: The keyword arguments of ``attention``.
+        **options: The keyword arguments of ``attention``; ``impl`` changes nothing.
 
     Example:
         >>> q = torch.zeros(1, 5, 4, 64)
@@ -128,6 +130,7 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes
     """
+    options.pop("impl", None)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_query_len", "max_seq_len")
     lengths = _lengths(*(options.pop(name, None) for name in names))
     options["softmax_scale"] = _scale(options.get("softmax_scale"), q)

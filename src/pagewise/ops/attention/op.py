@@ -14,7 +14,13 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import choose_gradient, is_plain, make_function
+from ..eager import (
+    choose_gradient,
+    is_plain,
+    make_function,
+    refuse_tangents,
+    without_autocast,
+)
 from .checks import check, check_starts
 from .problem import Lengths, Options, Problem
 
@@ -35,6 +41,7 @@ ADDING = {"hopper_backward"}
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``, for autograd or for whoever else is there to see."""
+    refuse_tangents("attention", *inputs)
     out, lse = (_function if is_plain(*inputs) else _operator)(*inputs)
     return out, lse
 
@@ -60,7 +67,7 @@ def _forward(
     problem = check(q, k, v, lengths, options)
     check_starts(problem, q, k, lengths)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
-    with torch.autocast(q.device.type, enabled=False):  # what is in float32 stays so
+    with without_autocast(q):
         out, lse = module.run(problem, q, k, v, lengths, options)
     return out, lse
 
@@ -119,7 +126,7 @@ def _backward(
     module = _choose_backward(problem, DeviceInfo.of(q.device), impl)
     if d_out.stride(-1) != 1:
         d_out = d_out.contiguous()
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         d_q, d_k, d_v = module.run_backward(
             problem, d_out, d_lse, q, k, v, out, lse, lengths, options
         )

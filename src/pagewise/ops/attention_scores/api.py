@@ -10,6 +10,8 @@ from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype
 from ..attention_checks import check_contiguous_rows
 from ..dispatch import choose
+from ..eager import has_tangent
+from . import reference
 from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
@@ -55,7 +57,10 @@ def attention_scores(
     if softmax_scale is None:
         softmax_scale = sizes["head_size"] ** -0.5
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    needs_gradient = needs_gradient or has_tangent(q, k)
     problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient)
+    if impl == "auto" and torch.compiler.is_compiling():
+        return reference.run(problem, q, k, softmax_scale)  # whose operations a compiler knows
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     scores: Tensor = module.run(problem, q, k, softmax_scale)
     return scores

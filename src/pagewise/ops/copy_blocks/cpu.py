@@ -50,7 +50,16 @@ def _may_meet(source, destination, pairs):
     """Whether writing a destination could change a source: two views may lie anyhow."""
     if source is destination:
         return np.intersect1d(pairs[:, 0], pairs[:, 1]).size > 0
-    return source.untyped_storage().data_ptr() == destination.untyped_storage().data_ptr()
+    (start, end), (other_start, other_end) = _memory(source), _memory(destination)
+    return start < other_end and other_start < end
+
+
+def _memory(cache):
+    """Where it begins and ends. Storages say less: NumPy's may lie in one another."""
+    strides = zip(cache.shape, cache.stride(), strict=True)
+    span = sum((size - 1) * stride for size, stride in strides)
+    first = cache.data_ptr()
+    return first, first + (span + 1) * cache.element_size() if cache.numel() else first
 
 
 def _bytes(cache):

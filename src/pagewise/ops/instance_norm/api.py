@@ -18,7 +18,7 @@ from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
 from ...shapes import check_device
 from ..dispatch import choose
-from ..eager import is_batched, is_plain
+from ..eager import has_tangent, is_batched, is_plain
 from . import reference
 from .problem import Problem
 
@@ -74,7 +74,7 @@ def instance_norm(
         raise ShapeError(f"residual is {list(residual.shape)}, expected {list(x.shape)} as x")
     check_device("x", x.device, residual=residual)
     x, residual = _strip(x), None if residual is None else _strip(residual)
-    if impl == "auto" and not is_plain(x, residual):
+    if impl == "auto" and (not is_plain(x, residual) or has_tangent(x, residual)):
         impl = "reference"
     if impl != "reference":
         problem = _describe(x, residual, eps, residual_eps, negative_slope)

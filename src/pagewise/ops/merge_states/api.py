@@ -12,6 +12,8 @@ from ...device import DeviceInfo
 from ...shapes import Form, bind, check_device, check_dtype, form
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose
+from ..eager import has_tangent
+from . import reference
 from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
@@ -47,7 +49,10 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         >>> torch.allclose(merged.lse, lses.logsumexp(0))
         True
     """
+    if impl == "auto" and torch.compiler.is_compiling():
+        return reference.run(outs, lses)  # whose operations a compiler knows
     needs_gradient = torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad)
+    needs_gradient = needs_gradient or has_tangent(outs, lses)
     module = _settle(form(outs), form(lses), needs_gradient, impl)
     result: AttentionOutput = module.run(outs, lses)
     return result

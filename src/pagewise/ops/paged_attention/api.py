@@ -12,6 +12,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
+from ..attention_checks import whole_window
 from ..dispatch import choose, explain
 from .checks import check, describe, form_of
 from .plan import Plan
@@ -103,11 +104,14 @@ def paged_attention(
         torch.Size([2, 8, 64])
     """
     if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+        softmax_scale = _default_scale(q)
     biases = alibi_slopes, sinks
     options = Options._make(
-        (softmax_scale, causal, sliding_window, logits_soft_cap, *biases, k_scale, v_scale)
-    )
+        (
+            softmax_scale, causal, None if sliding_window is None else whole_window(sliding_window),
+            logits_soft_cap, *biases, k_scale, v_scale,
+        )
+    )  # fmt: skip
     description = describe(q, k_cache, v_cache, batch, options, out)
     problem, run = _settle(description, plan, impl)
     if is_debugging() and q.is_cuda:
@@ -116,6 +120,10 @@ def paged_attention(
         tokens, heads, width = problem.num_tokens, problem.num_heads, problem.v_head_size
         out = q.new_empty_strided((tokens, heads, width), (heads * width, width, 1))
     return run(q, k_cache, v_cache, batch, options, out)
+
+
+def _default_scale(q: Tensor) -> float:
+    return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0  # refused in its turn
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,7 +166,7 @@ def explain_paged_attention(
         k_cache: As there.
         v_cache: As there.
         batch: As there.
-        **options: The keyword arguments of ``paged_attention``.
+        **options: The keyword arguments of ``paged_attention``; ``impl`` changes nothing.
 
     Example:
         >>> import torch
@@ -172,8 +180,9 @@ def explain_paged_attention(
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes
     """
-    out, _ = options.pop("out", None), options.pop("plan", None)
-    options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
+    out, _, _ = (options.pop(name, None) for name in ("out", "plan", "impl"))
+    if options.get("softmax_scale") is None:
+        options["softmax_scale"] = _default_scale(q)
     description = describe(q, k_cache, v_cache, batch, Options(**options), out)
     problem = check(form_of(description))
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))

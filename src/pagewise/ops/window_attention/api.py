@@ -10,6 +10,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from ..dispatch import explain
+from ..eager import autocast_type
 from . import operator
 from .checks import check
 from .problem import Operands
@@ -157,8 +158,8 @@ def _operands(
     qk_norm_eps: float = 1e-12,
 ) -> Operands:
     """Fill in defaults and take the shorter spellings."""
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = autocast_type(q)
+    if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5 if logit_scale is None else 1.0

@@ -72,7 +72,7 @@ def backward(problem, x, out, lse, dout, dlse):
     dq, dk, dv = (_empty_rows(problem) for _ in range(3))
     table_shape = (inputs.parts, problem.num_heads, inputs.table_size)
     dtable, dscale = torch.zeros(table_shape), torch.zeros(table_shape[:2])
-    dout = dout.detach().float()
+    dout = _wide(dout)
     dlse = torch.empty(0, 0, 0) if dlse is None else dlse.detach().float().contiguous()
     arrays = [flat(t) for t in (dq, dk, dv, dtable, dscale)]
     arrays += [flat(out.detach().float().transpose(1, 2).contiguous()), lse.numpy()]
@@ -88,6 +88,12 @@ def backward(problem, x, out, lse, dout, dlse):
     return Gradients(dq, dk, dv, table, None, scale)
 
 
+def _wide(rows):
+    """In float32; of rows that overlap in memory torch may exchange the dimensions."""
+    wide = rows.detach().float()
+    return wide if wide.stride(-1) == 1 else wide.contiguous()
+
+
 def _learned(parameter):
     """A table or scale in a row; nothing where there is none."""
     return _NOTHING if parameter is None else flat(parameter.detach().float().contiguous())
@@ -101,7 +107,7 @@ def _empty_rows(problem):
 
 def _prepare(problem, x):
     """The kernels' inputs, and how many threads are worth waking."""
-    q, k, v = (t.detach().float() for t in (x.q, x.k, x.v))
+    q, k, v = map(_wide, (x.q, x.k, x.v))
     offsets = torch.arange(problem.num_tokens) if x.rel_offsets is None else x.rel_offsets
     arrays = [flat(t) for t in (q, k, v)]
     strides = [t.stride()[:3] for t in (q, k, v)]

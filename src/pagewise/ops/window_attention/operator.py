@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import choose_gradient, is_plain, make_function
+from ..eager import choose_gradient, is_plain, make_function, refuse_tangents
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
@@ -38,6 +38,7 @@ def operands(*inputs: Any) -> Operands:
 
 def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``AttentionOutput`` as a plain pair."""
+    refuse_tangents("window_attention", *inputs)
     if is_plain(*inputs):
         out, lse = _function(*inputs)
     else:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype
 from ...tiles.state import AttentionOutput
+from ..eager import autocast_type, refuse_tangents
 from .api import window_attention
 from .checks import FLOATS
 from .layout import from_heads, layout, to_heads
@@ -100,8 +101,10 @@ def shifted_window_attention(
     grid = tuple(qkv.shape[1 : 1 + axes])
     shift = (0,) * axes if shift is None else shift
     where = layout(grid, tuple(window), tuple(shift), qkv.device)
-    if torch.is_autocast_enabled(qkv.device.type) and qkv.dtype != torch.float64:
-        qkv = qkv.to(torch.get_autocast_dtype(qkv.device.type))
+    refuse_tangents("shifted_window_attention", qkv, padding)
+    dtype = autocast_type(qkv)
+    if dtype is not None and qkv.dtype != torch.float64:
+        qkv = qkv.to(dtype)
     if bias_table is not None and rel_offsets is None:
         rel_offsets = where.offsets
     result = window_attention(

@@ -37,6 +37,7 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
     """Takes windows that a small map has clamped: they keep the whole window's first offsets."""
 
     original = swin_unetr.WindowAttention
+    passed_by = ("softmax", "attn_drop")
 
     def forward(self, x: Tensor, mask: Tensor | WholeMap | None) -> Tensor:
         """``x`` ``[num_windows, num_tokens, dim]``, ``mask`` in any form; or a whole map."""

@@ -24,6 +24,7 @@ class WindowAttention(SwappedAttention, swin_transformer.WindowAttention):
     """Version 1. Heads may be wider or narrower than ``dim / num_heads``."""
 
     original = swin_transformer.WindowAttention
+    passed_by = ("softmax", "attn_drop")
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``x`` ``[num_windows, num_tokens, dim]``; ``mask`` in any form."""
@@ -62,6 +63,7 @@ class WindowAttentionV2(SwappedAttention, swin_transformer_v2.WindowAttention):
     """Version 2: cosine attention, and keys without a bias."""
 
     original = swin_transformer_v2.WindowAttention
+    passed_by = WindowAttention.passed_by
     variant = staticmethod(WindowAttention.variant)
     width = staticmethod(WindowAttention.width)
     weight_dropout = staticmethod(WindowAttention.weight_dropout)

@@ -102,13 +102,16 @@ def _cut(x: Tensor, window: tuple[int, ...]) -> Tensor:
     """``[batch, height, width, dim]`` to ``[num_windows, num_tokens, dim]``."""
     batch, height, width, dim = x.shape
     x = x.reshape(batch, height // window[0], window[0], width // window[1], window[1], dim)
-    return x.transpose(2, 3).reshape(-1, window[0] * window[1], dim)
+    num_windows = batch * (height // window[0]) * (width // window[1])
+    return x.transpose(2, 3).reshape(num_windows, window[0] * window[1], dim)
 
 
 def _join(x: Tensor, window: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
     """The way back."""
-    x = x.view(-1, grid[0] // window[0], grid[1] // window[1], *window, x.shape[-1])
-    return x.transpose(2, 3).reshape(-1, *grid, x.shape[-1])
+    rows, columns = (size // width for size, width in zip(grid, window, strict=True))
+    batch = x.shape[0] // (rows * columns)
+    x = x.view(batch, rows, columns, *window, x.shape[-1])
+    return x.transpose(2, 3).reshape(batch, *grid, x.shape[-1])
 
 
 SWAPS: Swaps = {swap.original: swap for swap in (ShiftedWindowAttention, ShiftedWindowAttentionV2)}

@@ -20,6 +20,7 @@ class SwinAttention(SwappedAttention, modeling_swin.SwinAttention):
     """Returns no attention weights, like the original with any attention but the eager one."""
 
     original = modeling_swin.SwinAttention
+    passed_by = ("relative_position_bias",)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -77,6 +78,7 @@ class Swinv2SelfAttention(SwappedAttention, modeling_swinv2.Swinv2SelfAttention)
     """Cosine attention. The original adds the mask twice, and models were trained that way."""
 
     original = modeling_swinv2.Swinv2SelfAttention
+    passed_by = ("dropout",)
 
     def forward(
         self,
