@@ -40,11 +40,13 @@ def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -
     big = torch.ones(max(2**10, int(sizes[0] * scale)), device=device)
     read = _least_seconds(big.sum, device)
     side = max(64, int(sizes[1] * scale ** (1 / 3)))
+    flops = {str(t).removeprefix("torch."): _product_rate(side, t, device) for t in dtypes}
+    flops.setdefault("float16", flops["float32"])  # as which a CPU multiplies it
     return Machine(
         name="here",
         title=info.name or device.type,
         bytes_per_second=big.numel() * 4 / read,
-        flops={str(t).removeprefix("torch."): _product_rate(side, t, device) for t in dtypes},
+        flops=flops,
         exps_per_second=_known_exps(info.name) if on_gpu else _exp_rate(device),
         source=f"measured: sum of {big.numel() * 4 / 2**20:.0f} MiB, products of side {side}",
     )

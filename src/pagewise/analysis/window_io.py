@@ -30,7 +30,7 @@ class WindowShape:
         >>> shape.num_scores, shape.tensor_bytes
         (121060821, 11294304)
         >>> round(compulsory(shape).bytes / 1e6, 1)
-        46.0
+        45.3
     """
 
     num_windows: int
@@ -86,7 +86,9 @@ class WindowShape:
         return self.num_region_windows * self.num_tokens
 
 
-def compulsory(shape: WindowShape, *, bias: BiasForm = "matrix", with_lse: bool = False) -> Traffic:
+def compulsory(
+    shape: WindowShape, *, bias: BiasForm | None = None, with_lse: bool = False
+) -> Traffic:
     """Every tensor once; the log-sum-exp is written where a backward pass will want it."""
     lse = (Stream("lse", shape.num_rows, FLOAT32, is_write=True),) if with_lse else ()
     return Traffic(
@@ -155,8 +157,8 @@ def backward_compulsory(shape: WindowShape) -> Traffic:
     reads = tuple(Stream(name, elements, size) for name in ("q", "k", "v", "out", "dout"))
     writes = tuple(Stream(name, elements, size, is_write=True) for name in ("dq", "dk", "dv"))
     statistics = (Stream("lse", shape.num_rows, FLOAT32), Stream("delta", shape.num_rows, FLOAT32))
-    bias = shape.num_heads * shape.num_tokens**2
-    gradients = (Stream("bias", bias, size), Stream("dbias", bias, FLOAT32, is_write=True))
+    bias = _bias(shape, None)
+    gradients = (*bias, Stream("dbias", bias[0].elements, FLOAT32, is_write=True))
     regions = _regions(shape, shape.num_region_windows)
     return Traffic((*reads, *writes, *statistics, *gradients, *regions))
 
@@ -167,7 +169,9 @@ def _tensors(shape: WindowShape) -> tuple[Stream, ...]:
     return (*reads, Stream("out", elements, size, is_write=True))
 
 
-def _bias(shape: WindowShape, form: BiasForm, times: int = 1) -> tuple[Stream, ...]:
+def _bias(shape: WindowShape, form: BiasForm | None, times: int = 1) -> tuple[Stream, ...]:
+    """A table where the shape says of how many rows; else a matrix."""
+    form = form or ("table" if shape.table_size else "matrix")
     entries = {"none": 0, "matrix": shape.num_tokens**2, "table": shape.table_size}
     if form not in entries:
         raise ShapeError(f"bias is {form!r}, expected 'matrix', 'table' or 'none'")

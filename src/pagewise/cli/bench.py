@@ -67,7 +67,8 @@ def attention(
     head_size: HeadSize = 64,
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
     sliding_window: Annotated[
-        int | None, option(None, "N", "See the last N keys only, the query's own included.")
+        int | None,
+        option(None, "N", "See no key before the last N, the query's own included."),
     ] = None,
     dtype: Element = ElementName.float32,
     device: Device = None,

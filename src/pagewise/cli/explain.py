@@ -67,7 +67,8 @@ def tiles(
     tile: Annotated[str, option(None, "M,N", "Queries and keys of a tile.")] = "64,64",
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
     sliding_window: Annotated[
-        int | None, option(None, "N", "See the last N keys only, the query's own included.")
+        int | None,
+        option(None, "N", "See no key before the last N, the query's own included."),
     ] = None,
     query_tile: Annotated[
         int | None, option(None, "I", "Whose walk to show. Without it, the middle one's.")

@@ -86,7 +86,8 @@ def generate(
     device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
     block_size: BlockSize = 16,
     num_blocks: Annotated[
-        int | None, option(MODEL, "N", "Blocks of the cache. Without it, what fits into memory.")
+        int | None,
+        option(MODEL, "N", "Blocks of the cache. Without it, what fits and is of use."),
     ] = None,
     max_num_seqs: Annotated[int, option(MODEL, "N", "The most sequences at the same time.")] = 128,
     max_model_len: MaxModelLen = None,

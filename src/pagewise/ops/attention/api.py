@@ -65,7 +65,8 @@ def attention(
             ``max_query_len`` without ``cu_seqlens_k``.
         causal: Whether a query sees only keys at or before its own position.
         softmax_scale: Multiplies ``q · k``. ``None`` is ``head_size ** -0.5``; 0.0 means 0.0.
-        sliding_window: Number of visible keys up to the query's own, which counts. ``None``: all.
+        sliding_window: Number of visible keys up to the query's own, which counts; those after it
+            are ``causal``'s to hide. ``None``: all.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``. ``None``: no cap.
         alibi_slopes: ``[num_heads]``; adds ``slope * (key position - query position)``.
         sinks: ``[num_heads]``; one more logit in each head's softmax, with no value. It counts in

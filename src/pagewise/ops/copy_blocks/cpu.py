@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...tiles.cpu.compile import entry
+from .problem import may_overlap
 
 
 def supports(problem, device):
@@ -50,16 +51,7 @@ def _may_meet(source, destination, pairs):
     """Whether writing a destination could change a source: two views may lie anyhow."""
     if source is destination:
         return np.intersect1d(pairs[:, 0], pairs[:, 1]).size > 0
-    (start, end), (other_start, other_end) = _memory(source), _memory(destination)
-    return start < other_end and other_start < end
-
-
-def _memory(cache):
-    """Where it begins and ends. Storages say less: NumPy's may lie in one another."""
-    strides = zip(cache.shape, cache.stride(), strict=True)
-    span = sum((size - 1) * stride for size, stride in strides)
-    first = cache.data_ptr()
-    return first, first + (span + 1) * cache.element_size() if cache.numel() else first
+    return may_overlap(source, destination)
 
 
 def _bytes(cache):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ...shapes import Form
 
-__all__ = ["Problem"]
+__all__ = ["Problem", "may_overlap"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,21 @@ class Problem:
     def has_whole_blocks(self) -> bool:
         """Whether a block is one piece of memory on either side."""
         return _is_whole(self.source) and _is_whole(self.destination)
+
+
+def may_overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two views may have memory in common.
+
+    Storages say less than addresses: one that is NumPy's, or DLPack's, may lie in another.
+    """
+    (start, end), (other_start, other_end) = _span(a), _span(b)
+    return start < other_end and other_start < end
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = x.data_ptr()
+    return first, first + (last + 1) * x.element_size() if x.numel() else first
 
 
 def _is_whole(cache: Form) -> bool:

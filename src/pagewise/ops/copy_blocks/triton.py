@@ -28,7 +28,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.triton.launch import Launcher, refuse
 from ...transfer import send
-from .problem import Problem
+from .problem import Problem, may_overlap
 
 TILE_BYTES = 4096
 CPU = torch.device("cpu")
@@ -94,15 +94,11 @@ def _find_overwritten(
 ) -> npt.NDArray[Any]:
     """Which pairs read what some pair writes; all of them, if two views may overlap anyhow."""
     for source, to in caches:
-        if source is not to and _memory(source) == _memory(to):
+        if source is not to and may_overlap(source, to):
             return np.ones(len(pairs), bool)
     if any(source is to for source, to in caches):
         return np.isin(pairs[:, 0], pairs[:, 1])
     return np.zeros(len(pairs), bool)
-
-
-def _memory(cache: Tensor) -> int:
-    return cache.untyped_storage().data_ptr()
 
 
 def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: npt.NDArray[Any]) -> None:

@@ -65,7 +65,8 @@ def paged_attention(
         batch: Lengths and block tables.
         softmax_scale: Multiplies ``q · k``. ``None`` is ``head_size ** -0.5``; 0.0 means 0.0.
         causal: Whether a token sees only keys at or before its own position.
-        sliding_window: Number of visible keys up to the query's own, which counts. ``None``: all.
+        sliding_window: Number of visible keys up to the query's own, which counts; those after it
+            are ``causal``'s to hide. ``None``: all.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``. ``None``: no cap.
         alibi_slopes: float32 ``[num_heads]``; adds ``slope * (key position - query position)``.
         sinks: float32 ``[num_heads]``; one more logit in each head's softmax, with no value. It

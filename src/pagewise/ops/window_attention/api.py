@@ -41,9 +41,9 @@ def window_attention(
 
     with ``u = rel_offsets``, ``centre = (table_size - 1) / 2``, and ``mask_value`` where the
     regions of i and j differ. Neither an N × N index nor an N × N mask is ever made, and between
-    forward and backward nothing is kept but the log-sum-exp. With ``logit_scale`` it is Swin v2's
-    attention: q and k are divided by ``max(norm, qk_norm_eps)`` and
-    ``scale = softmax_scale · exp(min(logit_scale, log 100))``.
+    forward and backward nothing is kept but arguments, result and log-sum-exp. With
+    ``logit_scale`` it is Swin v2's attention: q and k are divided by ``max(norm, qk_norm_eps)``
+    and ``scale = softmax_scale · exp(min(logit_scale, log 100))``.
 
     Gradients reach q, k, v, ``bias_table``, ``bias`` and ``logit_scale``; sums are float32 and in
     one order, so two runs give the same bits. Under autocast q, k and v take its element type;
