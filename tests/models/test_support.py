@@ -171,6 +171,7 @@ def chunked_model(**changes):
     del options["model_type"]
     options |= {"attention_chunk_size": 32, "num_local_experts": 2, "intermediate_size_mlp": 80}
     options |= changes
+    torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config_of("llama4_text", **options))
 
 
@@ -189,7 +190,7 @@ def test_tokens_that_are_counted_in_the_step_stay_below_what_is_counted_to():
         LLM(model, max_model_len=31, num_blocks=8)
     llm = LLM(model, max_model_len=31, num_blocks=8, max_num_batched_tokens=31, max_num_seqs=4)
     prompts = [list(range(3, 3 + n)) for n in (20, 17, 9)]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, min_tokens=8, max_tokens=8)
     for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         expected = model.generate(
             torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False
