@@ -62,6 +62,12 @@ def test_ours_comes_first_beside_its_peers(command, run):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_half_precision_has_a_bound_on_a_cpu(run):
+    code, out, _ = run("bench", "scores", *RUNS["scores"], *QUICK, "--dtype", "float16")
+    assert code == 0
+    assert re.search("^least time ", out, re.MULTILINE)
+
+
 def test_a_training_step_is_timed(run):
     code, out, _ = run("bench", "windows", "--backward", *RUNS["windows"], *QUICK)
     assert code == 0
@@ -99,6 +105,8 @@ def test_the_least_time_is_the_analysis(run):
         ("windows --head-size 0", "head_size is 0"),
         ("windows --num-images 0", "num_windows is 0"),
         ("nothing", "No such command 'nothing'"),
+        ("attention --query-len 10000000", "take 12,800,000,000,000,000 bytes and more"),
+        ("windows --grid 1000,1000,1000", "1,032,090,088,029 scores"),
     ],
 )
 def test_a_mistake_is_one_line(args, message, run):

@@ -1,4 +1,4 @@
-"""Every error that pagewise raises on purpose.
+"""The errors of pagewise's own: a block or token that nobody has is Python's ValueError.
 
 ::
 

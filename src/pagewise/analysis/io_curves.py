@@ -19,6 +19,7 @@ from .attention_io import (
 __all__ = ["Curve", "IoCurves", "io_curves"]
 
 PER_OCTAVE = 12  # points of a curve
+MOST_CURVES = 7  # as many as have colours of their own
 MOST_TILES = 1 << 14  # each may have to be looked at, with all before it: seconds
 
 
@@ -86,8 +87,10 @@ def io_curves(
     """
     if not 1 <= shortest < longest:
         raise RequestError(f"lengths from {shortest} to {longest}: expected two such as 64, 16384")
-    if not tiles_m or min(tiles_m) < 1:
-        raise RequestError(f"tiles of {list(tiles_m)} rows: expected some such as 64, 128")
+    if not 1 <= len(tiles_m) <= MOST_CURVES or min(tiles_m) < 1:
+        raise RequestError(
+            f"tiles of {list(tiles_m)} rows: expected up to {MOST_CURVES} sizes, such as 64, 128"
+        )
     most = -(-longest // min(tiles_m))
     if most > MOST_TILES:
         raise RequestError(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..errors import RequestError, UnsupportedError
 from .options import Element, ElementName, flag, option, parse_sizes
-from .output import aligned
+from .output import aligned, wide_console
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,7 @@ def attention(
     )
     from ..analysis.contests import attention_contest
 
+    _check_memory(shape.batch * shape.num_heads * shape.query_len * shape.key_len, where)
     _run(lambda: attention_contest(shape, dtype=element, device=where), iterations, warmup)
 
 
@@ -115,6 +116,7 @@ def scores(
     from ..analysis.contests import scores_contest
 
     sizes = (shape.batch, shape.num_heads, shape.query_len, shape.head_size)
+    _check_memory(shape.batch * shape.num_heads * shape.query_len**2, where)
     element = _element(dtype)
     _run(lambda: scores_contest(*sizes, dtype=element, device=where), iterations, warmup)
 
@@ -144,7 +146,8 @@ def windows(
     extents = parse_sizes(window, "--window")
     steps = [w // 2 for w in extents] if shift is None else parse_sizes(shift, "--shift", least=0)
     plan = WindowGrid.of(parse_sizes(grid, "--grid"), extents, steps)
-    plan.shape(num_images=num_images, num_heads=num_heads, head_size=head_size)  # refuses zeros
+    shape = plan.shape(num_images=num_images, num_heads=num_heads, head_size=head_size)
+    _check_memory(shape.num_scores, where)
     from ..analysis.window_contest import windows_contest
 
     element = _element(dtype)
@@ -161,6 +164,9 @@ def windows(
         )
 
     _run(make, iterations, warmup)
+
+
+_SCORE_BYTES = 2 * 8  # of the definition's, in float64: they are exponentiated
 
 
 def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
@@ -180,6 +186,18 @@ def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
     if device == "cuda" and not has_gpu:
         raise UnsupportedError("--device cuda: this PyTorch finds no GPU")
     return torch.device(device)
+
+
+def _check_memory(num_scores: int, device: torch.device) -> None:
+    """Refuse what would be computed for hours, or never: eager code writes all scores down."""
+    from ..device import available_memory
+
+    needed, free = num_scores * _SCORE_BYTES, available_memory(device)
+    if needed > free:
+        raise RequestError(
+            f"{num_scores:,} scores, which the definition and eager code write down, take "
+            f"{needed:,} bytes and more, and {free:,} are free: take fewer or shorter sequences"
+        )
 
 
 def _element(dtype: ElementName) -> torch.dtype:
@@ -206,7 +224,7 @@ def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
     ) as bar:
         results = compare(contest, iterations=iterations, warmup=warmup, tick=bar.update)
     roofs = contest.work.on(machine)
-    console = Console(highlight=False)
+    console = wide_console()
     console.print(f"[bold]{contest.title}[/bold]\n{machine.title}\n")
     shortest = min((result.median for result in results if result.seconds), default=1.0)
     unit = "µs" if shortest < 1e-3 else "ms"

@@ -124,7 +124,8 @@ def io(
         element_bytes=element_bytes,
         **on_chip,
     )
-    rows = {"resident": f"K and V of a head fit on chip up to {curves.longest_resident:,} keys"}
+    chip = "chip" if on_chip else "a Hopper GPU's chip"
+    rows = {"resident": f"K and V of a head fit on {chip} up to {curves.longest_resident:,} keys"}
     shape = AttentionShape(
         longest, head_size, num_heads=num_heads, causal=causal, element_bytes=element_bytes
     )
@@ -208,6 +209,8 @@ def _io_table(curves: IoCurves) -> Table:
     base = curves.standard.bytes[-1]
     for curve in (curves.standard, *curves.tiled, curves.compulsory):
         worse = "never" if curve.worse_from is None else f"from {curve.worse_from:,}"
+        if curve.worse_from == curves.lengths[0]:
+            worse = "everywhere"
         table.add_row(
             curve.name,
             format_count(curve.bytes[-1]),

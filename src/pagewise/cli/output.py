@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..engine.core import Delta
     from .run import Run
 
-__all__ = ["aligned", "print_in_order", "stream_one"]
+__all__ = ["aligned", "print_in_order", "stream_one", "wide_console"]
 
 
 def stream_one(deltas: Iterator[Delta], before: str, console: Console) -> None:
@@ -59,6 +59,14 @@ def print_in_order(deltas: Iterator[Delta], run: Run, *, echo: bool, show_bar: b
                     typer.secho(f"{space}--- {run.name(*key)} ---", bold=True)
                     text = texts.pop(key)
                     typer.echo(text, nl=not text.endswith("\n"))
+
+
+def wide_console() -> Console:
+    """For a table: what is no terminal is as wide as a table may be, and cuts no number."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def aligned(rows: Mapping[str, str]) -> Text:

@@ -95,9 +95,9 @@ def cache_report(engine: Engine, run: Run) -> Text:
         "reused": f"{counts.cached_tokens:,} of {counts.prompt_tokens:,} prompt tokens, "
         "from equal beginnings",
         "copied on write": f"{counts.copied_blocks:,} block{'s' * (counts.copied_blocks != 1)}",
-        "wasted": f"{counts.waste:.1%} of the slots in use held no token",
+        "wasted": f"{counts.waste:.1%} of the slots in use held no token, on average",
         "preempted": f"{counts.preemptions:,} times, {counts.recomputed_tokens:,} tokens lost",
-        "input": _rate(counts.prompt_tokens, run.seconds),
+        "input": _rate(counts.prompt_tokens, max(run.first_tokens.values(), default=run.seconds)),
         "output": _rate(run.num_output_tokens, run.seconds),
         "first token": _first_token(list(run.first_tokens.values())),
     }

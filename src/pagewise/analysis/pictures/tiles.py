@@ -66,7 +66,6 @@ def _draw_kinds(axes: Any, walk: TileWalk) -> None:
         [order.index(walk.kind(row, column)) for column in range(walk.num_kv_tiles)]
         for row in range(walk.num_query_tiles)
     ]
-    many = max(walk.num_query_tiles, walk.num_kv_tiles) > 64
     axes.pcolormesh(
         [walk.tile_n * column for column in range(walk.num_kv_tiles + 1)],
         [walk.tile_m * row for row in range(walk.num_query_tiles + 1)],
@@ -74,9 +73,14 @@ def _draw_kinds(axes: Any, walk: TileWalk) -> None:
         cmap=ListedColormap(list(KINDS.values())),
         vmin=-0.5,
         vmax=len(KINDS) - 0.5,
-        edgecolors="#B8B8B8",
-        linewidth=0.1 if many else 0.5,
+        edgecolors="none" if _are_many(walk) else "#B8B8B8",
+        linewidth=0.5,
     )
+
+
+def _are_many(walk: TileWalk) -> bool:
+    """Whether lines would cover the tiles that they are drawn around."""
+    return max(walk.num_query_tiles, walk.num_kv_tiles) > 64
 
 
 def _draw_beyond(axes: Any, walk: TileWalk) -> None:
@@ -100,11 +104,12 @@ def _draw_edges(axes: Any, walk: TileWalk) -> None:
     """Where each row's visible keys begin and end."""
     seen = [walk.visible(row) for row in range(walk.query_len)]
     edges = range(walk.query_len + 1)
+    width = 0.3 if _are_many(walk) else 1.1  # masked tiles lie below
     bounds = [[keys.start for keys in seen]] if walk.sliding_window is not None else []
     if walk.causal:
         bounds.append([keys.stop for keys in seen])
     for bound in bounds:
-        axes.step([*bound, bound[-1]], edges, where="pre", color=INK, linewidth=1.1)
+        axes.step([*bound, bound[-1]], edges, where="pre", color=INK, linewidth=width)
 
 
 def _draw_walk(axes: Any, walk: TileWalk, query_tile: int) -> None:
