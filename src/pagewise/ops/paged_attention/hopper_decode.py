@@ -57,18 +57,18 @@ def _exp2_of(exponent):
 
 
 @gluon.jit
-def _fit_queries(even, odd, layout: gl.constexpr):
+def _fit_queries(lower, upper, layout: gl.constexpr):
     """As ``tiles.triton.online_softmax.fit_queries``, for two halves of the columns."""
     unit = 1.0
-    if even.dtype == gl.bfloat16:
-        even, odd = even.to(gl.float32), odd.to(gl.float32)
-        peak = gl.max(gl.maximum(gl.abs(even), gl.abs(odd)), 1)
+    if lower.dtype == gl.bfloat16:
+        lower, upper = lower.to(gl.float32), upper.to(gl.float32)
+        peak = gl.max(gl.maximum(gl.abs(lower), gl.abs(upper)), 1)
         exponent = (peak.to(gl.int32, bitcast=True) >> 23) - 127
         exponent = gl.minimum(gl.maximum(exponent, -126), 126)
         inverse = _exp2_of(-exponent)[:, None]
-        even, odd = even * inverse, odd * inverse
+        lower, upper = lower * inverse, upper * inverse
         unit = gl.convert_layout(_exp2_of(exponent), layout)[:, None]
-    return even.to(gl.float16), odd.to(gl.float16), unit
+    return lower.to(gl.float16), upper.to(gl.float16), unit
 
 
 @gluon.jit
@@ -95,7 +95,7 @@ def _load_queries(
 
 @gluon.jit
 def _max_of_rows(s):
-    """As ``gl.max(s, 1)``; what the warps have found they tell each other once."""
+    """As ``gl.max(s, 1)``; what the four warps have found they tell each other once."""
     ROWS: gl.constexpr = s.shape[0]
     WARPS: gl.constexpr = gl.num_warps()
     here: gl.constexpr = gl.DistributedLinearLayout(
