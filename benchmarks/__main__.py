@@ -49,7 +49,12 @@ def verify(names: Names = None) -> None:
 def run(
     names: Names = None,
     out: Annotated[str | None, typer.Option(help="Write results/NAME.json.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Timed calls of each.")] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Timed calls of each, where a case counts them; others run for a time."
+        ),
+    ] = None,
 ) -> None:
     """Verify, then time. A case that is wrong gets no speed."""
     records, is_right = [], True
