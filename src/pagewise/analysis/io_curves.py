@@ -53,6 +53,12 @@ class IoCurves:
     longest_resident: int
     """The most keys of which one head's K and V fit on chip together."""
 
+    def where_worse(self, curve: Curve) -> str:
+        """In words, where a curve is above standard attention's."""
+        if curve.worse_from is None:
+            return "never"
+        return "everywhere" if curve.worse_from == self.lengths[0] else f"from {curve.worse_from:,}"
+
 
 def io_curves(
     *,

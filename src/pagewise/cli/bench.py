@@ -166,9 +166,6 @@ def windows(
     _run(make, iterations, warmup)
 
 
-_SCORE_BYTES = 2 * 8  # of the definition's, in float64: they are exponentiated
-
-
 def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
     if iterations < 1 or warmup < 0:
         raise RequestError(
@@ -186,6 +183,9 @@ def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
     if device == "cuda" and not has_gpu:
         raise UnsupportedError("--device cuda: this PyTorch finds no GPU")
     return torch.device(device)
+
+
+_SCORE_BYTES = 2 * 8  # of the definition's, in float64: they are exponentiated
 
 
 def _check_memory(num_scores: int, device: torch.device) -> None:

@@ -208,15 +208,12 @@ def _io_table(curves: IoCurves) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     base = curves.standard.bytes[-1]
     for curve in (curves.standard, *curves.tiled, curves.compulsory):
-        worse = "never" if curve.worse_from is None else f"from {curve.worse_from:,}"
-        if curve.worse_from == curves.lengths[0]:
-            worse = "everywhere"
         table.add_row(
             curve.name,
             format_count(curve.bytes[-1]),
             f"{base / curve.bytes[-1]:.2f} x",
             format_count(curve.on_chip_bytes) if curve.tile_m else "",
-            worse if curve.tile_m else "",
+            curves.where_worse(curve) if curve.tile_m else "",
         )
     return table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from ..transfer import send
 from .detokenizer import Detokenizer
-from .numbers import is_index
+from .numbers import is_index, is_list
 from .request import Request, RequestOutput, Sequence
 from .runner import Runner
 from .sampler import SampledToken, SamplingInput, sample
@@ -429,17 +429,9 @@ def _unicode(prompt: str) -> str:
     return prompt
 
 
-def _has_elements(prompt: object) -> bool:
-    return isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
-
-
 def _integers(prompt: Any) -> list[int]:
-    if isinstance(prompt, (bytes, Mapping, Set)) or not _has_elements(prompt):
-        token_ids, fits = [], False
-    else:
-        token_ids = list(prompt)
-        fits = all(map(is_index, token_ids))
-    if not fits:
+    token_ids = list(prompt) if is_list(prompt) else None
+    if token_ids is None or not all(map(is_index, token_ids)):
         raise RequestError(
             f"the prompt is {type(prompt).__name__}, expected text or a list of token ids (int)"
         )

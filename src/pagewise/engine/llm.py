@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from ..errors import OutOfBlocksError, RequestError
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from .core import Delta, Engine
-from .numbers import integer, is_index, number
+from .numbers import integer, is_index, is_list, number
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 
@@ -263,8 +263,7 @@ def _listed(prompts: Any) -> list[Prompt]:
     """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
     if isinstance(prompts, str):
         return [prompts]
-    is_list = isinstance(prompts, Iterable) and getattr(prompts, "ndim", 1) > 0
-    if not is_list or isinstance(prompts, (bytes, Mapping, Set)):
+    if not is_list(prompts):
         raise RequestError(
             f"prompts is {type(prompts).__name__}, expected text, token ids, or a list of them"
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Iterable, Mapping, Set
 
 from ..errors import RequestError
 
-__all__ = ["check", "integer", "is_index", "number"]
+__all__ = ["check", "integer", "is_index", "is_list", "number"]
 
 
 def check(fits: bool, name: str, value: object, allowed: str) -> None:
@@ -57,10 +58,10 @@ def integer(
         RequestError: It is something else.
     """
     check(isinstance(value, numbers.Integral) and not isinstance(value, bool), name, value, allowed)
-    found = int(value)  # type: ignore[call-overload]
+    found: int = int(value)  # type: ignore[call-overload]
     check(least is None or found >= least, name, value, allowed)
     check(most is None or found <= most, name, value, allowed)
-    return int(found)
+    return found
 
 
 def is_index(value: object) -> bool:
@@ -73,3 +74,9 @@ def is_index(value: object) -> bool:
         return False
     # A tensor of one element is a list, and one of torch.bool a slip as well.
     return getattr(value, "ndim", 0) == 0 and not str(getattr(value, "dtype", "")).endswith("bool")
+
+
+def is_list(value: object) -> bool:
+    """Whether it has elements in an order: a sequence, an iterator, an array, and no text."""
+    is_iterable = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+    return is_iterable and not isinstance(value, (str, bytes, Mapping, Set))

@@ -10,7 +10,14 @@ from torch import SymInt, Tensor
 
 from ..errors import ShapeError
 
-__all__ = ["check_contiguous_rows", "check_heads", "check_options", "is_size", "whole_window"]
+__all__ = [
+    "check_contiguous_rows",
+    "check_heads",
+    "check_options",
+    "default_scale",
+    "is_size",
+    "whole_window",
+]
 
 
 def check_contiguous_rows(**tensors: Tensor | None) -> None:
@@ -49,6 +56,11 @@ def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> 
         )
 
 
+def default_scale(q: Tensor) -> float:
+    """``head_size ** -0.5``; for tensors that are to be refused, a number."""
+    return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0
+
+
 def is_size(value: Any, *, least: int = 0, bits: int = 31) -> bool:
     """Whether it is a whole number of the host's, of no more than ``bits`` and a sign."""
     is_whole = isinstance(value, (Integral, SymInt)) and not isinstance(value, bool)
@@ -57,6 +69,8 @@ def is_size(value: Any, *, least: int = 0, bits: int = 31) -> bool:
 
 def whole_window(sliding_window: Any) -> Any:
     """As Python's integer, of which differences fit into 64 bits: no cache has 2⁴⁰ keys."""
+    if sliding_window is None:
+        return None
     if isinstance(sliding_window, Integral) and is_size(sliding_window, least=1, bits=63):
         return min(int(sliding_window), 1 << 40)
     return sliding_window

@@ -22,9 +22,11 @@ __all__ = [
     "autocast_type",
     "choose_gradient",
     "has_tangent",
+    "in_forward_mode",
     "is_batched",
     "is_plain",
     "make_function",
+    "needs_gradient",
     "refuse_tangents",
     "without_autocast",
 ]
@@ -43,9 +45,26 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
+def needs_gradient(*inputs: Any) -> bool:
+    """Whether a gradient, of either mode, goes through a call with these inputs."""
+    return is_recorded(*inputs) or has_tangent(*inputs)
+
+
+def is_recorded(*inputs: Any) -> bool:
+    """Whether autograd keeps a call with these inputs for a backward pass."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    )
+
+
+def in_forward_mode() -> bool:
+    """Whether anybody differentiates forward (``jvp``), whichever tensors take part."""
+    return forward_ad._current_level >= 0
+
+
 def has_tangent(*inputs: Any) -> bool:
     """Whether forward-mode differentiation (``jvp``) goes through a call with these inputs."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or not in_forward_mode():
         return False
     tensors = (x for x in inputs if isinstance(x, Tensor))
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)  # type: ignore[no-untyped-call]
@@ -113,9 +132,7 @@ def make_function(
     function: Any = type(name, (torch.autograd.Function,), body)
 
     def call(*inputs: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in inputs
-        ):
+        if is_recorded(*inputs):
             return function.apply(*inputs)
         # To autograd the results are views of nothing, as an operator's are.
         with torch._C._AutoDispatchBelowAutograd():

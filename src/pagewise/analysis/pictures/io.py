@@ -86,10 +86,8 @@ def _mark_crossovers(axes: Any, curves: IoCurves) -> None:
             [curve.worse_from], [height], marker="o", markersize=11, fillstyle="none",
             color=COLOURS[position % len(COLOURS)], markeredgewidth=1.8, zorder=6,
         )  # fmt: skip
-        is_start = curve.worse_from == curves.lengths[0]
         axes.annotate(
-            f"more than standard\n{'everywhere' if is_start else f'from {curve.worse_from:,}'}",
-            (curve.worse_from, height),
+            f"more than standard\n{curves.where_worse(curve)}", (curve.worse_from, height),
             xytext=(12, -16 - 4 * position), textcoords="offset points", va="top",
             arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8},
         )  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...ops.eager import in_forward_mode
 from ...ops.window_attention import window_attention
 from ...ops.window_attention.layout import from_heads, layout, to_heads
 
@@ -54,7 +54,7 @@ def stands_aside(x: Tensor, mask: Tensor | None = None) -> bool:
         not isinstance(x, Tensor)
         or writes_down()
         or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        or in_forward_mode()
         or is_traceable_wrapper_subclass(x)
         or (mask is not None and mask.requires_grad)
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import UnsupportedError
 from ...tiles.state import AttentionOutput
-from ..attention_checks import whole_window
+from ..attention_checks import default_scale, whole_window
 from ..dispatch import explain
 from ..eager import autocast_type
 from .checks import check
@@ -153,6 +153,4 @@ def _lengths(
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
-    if softmax_scale is not None:
-        return float(softmax_scale)
-    return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0
+    return default_scale(q) if softmax_scale is None else float(softmax_scale)

@@ -8,9 +8,9 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype
-from ..attention_checks import check_contiguous_rows
+from ..attention_checks import check_contiguous_rows, default_scale
 from ..dispatch import choose
-from ..eager import has_tangent
+from ..eager import needs_gradient
 from . import reference
 from .problem import Problem
 
@@ -55,10 +55,8 @@ def attention_scores(
     if sizes["head_size"] == 0:
         raise ShapeError("q has head_size=0, expected at least 1")
     if softmax_scale is None:
-        softmax_scale = sizes["head_size"] ** -0.5
-    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    needs_gradient = needs_gradient or has_tangent(q, k)
-    problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient)
+        softmax_scale = default_scale(q)
+    problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient(q, k))
     if impl == "auto" and torch.compiler.is_compiling():
         return reference.run(problem, q, k, softmax_scale)  # whose operations a compiler knows
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)

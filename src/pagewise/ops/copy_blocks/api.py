@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,24 +59,19 @@ def copy_blocks(
     check_dtype("src_to_dst", src_to_dst, torch.int64)
     check_device("src_to_dst", torch.device("cpu"), src_to_dst=src_to_dst)
     bounds = _bound(src_to_dst)
+    pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for cache in caches:
-        source, destination = cache if isinstance(cache, tuple) else (cache, cache)
+    for source, destination in pairs:
         module = _settle(form(source), form(destination), _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
         groups.setdefault(module, []).append((source, destination))
-    _check_twice(groups.values())
+    _check_twice(pairs)
     for module, group in groups.items():
         module.run(group, src_to_dst)
 
 
-def _check_twice(groups: Iterable[list[tuple[Tensor, Tensor]]]) -> None:
-    places = [
-        (source.data_ptr(), destination.data_ptr())
-        for group in groups
-        for source, destination in group
-        if destination.numel()
-    ]
+def _check_twice(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    places = [(source.data_ptr(), to.data_ptr()) for source, to in pairs if to.numel()]
     written = {destination for _, destination in places}
     is_read = any(source in written and source != to for source, to in places)
     if len(written) < len(places) or is_read:

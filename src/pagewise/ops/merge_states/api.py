@@ -12,7 +12,7 @@ from ...device import DeviceInfo
 from ...shapes import Form, bind, check_device, check_dtype, form
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose
-from ..eager import has_tangent
+from ..eager import needs_gradient
 from . import reference
 from .problem import Problem
 
@@ -51,15 +51,13 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
     """
     if impl == "auto" and torch.compiler.is_compiling():
         return reference.run(outs, lses)  # whose operations a compiler knows
-    needs_gradient = torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad)
-    needs_gradient = needs_gradient or has_tangent(outs, lses)
-    module = _settle(form(outs), form(lses), needs_gradient, impl)
+    module = _settle(form(outs), form(lses), needs_gradient(outs, lses), impl)
     result: AttentionOutput = module.run(outs, lses)
     return result
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(outs: Any, lses: Any, needs_gradient: bool, impl: str) -> Any:
+def _settle(outs: Any, lses: Any, is_learned: bool, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that merges them."""
     outs, lses = Form(*outs), Form(*lses)
     bind(
@@ -69,5 +67,5 @@ def _settle(outs: Any, lses: Any, needs_gradient: bool, impl: str) -> Any:
     check_dtype("outs", outs, torch.float32, torch.float16, torch.bfloat16, torch.float64)
     check_dtype("lses", lses, torch.float32)
     check_device("outs", outs.device, lses=lses)
-    problem = Problem(outs.dtype, needs_gradient)
+    problem = Problem(outs.dtype, is_learned)
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(outs.device), impl)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
-from ..attention_checks import whole_window
+from ..attention_checks import default_scale, whole_window
 from ..dispatch import choose, explain
 from .checks import check, describe, form_of
 from .plan import Plan
@@ -105,14 +105,11 @@ def paged_attention(
         torch.Size([2, 8, 64])
     """
     if softmax_scale is None:
-        softmax_scale = _default_scale(q)
-    biases = alibi_slopes, sinks
+        softmax_scale = default_scale(q)
+    sliding_window, biases = whole_window(sliding_window), (alibi_slopes, sinks)
     options = Options._make(
-        (
-            softmax_scale, causal, None if sliding_window is None else whole_window(sliding_window),
-            logits_soft_cap, *biases, k_scale, v_scale,
-        )
-    )  # fmt: skip
+        (softmax_scale, causal, sliding_window, logits_soft_cap, *biases, k_scale, v_scale)
+    )
     description = describe(q, k_cache, v_cache, batch, options, out)
     problem, run = _settle(description, plan, impl)
     if is_debugging() and q.is_cuda:
@@ -121,10 +118,6 @@ def paged_attention(
         tokens, heads, width = problem.num_tokens, problem.num_heads, problem.v_head_size
         out = q.new_empty_strided((tokens, heads, width), (heads * width, width, 1))
     return run(q, k_cache, v_cache, batch, options, out)
-
-
-def _default_scale(q: Tensor) -> float:
-    return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0  # refused in its turn
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,7 +176,7 @@ def explain_paged_attention(
     """
     out, _, _ = (options.pop(name, None) for name in ("out", "plan", "impl"))
     if options.get("softmax_scale") is None:
-        options["softmax_scale"] = _default_scale(q)
+        options["softmax_scale"] = default_scale(q)
     description = describe(q, k_cache, v_cache, batch, Options(**options), out)
     problem = check(form_of(description))
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))

@@ -42,6 +42,13 @@ _INT8_WIDE = gl.constexpr("""{
 
 
 @gluon.jit
+def _convert(pairs, asm: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def widen_codes(pairs, CODE: gl.constexpr):
     """From int16 pairs of codes to float16 numbers of every other pair of columns, and the others.
 
@@ -50,15 +57,11 @@ def widen_codes(pairs, CODE: gl.constexpr):
     asm: gl.constexpr = (
         _E4M3_WIDE if CODE == "e4m3" else _E5M2_WIDE if CODE == "e5m2" else _INT8_WIDE
     )
-    return gl.inline_asm_elementwise(
-        asm, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-    )
+    return _convert(pairs, asm)
 
 
 @gluon.jit
 def split_codes(pairs, CODE: gl.constexpr):
     """From int16 pairs of codes to float16 numbers of the even and of the odd columns."""
     asm: gl.constexpr = _E4M3 if CODE == "e4m3" else _E5M2 if CODE == "e5m2" else _INT8
-    return gl.inline_asm_elementwise(
-        asm, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-    )
+    return _convert(pairs, asm)

@@ -108,10 +108,10 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
         if torch.compiler.is_compiling() or not self.applies(self):
             return False
         attention = self.attn
-        drops = (attention.attn_drop, attention.proj_drop)
+        drop = attention.proj_drop
         return (
             type(attention.qkv) is nn.Linear
-            and not any(drop.training and getattr(drop, "p", 0) > 0 for drop in drops)
+            and not (drop.training and getattr(drop, "p", 0) > 0)
             and not any(map(is_watched, attention.modules()))
             and not attention.needs_original(x)
         )
