@@ -59,11 +59,13 @@ def strided(*shape, dtype, device="cpu"):
     return buffer.to(device)[:, :, 1:, :size].transpose(1, 2)
 
 
-def check(shape, dtype, impl, scale=0.3):
+def check(shape, dtype, impl, scale=0.3, is_flat=False):
     batch, heads, q_len, k_len, size = shape
     device = "cuda" if impl == "triton" and ON_GPU else "cpu"
     q = strided(batch, heads, q_len, size, dtype=dtype, device=device)
     k = strided(batch, heads, k_len, size, dtype=dtype, device=device)
+    if is_flat:
+        q, k = q.contiguous(), k.contiguous()
     with poisoned_memory():
         scores = attention_scores(q, k, softmax_scale=scale, impl=impl)
     assert scores.dtype == dtype
@@ -71,7 +73,7 @@ def check(shape, dtype, impl, scale=0.3):
     exact = q.double() @ k.double().mT * scale
     assert scores.shape == exact.shape
     # One rounding to the element type, and float32's of a sum of ``head_size`` terms.
-    terms = q.double().abs() @ k.double().abs().mT * scale
+    terms = q.double().abs() @ k.double().abs().mT * abs(scale)
     u, u32 = torch.finfo(dtype).eps / 2, torch.finfo(F32).eps / 2
     allowed = 1.01 * u * exact.abs() + (size + 2) * u32 * terms + torch.finfo(dtype).tiny
     assert ((scores.double() - exact).abs() <= allowed).all()
@@ -86,6 +88,27 @@ def test_every_score_is_rounded_once(shape, dtype, impl):
             check(shape, dtype, impl)
     else:
         check(shape, dtype, impl)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1, -2.0, 0.0], ids=repr)
+@pytest.mark.parametrize("is_flat", [True, False], ids=["one stride", "two strides"])
+def test_heads_one_after_another_and_products_as_they_are(is_flat, scale, impl):
+    check(SHAPES[0], F16, impl, scale, is_flat)
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="a compiled kernel has its own")
+def test_more_of_a_batch_than_an_axis_of_a_grid(monkeypatch):
+    triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
+    monkeypatch.setattr(triton, "_MOST", 2)  # which is 128 bytes of these, as that of all is
+    check((5, 2, 4, 8, 8), F16, "triton")
+    with pytest.raises(UnsupportedError, match="num_heads is 3; up to 2 run"):
+        check((1, 3, 4, 8, 8), F16, "triton")
+
+
+@pytest.mark.gpu
+def test_more_of_a_batch_than_an_axis_of_a_grid_on_a_gpu():
+    check((66_666, 2, 5, 9, 8), F16, "triton")
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
@@ -104,7 +127,7 @@ def test_lines_that_the_copy_engine_takes(shape, monkeypatch):
     triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
     make = triton.make_launcher
     if not ON_GPU:  # where it is taken if the GPU has one
-        monkeypatch.setattr(triton, "make_launcher", lambda *form: make(*form[:-1], True))
+        monkeypatch.setattr(triton, "make_launcher", lambda *form: make(*form[:4], True, *form[5:]))
     check(shape, F16, "triton")
 
 

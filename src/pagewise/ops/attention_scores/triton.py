@@ -17,8 +17,9 @@ piece and behind its last are written by themselves::
 Where so many rows are too long (``IS_LONG``), a program has ``COLUMNS`` keys of each, and every
 row's is a piece.
 
-One program a (batch, head, ``TILE_M`` rows, ``COLUMNS`` keys). Queries are read with every tile of
-keys, so that both are on their way before either is waited for.
+One program a (batch, head, ``TILE_M`` rows, ``COLUMNS`` keys); how many instructions it takes is
+what bounds it, so nothing is divided or scaled that need not be. Queries are read with every tile
+of keys, so that both are on their way before either is waited for.
 
 Supports float32, float16 and bfloat16, head sizes up to 256, any strides of q and k with a
 contiguous last dimension. float32 is multiplied as float32.
@@ -53,6 +54,7 @@ from .problem import Problem
 _LINE = 45 << 10  # bytes of a program's rows at most
 _TILES = 44 << 10  # bytes of its tiles under way: any GPU has room for both
 _ALIGN = 128  # bytes: what memory is written by
+_MOST = 1 << 15  # of a batch in a launch: an axis of a grid has up to 65535; 128 bytes divide it
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -62,6 +64,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return f"q is {given}; float32, float16 and bfloat16 run"
     if problem.head_size > 256:
         return f"head_size is {problem.head_size}; up to 256 run"
+    if problem.num_heads > _MOST:
+        return f"num_heads is {problem.num_heads}; up to {_MOST} run"
     if problem.needs_gradient:
         return "a gradient is wanted; the reference has one"
     return refuse(device) or _refuse_interpreter(device)
@@ -78,7 +82,6 @@ def _score(
     scores,  # [batch, num_heads, q_len, k_len], contiguous
     q,  # [batch, num_heads, q_len, HEAD_SIZE]
     k,  # [batch, num_heads, k_len, HEAD_SIZE]
-    num_heads,
     q_len,
     k_len,
     more_shared,
@@ -91,6 +94,7 @@ def _score(
     D: tl.constexpr,
     T: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     IS_LONG: tl.constexpr,
     BULK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -103,23 +107,27 @@ def _score(
     PITCH: tl.constexpr = COLUMNS + ALIGN
 
     # Which rows and keys am I?
-    tiles, parts = tl.cdiv(q_len, TILE_M), tl.cdiv(k_len, COLUMNS)
-    n0 = tl.program_id(0) % parts * COLUMNS
-    m0 = tl.program_id(0) // parts % tiles * TILE_M
-    matrix = (tl.program_id(0) // (parts * tiles)).to(tl.int64)
-    num_rows, num_keys = tl.minimum(TILE_M, q_len - m0), tl.minimum(COLUMNS, k_len - n0)
+    tile, n0 = tl.program_id(0), 0
+    if IS_LONG:
+        parts = tl.cdiv(k_len, COLUMNS)
+        tile, n0 = tile // parts, tile % parts * COLUMNS
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    m0 = tile * TILE_M
+    num_rows, num_keys = tl.minimum(TILE_M, q_len - m0), k_len - n0
+    if IS_LONG:
+        num_keys = tl.minimum(COLUMNS, num_keys)
     row, column = tl.arange(0, TILE_M), tl.arange(0, D)
     is_column = (column < HEAD_SIZE)[None, :]
 
     # Where do they come from? Keys in an order in which a thread's scores are neighbours.
-    batch, head = matrix // num_heads, matrix % num_heads
     q += batch * q_batch + head * q_head + m0.to(tl.int64) * q_row
-    k += batch * k_batch + head * k_head + n0.to(tl.int64) * k_row
+    k += batch * k_batch + head * k_head + n0 * k_row
     key = order(TILE_N, T)
     q_at = q + row.to(tl.int64)[:, None] * q_row + column[None, :]
     k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
 
     # And where do they go? A piece begins within 128 bytes as it will in the GPU's memory.
+    matrix = batch * tl.num_programs(1) + head
     start = (matrix * q_len + m0) * k_len + n0
     if IS_LONG:
         place = ((start + row.to(tl.int64) * k_len) % ALIGN).to(tl.int32) + row * PITCH
@@ -133,7 +141,9 @@ def _score(
         q_tile = tl.load(q_at, mask=(row < num_rows)[:, None] & is_column, other=0.0)
         is_key = (key < num_keys - n)[:, None]
         k_tile = tl.load(k_at + n * k_row, mask=is_key & is_column, other=0.0)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if IS_SCALED:
+            s *= scale
         x0, x1, x2, x3, x4, x5, x6, x7 = in_eights(s.to(scores.dtype.element_ty), T)
         if n + TILE_N <= num_keys:
             put(at + n * SIZE, x0, x1, x2, x3, x4, x5, x6, x7)
@@ -177,7 +187,7 @@ def _write(line, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.conste
 
 
 def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
-    """One launch."""
+    """One launch, or more of a batch beyond ``_MOST``."""
     shape = problem.batch, problem.num_heads, problem.q_len, problem.k_len
     scores = torch.empty(shape, dtype=q.dtype, device=q.device)
     strides = *q.stride()[:3], *k.stride()[:3]
@@ -186,22 +196,40 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     factor = math.gcd(unit, *strides) if is_aligned else 1
     has_bulk = DeviceInfo.of(q.device).capability >= (9, 0)
     k_len = min(problem.k_len, _LINE // (16 * q.element_size()) + 1)  # all beyond are long
-    launcher = make_launcher(q.dtype, problem.head_size, k_len, factor, has_bulk)
+    launcher = make_launcher(
+        q.dtype, problem.head_size, k_len, factor, has_bulk, softmax_scale != 1
+    )
     tiles = -(-problem.q_len // launcher.constants["TILE_M"])
     parts = -(-problem.k_len // launcher.constants["COLUMNS"])
-    launcher(
-        (problem.batch * problem.num_heads * tiles * parts, 1, 1),
-        scores, q, k, problem.num_heads, problem.q_len, problem.k_len, launcher.more_shared,
-        softmax_scale, *strides,
-    )  # fmt: skip
+    for first in range(0, problem.batch, _MOST):
+        some = slice(first, first + _MOST)
+        launcher(
+            (tiles * parts, problem.num_heads, len(q[some])),
+            scores[some], q[some], k[some], problem.q_len, problem.k_len, launcher.more_shared,
+            softmax_scale, *strides,
+        )  # fmt: skip
     return scores
 
 
 @functools.lru_cache(maxsize=1024)
 def make_launcher(
-    dtype: torch.dtype, head_size: int, k_len: int, factor: int, has_bulk: bool
+    dtype: torch.dtype,
+    head_size: int,
+    k_len: int,
+    factor: int,
+    has_bulk: bool,
+    is_scaled: bool = False,
 ) -> Launcher:
-    """The kernel for heads of one size. Other numbers of keys take other shared memory only."""
+    """The kernel for heads of one size. Other numbers of keys take other shared memory only.
+
+    Args:
+        dtype: Of everything.
+        head_size: Width of a head.
+        k_len: Keys of a row, or more than a line has room for.
+        factor: What every stride is a multiple of, and both addresses times its bytes; 1: none.
+        has_bulk: Whether there is a copy engine that takes away a whole line.
+        is_scaled: Whether products are multiplied by anything.
+    """
     size, width = dtype.itemsize, max(16, triton.next_power_of_2(head_size))
     # Rows: with fewer, keys are read too often; with more, too few programs fit (lab log).
     rows = 32 if width * size < 1024 else 16
@@ -218,13 +246,15 @@ def make_launcher(
     stride = f"i64:{factor}"
     types = {
         "scores": POINTERS[dtype] + ":16", "q": given, "k": given,
-        "num_heads": "i32", "q_len": "i32", "k_len": "i32", "more_shared": "i32", "scale": "fp32",
+        **dict.fromkeys(("q_len", "k_len", "more_shared"), "i32"),
+        "scale": "fp32",
         "q_batch": stride, "q_head": stride, "q_row": stride,
         "k_batch": stride, "k_head": stride, "k_row": stride,
     }  # fmt: skip
     constants = {
         "HEAD_SIZE": head_size, "TILE_M": rows, "TILE_N": 32 * warps, "D": width, "T": 4 * warps,
-        "COLUMNS": columns, "IS_LONG": is_long, "BULK": has_bulk, "STAGES": stages,
+        "COLUMNS": columns, "IS_SCALED": is_scaled, "IS_LONG": is_long,
+        "BULK": has_bulk, "STAGES": stages,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
     more = line + 2 * _ALIGN - 1  # it begins anywhere within 128 bytes, and they anywhere
