@@ -115,7 +115,8 @@ EVEN = (sum(SKEW) // 64,) * 64
 
 
 def _share(bound: float) -> tuple[Target, ...]:
-    return (at_least("share of read bandwidth", bound),)
+    share = "share of read bandwidth"
+    return at_least(share, bound), at_least(f"{share}, clean cache", bound)
 
 
 # Shares of the read ceiling, and TFLOP/s: the best of today on an H200, and what lies beyond.

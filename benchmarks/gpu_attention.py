@@ -25,7 +25,7 @@ from pagewise.testing import TABLE_POISON, PagedCase, compare, make_inputs, orac
 from pagewise.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
-from .gpu_timing import time_gpu, time_gpu_in_turns, time_host
+from .gpu_timing import time_gpu, time_gpu_clean, time_gpu_in_turns, time_host
 from .libraries import find_libraries
 from .timing import Times
 
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 READ_GIB = 4
+CLEAN = ", clean cache"
+_HOST_ROUNDS = 50
 SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 and much memory
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -76,8 +78,9 @@ class GpuDecodeCase:
 
     Metrics: ``GB/s`` of keys and values; ``share of read bandwidth``, of summing 4 GiB in the
     same run; ``x PEER``, among them ``reading alone``, a kernel that only reads the same pages;
-    ``host, microseconds`` of an eager call; ``GB/s / OTHER``, against the same work on other
-    lengths or blocks.
+    all of these once more for a ``clean cache``; ``host, microseconds`` of an eager call, in the
+    round that was disturbed least; ``GB/s / OTHER``, against the same work on other lengths or
+    blocks.
     """
 
     name: str
@@ -122,12 +125,14 @@ class GpuDecodeCase:
         return Inputs(self.seq_lens, self.shape, decode=True).attend
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours and the peers by graph replay with a cold cache."""
+        """Time ours and the peers by graph replay with a cold cache, overwritten and clean."""
         inputs = Inputs(self.seq_lens, self.shape, decode=True)
-        times = {"pagewise": time_gpu(inputs.attend), "host, pagewise": time_host(inputs.attend)}
-        peers = _decode_peers(inputs) | find_libraries(inputs)
-        times |= {name: time_gpu(peer) for name, peer in peers.items()}
-        metrics = self._metrics(times, read_bandwidth())
+        calls = {"pagewise": inputs.attend, **_decode_peers(inputs), **find_libraries(inputs)}
+        times = {name: time_gpu(call) for name, call in calls.items()}
+        times |= {name + CLEAN: time_gpu_clean(call) for name, call in calls.items()}
+        metrics = self._rates(times) | self._rates(times, CLEAN)
+        times["host, pagewise"] = time_host(inputs.attend, _HOST_ROUNDS)
+        metrics["host, microseconds"] = times["host, pagewise"].best * 1e6
         del inputs
         if self.beside:
             name, lengths, shape = self.beside
@@ -137,17 +142,18 @@ class GpuDecodeCase:
             metrics[f"GB/s / {name}"] = metrics["GB/s"] / rate
         return Measurement(times, metrics)
 
-    def _metrics(self, times: dict[str, Times], ceiling: float) -> dict[str, float]:
-        ours = times["pagewise"].median
+    def _rates(self, times: dict[str, Times], ending: str = "") -> dict[str, float]:
+        """Ours, and its share of the ceiling, and how it compares: all with one kind of cache."""
+        ours, ceiling = times["pagewise" + ending].median, read_bandwidth(ending == CLEAN)
         rate = sum(self.seq_lens) * self.shape.bytes_per_key / ours
         metrics = {
-            "GB/s": rate / 1e9,
-            "GB/s of reading": ceiling / 1e9,
-            "share of read bandwidth": rate / ceiling,
-            "host, microseconds": times["host, pagewise"].median * 1e6,
+            f"GB/s{ending}": rate / 1e9,
+            f"GB/s of reading{ending}": ceiling / 1e9,
+            f"share of read bandwidth{ending}": rate / ceiling,
         }
-        peers = [name for name in times if "pagewise" not in name]
-        return metrics | {f"x {name}": times[name].median / ours for name in peers}
+        alike = {name for name in times if name.endswith(CLEAN) == (ending == CLEAN)}
+        peers = alike - {"pagewise" + ending}
+        return metrics | {f"x {name}": times[name].median / ours for name in sorted(peers)}
 
 
 @dataclass(frozen=True)
@@ -247,10 +253,11 @@ class GpuBlockSizesCase:
 
 
 @functools.cache
-def read_bandwidth() -> float:
+def read_bandwidth(is_clean: bool = False) -> float:
     """Bytes a second of summing some memory: the ceiling of what streams its input."""
     numbers = torch.ones(READ_GIB << 28, device="cuda")
-    return (READ_GIB << 30) / time_gpu(numbers.sum).median
+    timer = time_gpu_clean if is_clean else time_gpu
+    return (READ_GIB << 30) / timer(numbers.sum).median
 
 
 def _lengths(seq_lens: Sequence[int]) -> str:

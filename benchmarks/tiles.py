@@ -225,7 +225,7 @@ class ScoresCase:
             "pagewise": lambda: attention_scores(q, k),
             "torch matmul": lambda: torch.matmul(q, k.mT),
             "filling as much memory": lambda: torch.ones(
-                shape, dtype=self.dtype, device=self.device
+                math.prod(shape) * self.dtype.itemsize // 4, dtype=torch.int32, device=self.device
             ),
         }
         if self.device == "cpu":
