@@ -54,6 +54,13 @@ class LineMemory:
         assert _array(source).item() % 16 == _array(to).item() % 16 == size % 16 == 0
         self._move(_array(source).item(), _array(to).item(), size)
 
+    def prefetch(self, at, size):
+        """Of memory that is there: an array of the host's end is not known, its bytes are read."""
+        (size,) = _array(size).ravel()
+        assert size > 0
+        assert _array(at).item() % 16 == size % 16 == 0
+        ctypes.string_at(_array(at).item(), size)
+
     def settle(self, bulk):
         self.is_settled = True
 

@@ -17,9 +17,10 @@ piece and behind its last are written by themselves::
 Where so many rows are too long (``IS_LONG``), a program has ``COLUMNS`` keys of each, and every
 row's is a piece.
 
-One program a (batch, head, ``TILE_M`` rows, ``COLUMNS`` keys); how many instructions it takes is
-what bounds it, so nothing is divided or scaled that need not be. Queries are read with every tile
-of keys, so that both are on their way before either is waited for.
+One program a (batch, head, ``TILE_M`` rows, ``COLUMNS`` keys). It is short and waits for what it
+reads, so queries are read with every tile of keys, all of them on their way before one is waited
+for, and on Hopper what programs to come will read is brought to the second-level cache
+(``PREFETCH``, ``ahead`` in the batch).
 
 Supports float32, float16 and bfloat16, head sizes up to 256, any strides of q and k with a
 contiguous last dimension. float32 is multiplied as float32.
@@ -43,6 +44,7 @@ from ...tiles.triton.line import (
     copy_vectors,
     in_eights,
     order,
+    prefetch,
     put,
     put_some,
     send,
@@ -54,6 +56,7 @@ from .problem import Problem
 _LINE = 45 << 10  # bytes of a program's rows at most
 _TILES = 44 << 10  # bytes of its tiles under way: any GPU has room for both
 _ALIGN = 128  # bytes: what memory is written by
+_ROWS_AT_ONCE = 192  # of all programs that run on a multiprocessor at a time, or about that
 _MOST = 1 << 15  # of a batch in a launch: an axis of a grid has up to 65535; 128 bytes divide it
 
 
@@ -85,6 +88,7 @@ def _score(
     q_len,
     k_len,
     more_shared,
+    ahead,
     scale,
     q_batch, q_head, q_row,
     k_batch, k_head, k_row,
@@ -94,9 +98,12 @@ def _score(
     D: tl.constexpr,
     T: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    WHOLE: tl.constexpr,
     IS_SCALED: tl.constexpr,
     IS_LONG: tl.constexpr,
     BULK: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -122,6 +129,12 @@ def _score(
     # Where do they come from? Keys in an order in which a thread's scores are neighbours.
     q += batch * q_batch + head * q_head + m0.to(tl.int64) * q_row
     k += batch * k_batch + head * k_head + n0 * k_row
+    if PREFETCH:
+        is_there = batch + ahead < tl.num_programs(2)
+        rows, keys = q + ahead * q_batch, k + ahead * k_batch + m0.to(tl.int64) * k_row
+        num_there = tl.minimum(TILE_M, k_len - m0)
+        _prefetch(rows, is_there * num_rows, q_row, q_head, head, HEAD_SIZE)
+        _prefetch(keys, is_there * num_there, k_row, k_head, head, HEAD_SIZE)
     key = order(TILE_N, T)
     q_at = q + row.to(tl.int64)[:, None] * q_row + column[None, :]
     k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
@@ -137,7 +150,10 @@ def _score(
     chunk = 8 * T * tl.arange(0, TILE_N // (8 * T))[:, None] + 8 * tl.arange(0, T)[None, :]
     at = line + (place[:, None, None] + chunk[None, :, :]) * SIZE
 
-    for n in tl.range(0, num_keys, TILE_N, num_stages=STAGES):
+    stop, whole = num_keys, num_keys
+    if not IS_LONG:  # constants: the loop is unrolled, and asks for nothing beyond its end
+        stop, whole = TILES * TILE_N, WHOLE * TILE_N
+    for n in tl.range(0, stop, TILE_N, num_stages=STAGES):
         q_tile = tl.load(q_at, mask=(row < num_rows)[:, None] & is_column, other=0.0)
         is_key = (key < num_keys - n)[:, None]
         k_tile = tl.load(k_at + n * k_row, mask=is_key & is_column, other=0.0)
@@ -145,7 +161,7 @@ def _score(
         if IS_SCALED:
             s *= scale
         x0, x1, x2, x3, x4, x5, x6, x7 = in_eights(s.to(scores.dtype.element_ty), T)
-        if n + TILE_N <= num_keys:
+        if n + TILE_N <= whole:
             put(at + n * SIZE, x0, x1, x2, x3, x4, x5, x6, x7)
         else:
             to, count = tl.broadcast(at + n * SIZE, (num_keys - n - chunk)[None, :, :])
@@ -159,6 +175,14 @@ def _score(
         _write(line + piece * (PITCH * SIZE), scores, start - begin, begin, end, BITS, BULK)
     if BULK:
         wait_for_sent()
+
+
+@triton.jit
+def _prefetch(rows, count, row, head_stride, head, HEAD_SIZE: tl.constexpr):
+    """Ask for rows of a head; where the heads of a row lie together, once for all of them."""
+    if (count > 0) & ((head == 0) | (head_stride >= row)):
+        SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(rows.to(tl.int64), (((count - 1) * row + HEAD_SIZE) * SIZE).to(tl.int32))
 
 
 @triton.jit
@@ -194,19 +218,22 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     unit = 16 // q.element_size()
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (q, k))
     factor = math.gcd(unit, *strides) if is_aligned else 1
-    has_bulk = DeviceInfo.of(q.device).capability >= (9, 0)
+    device = DeviceInfo.of(q.device)
+    has_bulk = device.capability >= (9, 0)
     k_len = min(problem.k_len, _LINE // (16 * q.element_size()) + 1)  # all beyond are long
+    is_dense = all(t.stride(2) <= problem.num_heads * problem.head_size for t in (q, k))
     launcher = make_launcher(
-        q.dtype, problem.head_size, k_len, factor, has_bulk, softmax_scale != 1
+        q.dtype, problem.head_size, k_len, factor, has_bulk, softmax_scale != 1, is_dense
     )
     tiles = -(-problem.q_len // launcher.constants["TILE_M"])
     parts = -(-problem.k_len // launcher.constants["COLUMNS"])
+    ahead = device.num_workers * _ROWS_AT_ONCE // max(1, problem.num_heads * problem.q_len) + 1
     for first in range(0, problem.batch, _MOST):
         some = slice(first, first + _MOST)
         launcher(
             (tiles * parts, problem.num_heads, len(q[some])),
             scores[some], q[some], k[some], problem.q_len, problem.k_len, launcher.more_shared,
-            softmax_scale, *strides,
+            ahead, softmax_scale, *strides,
         )  # fmt: skip
     return scores
 
@@ -219,8 +246,9 @@ def make_launcher(
     factor: int,
     has_bulk: bool,
     is_scaled: bool = False,
+    is_dense: bool = True,
 ) -> Launcher:
-    """The kernel for heads of one size. Other numbers of keys take other shared memory only.
+    """The kernel for heads of one size and rows of so many keys.
 
     Args:
         dtype: Of everything.
@@ -229,33 +257,49 @@ def make_launcher(
         factor: What every stride is a multiple of, and both addresses times its bytes; 1: none.
         has_bulk: Whether there is a copy engine that takes away a whole line.
         is_scaled: Whether products are multiplied by anything.
+        is_dense: Whether between rows there is nothing but other heads.
     """
     size, width = dtype.itemsize, max(16, triton.next_power_of_2(head_size))
-    # Rows: with fewer, keys are read too often; with more, too few programs fit (lab log).
-    rows = 32 if width * size < 1024 else 16
-    warps, stages = (2, 2) if k_len <= 64 else (4, 4)
-    while warps > 1 and (rows + 32 * warps) * width * size > _TILES:
-        warps //= 2
-    stages = min(stages, 1 + _TILES // ((rows + 32 * warps) * width * size))
+    rows, warps, tile_n, stages = _tile(width * size, k_len, has_bulk and size == 2)
     columns, line = _LINE // (rows * size), rows * k_len * size
     if is_long := k_len > columns:
         columns -= _ALIGN // size
-        columns -= columns % (32 * warps)
+        columns -= columns % tile_n
         line = _LINE
+    has_sixteens = factor * size == 16 and head_size * size % 16 == 0
     given = POINTERS[dtype] + ":16" * (factor > 1)
     stride = f"i64:{factor}"
     types = {
         "scores": POINTERS[dtype] + ":16", "q": given, "k": given,
-        **dict.fromkeys(("q_len", "k_len", "more_shared"), "i32"),
+        **dict.fromkeys(("q_len", "k_len", "more_shared", "ahead"), "i32"),
         "scale": "fp32",
         "q_batch": stride, "q_head": stride, "q_row": stride,
         "k_batch": stride, "k_head": stride, "k_row": stride,
     }  # fmt: skip
     constants = {
-        "HEAD_SIZE": head_size, "TILE_M": rows, "TILE_N": 32 * warps, "D": width, "T": 4 * warps,
-        "COLUMNS": columns, "IS_SCALED": is_scaled, "IS_LONG": is_long,
-        "BULK": has_bulk, "STAGES": stages,
+        "HEAD_SIZE": head_size, "TILE_M": rows, "TILE_N": tile_n, "D": width, "T": tile_n // 8,
+        "COLUMNS": columns,
+        "TILES": 0 if is_long else -(-k_len // tile_n), "WHOLE": 0 if is_long else k_len // tile_n,
+        "IS_SCALED": is_scaled, "IS_LONG": is_long, "BULK": has_bulk,
+        "PREFETCH": has_bulk and has_sixteens and is_dense and not is_long, "STAGES": stages,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
     more = line + 2 * _ALIGN - 1  # it begins anywhere within 128 bytes, and they anywhere
     return Launcher(_score, types, constants, more_shared=more, num_warps=warps)
+
+
+def _tile(head_bytes: int, k_len: int, is_tall: bool) -> tuple[int, int, int, int]:
+    """Rows, warps, keys, and how many tiles of keys are under way: what was fastest (lab log).
+
+    With fewer rows keys are read too often; with more, too few programs fit. ``is_tall`` where
+    a product of 64 rows of 16 bits is one instruction, and shared memory is plenty.
+    """
+    is_short = k_len <= 64
+    if is_tall and head_bytes <= 64 and 64 * 2 * k_len <= _LINE:
+        return (64, 4, 64, 2) if is_short else (64, 4, 128, 4)
+    rows = 32 if head_bytes < 1024 else 16
+    warps, stages = (2, 2) if is_short else (4, 4)
+    while warps > 1 and (rows + 32 * warps) * head_bytes > _TILES:
+        warps //= 2
+    stages = min(stages, 1 + _TILES // ((rows + 32 * warps) * head_bytes))
+    return rows, warps, 32 * warps, stages

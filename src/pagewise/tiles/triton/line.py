@@ -30,6 +30,7 @@ __all__ = [
     "copy_vectors",
     "in_eights",
     "order",
+    "prefetch",
     "put",
     "put_some",
     "send",
@@ -178,6 +179,17 @@ def send(source, to, size):
         @is_first cp.async.bulk.global.shared::cta.bulk_group [$2], [$1], $3;
         mov.b32 $0, 0; }""",
         "=r,r,l,r", [source, to, size], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch(at, size):
+    """Have the copy engine of Hopper bring ``size`` bytes to the second-level cache, all by 16."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred is_first; .reg .b32 thread; mov.u32 thread, %tid.x;
+        setp.eq.u32 is_first, thread, 0;
+        @is_first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }""",
+        "=r,l,r", [at, size], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
