@@ -22,23 +22,27 @@ class LineMemory:
         assert self.end <= SIZE
         return BASE
 
-    def put(self, at, *numbers):
-        self.put_some(at, *numbers, None)
+    def put(self, at, *numbers_and_aligned):
+        *numbers, is_aligned = numbers_and_aligned
+        self.put_some(at, *numbers, None, is_aligned)
 
-    def put_some(self, at, *numbers_and_count):
-        *numbers, count = numbers_and_count
+    def put_some(self, at, *numbers_and_rest):
+        *numbers, count, is_aligned = numbers_and_rest
+        if is_aligned:
+            assert (_array(at) % 16 == 0).all()
         counts = np.full(at.shape, 8) if count is None else _array(count)
         self.is_settled = False
         for place, number in enumerate(numbers):
             values = _array(number)
+            vector = 16 // values.itemsize if is_aligned else 1  # all of one, or nothing
             for start, value, left in zip(
                 _array(at).ravel(), values.ravel(), counts.ravel(), strict=True
             ):
-                if place < left:
-                    begin = start + place * value.nbytes
-                    assert begin % value.nbytes == 0
-                    assert BASE <= begin <= begin + value.nbytes <= self.end
-                    self.bytes[begin : begin + value.nbytes] = np.frombuffer(
+                if place // vector * vector < left:
+                    begin = start + place * values.itemsize
+                    assert begin % values.itemsize == 0
+                    assert BASE <= begin <= begin + values.itemsize <= self.end
+                    self.bytes[begin : begin + values.itemsize] = np.frombuffer(
                         value.tobytes(), np.uint8
                     )
 

@@ -143,10 +143,15 @@ def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
         assert compiled.metadata.shared <= SMALL.shared_memory
 
 
-@pytest.mark.parametrize(("dtype", "length"), [(F16, 343), (BF16, 49), (F16, 3000)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "length"), [(F16, 343), (BF16, 49), (F16, 3000), (BF16, 256)], ids=str
+)
 def test_scores_leave_in_whole_lines(dtype, length, tmp_path):
     launcher = scores.make_launcher(dtype, 16, length, 8, True)
-    assert "cp.async.bulk.global.shared::cta" in assert_fits(launcher, tmp_path)
+    ptx = assert_fits(launcher, tmp_path)
+    assert "cp.async.bulk.global.shared::cta" in ptx
+    assert ("st.shared.b16" in ptx) == (length % 8 > 0)  # or vectors alone
+    assert ("cp.async.bulk.prefetch.L2" in ptx) == (length < 3000)
     layouts = launcher.compile(HOPPER).asm["ttgir"]
     assert "convert_layout" not in layouts  # eight neighbours a thread, as registers lie
     assert ("async_copy_global_to_local" in layouts) == (length > 64)  # of one tile or more

@@ -20,6 +20,7 @@ SHAPES = [  # batch, heads, q_len, k_len, head_size
     (1, 1, 130, 3, 4),
     (1, 1, 70, 150, 10),
     (1, 1, 3, 777, 8),  # too long for rows of one line
+    (1, 1, 3, 776, 8),  # and of whole vectors
     (2, 2, 5, 8, 24),
     (3, 1, 9, 3, 4),
     (1, 3, 20, 17, 30),
@@ -111,6 +112,21 @@ def test_more_of_a_batch_than_an_axis_of_a_grid_on_a_gpu():
     check((66_666, 2, 5, 9, 8), F16, "triton")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("q_len", "k_len"), [(343, 343), (49, 200), (200, 49)])
+def test_what_later_programs_read_is_prefetched_on_a_gpu(q_len, k_len):
+    for is_flat in (True, False):
+        q, k = (
+            torch.randn(2000, n, 3, 16, dtype=F16, device="cuda").transpose(1, 2)
+            for n in (q_len, k_len)
+        )
+        if is_flat:
+            q, k = q.contiguous(), k.contiguous()
+        exact = (q[-3:].double() @ k[-3:].double().mT).half()
+        scores = attention_scores(q, k, impl="triton")[-3:]
+        torch.testing.assert_close(scores, exact, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_bfloat16(impl):
     check(SHAPES[0], BF16, impl)
@@ -122,7 +138,9 @@ def test_tiles_of_keys_and_pieces_of_heads_on_a_cpu(shape):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("shape", [SHAPES[0], (2, 1, 1, 3, 4), (1, 1, 2, 777, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], (2, 1, 1, 3, 4), (1, 1, 2, 777, 8), (1, 1, 2, 776, 8)], ids=str
+)
 def test_lines_that_the_copy_engine_takes(shape, monkeypatch):
     triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
     make = triton.make_launcher
@@ -141,6 +159,9 @@ def test_lines_that_the_copy_engine_takes(shape, monkeypatch):
         (2, 1, 600, 1001, 128),
         (1, 2, 100, 3001, 256),
         (2, 3, 64, 512, 64),
+        (64, 2, 392, 392, 16),
+        (2, 2, 70, 3000, 16),
+        (700, 3, 30, 144, 32),
     ],
     ids=str,
 )

@@ -100,6 +100,7 @@ def _score(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     IS_SCALED: tl.constexpr,
     IS_LONG: tl.constexpr,
     BULK: tl.constexpr,
@@ -150,10 +151,11 @@ def _score(
     chunk = 8 * T * tl.arange(0, TILE_N // (8 * T))[:, None] + 8 * tl.arange(0, T)[None, :]
     at = line + (place[:, None, None] + chunk[None, :, :]) * SIZE
 
-    stop, whole = num_keys, num_keys
-    if not IS_LONG:  # constants: the loop is unrolled, and asks for nothing beyond its end
-        stop, whole = TILES * TILE_N, WHOLE * TILE_N
-    for n in tl.range(0, stop, TILE_N, num_stages=STAGES):
+    # Constants, but of long rows: the loop is unrolled, and asks for nothing beyond its end.
+    key_tiles = tl.cdiv(num_keys, TILE_N) if IS_LONG else TILES
+    whole_tiles = num_keys // TILE_N if IS_LONG else WHOLE
+    for i in tl.range(0, key_tiles, num_stages=STAGES):
+        n = i * TILE_N
         q_tile = tl.load(q_at, mask=(row < num_rows)[:, None] & is_column, other=0.0)
         is_key = (key < num_keys - n)[:, None]
         k_tile = tl.load(k_at + n * k_row, mask=is_key & is_column, other=0.0)
@@ -161,11 +163,11 @@ def _score(
         if IS_SCALED:
             s *= scale
         x0, x1, x2, x3, x4, x5, x6, x7 = in_eights(s.to(scores.dtype.element_ty), T)
-        if n + TILE_N <= whole:
-            put(at + n * SIZE, x0, x1, x2, x3, x4, x5, x6, x7)
+        if i < whole_tiles:
+            put(at + n * SIZE, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED)
         else:
             to, count = tl.broadcast(at + n * SIZE, (num_keys - n - chunk)[None, :, :])
-            put_some(to, x0, x1, x2, x3, x4, x5, x6, x7, count)
+            put_some(to, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED)
     settle(BULK)
 
     for piece in range(num_rows if IS_LONG else 1):
@@ -220,7 +222,9 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     factor = math.gcd(unit, *strides) if is_aligned else 1
     device = DeviceInfo.of(q.device)
     has_bulk = device.capability >= (9, 0)
-    k_len = min(problem.k_len, _LINE // (16 * q.element_size()) + 1)  # all beyond are long
+    k_len, long = problem.k_len, _LINE // q.element_size()  # more than 16 lines of it are
+    if k_len > long:  # all beyond are built alike, if their rows begin alike
+        k_len = long + (k_len % unit > 0)
     is_dense = all(t.stride(2) <= problem.num_heads * problem.head_size for t in (q, k))
     launcher = make_launcher(
         q.dtype, problem.head_size, k_len, factor, has_bulk, softmax_scale != 1, is_dense
@@ -253,7 +257,8 @@ def make_launcher(
     Args:
         dtype: Of everything.
         head_size: Width of a head.
-        k_len: Keys of a row, or more than a line has room for.
+        k_len: Keys of a row. Beyond what a line has room for only whether rows are of whole
+            vectors counts.
         factor: What every stride is a multiple of, and both addresses times its bytes; 1: none.
         has_bulk: Whether there is a copy engine that takes away a whole line.
         is_scaled: Whether products are multiplied by anything.
@@ -280,7 +285,8 @@ def make_launcher(
         "HEAD_SIZE": head_size, "TILE_M": rows, "TILE_N": tile_n, "D": width, "T": tile_n // 8,
         "COLUMNS": columns,
         "TILES": 0 if is_long else -(-k_len // tile_n), "WHOLE": 0 if is_long else k_len // tile_n,
-        "IS_SCALED": is_scaled, "IS_LONG": is_long, "BULK": has_bulk,
+        "IS_ALIGNED": k_len * size % 16 == 0, "IS_SCALED": is_scaled, "IS_LONG": is_long,
+        "BULK": has_bulk,
         "PREFETCH": has_bulk and has_sixteens and is_dense and not is_long, "STAGES": stages,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip

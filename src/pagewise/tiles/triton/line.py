@@ -17,6 +17,7 @@ which ``in_eights`` takes from the registers as they lie and ``put`` stores by w
     place in the line       0 1 8 9 16 17 24 25 | 2 3 10 11 …
 
 Where the compiler lays a product out in another way, the result is the same, by conversions.
+Where rows are a multiple of 16 bytes, all eights begin on as many, and are stored as vectors.
 """
 
 from __future__ import annotations
@@ -81,23 +82,23 @@ def in_eights(x, T: tl.constexpr):
 
 
 @triton.jit
-def put(at, x0, x1, x2, x3, x4, x5, x6, x7):
-    """Store eight neighbours each to shared memory, from address ``at`` on."""
-    WORDS: tl.constexpr = x0.dtype.primitive_bitwidth == 32
+def put(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
+    """Store eight neighbours each to shared memory, from address ``at`` on, if so on 16 bytes."""
+    BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
-        _PUT_WORDS if WORDS else _PUT_HALVES,
-        "=r,r,r,r,r,r,r,r,r,r" if WORDS else "=r,r,h,h,h,h,h,h,h,h",
+        _put(BITS, IS_ALIGNED),
+        "=r,r,r,r,r,r,r,r,r,r" if BITS == 32 else "=r,r,h,h,h,h,h,h,h,h",
         [at, x0, x1, x2, x3, x4, x5, x6, x7], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def put_some(at, x0, x1, x2, x3, x4, x5, x6, x7, count):
-    """Only the first ``count`` of them: none if it is 0 or less."""
-    WORDS: tl.constexpr = x0.dtype.primitive_bitwidth == 32
+def put_some(at, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED: tl.constexpr):
+    """Only the first ``count`` of them: none if it is 0 or less; eight or none if aligned."""
+    BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
-        _put_some(32 if WORDS else 16),
-        "=r,r,r,r,r,r,r,r,r,r,r" if WORDS else "=r,r,h,h,h,h,h,h,h,h,r",
+        _put_some(BITS, IS_ALIGNED),
+        "=r,r,r,r,r,r,r,r,r,r,r" if BITS == 32 else "=r,r,h,h,h,h,h,h,h,h,r",
         [at, x0, x1, x2, x3, x4, x5, x6, x7, count], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -120,10 +121,28 @@ st.shared.b32 [$1+8], $4; st.shared.b32 [$1+12], $5;
 st.shared.b32 [$1+16], $6; st.shared.b32 [$1+20], $7;
 st.shared.b32 [$1+24], $8; st.shared.b32 [$1+28], $9;
 mov.b32 $0, 0; }""")
+# On 16 bytes they go out as vectors, each only if its first is below a count.
+_PUT_VECTOR = tl.constexpr("""{ .reg .pred is_in; .reg .b32 w<4>;
+mov.b32 w0, {$2, $3}; mov.b32 w1, {$4, $5}; mov.b32 w2, {$6, $7}; mov.b32 w3, {$8, $9};
+setp.gt.s32 is_in, COUNT, 0; @is_in st.shared.v4.b32 [$1], {w0, w1, w2, w3};
+mov.b32 $0, 0; }""")
+_PUT_VECTORS = tl.constexpr("""{ .reg .pred is_in;
+setp.gt.s32 is_in, COUNT, 0; @is_in st.shared.v4.b32 [$1], {$2, $3, $4, $5};
+setp.gt.s32 is_in, COUNT, 4; @is_in st.shared.v4.b32 [$1+16], {$6, $7, $8, $9};
+mov.b32 $0, 0; }""")
 
 
 @triton.constexpr_function
-def _put_some(bits):
+def _put(bits, is_aligned):
+    if is_aligned:
+        return (_PUT_VECTORS if bits == 32 else _PUT_VECTOR).value.replace("COUNT", "8")
+    return (_PUT_WORDS if bits == 32 else _PUT_HALVES).value
+
+
+@triton.constexpr_function
+def _put_some(bits, is_aligned):
+    if is_aligned:
+        return (_PUT_VECTORS if bits == 32 else _PUT_VECTOR).value.replace("COUNT", "$10")
     stores = (
         f"setp.gt.s32 is_in, $10, {i}; @is_in st.shared.b{bits} [$1+{i * bits // 8}], ${i + 2};"
         for i in range(8)
