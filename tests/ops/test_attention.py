@@ -299,6 +299,29 @@ def test_tiny_cases_match_float64(case, impl):
     check(case, impl)
 
 
+EXPANDED = [(0,), (1,), (2,), (0, 1, 2)]  # batch, length, heads: of one number each
+
+
+def check_expanded(dims, impl, dtype):
+    q, k, v = (torch.randn(2, 5, 4, 16, dtype=dtype, device=device_of(impl)) for _ in "qkv")
+    for dim in dims:
+        q, k, v = (t.narrow(dim, 0, 1).expand_as(t) for t in (q, k, v))
+    found = attention(q, k, v, causal=True, impl=impl)
+    wanted = attention(*(t.contiguous() for t in (q, k, v)), causal=True, impl=impl)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dims", EXPANDED, ids=str)
+def test_expanded_tensors(dims, impl):
+    check_expanded(dims, impl, F32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", EXPANDED, ids=str)
+def test_expanded_tensors_on_hopper(dims):
+    check_expanded(dims, "hopper", BF16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_larger_cases_match_float64_on_a_cpu(case, dtype):

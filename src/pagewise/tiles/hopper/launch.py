@@ -14,7 +14,7 @@ from ...device import DeviceInfo
 from ..triton.launch import POINTERS
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
-from .gluon_launcher import Described, GluonLauncher
+from .gluon_launcher import Described, GluonLauncher, align
 from .tiling import TILINGS, UNIT, Form, Tiling, tiling_of
 
 __all__ = [
@@ -95,7 +95,7 @@ def attend(
         return
     if softmax_scale <= 0:  # the largest product has to be the largest score
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, written = _align(q), out if _is_aligned(out) else torch.empty_like(q)
+    q, written = align(q), out if _is_aligned(out) else torch.empty_like(q)
     if block_tables is None:
         k, v = k[None], v[None]
     block_size = k.shape[1] if block_tables is not None else 0
@@ -182,11 +182,6 @@ def _is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
 
 
-def _align(x: Tensor) -> Tensor:
-    """With rows that begin at multiples of 16 bytes, as copies by descriptors need them."""
-    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 _Sources = tuple[tuple[Any, Any], int, int, tuple[int, ...]]
 """Keys and values, rows from block to block, number of rows, strides: as the kernel takes them."""
 
@@ -212,6 +207,7 @@ def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     All usual caches are like that, also keys and values interleaved in one tensor; of others,
     with dimensions in another order, this makes a copy.
     """
+    k, v = align(k), align(v)
     if k.shape[0] > 1:
         strides = [(x.stride(0), x.stride(1)) for x in (k, v)]
         is_line = all(
@@ -219,7 +215,7 @@ def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         )
         if not is_line or len({block // row for block, row in strides}) > 1:
             k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-    return _align(k), _align(v)
+    return k, v
 
 
 def _describe(x: Tensor, num_rows: int, form: Form) -> Described:
