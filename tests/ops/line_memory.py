@@ -14,6 +14,8 @@ class LineMemory:
         self.bytes = np.zeros(SIZE, np.uint8)
         self.end = 0
         self.is_settled = True
+        self.prefetched = []
+        """Where each prefetch begins and ends."""
 
     def address(self, size):
         """New memory, as far as the program knows: full of what nobody stored."""
@@ -59,11 +61,9 @@ class LineMemory:
         self._move(_array(source).item(), _array(to).item(), size)
 
     def prefetch(self, at, size):
-        """Of memory that is there: an array of the host's end is not known, its bytes are read."""
-        (size,) = _array(size).ravel()
-        assert size > 0
-        assert _array(at).item() % 16 == size % 16 == 0
-        ctypes.string_at(_array(at).item(), size)
+        (at,), (size,) = _array(at).ravel(), _array(size).ravel()
+        assert at % 16 == size % 16 == 0
+        self.prefetched.append((int(at), int(at + size)))
 
     def settle(self, bulk):
         self.is_settled = True

@@ -144,18 +144,21 @@ def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "length"), [(F16, 343), (BF16, 49), (F16, 3000), (BF16, 256)], ids=str
+    ("dtype", "size", "length"),
+    [(F16, 16, 343), (BF16, 16, 49), (F16, 16, 3000), (BF16, 16, 256), (F16, 64, 49)],
+    ids=str,
 )
-def test_scores_leave_in_whole_lines(dtype, length, tmp_path):
-    launcher = scores.make_launcher(dtype, 16, length, 8, True)
+def test_scores_leave_in_whole_lines(dtype, size, length, tmp_path):
+    launcher = scores.make_launcher(dtype, size, length, 8, (9, 0))
     ptx = assert_fits(launcher, tmp_path)
     assert "cp.async.bulk.global.shared::cta" in ptx
     assert ("st.shared.b16" in ptx) == (length % 8 > 0)  # or vectors alone
     assert ("cp.async.bulk.prefetch.L2" in ptx) == (length < 3000)
     layouts = launcher.compile(HOPPER).asm["ttgir"]
     assert "convert_layout" not in layouts  # eight neighbours a thread, as registers lie
-    assert ("async_copy_global_to_local" in layouts) == (length > 64)  # of one tile or more
-    before = scores.make_launcher(dtype, 16, length, 8, False).compile(GPUTarget("cuda", 80, 32))
+    # But for a single tile of 64 rows, which is unrolled.
+    assert ("async_copy_global_to_local" in layouts) == (length > 64 or size > 32)
+    before = scores.make_launcher(dtype, size, length, 8, (8, 0)).compile(GPUTarget("cuda", 80, 32))
     assert "st.global.v4.b32" in before.asm["ptx"]
 
 
@@ -165,5 +168,5 @@ def test_scores_leave_in_whole_lines(dtype, length, tmp_path):
     ids=str,
 )
 def test_scores_fit_any_gpu(dtype, size, length):
-    launcher = scores.make_launcher(dtype, size, length, 16 // dtype.itemsize, True)
+    launcher = scores.make_launcher(dtype, size, length, 16 // dtype.itemsize, (9, 0))
     assert launcher.compile(HOPPER).metadata.shared <= SMALL.shared_memory

@@ -43,6 +43,20 @@ def memory_for_the_interpreter(monkeypatch):
         for name in vars(LineMemory):
             if not name.startswith("_"):
                 monkeypatch.setattr(triton, name, getattr(memory, name))
+        return memory
+    return None
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch):
+    """What is interpreted is what would run there."""
+    triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
+    make = triton.make_launcher
+    if not ON_GPU:
+        monkeypatch.setattr(
+            triton, "make_launcher", lambda *form: make(*form[:4], (9, 0), *form[5:])
+        )
+    return triton
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -141,12 +155,54 @@ def test_tiles_of_keys_and_pieces_of_heads_on_a_cpu(shape):
 @pytest.mark.parametrize(
     "shape", [SHAPES[0], (2, 1, 1, 3, 4), (1, 1, 2, 777, 8), (1, 1, 2, 776, 8)], ids=str
 )
-def test_lines_that_the_copy_engine_takes(shape, monkeypatch):
-    triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
-    make = triton.make_launcher
-    if not ON_GPU:  # where it is taken if the GPU has one
-        monkeypatch.setattr(triton, "make_launcher", lambda *form: make(*form[:4], True, *form[5:]))
+def test_lines_that_the_copy_engine_takes(shape, as_on_hopper):
     check(shape, F16, "triton")
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="nobody sees what a GPU prefetches")
+@pytest.mark.parametrize("is_flat", [True, False], ids=["one head after another", "side by side"])
+@pytest.mark.parametrize(("q_len", "k_len"), [(70, 70), (5, 70), (70, 5)])
+def test_what_the_next_batch_reads_is_prefetched(
+    q_len, k_len, is_flat, as_on_hopper, memory_for_the_interpreter, monkeypatch
+):
+    monkeypatch.setattr(as_on_hopper, "_ROWS_AT_ONCE", 0)
+    q, k = (torch.randn(3, n, 2, 8, dtype=F16).transpose(1, 2) for n in (q_len, k_len))
+    if is_flat:
+        q, k = q.contiguous(), k.contiguous()
+    scores = attention_scores(q, k, impl="triton")
+    torch.testing.assert_close(scores, q @ k.mT, rtol=1e-3, atol=1e-3)
+
+    spans = memory_for_the_interpreter.prefetched
+    rows = -(-q_len // 64) * 64  # of programs: each asks for as many keys as it has rows
+    heads = range(2) if is_flat else range(1)
+    wanted = {
+        x[batch, head, row].data_ptr()
+        for x in (q, k) for batch in (1, 2) for head in heads for row in range(len(x[0, 0][:rows]))
+    }  # fmt: skip
+    asked = {at for begin, end in spans for at in range(begin, end, 16)}
+    assert wanted <= asked
+    memory = {
+        at
+        for x in (q, k)
+        for at in range(x[1].data_ptr(), x.data_ptr() + x.numel() * x.itemsize, 16)
+    }
+    assert asked <= memory
+    assert sum(end - begin for begin, end in spans) == 16 * len(asked)  # each once
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="nobody sees what a GPU prefetches")
+def test_nothing_is_prefetched_that_no_program_reads(
+    as_on_hopper, memory_for_the_interpreter, monkeypatch
+):
+    monkeypatch.setattr(as_on_hopper, "_ROWS_AT_ONCE", 0)
+    apart = strided(3, 2, 5, 8, dtype=F16)
+    unaligned = torch.randn(3 * 2 * 5 * 8 + 1, dtype=F16)[1:].view(3, 2, 5, 8)
+    for q in (apart, unaligned):
+        scores = attention_scores(q, q, impl="triton")
+        torch.testing.assert_close(scores, q @ q.mT, rtol=1e-3, atol=1e-3)
+    assert memory_for_the_interpreter.prefetched == []
 
 
 @pytest.mark.gpu

@@ -18,9 +18,9 @@ Where so many rows are too long (``IS_LONG``), a program has ``COLUMNS`` keys of
 row's is a piece.
 
 One program a (batch, head, ``TILE_M`` rows, ``COLUMNS`` keys). It is short and waits for what it
-reads, so queries are read with every tile of keys, all of them on their way before one is waited
-for, and on Hopper what programs to come will read is brought to the second-level cache
-(``PREFETCH``, ``ahead`` in the batch).
+reads: several tiles of keys, and queries with each, are on their way before one is waited for, and
+from Hopper on what programs to come will read is brought to the second-level cache (``PREFETCH``,
+``ahead`` in the batch).
 
 Supports float32, float16 and bfloat16, head sizes up to 256, any strides of q and k with a
 contiguous last dimension. float32 is multiplied as float32.
@@ -151,9 +151,9 @@ def _score(
     chunk = 8 * T * tl.arange(0, TILE_N // (8 * T))[:, None] + 8 * tl.arange(0, T)[None, :]
     at = line + (place[:, None, None] + chunk[None, :, :]) * SIZE
 
-    # Constants, but of long rows: the loop is unrolled, and asks for nothing beyond its end.
-    key_tiles = tl.cdiv(num_keys, TILE_N) if IS_LONG else TILES
-    whole_tiles = num_keys // TILE_N if IS_LONG else WHOLE
+    # Constants if they are given: the loop is unrolled, and asks for nothing beyond its end.
+    key_tiles = TILES if TILES > 0 else tl.cdiv(num_keys, TILE_N)
+    whole_tiles = WHOLE if TILES > 0 else num_keys // TILE_N
     for i in tl.range(0, key_tiles, num_stages=STAGES):
         n = i * TILE_N
         q_tile = tl.load(q_at, mask=(row < num_rows)[:, None] & is_column, other=0.0)
@@ -181,7 +181,7 @@ def _score(
 
 @triton.jit
 def _prefetch(rows, count, row, head_stride, head, HEAD_SIZE: tl.constexpr):
-    """Ask for rows of a head; where the heads of a row lie together, once for all of them."""
+    """Ask for rows of a head; where heads lie between them, the first head asks for all."""
     if (count > 0) & ((head == 0) | (head_stride >= row)):
         SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
         prefetch(rows.to(tl.int64), (((count - 1) * row + HEAD_SIZE) * SIZE).to(tl.int32))
@@ -221,23 +221,24 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (q, k))
     factor = math.gcd(unit, *strides) if is_aligned else 1
     device = DeviceInfo.of(q.device)
-    has_bulk = device.capability >= (9, 0)
-    k_len, long = problem.k_len, _LINE // q.element_size()  # more than 16 lines of it are
+    k_len, long = problem.k_len, _LINE // (16 * q.element_size())  # too long for 16 rows a line
     if k_len > long:  # all beyond are built alike, if their rows begin alike
         k_len = long + (k_len % unit > 0)
     is_dense = all(t.stride(2) <= problem.num_heads * problem.head_size for t in (q, k))
     launcher = make_launcher(
-        q.dtype, problem.head_size, k_len, factor, has_bulk, softmax_scale != 1, is_dense
+        q.dtype, problem.head_size, k_len, factor, device.capability, softmax_scale != 1, is_dense
     )
     tiles = -(-problem.q_len // launcher.constants["TILE_M"])
     parts = -(-problem.k_len // launcher.constants["COLUMNS"])
     ahead = device.num_workers * _ROWS_AT_ONCE // max(1, problem.num_heads * problem.q_len) + 1
     for first in range(0, problem.batch, _MOST):
-        some = slice(first, first + _MOST)
+        count = min(_MOST, problem.batch - first)
+        some: tuple[Tensor, ...] = (scores, q, k)
+        if count < problem.batch:
+            some = tuple(t[first : first + count] for t in some)
         launcher(
-            (tiles * parts, problem.num_heads, len(q[some])),
-            scores[some], q[some], k[some], problem.q_len, problem.k_len, launcher.more_shared,
-            ahead, softmax_scale, *strides,
+            (tiles * parts, problem.num_heads, count), *some,
+            problem.q_len, problem.k_len, launcher.more_shared, ahead, softmax_scale, *strides,
         )  # fmt: skip
     return scores
 
@@ -248,7 +249,7 @@ def make_launcher(
     head_size: int,
     k_len: int,
     factor: int,
-    has_bulk: bool,
+    capability: tuple[int, int],
     is_scaled: bool = False,
     is_dense: bool = True,
 ) -> Launcher:
@@ -260,17 +261,20 @@ def make_launcher(
         k_len: Keys of a row. Beyond what a line has room for only whether rows are of whole
             vectors counts.
         factor: What every stride is a multiple of, and both addresses times its bytes; 1: none.
-        has_bulk: Whether there is a copy engine that takes away a whole line.
+        capability: Of the GPU; from 9.0 on there is a copy engine that takes away a whole line.
         is_scaled: Whether products are multiplied by anything.
         is_dense: Whether between rows there is nothing but other heads.
     """
     size, width = dtype.itemsize, max(16, triton.next_power_of_2(head_size))
-    rows, warps, tile_n, stages = _tile(width * size, k_len, has_bulk and size == 2)
+    has_bulk, is_tall = capability >= (9, 0), _is_tall(width * size, k_len, dtype, capability)
+    rows, warps, tile_n, stages = _tile(width * size, k_len, is_tall)
     columns, line = _LINE // (rows * size), rows * k_len * size
     if is_long := k_len > columns:
         columns -= _ALIGN // size
         columns -= columns % tile_n
         line = _LINE
+    # A single tile is fetched ahead of its product by a loop, and by that alone.
+    tiles = 0 if is_long or (k_len <= tile_n and not is_tall) else -(-k_len // tile_n)
     has_sixteens = factor * size == 16 and head_size * size % 16 == 0
     given = POINTERS[dtype] + ":16" * (factor > 1)
     stride = f"i64:{factor}"
@@ -284,7 +288,7 @@ def make_launcher(
     constants = {
         "HEAD_SIZE": head_size, "TILE_M": rows, "TILE_N": tile_n, "D": width, "T": tile_n // 8,
         "COLUMNS": columns,
-        "TILES": 0 if is_long else -(-k_len // tile_n), "WHOLE": 0 if is_long else k_len // tile_n,
+        "TILES": tiles, "WHOLE": k_len // tile_n if tiles else 0,
         "IS_ALIGNED": k_len * size % 16 == 0, "IS_SCALED": is_scaled, "IS_LONG": is_long,
         "BULK": has_bulk,
         "PREFETCH": has_bulk and has_sixteens and is_dense and not is_long, "STAGES": stages,
@@ -294,14 +298,19 @@ def make_launcher(
     return Launcher(_score, types, constants, more_shared=more, num_warps=warps)
 
 
+def _is_tall(head_bytes: int, k_len: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether rows are taken by 64: on Hopper that is a product of one instruction."""
+    is_narrow = dtype.itemsize == 2 and head_bytes <= 64
+    return capability[0] == 9 and is_narrow and 64 * k_len * dtype.itemsize <= _LINE
+
+
 def _tile(head_bytes: int, k_len: int, is_tall: bool) -> tuple[int, int, int, int]:
     """Rows, warps, keys, and how many tiles of keys are under way: what was fastest (lab log).
 
-    With fewer rows keys are read too often; with more, too few programs fit. ``is_tall`` where
-    a product of 64 rows of 16 bits is one instruction, and shared memory is plenty.
+    With fewer rows keys are read too often; with more, too few programs fit.
     """
     is_short = k_len <= 64
-    if is_tall and head_bytes <= 64 and 64 * 2 * k_len <= _LINE:
+    if is_tall:
         return (64, 4, 64, 2) if is_short else (64, 4, 128, 4)
     rows = 32 if head_bytes < 1024 else 16
     warps, stages = (2, 2) if is_short else (4, 4)

@@ -16,8 +16,10 @@ which ``in_eights`` takes from the registers as they lie and ``put`` stores by w
     thread                  0 0 1 1  2  2  3  3 | 0 0  1  1
     place in the line       0 1 8 9 16 17 24 25 | 2 3 10 11 …
 
-Where the compiler lays a product out in another way, the result is the same, by conversions.
-Where rows are a multiple of 16 bytes, all eights begin on as many, and are stored as vectors.
+Where fewer threads share a row, ``T`` may be a multiple of them: what is ``2 T`` columns further
+is a later pair of the same thread. Where the compiler lays a product out in yet another way, the
+result is the same, by conversions. Where rows are a multiple of 16 bytes, all eights begin on as
+many, and are stored as vectors.
 """
 
 from __future__ import annotations
