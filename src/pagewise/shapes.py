@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .errors import DTypeError, ShapeError
 
-__all__ = ["Form", "bind", "check_device", "check_dtype", "form", "is_debugging"]
+__all__ = [
+    "Form",
+    "bind",
+    "check_device",
+    "check_dtype",
+    "check_tensors",
+    "form",
+    "is_debugging",
+]
 
 
 class Form(NamedTuple):
@@ -75,6 +83,8 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
         if tensor is None:
             continue
         words = pattern.split()
+        if not isinstance(tensor, Form):
+            check_tensors(**{name: tensor})
         shape = tuple(tensor.shape)
         if len(words) != len(shape):
             raise ShapeError(
@@ -91,6 +101,16 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
                 )
             owners.setdefault(word, name)
     return sizes
+
+
+def check_tensors(**arguments: Any) -> None:
+    """Raise DTypeError for what is no tensor.
+
+    Calls take it for one, for the sake of speed, and ask here when that went wrong.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"{name} is of type {type(value).__name__}, expected a torch.Tensor")
 
 
 def check_dtype(name: str, tensor: torch.Tensor | Form, *allowed: torch.dtype) -> None:

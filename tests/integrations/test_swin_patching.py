@@ -10,7 +10,7 @@ import pytest
 import torch
 from swin_models import CASES, framework, gradients, result, transformers
 
-from pagewise import UnsupportedError
+from pagewise import DTypeError, UnsupportedError
 from pagewise.integrations import swin
 from pagewise.integrations.swin.swapped import Swapped, SwappedAttention, SwappedLayer
 
@@ -554,3 +554,9 @@ def test_no_operation_forms_scores_or_dense_masks(name):
     with Squares(tokens) as after:
         gradients(model, x)
     assert not after.squares
+
+
+@pytest.mark.parametrize("call", [swin.patch, swin.unpatch])
+def test_what_is_no_module_is_refused(call):
+    with pytest.raises(DTypeError, match=r"model is of type str, expected a torch.nn.Module"):
+        call("swin")

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from pagewise.errors import ShapeError
+from pagewise.errors import DTypeError, ShapeError
 from pagewise.kv_cache import PrefixIndex, prefix_index
 
 
@@ -327,3 +327,11 @@ def test_check_finds_tokens_that_have_changed():
     index._links[1].tokens = bytes(8)
     with pytest.raises(AssertionError, match="the digest of block 1"):
         index.check()
+
+
+@pytest.mark.parametrize("tokens", [[1.5, 1], "abcd", [2**70, 1]], ids=str)
+def test_tokens_that_are_no_integers_of_64_bits_are_refused(tokens):
+    chain = PrefixIndex(2).chain()
+    with pytest.raises(DTypeError, match="expected integers of 64 bits"):
+        chain.extend(tokens)
+    assert len(chain) == 0

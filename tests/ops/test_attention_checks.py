@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from pagewise import DTypeError, ShapeError, attention
+from pagewise import (
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    attention,
+    attention_scores,
+    merge_states,
+    window_attention,
+    write_kv,
+)
 
 Q, KV = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)
 RQ, RKV = torch.zeros(9, 4, 16), torch.zeros(12, 2, 16)
@@ -101,3 +110,42 @@ def test_a_compiler_hears_of_wrong_sizes_too():
 def test_causal_is_true_or_false():
     with pytest.raises(DTypeError, match="causal is 'x', expected True or False"):
         attention(Q, KV, KV, causal="x")
+
+
+LEARNED = torch.nn.Parameter(torch.tensor(0.3))
+WINDOWS = torch.zeros(4, 2, 9, 16)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: attention(Q, KV, KV, softmax_scale=LEARNED),
+        lambda: window_attention(WINDOWS, WINDOWS, WINDOWS, softmax_scale=LEARNED),
+        lambda: attention_scores(WINDOWS, WINDOWS, softmax_scale=LEARNED),
+    ],
+)
+def test_a_scale_that_wants_a_gradient_is_refused(call):
+    with pytest.raises(UnsupportedError, match=r"softmax_scale requires a gradient.*q \* softmax"):
+        call()
+    with torch.no_grad():
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: attention([1], KV, KV), "q"),
+        (lambda: attention(Q, None, KV), "k"),
+        (lambda: attention(Q, KV, KV, alibi_slopes=[1.0] * 4), "alibi_slopes"),
+        (lambda: window_attention(WINDOWS, [1], WINDOWS), "k"),
+        (lambda: window_attention(WINDOWS, WINDOWS, WINDOWS, bias=[1]), "bias"),
+        (lambda: attention_scores(WINDOWS, None), "k"),
+        (lambda: merge_states([1], [1]), "outs"),
+        (lambda: merge_states(torch.zeros(2, 3, 4, 8), None), "lses"),
+        (lambda: write_kv(RKV, RKV, KV, KV, [0] * 12), "slot_mapping"),
+        (lambda: write_kv(None, RKV, KV, KV, torch.zeros(12).long()), "k"),
+    ],
+)
+def test_what_is_no_tensor_is_named(call, name):
+    with pytest.raises(DTypeError, match=f"^{name} is of type .*, expected a torch.Tensor"):
+        call()

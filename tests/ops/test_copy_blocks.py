@@ -272,3 +272,31 @@ def test_two_tensors_may_share_memory_without_torch_knowing(copy):
     expected = copied_by_hand(first, second, PAIRS["a ring"][:4])
     copy([(first, second)], PAIRS["a ring"][:4])
     assert_same_memory(second, expected)
+
+
+@pytest.mark.parametrize("pairs", [[(1, 0), (2, 1)], ((1, 0), (2, 1)), []], ids=str)
+def test_pairs_may_be_a_list_as_tables_return_it(pairs):
+    cache = torch.arange(3.0)[:, None].repeat(1, 4)
+    expected = cache.clone()
+    for source, destination in pairs:
+        expected[destination] = source
+    copy_blocks([cache], pairs)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(
+    ("caches", "pairs", "error", "message"),
+    [
+        (torch.zeros(3, 4), [(0, 1)], DTypeError, r"caches is a tensor.*pass \[cache\]"),
+        ([[1.0]], [(0, 1)], DTypeError, "cache is of type list"),
+        ([(torch.zeros(3, 4), None)], [(0, 1)], DTypeError, "destination is of type NoneType"),
+        ([torch.zeros(3, 4)], "01", DTypeError, "src_to_dst is of type str"),
+        ([torch.zeros(3, 4)], [(0, 1), (2,)], ShapeError, "expected pairs of blocks"),
+        ([torch.zeros(3, 4)], [0, 1], ShapeError, "src_to_dst has 1 dimensions"),
+        ([torch.zeros(3, 4)], [(0.5, 1)], DTypeError, "src_to_dst is float32"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_caches_or_no_pairs_is_named(caches, pairs, error, message):
+    with pytest.raises(error, match=message):
+        copy_blocks(caches, pairs)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewise import explain_paged_attention
+from pagewise import explain_paged_attention, paged_attention
 from pagewise.errors import DTypeError, PagewiseError, ShapeError, UnsupportedError
 from pagewise.testing import PagedCase, make_inputs
 
@@ -295,3 +295,39 @@ def test_a_gpu_s_values_are_checked_on_the_host_when_debugging():
     longer = replace(inputs.batch, max_seq_len=1)
     with pytest.raises(ShapeError, match="max_seq_len is 1 but seq_lens"):
         check_on_host(replace(inputs.problem, max_seq_len=1), longer, inputs.k_cache.shape[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["q", "k_cache", "v_cache", "block_tables", "seq_lens", "cu_seqlens_q", "out"],
+)
+def test_what_is_no_tensor_is_named(name):
+    with pytest.raises(DTypeError, match=f"{name} is of type list, expected a torch.Tensor"):
+        inputs_with(**{name: lambda _: [1, 2]}).attend()
+    if name != "out":
+        with pytest.raises(DTypeError, match=f"{name} is of type NoneType"):
+            inputs_with(**{name: lambda _: None}).attend()
+
+
+def test_what_is_no_batch_is_named():
+    with pytest.raises(DTypeError, match="batch is of type tuple, expected a PagedBatch"):
+        paged_attention(torch.zeros(1, 2, 8), torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), ())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"causal": "no"}, DTypeError, "causal is 'no', expected True or False"),
+        ({"softmax_scale": "1"}, DTypeError, "softmax_scale is '1', expected a number"),
+        ({"sliding_window": 4.0}, ShapeError, "sliding_window is 4.0, expected at least 1"),
+        ({"alibi_slopes": [1.0] * 4}, DTypeError, "alibi_slopes is of type list"),
+        ({"k_scale": 1.0}, DTypeError, "k_scale is of type float"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_named_whatever_was_asked_before(options, error, message):
+    inputs = make_inputs(CASE)
+    call = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch)
+    paged_attention(*call, sliding_window=4)  # what is equal to 4 is not what 4 is
+    with pytest.raises(error, match=message):
+        paged_attention(*call, **options)

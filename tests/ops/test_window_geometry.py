@@ -94,6 +94,10 @@ def test_a_mask_that_is_no_regions_is_refused(mask):
     ("call", "message"),
     [
         (lambda: rel_offsets((3, 3), table_window=(2, 4)), r"window is \[3, 3\].*\[2, 4\]"),
+        (lambda: rel_offsets((0, 7)), r"window is \[0, 7\], expected integers, each at least 1"),
+        (lambda: rel_offsets((7.0, 7)), r"window is \[7.0, 7\], expected integers"),
+        (lambda: rel_offsets((2, 2), (-3, 3)), r"table_window is \[-3, 3\], expected integers"),
+        (lambda: rel_offsets((7, 7), num_tokens=-1), "num_tokens is -1, expected at least 1"),
         (lambda: rel_offsets((3, 3), table_window=(3,)), "table_window"),
         (lambda: rel_offsets((3, 3), num_tokens=10), "num_tokens is 10.*the 9"),
         (lambda: shift_regions((7, 6), (3, 3), (1, 1)), r"grid=\[7, 6\] is no multiple"),

@@ -167,10 +167,16 @@ class Engine:
             raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
         token_ids = self.encode(prompt)
         if len(token_ids) >= self.max_model_len:
+            blocks = f"{self.cache.num_blocks} blocks of {self.cache.block_size}"
+            is_full = self.max_model_len >= self.cache.num_tokens
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, expected fewer than max_model_len="
-                f"{self.max_model_len} (what the model and {self.cache.num_blocks} blocks of "
-                f"{self.cache.block_size} can hold): shorten it, or use more blocks"
+                f"{self.max_model_len}"
+                + (
+                    f", what {blocks} hold: shorten it, or use more blocks"
+                    if is_full
+                    else ", of the model or as it was asked for: shorten it"
+                )
             )
         if params.n > self.scheduler.max_num_seqs:
             raise RequestError(

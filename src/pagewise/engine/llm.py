@@ -50,6 +50,10 @@ class LLM:
             recorded as CUDA graphs, each number of sequences when it first occurs.
         seed: Where the seeds of requests without one come from.
 
+    On a CPU that has other work to do, set ``OMP_WAIT_POLICY=PASSIVE`` in the environment before
+    torch is imported, as the command line does: torch's threads wait for each other by spinning,
+    and beside one busy process the shipped model then takes twenty times as long.
+
     Raises:
         RequestError: The directory is no checkpoint, or an argument is out of range.
         UnsupportedError: The model cannot be proven to run exactly; the message says why.

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
 from struct import Struct
+from struct import error as StructError
 
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 
 __all__ = ["PrefixChain", "PrefixIndex"]
 
@@ -82,6 +83,14 @@ class PrefixIndex:
         if salt is not None:
             fields += _field(b"request", salt.encode("utf-8", "surrogatepass"))
         return PrefixChain(self, _Link(self._digest(b"root" + fields), None, fields))
+
+    def _pack(self, *token_ids: int) -> bytes:
+        try:
+            return self._encode(*token_ids)
+        except StructError as reason:
+            raise DTypeError(
+                f"token ids are {list(token_ids)}, expected integers of 64 bits: {reason}"
+            ) from None
 
     def match(self, chain: PrefixChain, max_blocks: int | None = None) -> list[int]:
         """The blocks that hold the longest indexed prefix of ``chain``, in order.
@@ -208,8 +217,9 @@ class PrefixChain:
         Raises:
             ValueError: The sequence has become shorter than the chain, or its last hashed
                 block differs now: it needs a new chain.
+            DTypeError: A token is no integer of 64 bits.
         """
-        size, encode = self._index._block_size, self._index._encode
+        size, encode = self._index._block_size, self._index._pack
         start, end = len(self._links) * size, len(token_ids) // size * size
         if start == end:
             return

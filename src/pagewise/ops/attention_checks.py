@@ -6,16 +6,19 @@ import math
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import SymInt, Tensor
 
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError, UnsupportedError
 
 __all__ = [
     "check_contiguous_rows",
+    "check_flag",
     "check_heads",
     "check_options",
     "default_scale",
     "is_size",
+    "refuse_learned_scale",
     "whole_window",
 ]
 
@@ -56,6 +59,22 @@ def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> 
         )
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise DTypeError for what is neither True nor False: any text would be true."""
+    if not isinstance(value, bool):
+        raise DTypeError(f"{name} is {value!r}, expected True or False")
+
+
+def refuse_learned_scale(softmax_scale: Any) -> None:
+    """Raise UnsupportedError for one that expects a gradient: it would never get it."""
+    is_tensor = isinstance(softmax_scale, Tensor)
+    if is_tensor and softmax_scale.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "softmax_scale requires a gradient, which is not computed: give "
+            "q * softmax_scale for q, and 1.0 for softmax_scale"
+        )
+
+
 def default_scale(q: Tensor) -> float:
     """``head_size ** -0.5``; for tensors that are to be refused, a number."""
     return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0
@@ -71,6 +90,6 @@ def whole_window(sliding_window: Any) -> Any:
     """As Python's integer, of which differences fit into 64 bits: no cache has 2⁴⁰ keys."""
     if sliding_window is None:
         return None
-    if isinstance(sliding_window, Integral) and is_size(sliding_window, least=1, bits=63):
-        return min(int(sliding_window), 1 << 40)
-    return sliding_window
+    check_options(sliding_window, None)
+    is_known = isinstance(sliding_window, Integral)
+    return min(int(sliding_window), 1 << 40) if is_known else sliding_window

@@ -75,7 +75,7 @@ def refuse_tangents(name: str, *inputs: Any) -> None:
     if has_tangent(*inputs):
         raise UnsupportedError(
             f"{name} has no forward-mode derivative (jvp, jacfwd): use reverse mode (backward, "
-            "torch.func.vjp, jacrev)"
+            "torch.autograd.grad)"
         )
 
 

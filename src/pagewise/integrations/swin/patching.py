@@ -9,6 +9,7 @@ from importlib import import_module
 
 from torch import nn
 
+from ...errors import DTypeError
 from .proof import difference
 from .report import Entry, PatchReport
 from .swapped import (
@@ -82,6 +83,7 @@ def unpatch(model: nn.Module) -> None:
     Example:
         >>> unpatch(nn.Linear(2, 2))
     """
+    _check(model)
     modules = list(model.modules())
     for module in modules:
         check_restorable(module)
@@ -95,8 +97,8 @@ def patched(model: nn.Module) -> Iterator[PatchReport]:
 
     Example:
         >>> with patched(nn.Linear(2, 2)) as report:
-        ...     print(report)
-        patched: 0 window attentions
+        ...     print(len(report.attentions))
+        0
     """
     report, touched = _patch(model)
     try:
@@ -108,6 +110,7 @@ def patched(model: nn.Module) -> Iterator[PatchReport]:
 
 def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
     """The report, and the modules that were not patched before."""
+    _check(model)
     swaps = _known()
     proven: dict[tuple[object, ...], str | None] = {}
     touched: list[nn.Module] = []
@@ -140,6 +143,11 @@ def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
         norms=tuple(entries[SwappedNorms]),
     )
     return report, touched
+
+
+def _check(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise DTypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
 
 
 def _known() -> Swaps:

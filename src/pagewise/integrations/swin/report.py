@@ -7,6 +7,12 @@ from dataclasses import dataclass
 __all__ = ["Entry", "PatchReport"]
 
 
+_KNOWN = (
+    "  known are MONAI's SwinUNETR, Swin v1 and v2 of torchvision and timm, Swin and Swinv2 of "
+    "Transformers"
+)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One module of the model."""
@@ -57,6 +63,8 @@ class PatchReport:
         if self.norms:
             lines += [_count("norms and activations in one", self.norms, "residual block")]
             lines += self.norms
+        if not self.attentions and not self.left_alone:
+            lines.append(_KNOWN)
         if self.left_alone:
             lines += [f"left alone: {len(self.left_alone)}", *self.left_alone]
         return "\n".join(map(str, lines))

@@ -7,9 +7,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from ...errors import DTypeError, ShapeError
+from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype
-from ..attention_checks import check_contiguous_rows, check_heads, check_options
+from ..attention_checks import check_contiguous_rows, check_flag, check_heads, check_options
 from .problem import Lengths, Options, Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -35,8 +35,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
         head_size=sizes["head_size"],
         v_head_size=sizes["v_head_size"],
     )
-    if not isinstance(options.causal, bool):
-        raise DTypeError(f"causal is {options.causal!r}, expected True or False")
+    check_flag("causal", options.causal)
     check_options(options.sliding_window, options.logits_soft_cap)
     return Problem(
         num_seqs=sizes["num_seqs"],

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import bind, check_device, check_dtype
-from ..attention_checks import check_contiguous_rows, default_scale
+from ...shapes import bind, check_device, check_dtype, check_tensors
+from ..attention_checks import check_contiguous_rows, default_scale, refuse_learned_scale
 from ..dispatch import choose
 from ..eager import needs_gradient
 from . import reference
@@ -47,6 +47,7 @@ def attention_scores(
         >>> attention_scores(q, k, softmax_scale=0.25).shape
         torch.Size([4, 12, 343, 343])
     """
+    check_tensors(q=q, k=k)
     sizes = bind(q=(q, "batch num_heads q_len head_size"), k=(k, "batch num_heads k_len head_size"))
     check_dtype("q", q, torch.float32, torch.float16, torch.bfloat16, torch.float64)
     check_dtype("k", k, q.dtype)
@@ -54,6 +55,7 @@ def attention_scores(
     check_contiguous_rows(q=q, k=k)
     if sizes["head_size"] == 0:
         raise ShapeError("q has head_size=0, expected at least 1")
+    refuse_learned_scale(softmax_scale)
     if softmax_scale is None:
         softmax_scale = default_scale(q)
     problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient(q, k))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, form
+from ...errors import DTypeError, ShapeError
+from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form
 from ..dispatch import choose
 from .problem import Problem
 
@@ -21,7 +21,7 @@ IMPLEMENTATIONS = ("triton", "cpu", "reference")
 
 def copy_blocks(
     caches: Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]],
-    src_to_dst: Tensor,
+    src_to_dst: Tensor | Sequence[tuple[int, int]],
     *,
     impl: str = "auto",
 ) -> None:
@@ -40,7 +40,7 @@ def copy_blocks(
             ``[num_blocks, …]`` each, any type. A pair ``(source, destination)`` copies between
             two tensors, host and device included.
         src_to_dst: int64 ``[n, 2]`` on the CPU: source block, destination block; no destination
-            twice.
+            twice. Or a list of pairs, as ``BlockTable.append`` returns it.
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Raises:
@@ -55,11 +55,13 @@ def copy_blocks(
         >>> cache[:, 0].tolist()
         [3.0, 0.0, 2.0, 3.0]
     """
-    bind(src_to_dst=(src_to_dst, "n 2"))
-    check_dtype("src_to_dst", src_to_dst, torch.int64)
-    check_device("src_to_dst", torch.device("cpu"), src_to_dst=src_to_dst)
+    src_to_dst = _as_pairs(src_to_dst)
     bounds = _bound(src_to_dst)
+    if isinstance(caches, Tensor):
+        raise DTypeError("caches is a tensor, expected a list of caches: pass [cache]")
     pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
+    for source, destination in pairs:
+        check_tensors(cache=source, destination=destination)
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for source, destination in pairs:
         module = _settle(form(source), form(destination), _is_pinned(source, destination), impl)
@@ -68,6 +70,20 @@ def copy_blocks(
     _check_twice(pairs)
     for module, group in groups.items():
         module.run(group, src_to_dst)
+
+
+def _as_pairs(src_to_dst: Any) -> Tensor:
+    """Of blocks, checked but for their numbers."""
+    if isinstance(src_to_dst, (list, tuple)):
+        try:
+            src_to_dst = torch.tensor(src_to_dst) if src_to_dst else torch.empty(0, 2).long()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ShapeError(f"src_to_dst is {src_to_dst!r}, expected pairs of blocks") from error
+    bind(src_to_dst=(src_to_dst, "n 2"))
+    check_dtype("src_to_dst", src_to_dst, torch.int64)
+    check_device("src_to_dst", torch.device("cpu"), src_to_dst=src_to_dst)
+    pairs: Tensor = src_to_dst
+    return pairs
 
 
 def _check_twice(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

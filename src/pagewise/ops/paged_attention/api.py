@@ -14,7 +14,7 @@ from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
 from ..attention_checks import default_scale, whole_window
 from ..dispatch import choose, explain
-from .checks import check, describe, form_of
+from .checks import check, check_kinds, describe, form_of
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
 
@@ -104,13 +104,14 @@ def paged_attention(
         >>> paged_attention(torch.randn(2, 8, 64), k_cache, v_cache, batch).out.shape
         torch.Size([2, 8, 64])
     """
-    if softmax_scale is None:
-        softmax_scale = default_scale(q)
-    sliding_window, biases = whole_window(sliding_window), (alibi_slopes, sinks)
-    options = Options._make(
-        (softmax_scale, causal, sliding_window, logits_soft_cap, *biases, k_scale, v_scale)
-    )
-    description = describe(q, k_cache, v_cache, batch, options, out)
+    sliding_window, tensors = whole_window(sliding_window), (alibi_slopes, sinks, k_scale, v_scale)
+    try:
+        scale = default_scale(q) if softmax_scale is None else softmax_scale
+        options = Options._make((scale, causal, sliding_window, logits_soft_cap, *tensors))
+        description = describe(q, k_cache, v_cache, batch, options, out)
+    except AttributeError:
+        check_kinds(q, k_cache, v_cache, batch, tensors, out)
+        raise
     problem, run = _settle(description, plan, impl)
     if is_debugging() and q.is_cuda:
         check_on_host(problem, batch, k_cache.shape[0])

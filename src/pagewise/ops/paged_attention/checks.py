@@ -6,14 +6,15 @@ once: a decode step in an engine looks the answer up.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, form
-from ..attention_checks import check_heads, check_options, is_size
+from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form
+from ..attention_checks import check_flag, check_heads, check_options, is_size
 from ..scales import LARGEST_CODE, find_kind
 from .problem import CallForm, Options, PagedBatch, Problem
 
@@ -52,6 +53,18 @@ def describe(
         caches % 16 == 0,
         (caches | rows) % 16 == 0,
     )
+
+
+def check_kinds(
+    q: Any, k_cache: Any, v_cache: Any, batch: Any, rest: tuple[Any, ...], out: Any
+) -> None:
+    """Raise DTypeError for an argument whose form cannot be described."""
+    if not isinstance(batch, PagedBatch):
+        raise DTypeError(f"batch is of type {type(batch).__name__}, expected a PagedBatch")
+    lengths = {n: getattr(batch, n) for n in ("block_tables", "seq_lens", "cu_seqlens_q")}
+    names = ("alibi_slopes", "sinks", "k_scale", "v_scale", "out")
+    given = {n: x for n, x in zip(names, (*rest, out), strict=True) if x is not None}
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **lengths, **given)
 
 
 def form_of(description: tuple[Any, ...]) -> CallForm:
@@ -133,6 +146,9 @@ def _check_sizes(sizes: dict[str, int], forms: CallForm) -> None:
     if not 1 <= sizes["block_size"] <= 256:
         raise ShapeError(f"k_cache has block_size={sizes['block_size']}, expected 1 to 256")
     check_options(forms.sliding_window, forms.logits_soft_cap)
+    check_flag("causal", forms.causal)
+    if not isinstance(forms.softmax_scale, Real):
+        raise DTypeError(f"softmax_scale is {forms.softmax_scale!r}, expected a number")
     for name in ("max_query_len", "max_seq_len"):
         value = getattr(forms, name)
         if not is_size(value):

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...shapes import check_tensors
 from ...tiles.state import AttentionOutput
+from ..attention_checks import refuse_learned_scale
 from ..dispatch import explain
 from ..eager import autocast_type
 from . import operator
@@ -158,9 +160,19 @@ def _operands(
     qk_norm_eps: float = 1e-12,
 ) -> Operands:
     """Fill in defaults and take the shorter spellings."""
+    given = {
+        "bias_table": bias_table,
+        "rel_offsets": rel_offsets,
+        "bias": bias,
+        "regions": regions,
+        "mask": mask,
+        "logit_scale": logit_scale,
+    }
+    check_tensors(q=q, k=k, v=v, **{n: x for n, x in given.items() if x is not None})
     dtype = autocast_type(q)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    refuse_learned_scale(softmax_scale)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5 if logit_scale is None else 1.0
     if logit_scale is not None and logit_scale.shape[1:] == (1, 1):

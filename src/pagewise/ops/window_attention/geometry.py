@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
+from ..attention_checks import is_size
 
 __all__ = ["clamp", "partition", "regions_from_mask", "rel_offsets", "shift_regions"]
 
@@ -45,6 +46,9 @@ def rel_offsets(
         tensor([0, 1, 5, 6], dtype=torch.int32)
     """
     table = tuple(window if table_window is None else table_window)
+    for name, sizes in (("window", window), ("table_window", table)):
+        if not sizes or not all(is_size(size, least=1) for size in sizes):
+            raise ShapeError(f"{name} is {list(sizes)}, expected integers, each at least 1")
     if len(table) != len(window) or any(a > b for a, b in zip(window, table, strict=True)):
         raise ShapeError(f"window is {list(window)}, expected at most table_window={list(table)}")
     offsets = torch.zeros(1, dtype=torch.int32)
@@ -52,9 +56,10 @@ def rel_offsets(
         steps = torch.arange(size, dtype=torch.int32)
         offsets = (offsets[:, None] * (2 * table_size - 1) + steps).flatten()
     wanted = len(offsets) if num_tokens is None else num_tokens
-    if wanted > len(offsets):
+    if not is_size(wanted, least=1) or wanted > len(offsets):
         raise ShapeError(
-            f"num_tokens is {wanted}, expected at most the {len(offsets)} of window={list(window)}"
+            f"num_tokens is {wanted}, expected at least 1, and at most the {len(offsets)} of "
+            f"window={list(window)}"
         )
     return offsets[:wanted].clone()
 
