@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewise import explain_paged_attention, paged_attention
+from pagewise import PagedBatch, explain_paged_attention, paged_attention
 from pagewise.errors import DTypeError, PagewiseError, ShapeError, UnsupportedError
 from pagewise.testing import PagedCase, make_inputs
 
@@ -331,3 +331,37 @@ def test_a_wrong_option_is_named_whatever_was_asked_before(options, error, messa
     paged_attention(*call, sliding_window=4)  # what is equal to 4 is not what 4 is
     with pytest.raises(error, match=message):
         paged_attention(*call, **options)
+
+
+def test_a_batch_of_lists_is_that_of_tensors():
+    batch = PagedBatch.of([[7], [2, 5], []], [3, 6, 0], [3, 1, 0])
+    assert batch.block_tables[0, :1].tolist() == [7]
+    assert batch.block_tables[1].tolist() == [2, 5]
+    assert batch.seq_lens.tolist() == [3, 6, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 3, 4, 4]
+    assert (batch.max_query_len, batch.max_seq_len) == (3, 6)
+    tensors = (batch.block_tables, batch.seq_lens, batch.cu_seqlens_q)
+    assert {tensor.dtype for tensor in tensors} == {torch.int32}
+    assert PagedBatch.of([[1], [0]], [2, 1]).cu_seqlens_q.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_seqs", [0, 2])
+def test_a_batch_of_nothing_gives_nothing(num_seqs):
+    batch = PagedBatch.of([[]] * num_seqs, [0] * num_seqs, [0] * num_seqs)
+    cache = torch.zeros(1, 4, 2, 8)
+    assert paged_attention(torch.zeros(0, 2, 8), cache, cache, batch).out.shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1]], [2, 3]), "blocks are of 1 sequences, seq_lens of 2 and query_lens of 2"),
+        (([[1], [2]], [2, 3], [1]), "and query_lens of 1: expected as many of each"),
+        (([[1], [2]], [2, 3], [2, 4]), "sequence 1 has 4 new tokens and 3 keys.*included"),
+        (([[1]], [2], [-1]), "sequence 0 has -1 new tokens"),
+    ],
+    ids=str,
+)
+def test_lists_that_make_no_batch_are_named(arguments, message):
+    with pytest.raises(ShapeError, match=message):
+        PagedBatch.of(*arguments)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import ShapeError
 from ...shapes import Form, form
 
 __all__ = ["CallForm", "Options", "PagedBatch", "Problem"]
@@ -51,6 +54,52 @@ class PagedBatch:
         """A batch with one new token a sequence."""
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
         return PagedBatch(block_tables, seq_lens, starts, 1, max_seq_len)
+
+    @staticmethod
+    def of(
+        blocks: Sequence[Sequence[int]],
+        seq_lens: Sequence[int],
+        query_lens: Sequence[int] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> PagedBatch:
+        """A batch from lists on the host, as ``BlockTable`` keeps them.
+
+        Args:
+            blocks: Each sequence's blocks, in the order of its tokens: ``BlockTable.blocks``.
+            seq_lens: All keys of each sequence, the new tokens included.
+            query_lens: New tokens of each sequence; ``None``: one each.
+            device: Where the tensors go.
+
+        Raises:
+            ShapeError: The lists differ in length, or a sequence has more new tokens than keys.
+
+        Example:
+            >>> batch = PagedBatch.of([[7], [2, 5], [0]], [3, 6, 4], [3, 1, 2])
+            >>> batch.block_tables.tolist(), batch.cu_seqlens_q.tolist(), batch.max_seq_len
+            ([[7, 0], [2, 5], [0, 0]], [0, 3, 4, 6], 6)
+        """
+        counts = [1] * len(seq_lens) if query_lens is None else list(query_lens)
+        if not len(blocks) == len(seq_lens) == len(counts):
+            raise ShapeError(
+                f"blocks are of {len(blocks)} sequences, seq_lens of {len(seq_lens)} and "
+                f"query_lens of {len(counts)}: expected as many of each"
+            )
+        for seq, (seq_len, count) in enumerate(zip(seq_lens, counts, strict=True)):
+            if not 0 <= count <= seq_len:
+                raise ShapeError(
+                    f"sequence {seq} has {count} new tokens and {seq_len} keys: seq_lens counts "
+                    "all keys, the new tokens' own included"
+                )
+        tables = torch.zeros(len(blocks), max(map(len, blocks), default=0), dtype=torch.int32)
+        for row, ids in zip(tables, blocks, strict=True):
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        lengths = torch.tensor(seq_lens, dtype=torch.int32)
+        return PagedBatch(
+            tables.to(device), lengths.to(device), starts.to(device),
+            max(counts, default=0), max(seq_lens, default=0),
+        )  # fmt: skip
 
     @functools.cached_property
     def forms(self) -> tuple[Any, Any, Any]:
