@@ -381,3 +381,12 @@ def test_ctrl_c():
     assert process.returncode == 130
     assert err == b"pagewise: interrupted\n"
     assert out.endswith(b"\n")
+
+
+def test_what_had_no_room_is_said_to_be_cut_short(run):
+    code, _, err = run("generate", "x", *GREEDY, "--max-tokens", "40", "--max-model-len", "10")
+    assert code == 0
+    assert "cut short        1 by max_model_len=10" in err
+    code, _, err = run("generate", "x", *GREEDY)
+    assert code == 0
+    assert "cut short" not in err

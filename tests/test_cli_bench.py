@@ -103,7 +103,7 @@ def test_the_least_time_is_the_analysis(run):
         ("windows --grid 8,8 --window 4", "differ in their number of axes"),
         ("windows --grid 8,x", "--grid 8,x: expected some whole numbers"),
         ("windows --head-size 0", "head_size is 0"),
-        ("windows --num-images 0", "num_windows is 0"),
+        ("windows --num-images 0", "num_images is 0"),
         ("nothing", "No such command 'nothing'"),
         ("attention --query-len 10000000", "take 12,800,000,000,000,000 bytes and more"),
         ("windows --grid 1000,1000,1000", "1,032,090,088,029 scores"),

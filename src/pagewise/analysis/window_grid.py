@@ -116,7 +116,13 @@ class WindowGrid:
     def shape(
         self, *, num_images: int, num_heads: int, head_size: int, element_bytes: int = 2
     ) -> WindowShape:
-        """One call of attention over these windows, for counting its bytes."""
+        """One call of attention over these windows, for counting its bytes.
+
+        Raises:
+            ShapeError: A number is less than 1.
+        """
+        if num_images < 1:
+            raise ShapeError(f"num_images is {num_images}, expected at least 1")
         return WindowShape(
             self.num_windows * num_images,
             num_heads,

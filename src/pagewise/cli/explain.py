@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import RequestError
 from .options import Element, ElementName, flag, option, parse_sizes
 from .output import aligned
 
@@ -256,9 +257,12 @@ def _byte_rows(shape: WindowShape) -> dict[str, str]:
 
 
 def _find_machine(name: str) -> Machine:
-    from ..analysis.roofline import machine
+    from ..analysis.roofline import machine, machine_names
 
     if name != "here":
+        if name not in machine_names():
+            known = ", ".join(("here", *machine_names()))
+            raise RequestError(f"--machine {name}: expected one of {known}")
         return machine(name)
     import torch
 

@@ -133,7 +133,7 @@ def generate(
             enable_prefix_caching=not no_prefix_caching,
         )
     deltas = llm.stream(texts, params)  # refuses what cannot be served
-    run = Run(llm.engine, texts, n, watch=show_pages)
+    run = Run(llm.engine, texts, n, max_tokens=max_tokens, watch=show_pages)
     deltas = run.measure(deltas)
     if len(run.keys) == 1:
         stream_one(deltas, "" if no_echo else texts[0], console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ class Run:
         engine: A new one: prompts are expected under the request ids 0, 1, ….
         prompts: Their texts.
         n: Samples of each.
+        max_tokens: How long each may become.
         watch: Whether to keep a page map.
 
     Attributes:
@@ -32,20 +34,24 @@ class Run:
         seconds: Time so far.
         first_tokens: Seconds from the start to each prompt's first token.
         errors: What failed, and why.
+        num_cut: Continuations that had no room for ``max_tokens``.
         num_steps: Steps of the engine so far.
         page_map: Of the step in which most blocks were held, the last one of equals.
         peak_step: Which step that was, counted from 1.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[str], n: int, *, watch: bool) -> None:
+    def __init__(
+        self, engine: Engine, prompts: Sequence[str], n: int, *, max_tokens: int, watch: bool
+    ) -> None:
         self.prompts = prompts
         self.keys = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(n)]
         self.num_output_tokens, self.seconds = 0, 0.0
         self.first_tokens: dict[int, float] = {}
         self.errors: list[str] = []
-        self.num_steps = self.peak_step = 0
+        self.num_steps = self.peak_step = self.num_cut = 0
         self.page_map: PageMap | None = None
-        self._engine, self._n = engine, n
+        self._engine, self._n, self._max_tokens = engine, n, max_tokens
+        self._lengths = Counter[tuple[int, int]]()
         if watch:
             engine.on_step = self._look
 
@@ -63,6 +69,10 @@ class Run:
             if delta.token_id is not None:
                 self.num_output_tokens += 1
                 self.first_tokens.setdefault(delta.request_id, self.seconds)
+                self._lengths[delta.request_id, delta.index] += 1
+            if delta.finish_reason == "length":
+                length = self._lengths[delta.request_id, delta.index]
+                self.num_cut += length < self._max_tokens
             if delta.error is not None:
                 self.errors.append(f"{self.name(delta.request_id, delta.index)}: {delta.error}")
             yield delta
@@ -101,6 +111,8 @@ def cache_report(engine: Engine, run: Run) -> Text:
         "output": _rate(run.num_output_tokens, run.seconds),
         "first token": _first_token(list(run.first_tokens.values())),
     }
+    if run.num_cut:
+        rows["cut short"] = f"{run.num_cut:,} by max_model_len={engine.max_model_len:,}"
     return aligned(rows)
 
 
