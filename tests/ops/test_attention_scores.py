@@ -21,6 +21,7 @@ SHAPES = [  # batch, heads, q_len, k_len, head_size
     (1, 1, 70, 150, 10),
     (1, 1, 3, 777, 8),  # too long for rows of one line
     (1, 1, 3, 776, 8),  # and of whole vectors
+    (1, 1, 2, 728, 256),  # and of float32 with tiles of 16 rows
     (2, 2, 5, 8, 24),
     (3, 1, 9, 3, 4),
     (1, 3, 20, 17, 30),

@@ -60,11 +60,14 @@ def copy_blocks(
     if isinstance(caches, Tensor):
         raise DTypeError("caches is a tensor, expected a list of caches: pass [cache]")
     pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
-    for source, destination in pairs:
-        check_tensors(cache=source, destination=destination)
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for source, destination in pairs:
-        module = _settle(form(source), form(destination), _is_pinned(source, destination), impl)
+        try:
+            forms = form(source), form(destination)
+        except AttributeError:
+            check_tensors(cache=source, destination=destination)
+            raise
+        module = _settle(*forms, _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
         groups.setdefault(module, []).append((source, destination))
     _check_twice(pairs)
