@@ -85,7 +85,7 @@ def in_eights(x, T: tl.constexpr):
 
 @triton.jit
 def put(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
-    """Store eight neighbours each to shared memory, from address ``at`` on, if so on 16 bytes."""
+    """Store eight neighbours each from an address on, which is on 16 bytes if ``IS_ALIGNED``."""
     BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
         _put(BITS, IS_ALIGNED),
@@ -96,7 +96,7 @@ def put(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
 
 @triton.jit
 def put_some(at, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED: tl.constexpr):
-    """Only the first ``count`` of them: none if it is 0 or less; eight or none if aligned."""
+    """Only the first ``count`` of them: none if it is 0 or less; aligned, whole vectors."""
     BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
         _put_some(BITS, IS_ALIGNED),
