@@ -51,8 +51,8 @@ class LLM:
         seed: Where the seeds of requests without one come from.
 
     On a CPU that has other work to do, set ``OMP_WAIT_POLICY=PASSIVE`` in the environment before
-    torch is imported, as the command line does: torch's threads wait for each other by spinning,
-    and beside one busy process the shipped model then takes twenty times as long.
+    torch is imported, as the command line does: torch's threads wait for each other by spinning.
+    On two cores, beside one busy process, the shipped model then took 4 to 20 times as long.
 
     Raises:
         RequestError: The directory is no checkpoint, or an argument is out of range.
