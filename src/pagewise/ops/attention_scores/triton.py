@@ -224,7 +224,7 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     k_len, long = problem.k_len, _LINE // (16 * q.element_size())  # too long for 16 rows a line
     if k_len > long:  # all beyond are built alike, if their rows begin alike
         k_len = long + (1 if k_len % unit else unit)
-    is_dense = all(t.stride(2) <= problem.num_heads * problem.head_size for t in (q, k))
+    is_dense = max(strides[2], strides[5]) <= problem.num_heads * problem.head_size
     launcher = make_launcher(
         q.dtype, problem.head_size, k_len, factor, device.capability, softmax_scale != 1, is_dense
     )
