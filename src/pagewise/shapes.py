@@ -21,6 +21,8 @@ __all__ = [
     "check_dtype",
     "check_tensors",
     "form",
+    "forms",
+    "given",
     "is_debugging",
 ]
 
@@ -47,6 +49,19 @@ def form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+def forms(**tensors: torch.Tensor) -> tuple[Any, ...]:
+    """Every tensor's ``form``, in their order.
+
+    Raises:
+        DTypeError: One is no tensor; the message names it.
+    """
+    try:
+        return tuple(map(form, tensors.values()))
+    except AttributeError:  # asked for only then: a call is to cost little
+        check_tensors(**tensors)
+        raise
+
+
 @functools.cache
 def is_debugging() -> bool:
     """Whether values on a GPU are checked too, which waits for it: ``PAGEWISE_DEBUG=1``.
@@ -69,6 +84,7 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
     Raises:
         ShapeError: A tensor has another number of dimensions than its pattern, or a size that
             differs from an earlier argument's; the message names both.
+        DTypeError: An argument is neither a tensor nor the form of one.
 
     Example:
         >>> import torch
@@ -103,11 +119,13 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
     return sizes
 
 
-def check_tensors(**arguments: Any) -> None:
-    """Raise DTypeError for what is no tensor.
+def given(**arguments: Any) -> dict[str, Any]:
+    """Those that are not None: of arguments that may be left out."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
-    Calls take it for one, for the sake of speed, and ask here when that went wrong.
-    """
+
+def check_tensors(**arguments: Any) -> None:
+    """Raise DTypeError for what is no tensor; None is none."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise DTypeError(f"{name} is of type {type(value).__name__}, expected a torch.Tensor")

@@ -167,16 +167,13 @@ class Engine:
             raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
         token_ids = self.encode(prompt)
         if len(token_ids) >= self.max_model_len:
-            blocks = f"{self.cache.num_blocks} blocks of {self.cache.block_size}"
-            is_full = self.max_model_len >= self.cache.num_tokens
+            limit = "of the model or as it was asked for: shorten it"
+            if self.max_model_len >= self.cache.num_tokens:
+                blocks = f"{self.cache.num_blocks} blocks of {self.cache.block_size}"
+                limit = f"what {blocks} hold: shorten it, or use more blocks"
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, expected fewer than max_model_len="
-                f"{self.max_model_len}"
-                + (
-                    f", what {blocks} hold: shorten it, or use more blocks"
-                    if is_full
-                    else ", of the model or as it was asked for: shorten it"
-                )
+                f"{self.max_model_len}, {limit}"
             )
         if params.n > self.scheduler.max_num_seqs:
             raise RequestError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import UnsupportedError
-from ...shapes import check_tensors
+from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..attention_checks import default_scale, refuse_learned_scale, whole_window
 from ..dispatch import explain
@@ -98,9 +98,8 @@ def attention(
         >>> result = attention(q, k, v, cu_seqlens_q=starts, max_query_len=70)
         >>> result.out.sum().backward()
     """
-    starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    given = {"alibi_slopes": alibi_slopes, "sinks": sinks, **starts}
-    check_tensors(q=q, k=k, v=v, **{n: x for n, x in given.items() if x is not None})
+    starts = given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_tensors(q=q, k=k, v=v, **starts, **given(alibi_slopes=alibi_slopes, sinks=sinks))
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             "alibi_slopes requires a gradient, which attention does not compute: pass "

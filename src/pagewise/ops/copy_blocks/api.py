@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form
+from ...shapes import Form, bind, check_device, check_dtype, forms
 from ..dispatch import choose
 from .problem import Problem
 
@@ -62,12 +62,8 @@ def copy_blocks(
     pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for source, destination in pairs:
-        try:
-            forms = form(source), form(destination)
-        except AttributeError:
-            check_tensors(cache=source, destination=destination)
-            raise
-        module = _settle(*forms, _is_pinned(source, destination), impl)
+        both = forms(cache=source, destination=destination)
+        module = _settle(*both, _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
         groups.setdefault(module, []).append((source, destination))
     _check_twice(pairs)

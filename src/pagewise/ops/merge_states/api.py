@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form
+from ...shapes import Form, bind, check_device, check_dtype, forms
 from ...tiles.state import AttentionOutput
 from ..dispatch import choose
 from ..eager import needs_gradient
@@ -51,12 +51,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
     """
     if impl == "auto" and torch.compiler.is_compiling():
         return reference.run(outs, lses)  # whose operations a compiler knows
-    try:
-        forms = form(outs), form(lses)
-    except AttributeError:
-        check_tensors(outs=outs, lses=lses)
-        raise
-    module = _settle(*forms, needs_gradient(outs, lses), impl)
+    module = _settle(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
     result: AttentionOutput = module.run(outs, lses)
     return result
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form
+from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, given
 from ..attention_checks import check_flag, check_heads, check_options, is_size
 from ..scales import LARGEST_CODE, find_kind
 from .problem import CallForm, Options, PagedBatch, Problem
@@ -63,8 +63,8 @@ def check_kinds(
         raise DTypeError(f"batch is of type {type(batch).__name__}, expected a PagedBatch")
     lengths = {n: getattr(batch, n) for n in ("block_tables", "seq_lens", "cu_seqlens_q")}
     names = ("alibi_slopes", "sinks", "k_scale", "v_scale", "out")
-    given = {n: x for n, x in zip(names, (*rest, out), strict=True) if x is not None}
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **lengths, **given)
+    others = given(**dict(zip(names, (*rest, out), strict=True)))
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **lengths, **others)
 
 
 def form_of(description: tuple[Any, ...]) -> CallForm:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...shapes import check_tensors
+from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..attention_checks import refuse_learned_scale
 from ..dispatch import explain
@@ -160,15 +160,9 @@ def _operands(
     qk_norm_eps: float = 1e-12,
 ) -> Operands:
     """Fill in defaults and take the shorter spellings."""
-    given = {
-        "bias_table": bias_table,
-        "rel_offsets": rel_offsets,
-        "bias": bias,
-        "regions": regions,
-        "mask": mask,
-        "logit_scale": logit_scale,
-    }
-    check_tensors(q=q, k=k, v=v, **{n: x for n, x in given.items() if x is not None})
+    biases = given(bias_table=bias_table, rel_offsets=rel_offsets, bias=bias)
+    others = given(regions=regions, mask=mask, logit_scale=logit_scale)
+    check_tensors(q=q, k=k, v=v, **biases, **others)
     dtype = autocast_type(q)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

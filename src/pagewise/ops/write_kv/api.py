@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, is_debugging
+from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
 from ..dispatch import choose
 from ..scales import LARGEST_CODE, bind_scales
 
@@ -73,13 +73,8 @@ def write_kv(
         >>> k_cache[0, 5, 0, 0], round(1 / k_scale[0, 5, 0].item())
         (tensor(127, dtype=torch.int8), 127)
     """
-    try:
-        forms = form(k), form(v), form(k_cache), form(v_cache), form(slot_mapping)
-    except AttributeError:
-        tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-        check_tensors(**tensors, slot_mapping=slot_mapping)
-        raise
-    module = _settle(*forms, impl)
+    tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    module = _settle(*tensors, impl)
     scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
     if slot_mapping.device.type == "cpu" or is_debugging():
         _check_slots(slot_mapping.cpu(), k_cache.shape[0] * k_cache.shape[1])

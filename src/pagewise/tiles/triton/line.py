@@ -135,16 +135,21 @@ mov.b32 $0, 0; }""")
 
 
 @triton.constexpr_function
+def _put_vectors(bits, count):
+    return (_PUT_VECTORS if bits == 32 else _PUT_VECTOR).value.replace("COUNT", count)
+
+
+@triton.constexpr_function
 def _put(bits, is_aligned):
     if is_aligned:
-        return (_PUT_VECTORS if bits == 32 else _PUT_VECTOR).value.replace("COUNT", "8")
+        return _put_vectors(bits, "8")
     return (_PUT_WORDS if bits == 32 else _PUT_HALVES).value
 
 
 @triton.constexpr_function
 def _put_some(bits, is_aligned):
     if is_aligned:
-        return (_PUT_VECTORS if bits == 32 else _PUT_VECTOR).value.replace("COUNT", "$10")
+        return _put_vectors(bits, "$10")
     stores = (
         f"setp.gt.s32 is_in, $10, {i}; @is_in st.shared.b{bits} [$1+{i * bits // 8}], ${i + 2};"
         for i in range(8)
