@@ -8,7 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import FITTED, HOPPER, assert_fits, resources
+from test_compiled import (
+    FITTED,
+    HOPPER,
+    assert_fits,
+    list_instructions,
+    reads_of_nothing,
+    resources,
+)
 from test_hopper_compile import SHARED_MEMORY, disassemble, loops_that_multiply
 from triton.backends.compiler import GPUTarget
 
@@ -85,6 +92,7 @@ def test_gradients_on_hopper(size, group, causal, window, end, spilled, tmp_path
     launcher = hopper.make_launcher(BF16, size, group, causal, window, end)
     compiled = launcher.compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
+    assert not reads_of_nothing(*list_instructions(compiled, tmp_path))
     if not FITTED:
         return
     loops = loops_that_multiply(disassemble(compiled, tmp_path))

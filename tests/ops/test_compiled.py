@@ -1,5 +1,6 @@
 """Every shipped configuration of the small GPU kernels compiles for Hopper, without a GPU."""
 
+import functools
 import itertools
 import os
 import re
@@ -42,6 +43,13 @@ def resources(compiled, tmp_path):
     return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
 
 
+def check_registers(compiled, tmp_path):
+    """ptxas has written code that reads what nothing was written to."""
+    listing = list_instructions(compiled, tmp_path)
+    assert not loads_of_nothing(*listing)
+    assert not reads_of_nothing(*listing)
+
+
 def list_instructions(compiled, tmp_path):
     """A kernel's machine code by ``nvdisasm``, and which instruction a label stands before."""
     return read_listing(dump(compiled, tmp_path, "-c", "nvdisasm"))
@@ -65,24 +73,64 @@ def loads_of_nothing(code, labels):
     word only to change bits of it, where it packs predicates, is left out, and so is half of a
     pair that the next instruction with its register overwrites.
     """
-    stored = {0: frozenset()}
-    waiting = [0]
-    while waiting:
-        at = waiting.pop()
-        kind, words = _spilled(code[at])
-        surely = kind == "STL" and not code[at].startswith("@")
-        after = stored[at] | words if surely else stored[at]
-        for next_one in _successors(code, labels, at):
-            known = after & stored.get(next_one, after)
-            if known != stored.get(next_one):
-                stored[next_one] = known
-                waiting.append(next_one)
+    stored = _made_before(code, labels, _stores)
     return [
         code[at]
         for at, known in stored.items()
         if _spilled(code[at])[0] == "LDL"
         and any(not _is_idle(code, at, word) for word in _spilled(code[at])[1] - known)
     ]
+
+
+def reads_of_nothing(code, labels):
+    """Reads of uniform registers that were not written on every way to them.
+
+    ptxas has made such code where two loops multiply the same queries: it computed their
+    descriptor before the first and used it in the second, and a branch leads past the first.
+    """
+    written = _made_before(code, labels, lambda instruction: _uniform(instruction)[1])
+    return [code[at] for at, known in written.items() if _uniform(code[at])[0] - known]
+
+
+def _made_before(code, labels, made):
+    """What the instructions on every way to an instruction have made, by its place."""
+    before = {0: frozenset()}
+    waiting = [0]
+    while waiting:
+        at = waiting.pop()
+        after = before[at] | made(code[at])
+        for next_one in _successors(code, labels, at):
+            known = after & before.get(next_one, after)
+            if known != before.get(next_one):
+                before[next_one] = known
+                waiting.append(next_one)
+    return before
+
+
+def _stores(instruction):
+    """The words that it spills; what is stored under a predicate is loaded under it."""
+    kind, words = _spilled(instruction)
+    return words if kind == "STL" else frozenset()
+
+
+@functools.cache
+def _uniform(instruction):
+    """The numbers of the uniform registers that it reads and writes, be it under a predicate."""
+    operation, _, rest = re.sub(r"^@!?U?P\w+ ", "", instruction).partition(" ")
+    name = operation.split(".")[0]
+    wide = name in ("UIADD3", "UMOV", "USHF", "ULDC", "R2UR") and ".64" in operation
+    operands = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", rest)
+    reads, writes = set(), set()
+    for operand in operands:
+        for register in map(int, re.findall(r"\bUR(\d+)", operand)):
+            if "gdesc" in operand:  # of both operands, or of the second
+                first = 2 if re.match(r" *R\d", operands[1]) else 0
+                reads |= set(range(register + first, register + 4))
+            elif not writes and re.match(r"(U(?!TMA|BLK)|R2UR|S2UR|VOTEU|CS2UR|REDUX)", name):
+                writes |= {register, register + (wide or ".WIDE" in operation)}
+            else:
+                reads |= {register, register + (wide or "desc" in operand)}
+    return frozenset(reads), frozenset(writes)
 
 
 def _spilled(instruction):
@@ -156,6 +204,27 @@ def assert_fits(launcher, tmp_path):
     if FITTED:
         assert (used["STACK"], used["LOCAL"]) == (0, 0), used
     return compiled.asm["ptx"]
+
+
+UNIFORM_LISTING = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0010*/               @P0 BRA `(.L_x_1) ;
+        /*0020*/                   UIADD3 UR8, UP0, UR4, 0x2, URZ ;
+        /*0030*/                   R2UR UR10, R3 ;
+        /*0040*/                   R2UR UR11, R4 ;
+.L_x_1:
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, R180, gdesc[UR8].tnspB, R24 ;
+        /*0060*/                   STG.E desc[UR4][R2.64], R5 ;
+        /*0070*/                   EXIT ;
+"""
+
+
+def test_a_register_that_nothing_was_written_to_is_found():
+    (read,) = reads_of_nothing(*read_listing(UNIFORM_LISTING))
+    assert read.startswith("HGMMA")
+    assert not reads_of_nothing(*read_listing(UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP")))
+    all_four = UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP").replace("R180, gdesc", "gdesc")
+    assert len(reads_of_nothing(*read_listing(all_four))) == 1  # UR9
 
 
 @pytest.mark.parametrize("word", [1, 2, 4, 8, 16])

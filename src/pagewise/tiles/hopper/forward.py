@@ -44,7 +44,7 @@ from .load import (
 )
 from .ring import make_ring
 from .schedule import Batch, make_orders
-from .softmax import hide, meet, pass_turn, take_turn, weigh
+from .softmax import hide, meet, pack, pass_turn, take_turn, unpack, weigh
 
 __all__ = ["forward_kernel"]
 
@@ -78,7 +78,7 @@ def _compute_role(
     weights, reach, m, l = _begin(s, orders, tile_use, window, scale, form, WG)
     while num_tiles > 0:
         q = q_ring.tile(tile_use, WG)
-        p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+        p = pack(weights, q.dtype)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         last = orders.read(tile_use, LAST)
         if not form.GATHER and last < TILE_N:
@@ -86,27 +86,15 @@ def _compute_role(
             if WG == 0:
                 _clear_rows(v_ring.tile(use, 0), gl.maximum(last, 0), form)
             meet(form.WARPGROUPS)
-        num_right = orders.read(tile_use, NUM_RIGHT)
-        num_full = orders.read(tile_use, NUM_FULL)
-        for _ in range(num_right):
+        first_full = orders.read(tile_use, NUM_RIGHT)
+        first_left = first_full + orders.read(tile_use, NUM_FULL)
+        for step in range(num_tiles - 1):
             reach += TILE_N
+            masked = (step < first_full) | (step >= first_left)
             p, acc, m, l = _attend_tile(
-                q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, True, form, WG
+                q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, masked, form, WG
             )
             use += 1
-        for _ in range(num_full):
-            p, acc, m, l = _attend_tile(
-                q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, False, form, WG
-            )
-            use += 1
-        if form.HAS_WINDOW:
-            reach += num_full * TILE_N
-            for _ in range(num_tiles - 1 - num_right - num_full):
-                reach += TILE_N
-                p, acc, m, l = _attend_tile(
-                    q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, True, form, WG
-                )
-                use += 1
         first = orders.read(tile_use, TOKEN)
         num_tokens = orders.read(tile_use, NUM_TOKENS)
         head = orders.read(tile_use, HEAD)
@@ -121,7 +109,7 @@ def _compute_role(
             q_ring.tile(tile_use, WG), k_ring, v_ring, use, p, acc, num_tiles > 0, form, WG
         )
         weights, reach, next_m, next_l = _begin(s, orders, tile_use, window, scale, form, WG)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
         v_ring.turns.release(0, use)
         use += 1
         _finish(
@@ -141,7 +129,7 @@ def _begin(s, orders, tile_use, window, scale, form, WG: gl.constexpr):
     s = hide(s, reach, window, orders.read(tile_use, LAST), form.CAUSAL, form.HAS_WINDOW)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
-    weights, _, m, l = weigh(s, m, l, scale, True)
+    weights, _, m, l = weigh(s, m, l, scale)
     return weights, reach, m, l
 
 
@@ -158,7 +146,8 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
     k = k_ring.operand(use + 1, form.ATOMS).permute((1, 0))
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     v_ring.turns.wait_full(0, use)
-    acc = warpgroup_mma(p, v_ring.operand(use, form.ATOMS), acc, is_async=True)
+    weights = unpack(p, q.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
+    acc = warpgroup_mma(weights, v_ring.operand(use, form.ATOMS), acc, is_async=True)
     if form.TAKE_TURNS:
         pass_turn((WG + 1) % form.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -169,22 +158,21 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(
-    q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale,
-    MASKED: gl.constexpr, form, WG: gl.constexpr,
+    q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, masked, form,
+    WG: gl.constexpr,
 ):  # fmt: skip
     """One step to the left: this use's values, and the softmax of the next use's scores."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     O_LAYOUT: gl.constexpr = acc.type.layout
     s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, form, WG)
-    if MASKED:
+    if masked:
         s = hide(s, reach, window, TILE_N, form.CAUSAL, form.HAS_WINDOW)
-    weights, decay, m, l = weigh(s, m, l, scale, MASKED)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    weights, decay, m, l = weigh(s, m, l, scale)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     v_ring.turns.release(0, use)
     decay = gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
     acc = acc * decay[:, None]
-    p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    return p, acc, m, l
+    return pack(weights, q.dtype), acc, m, l
 
 
 @gluon.jit

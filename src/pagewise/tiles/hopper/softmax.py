@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["hide", "meet", "pass_turn", "take_turn", "weigh"]
+__all__ = ["hide", "meet", "pack", "pass_turn", "take_turn", "unpack", "weigh"]
 
 
 @gluon.jit
@@ -18,15 +18,49 @@ def hide(s, reach, window, last, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr)
 
 
 @gluon.jit
-def weigh(s, m, l, scale, MASKED: gl.constexpr):
+def weigh(s, m, l, scale):
     """Weights of a tile's scores, the decay of what came before, and the new state."""
-    new_m = gl.maximum(m, gl.max(s, 1) * scale)
-    pivot = new_m
-    if MASKED:  # where no key was seen yet, -inf - -inf would be no number
-        pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
+    new_m = gl.maximum(m, _highest(s, m) * scale)
+    # Where no key was seen yet, -inf - -inf would be no number.
+    pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
     p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))
     decay = gl.exp2(m - pivot)
     return p, decay, new_m, l * decay + gl.sum(p, 1)
+
+
+@gluon.jit
+def _highest(s, m):
+    """Each row's highest score, where ``m`` lies, by many short chains: every exponential waits."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    parts = gl.max(gl.reshape(s, [M, N // 32, 4, 8]), 1)
+    return gl.convert_layout(gl.max(gl.max(parts, 1), 1), m.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def pack(weights, dtype: gl.constexpr):
+    """Weights rounded to 16 bits, neighbours in pairs, as registers hold them.
+
+    As 16-bit numbers they would go round a loop in halves of registers, which ptxas swaps at its
+    end and swaps back at its beginning: an eighth of the loop's instructions.
+    """
+    M: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = weights.shape[1]
+    convert: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    asm: gl.constexpr = "cvt.rn." + convert + ".f32 $0, $2, $1;"
+    low, high = gl.split(gl.reshape(weights, [M, N // 2, 2]))
+    return gl.inline_asm_elementwise(asm, "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The numbers of ``pack``'s pairs, in a layout that takes no moving."""
+    M: gl.constexpr = pairs.shape[0]
+    N: gl.constexpr = pairs.shape[1]
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    numbers = gl.reshape(gl.join(low, high), [M, 2 * N])
+    return gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
 
 
 @gluon.constexpr_function
