@@ -13,7 +13,8 @@ a tile's last product goes with the next tile's first::
 
 While one warpgroup does a softmax, another multiplies. Keys and values come in boxes of ``BOX``
 rows: a page, a part of one, or, of ragged tensors, a tile. Pages that make no boxes are gathered
-row by row, by two warps for keys and two for values. What lies past a sequence's end is read as
+row by row, by two warps for keys and two for values. Results of a whole tile go the same way back,
+where there is room for them in shared memory. What lies past a sequence's end is read as
 zeros or, inside its last box, overwritten with zeros: no NaN comes into a product.
 """
 
@@ -21,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -53,7 +55,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _compute_role(
-    out, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form, WG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its rows of every tile."""
@@ -113,11 +115,13 @@ def _compute_role(
         v_ring.turns.release(0, use)
         use += 1
         _finish(
-            out, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l,
-            form, WG,
+            out, staged, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
+            m, l, form, WG,
         )  # fmt: skip
         m = next_m
         l = next_l
+    if form.STAGED:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -192,21 +196,53 @@ def _clear_rows(tile, first, form):
 
 @gluon.jit
 def _finish(
-    out, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l, form,
-    WG: gl.constexpr,
+    out, staged, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l,
+    form, WG: gl.constexpr,
 ):  # fmt: skip
     """Divide, and write a warpgroup's rows of ``out`` and ``lse``."""
-    WIDTH: gl.constexpr = acc.shape[1]
     PACK: gl.constexpr = form.PACK
-    WIDE: gl.constexpr = wide_rows(WIDTH)
+    TOKENS: gl.constexpr = ROWS // PACK
     empty = l == 0.0
     row = gl.arange(0, ROWS, m.type.layout)
-    token = WG * (ROWS // PACK) + row // PACK
+    token = WG * TOKENS + row // PACK
     at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
     value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
     gl.store(lse + at, value, token < num_tokens)
     share = gl.convert_layout(gl.where(empty, 0.0, 1.0 / l), gl.SliceLayout(1, acc.type.layout))
-    value = gl.convert_layout((acc * share[:, None]).to(out.dtype.element_ty), WIDE)
+    result = (acc * share[:, None]).to(out.dtype.element_ty)
+    if form.STAGED:
+        if num_tokens >= (WG + 1) * TOKENS:
+            _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
+        else:
+            _store(out, token_stride, head_stride, first, num_tokens, head, result, form, WG)
+    else:
+        _store(out, token_stride, head_stride, first, num_tokens, head, result, form, WG)
+
+
+@gluon.jit
+def _send(staged, result, token, head, form, WG: gl.constexpr):
+    """Leave results that fill a tile to the copy engine, by way of shared memory."""
+    desc, tiles = staged
+    tile = tiles.index(WG)
+    CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
+    boxes = tile._reinterpret(
+        tile.dtype, [CHUNKS, ROWS // form.PACK, form.PACK, COLUMNS], desc.layout
+    )
+    tma.store_wait(0)
+    tile.store(result)
+    fence_async_shared()
+    for c in gl.static_range(CHUNKS):
+        tma.async_copy_shared_to_global(desc, [token, head, c * COLUMNS], boxes.index(c))
+
+
+@gluon.jit
+def _store(
+    out, token_stride, head_stride, first, num_tokens, head, result, form, WG: gl.constexpr
+):  # fmt: skip
+    """Write the rows of results that are a sequence's."""
+    WIDTH: gl.constexpr = result.shape[1]
+    PACK: gl.constexpr = form.PACK
+    WIDE: gl.constexpr = wide_rows(WIDTH)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     token = WG * (ROWS // PACK) + row // PACK
     at = (first + token).to(gl.int64) * token_stride + (head * PACK + row % PACK) * head_stride
@@ -214,38 +250,38 @@ def _finish(
     inside = (token < num_tokens)[:, None]
     if WIDTH != form.HEAD_SIZE:
         inside = inside & (column < form.HEAD_SIZE)
-    gl.store(out + at[:, None] + column, value, inside)
+    gl.store(out + at[:, None] + column, gl.convert_layout(result, WIDE), inside)
 
 
 @gluon.jit
 def _compute_role_0(
-    out, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form, 0,
     )  # fmt: skip
 
 
 @gluon.jit
 def _compute_role_1(
-    out, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form, 1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _compute_role_2(
-    out, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form, 2,
     )  # fmt: skip
 
@@ -254,6 +290,7 @@ def _compute_role_2(
 def forward_kernel(
     # outputs
     out,  # [num_tokens, num_heads, head_size]
+    out_desc,  # the same in boxes as q's, where results are STAGED
     lse,  # [num_tokens, num_heads] float32
     # inputs
     q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 / PACK, PACK, 64]
@@ -299,13 +336,14 @@ def forward_kernel(
     WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    STAGED: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     form = Form(
         HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW, UNIFORM,
-        TAKE_TURNS,
+        STAGED, TAKE_TURNS,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows, num_rows,
@@ -315,12 +353,18 @@ def forward_kernel(
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
     orders = make_orders(Q_STAGES)
+    staged = ()
+    if STAGED:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        staged = (  # type: ignore[assignment]
+            out_desc, gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, ROWS, WIDTH], LAYOUT)
+        )  # fmt: skip
     if GATHER:
         k = make_pages(k, k_block, k_slot, k_head, TILE_N)
         v = make_pages(v, v_block, v_slot, v_head, TILE_N)
     fence_async_shared()
     compute = (
-        out, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form,
     )  # fmt: skip
     # What the others leave of a multiprocessor's registers, which go round in eights.

@@ -117,6 +117,7 @@ def attend(
     make_launcher(form)(
         (min(num_programs, tiles), 1, 1),
         written,
+        written,
         lse,
         q,
         *sources,
@@ -241,13 +242,14 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 def make_launcher(form: Form) -> GluonLauncher:
     """The forward kernel for one form of call."""
     name, tiling = POINTERS[form.dtype][1:], form.tiling
-    queries = [_ROWS // form.pack, form.pack, _COLUMNS]
+    rows = f"tensordesc<{name}{[_ROWS // form.pack, form.pack, _COLUMNS]},{_layout(3)!r}>"
     boxes = f"tensordesc<{name}{form.boxes},{_layout(len(form.boxes))!r}>"
     source = f"*{name}:16" if form.gathers else boxes
     types = {
         "out": f"*{name}:16",
+        "out_desc": rows if tiling.staged else f"*{name}:16",
         "lse": "*fp32",
-        "q_desc": f"tensordesc<{name}{queries},{_layout(3)!r}>",
+        "q_desc": rows,
         "k": source,
         "v": source,
         "cu_seqlens_q": "*i32",
@@ -276,6 +278,7 @@ def make_launcher(form: Form) -> GluonLauncher:
         "WARPGROUPS": tiling.warpgroups,
         "Q_STAGES": tiling.q_stages,
         "STAGES": tiling.stages,
+        "STAGED": tiling.staged,
         "TAKE_TURNS": tiling.take_turns,
         "REGISTERS": tiling.registers,
     }

@@ -45,6 +45,7 @@ class Form:
     CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
     UNIFORM: gl.constexpr
+    STAGED: gl.constexpr
     TAKE_TURNS: gl.constexpr
 
     @gluon.constexpr_function
@@ -60,6 +61,7 @@ class Form:
         CAUSAL,
         HAS_WINDOW,
         UNIFORM,
+        STAGED,
         TAKE_TURNS,
     ):
         self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
@@ -72,6 +74,7 @@ class Form:
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
         self.UNIFORM = gl.constexpr(UNIFORM)
+        self.STAGED = gl.constexpr(STAGED)
         self.TAKE_TURNS = gl.constexpr(TAKE_TURNS)
 
 
