@@ -115,6 +115,47 @@ def test_a_checkpoint_computes_once_more():
     assert torch.equal(*direct, *torch.autograd.grad(again.square().sum(), x))
 
 
+DIFFERENTIABLE = {
+    "attention": lambda x: attention(x, x, x.detach(), causal=True).out,
+    "window_attention": lambda x: window_attention(x, x, x).out,
+    "shifted_window_attention": lambda x: (
+        (
+            shifted_window_attention(
+                x[..., None, :, :].expand(-1, -1, -1, 3, -1, -1), window=(2, 3)
+            )
+        ).out
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_functions_that_transform_others_differentiate(name):
+    function = DIFFERENTIABLE[name]
+    shape = (2, 3, 4, 2, 16) if name == "shifted_window_attention" else (2, 3, 9, 16)
+    xs = torch.randn(3, *shape)
+
+    def loss(x):
+        return function(x).square().sum()
+
+    expected = [torch.autograd.grad(loss(x), x)[0] for x in xs.clone().requires_grad_()]
+    for x, gradient in zip(xs, expected, strict=True):
+        torch.testing.assert_close(torch.func.grad(loss)(x), gradient)
+        result, pull = torch.func.vjp(function, x)
+        torch.testing.assert_close(pull(2 * result)[0], gradient)
+        with pytest.raises(
+            UnsupportedError, match=r"pagewise::\w+ has no derivative: differentiate"
+        ):
+            torch.func.grad(lambda y: torch.func.grad(loss)(y).square().sum())(x)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's own
+def test_gradients_sample_by_sample():
+    xs = torch.randn(3, 2, 3, 9, 16)
+    gradient = torch.func.grad(lambda x: attention(x, x, x).out.square().sum())
+    expected = torch.stack([gradient(x) for x in xs])
+    torch.testing.assert_close(torch.func.vmap(gradient)(xs), expected)
+
+
 def tangents(function, x, t):
     """Of a function, both ways that torch has."""
     with forward_ad.dual_level():

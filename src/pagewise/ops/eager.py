@@ -1,9 +1,10 @@
 """The short way to an operator with a gradient, when only autograd is there to see it.
 
 torch hands a custom operator and its gradient from dispatcher to dispatcher, which takes the host
-some 115 µs a call and back; a small kernel runs in ten. Compilers, tracers, dispatch modes,
-transforms and subclasses of ``Tensor`` need the operator. Plain eager code does not: there the same
-functions run as a ``torch.autograd.Function``. A gradient asks again, since others may be there.
+some 115 µs a call and back; a small kernel runs in ten. Compilers, tracers, dispatch modes and
+subclasses of ``Tensor`` need the operator, and transforms (``torch.func``) need it in a function
+that they can take apart. Plain eager code does not: there the same functions run as a
+``torch.autograd.Function``. A gradient asks again, since others may be there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ __all__ = [
     "is_batched",
     "is_plain",
     "make_function",
+    "make_last",
+    "make_watched",
     "needs_gradient",
     "refuse_tangents",
     "without_autocast",
@@ -100,12 +103,58 @@ def is_batched(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_legacy_batchedtensor(x))
 
 
-def choose_gradient(function: Any, operator: Any, *inputs: Any) -> Any:
-    """``function``, or the operator of the same where somebody watches.
+def choose_gradient(function: Any, watched: Any, *inputs: Any) -> Any:
+    """``function``, or the same as somebody watches it: so one that has no derivative refuses."""
+    return function if not torch.is_grad_enabled() and is_plain(*inputs) else watched
 
-    So a gradient that is to be differentiated goes to the operator, which refuses.
+
+def make_last(operator: Any) -> Callable[..., Any]:
+    """A gradient for all who watch, which has no derivative of its own."""
+
+    def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    def refuse(ctx: Any, *gradients: Any) -> None:
+        raise UnsupportedError(f"{operator._qualname} has no derivative: differentiate once")
+
+    return make_watched(operator._qualname, operator, keep_nothing, refuse)
+
+
+def make_watched(
+    name: str,
+    operator: Callable[..., Any],
+    remember: Callable[[Any, tuple[Any, ...], Any], None],
+    differentiate: Callable[..., Any],
+) -> Callable[..., Any]:
+    """An operator for all who watch, transforms (``torch.func``) included.
+
+    What ``register_autograd`` makes of it has no ``setup_context``, which they need.
+
+    Args:
+        name: What profiles and ``grad_fn`` show.
+        operator: From inputs to one output, or to a tuple of them.
+        remember: As ``register_autograd`` takes it.
+        differentiate: So, too.
     """
-    return function if not torch.is_grad_enabled() and is_plain(*inputs) else operator
+
+    def run(*inputs: Any) -> Any:
+        output = operator(*inputs)
+        return tuple(output) if isinstance(output, list) else output  # a list is no tensors to it
+
+    body = {
+        "forward": staticmethod(run),
+        "setup_context": staticmethod(remember),
+        "backward": staticmethod(differentiate),
+        "generate_vmap_rule": True,
+    }
+    transformed: Any = type(name, (torch.autograd.Function,), body)
+
+    def call(*inputs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+            return transformed.apply(*inputs)
+        return operator(*inputs)
+
+    return call
 
 
 def make_function(

@@ -18,6 +18,8 @@ from ..eager import (
     choose_gradient,
     is_plain,
     make_function,
+    make_last,
+    make_watched,
     refuse_tangents,
     without_autocast,
 )
@@ -42,7 +44,7 @@ ADDING = {"hopper_backward"}
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``, for autograd or for whoever else is there to see."""
     refuse_tangents("attention", *inputs)
-    out, lse = (_function if is_plain(*inputs) else _operator)(*inputs)
+    out, lse = (_function if is_plain(*inputs) else _watched)(*inputs)
     return out, lse
 
 
@@ -175,7 +177,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
     out, lse, q, k, v, *others = saved
-    backward = choose_gradient(_backward, _operator_backward, d_out, d_lse, *saved)
+    backward = choose_gradient(_backward, _watched_backward, d_out, d_lse, *saved)
     if d_out is None:
         d_out = torch.zeros_like(out)
     d_qkv = backward(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
@@ -197,5 +199,7 @@ def _differentiate_sinks(
     return -(share * mean).flatten(0, -2).sum(dim=0).to(sinks.dtype)
 
 
+_watched_backward = make_last(_operator_backward)
 _operator.register_autograd(_differentiate, setup_context=_remember)
 _function = make_function("Attention", _forward, _remember, _differentiate)
+_watched = make_watched("Attention", _operator, _remember, _differentiate)

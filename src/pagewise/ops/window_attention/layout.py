@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import choose_gradient, is_plain, make_function
+from ..eager import choose_gradient, is_plain, make_function, make_watched
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
 __all__ = ["Layout", "from_heads", "layout", "to_heads"]
@@ -93,7 +93,7 @@ def to_heads(qkv: Tensor, where: Layout, padding: Tensor | None = None) -> tuple
     ``padding`` ``[3, num_heads, head_size]``, or zeros.
     """
     inputs = qkv.flatten(1, len(where.grid)), *where[1:4], padding
-    rows = (_cut_function if is_plain(qkv, padding) else _cut)(*inputs)
+    rows = (_cut_function if is_plain(qkv, padding) else _cut_watched)(*inputs)
     windows: Tensor = torch.unflatten(rows, 1, (-1, len(where.offsets))).flatten(0, 1)
     return windows.permute(2, 0, 3, 1, 4).unbind()
 
@@ -105,7 +105,7 @@ def from_heads(x: Tensor, where: Layout) -> Tensor:
     """
     num_windows = len(where.tokens) // len(where.offsets)
     windows: Tensor = torch.unflatten(x.transpose(1, 2), 0, (-1, num_windows))
-    join = _join_function if is_plain(x) else _join
+    join = _join_function if is_plain(x) else _join_watched
     return torch.unflatten(join(windows.flatten(1, 2), *where[1:4]), 1, where.grid)
 
 
@@ -155,12 +155,12 @@ def _uncut(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.padding_dtype is not None and ctx.needs_input_grad[4]:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         dpadding = gradient.index_select(1, saved[1]).sum((0, 1), dtype=wide).to(ctx.padding_dtype)
-    join = choose_gradient(_take_tokens, _join, gradient)
+    join = choose_gradient(_take_tokens, _join_watched, gradient)
     return join(gradient, *saved), None, None, None, dpadding
 
 
 def _unjoin(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    cut = choose_gradient(_take_places, _cut, gradient)
+    cut = choose_gradient(_take_places, _cut_watched, gradient)
     return cut(gradient, *ctx.saved_tensors, None), None, None, None
 
 
@@ -168,3 +168,5 @@ _cut.register_autograd(_uncut, setup_context=_keep)
 _join.register_autograd(_unjoin, setup_context=_keep)
 _cut_function = make_function("CutWindows", _take_places, _keep, _uncut)
 _join_function = make_function("JoinWindows", _take_tokens, _keep, _unjoin)
+_cut_watched = make_watched("CutWindows", _cut, _keep, _uncut)
+_join_watched = make_watched("JoinWindows", _join, _keep, _unjoin)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import choose_gradient, is_plain, make_function, refuse_tangents
+from ..eager import (
+    choose_gradient,
+    is_plain,
+    make_function,
+    make_last,
+    make_watched,
+    refuse_tangents,
+)
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
@@ -43,7 +50,7 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
         out, lse = _function(*inputs)
     else:
         check(operands(*inputs))  # here, where an error has no compiler around it
-        out, lse = _operator(*inputs)
+        out, lse = _watched(*inputs)
     return out, lse
 
 
@@ -110,7 +117,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
     *tensors, out, lse = saved
-    backward = choose_gradient(_backward, _operator_backward, dout, dlse, *saved)
+    backward = choose_gradient(_backward, _watched_backward, dout, dlse, *saved)
     inputs = [
         constant if tensor is None else tensor
         for tensor, constant in zip(tensors, ctx.constants, strict=True)
@@ -126,8 +133,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return (*(gradients.get(name) for name in names), None)
 
 
+_watched_backward = make_last(_operator_backward)
 _operator.register_autograd(_differentiate, setup_context=_setup_context)
 _function = make_function("WindowAttention", _forward, _setup_context, _differentiate)
+_watched = make_watched("WindowAttention", _operator, _setup_context, _differentiate)
 
 
 def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:
