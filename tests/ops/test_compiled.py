@@ -126,7 +126,11 @@ def _uniform(instruction):
             if "gdesc" in operand:  # of both operands, or of the second
                 first = 2 if re.match(r" *R\d", operands[1]) else 0
                 reads |= set(range(register + first, register + 4))
-            elif not writes and re.match(r"(U(?!TMA|BLK)|R2UR|S2UR|VOTEU|CS2UR|REDUX)", name):
+            elif tensor := re.match(r"UTMA(?:LDG|STG)\.(\d)D", operation):
+                # places in shared memory and in the tensor; or the descriptor's address
+                more = int(tensor[1]) if operand is operands[0] else 1
+                reads |= set(range(register, register + 1 + more))
+            elif not writes and re.match(r"U(?!TMA|BLK|ISETP)|R2UR|S2UR|VOTEU|CS2UR|REDUX", name):
                 writes |= {register, register + (wide or ".WIDE" in operation)}
             else:
                 reads |= {register, register + (wide or "desc" in operand)}
@@ -223,6 +227,11 @@ def test_a_register_that_nothing_was_written_to_is_found():
     (read,) = reads_of_nothing(*read_listing(UNIFORM_LISTING))
     assert read.startswith("HGMMA")
     assert not reads_of_nothing(*read_listing(UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP")))
+    compared = "UISETP.NE.AND UP0, UPT, UR9, URZ, UPT"  # writes a predicate
+    listing = UNIFORM_LISTING.replace("R2UR UR11, R4", compared)
+    assert len(reads_of_nothing(*read_listing(listing))) == 2  # the comparison, and the product
+    sent = UNIFORM_LISTING.replace("STG.E desc[UR4][R2.64], R5", "UTMASTG.3D [UR8], [UR4]")
+    assert len(reads_of_nothing(*read_listing(sent))) == 2  # UR9 is a coordinate
     all_four = UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP").replace("R180, gdesc", "gdesc")
     assert len(reads_of_nothing(*read_listing(all_four))) == 1  # UR9
 

@@ -13,8 +13,8 @@ a tile's last product goes with the next tile's first::
 
 While one warpgroup does a softmax, another multiplies. Keys and values come in boxes of ``BOX``
 rows: a page, a part of one, or, of ragged tensors, a tile. Pages that make no boxes are gathered
-row by row, by two warps for keys and two for values. Results of a whole tile go the same way back,
-where there is room for them in shared memory. What lies past a sequence's end is read as
+row by row, by two warps for keys and two for values. Results that fill a warpgroup's rows go back
+by way of shared memory, too, where they are ``STAGED``. What lies past a sequence's end is read as
 zeros or, inside its last box, overwritten with zeros: no NaN comes into a product.
 """
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..triton.launch import Launcher
 
-__all__ = ["Described", "GluonLauncher", "align"]
+__all__ = ["Described", "GluonLauncher", "align", "is_described"]
 
 
 class Described(NamedTuple):
@@ -29,12 +29,15 @@ class Described(NamedTuple):
     padding: str = "zero"
 
 
+def is_described(x: Tensor) -> bool:
+    """Whether the copy engine can go to its rows: on 16 bytes, one after another."""
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in x.stride()[:-1])
+
+
 def align(x: Tensor) -> Tensor:
-    """The same rows where the copy engine can read them: on 16 bytes, one after another."""
-    unit, strides = 16 // x.element_size(), x.stride()[:-1]
-    if x.data_ptr() % 16 or any(stride % unit or stride <= 0 for stride in strides):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    """The same rows where the copy engine can read them."""
+    return x if is_described(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 class GluonLauncher(Launcher):

@@ -14,7 +14,7 @@ from ...device import DeviceInfo
 from ..triton.launch import POINTERS
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
-from .gluon_launcher import Described, GluonLauncher, align
+from .gluon_launcher import Described, GluonLauncher, align, is_described
 from .tiling import TILINGS, UNIT, Form, Tiling, tiling_of
 
 __all__ = [
@@ -95,7 +95,7 @@ def attend(
         return
     if softmax_scale <= 0:  # the largest product has to be the largest score
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, written = align(q), out if _is_aligned(out) else torch.empty_like(q)
+    q, written = align(q), out if is_described(out) else torch.empty_like(q)
     if block_tables is None:
         k, v = k[None], v[None]
     block_size = k.shape[1] if block_tables is not None else 0

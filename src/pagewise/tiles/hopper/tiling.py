@@ -25,7 +25,7 @@ class Tiling:
     stages: int
     """Slots of the rings of keys and of values."""
     staged: bool
-    """Whether results that fill a tile leave by the copy engine: there is room for them."""
+    """Whether results that fill a tile leave by the copy engine: where it fits, and is faster."""
     take_turns: bool
     """Whether warpgroups issue their products in turn."""
     registers: int
