@@ -110,6 +110,29 @@ def test_rows_of_small_blocks_are_gathered(case, dtype):
     assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
 
 
+MANY_TILES = [
+    PagedCase((64,) * 37 + (40, 33, 1), (64,) * 20 + (200,) * 20, 16, 4, head_size=112),
+    PagedCase((16,) * 70 + (9, 1), (40,) * 72, 24, 3, head_size=72, block_size=4),
+    PagedCase((130,) * 40 + (128, 64, 63), (300,) * 43, 4, 4, head_size=128, block_size=32),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MANY_TILES, ids=lambda case: f"{case.head_size}")
+@pytest.mark.parametrize("impl", ["hopper_prefill"])
+def test_results_follow_one_another_into_a_slice(case, impl):
+    """A multiprocessor has several tiles, whose results leave by the same shared memory."""
+    inputs = make_inputs(replace(case, dtype=BF16))
+    there = inputs.to(DEVICE)
+    tokens, heads, size = there.q.shape
+    memory = there.q.new_full((tokens + 2, heads + 1, 136), torch.nan)
+    out = memory[1:-1, :heads, 8 : 8 + size]
+    result = there.attend(impl=impl, out=out)
+    assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
+    out.fill_(torch.nan)
+    assert memory.isnan().all()
+
+
 def random_inputs(count, accepts, seed):
     rng = random.Random(f"gpu-{seed}")
     found = 0
