@@ -90,6 +90,7 @@ def _compute_role(
             meet(form.WARPGROUPS)
         first_full = orders.read(tile_use, NUM_RIGHT)
         first_left = first_full + orders.read(tile_use, NUM_FULL)
+        # One loop, with the mask under a branch: between two ptxas lost the queries' descriptor.
         for step in range(num_tiles - 1):
             reach += TILE_N
             masked = (step < first_full) | (step >= first_left)
