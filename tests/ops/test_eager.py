@@ -119,11 +119,7 @@ DIFFERENTIABLE = {
     "attention": lambda x: attention(x, x, x.detach(), causal=True).out,
     "window_attention": lambda x: window_attention(x, x, x).out,
     "shifted_window_attention": lambda x: (
-        (
-            shifted_window_attention(
-                x[..., None, :, :].expand(-1, -1, -1, 3, -1, -1), window=(2, 3)
-            )
-        ).out
+        shifted_window_attention(x[:, :, :, None].expand(-1, -1, -1, 3, -1, -1), window=(2, 3)).out
     ),
 }
 

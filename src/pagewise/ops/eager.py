@@ -26,9 +26,8 @@ __all__ = [
     "in_forward_mode",
     "is_batched",
     "is_plain",
-    "make_function",
     "make_last",
-    "make_watched",
+    "make_ways",
     "needs_gradient",
     "refuse_tangents",
     "without_autocast",
@@ -117,24 +116,39 @@ def make_last(operator: Any) -> Callable[..., Any]:
     def refuse(ctx: Any, *gradients: Any) -> None:
         raise UnsupportedError(f"{operator._qualname} has no derivative: differentiate once")
 
-    return make_watched(operator._qualname, operator, keep_nothing, refuse)
+    return _make_watched(operator._qualname, operator, keep_nothing, refuse)
 
 
-def make_watched(
+def make_ways(
     name: str,
-    operator: Callable[..., Any],
+    forward: Callable[..., Any],
+    operator: Any,
+    remember: Callable[[Any, tuple[Any, ...], Any], None],
+    differentiate: Callable[..., tuple[Any, ...]],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Give an operator its gradient; two ways to call it: for plain inputs, for all who watch.
+
+    Args:
+        name: What profiles and ``grad_fn`` show.
+        forward: From inputs to one output, or to a tuple of them.
+        operator: The same for torch's dispatchers.
+        remember: From the context, inputs and outputs to what the context keeps.
+        differentiate: From the context and the outputs' gradients to those of all inputs.
+    """
+    operator.register_autograd(differentiate, setup_context=remember)
+    watched = _make_watched(name, operator, remember, differentiate)
+    return _make_function(name, forward, remember, differentiate), watched
+
+
+def _make_watched(
+    name: str,
+    operator: Any,
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., Any],
 ) -> Callable[..., Any]:
     """An operator for all who watch, transforms (``torch.func``) included.
 
     What ``register_autograd`` makes of it has no ``setup_context``, which they need.
-
-    Args:
-        name: What profiles and ``grad_fn`` show.
-        operator: From inputs to one output, or to a tuple of them.
-        remember: As ``register_autograd`` takes it.
-        differentiate: So, too.
     """
 
     def run(*inputs: Any) -> Any:
@@ -157,20 +171,13 @@ def make_watched(
     return call
 
 
-def make_function(
+def _make_function(
     name: str,
     forward: Callable[..., Any],
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., tuple[Any, ...]],
 ) -> Callable[..., Any]:
-    """What ``register_autograd`` does for an operator, as a function, for plain inputs.
-
-    Args:
-        name: What profiles and ``grad_fn`` show.
-        forward: From inputs to one output, or to a tuple of them.
-        remember: From the context, inputs and outputs to what the context keeps.
-        differentiate: From the context and the outputs' gradients to those of all inputs.
-    """
+    """What ``register_autograd`` does for an operator, as a function, for plain inputs."""
 
     def run(ctx: Any, *inputs: Any) -> Any:
         output = forward(*inputs)

@@ -17,9 +17,8 @@ from ..dispatch import choose
 from ..eager import (
     choose_gradient,
     is_plain,
-    make_function,
     make_last,
-    make_watched,
+    make_ways,
     refuse_tangents,
     without_autocast,
 )
@@ -200,6 +199,4 @@ def _differentiate_sinks(
 
 
 _watched_backward = make_last(_operator_backward)
-_operator.register_autograd(_differentiate, setup_context=_remember)
-_function = make_function("Attention", _forward, _remember, _differentiate)
-_watched = make_watched("Attention", _operator, _remember, _differentiate)
+_function, _watched = make_ways("Attention", _forward, _operator, _remember, _differentiate)

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...tiles.triton.launch import POINTERS, Launcher, is_aligned, refuse
 from .problem import Lengths, Options, Problem
 from .triton_gradients import key_gradients_kernel, prepare_kernel, query_gradients_kernel
 
@@ -91,7 +91,7 @@ def run_backward(
             problem.dtype, problem.group, problem.head_size, problem.v_head_size,
             problem.is_ragged, options.causal, options.logits_soft_cap is not None,
             options.alibi_slopes is not None,
-            all(_is_aligned(t) for t in (q, k, v, d_out)),
+            all(is_aligned(t) for t in (q, k, v, d_out)),
         ),
         key_tiles(problem, device), query_tiles(problem, device),
     )  # fmt: skip
@@ -154,7 +154,7 @@ def prepare(
     delta = lse.new_empty((problem.num_heads, num_rows))
     lse2 = torch.empty_like(delta)
     launcher = make_prepare(
-        problem.dtype, problem.v_head_size, _is_aligned(d_out), d_lse is not None
+        problem.dtype, problem.v_head_size, is_aligned(d_out), d_lse is not None
     )
     launcher(
         (-(-num_rows // launcher.constants["TILE_M"]), problem.num_heads, 1),
@@ -169,12 +169,6 @@ def prepare(
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Of sequence, token and head; a ragged tensor's sequences are found by their starts."""
     return (0,) * (4 - tensor.dim()) + tensor.stride()[:-1]
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in tensor.stride()[:-1])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import choose_gradient, is_plain, make_function, make_watched
+from ..eager import choose_gradient, is_plain, make_ways
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
 __all__ = ["Layout", "from_heads", "layout", "to_heads"]
@@ -164,9 +164,5 @@ def _unjoin(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return cut(gradient, *ctx.saved_tensors, None), None, None, None
 
 
-_cut.register_autograd(_uncut, setup_context=_keep)
-_join.register_autograd(_unjoin, setup_context=_keep)
-_cut_function = make_function("CutWindows", _take_places, _keep, _uncut)
-_join_function = make_function("JoinWindows", _take_tokens, _keep, _unjoin)
-_cut_watched = make_watched("CutWindows", _cut, _keep, _uncut)
-_join_watched = make_watched("JoinWindows", _join, _keep, _unjoin)
+_cut_function, _cut_watched = make_ways("CutWindows", _take_places, _cut, _keep, _uncut)
+_join_function, _join_watched = make_ways("JoinWindows", _take_tokens, _join, _keep, _unjoin)

@@ -14,14 +14,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import (
-    choose_gradient,
-    is_plain,
-    make_function,
-    make_last,
-    make_watched,
-    refuse_tangents,
-)
+from ..eager import choose_gradient, is_plain, make_last, make_ways, refuse_tangents
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
@@ -134,9 +127,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 
 _watched_backward = make_last(_operator_backward)
-_operator.register_autograd(_differentiate, setup_context=_setup_context)
-_function = make_function("WindowAttention", _forward, _setup_context, _differentiate)
-_watched = make_watched("WindowAttention", _operator, _setup_context, _differentiate)
+_function, _watched = make_ways(
+    "WindowAttention", _forward, _operator, _setup_context, _differentiate
+)
 
 
 def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:

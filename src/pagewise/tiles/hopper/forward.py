@@ -211,11 +211,8 @@ def _finish(
     gl.store(lse + at, value, token < num_tokens)
     share = gl.convert_layout(gl.where(empty, 0.0, 1.0 / l), gl.SliceLayout(1, acc.type.layout))
     result = (acc * share[:, None]).to(out.dtype.element_ty)
-    if form.STAGED:
-        if num_tokens >= (WG + 1) * TOKENS:
-            _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
-        else:
-            _store(out, token_stride, head_stride, first, num_tokens, head, result, form, WG)
+    if form.STAGED and num_tokens >= (WG + 1) * TOKENS:
+        _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
     else:
         _store(out, token_stride, head_stride, first, num_tokens, head, result, form, WG)
 

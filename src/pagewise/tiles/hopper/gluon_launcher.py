@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from ..triton.launch import Launcher
+from ..triton.launch import Launcher, is_aligned
 
 __all__ = ["Described", "GluonLauncher", "align", "is_described"]
 
@@ -31,8 +31,7 @@ class Described(NamedTuple):
 
 def is_described(x: Tensor) -> bool:
     """Whether the copy engine can go to its rows: on 16 bytes, one after another."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in x.stride()[:-1])
+    return is_aligned(x) and all(stride > 0 for stride in x.stride()[:-1])
 
 
 def align(x: Tensor) -> Tensor:

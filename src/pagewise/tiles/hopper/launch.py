@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...device import DeviceInfo
-from ..triton.launch import POINTERS
+from ..triton.launch import POINTERS, is_aligned
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
@@ -178,11 +178,6 @@ def _schedule(
     return pairs * seq_tiles, seq_tiles, max(1, min([*fitting[:1], pairs]))
 
 
-def _is_aligned(x: Tensor) -> bool:
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
-
-
 _Sources = tuple[tuple[Any, Any], int, int, tuple[int, ...]]
 """Keys and values, rows from block to block, number of rows, strides: as the kernel takes them."""
 
@@ -198,7 +193,7 @@ def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
 
 def _gathered(k: Tensor, v: Tensor) -> _Sources:
     """Keys and values whose rows are copied one by one."""
-    assert all(map(_is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
+    assert all(map(is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
     return (k, v), 0, 0, tuple(stride // UNIT for x in (k, v) for stride in x.stride()[:3])
 
 

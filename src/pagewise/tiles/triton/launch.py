@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 
 from ...device import DeviceInfo
 
-__all__ = ["INTERPRETED", "POINTERS", "Launch", "Launcher", "refuse"]
+__all__ = ["INTERPRETED", "POINTERS", "Launch", "Launcher", "is_aligned", "refuse"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on the CPU, a line at a time: ``TRITON_INTERPRET=1``."""
@@ -51,6 +52,12 @@ def refuse(device: DeviceInfo) -> str | None:
         have, need = (".".join(map(str, version)) for version in (device.capability, OLDEST))
         return f"{device.name} has compute capability {have}; {need} and later run"
     return None
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
 
 
 class Launcher:
