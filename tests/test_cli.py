@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,6 +261,22 @@ def test_several_prompts_give_what_each_gives_alone(run):
     assert pieces[::2] == ["prompt 0", "prompt 1"]
     for prompt, text in zip(prompts, pieces[1::2], strict=True):
         assert text.strip() == run("generate", prompt, "--no-echo", *GREEDY)[1].strip()
+
+
+def test_a_chat_needs_a_template(run, tmp_path):
+    code, _, err = run("generate", "hello", "--chat", *GREEDY)
+    assert code == 2
+    assert "no chat template" in err
+    shutil.copytree(demo_path(), tmp_path / "model")
+    template = (
+        "{{ bos_token }}# {{ messages[0].content }}{% if add_generation_prompt %}\n{% endif %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    model = ["--model", str(tmp_path / "model")]
+    code, out, _ = run("generate", "Read a file.", "--chat", *model, *GREEDY)
+    assert code == 0
+    text = run("generate", "# Read a file.\n", "--no-echo", *GREEDY)[1]
+    assert out == text
 
 
 def test_a_stop_string_ends_the_text(run):

@@ -124,6 +124,61 @@ def test_output_ends_at_the_longest_sequence(llm: LLM) -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
+def test_a_bias_chooses_and_rules_out_tokens(llm: LLM) -> None:
+    [free] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    first = free.outputs[0].token_ids[0]
+    never = replace(GREEDY, logit_bias={first: -100})
+    assert first not in llm.generate(PROMPTS[0], never, use_tqdm=False)[0].outputs[0].token_ids
+    always = replace(GREEDY, logit_bias={7: 100}, logprobs=0)
+    [output] = llm.generate(PROMPTS[0], always, use_tqdm=False)[0].outputs
+    assert output.token_ids == (7,) * GREEDY.max_tokens
+    assert output.cumulative_logprob < -20, "the model's own, which would not say so"
+    with pytest.raises(RequestError, match="logit_bias has 99999, expected 0 to"):
+        llm.generate(PROMPTS[0], replace(GREEDY, logit_bias={99999: 1}), use_tqdm=False)
+
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# {{ name or 'assistant' }}:{% endif %}"
+)
+
+
+def test_a_conversation_is_written_down_by_its_template(llm: LLM) -> None:
+    question = {"role": "user", "content": "def f(x):"}
+    begun = [question, {"role": "assistant", "content": "return"}]
+    outputs = llm.chat([[question], begun], GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    texts = ["# user: def f(x):\n# assistant:", "# user: def f(x):\n# assistant: return"]
+    for output, text in zip(outputs, texts, strict=True):
+        token_ids = llm.engine.tokenizer.encode(text, add_special_tokens=False)
+        assert output.prompt_token_ids == tuple(token_ids)
+        assert output.outputs == llm.generate(token_ids, GREEDY, use_tqdm=False)[0].outputs
+    [named] = llm.chat(
+        [question], GREEDY, use_tqdm=False, chat_template=TEMPLATE,
+        chat_template_kwargs={"name": "model"},
+    )  # fmt: skip
+    assert llm.engine.tokenizer.decode(named.prompt_token_ids).endswith("# model:")
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "message"),
+    [
+        ("hello", TEMPLATE, "messages is 'hello', expected a list of messages"),
+        ([], TEMPLATE, "messages is "),
+        ([[]], TEMPLATE, "conversation 0 is empty"),
+        ([[{"role": "user", "content": "x"}], "y"], TEMPLATE, "conversation 1 is 'y', expected"),
+        ([{"content": "x"}], TEMPLATE, "conversation 0 has {'content': 'x'}, expected a message"),
+        ([{"role": "user", "content": "x"}], "{{ raise_exception('no, no') }}", "no, no"),
+        ([{"role": "user", "content": "x"}], None, "the tokenizer has no chat template"),
+    ],
+    ids=str,
+)
+def test_a_bad_conversation_is_refused(
+    llm: LLM, messages: Any, template: str | None, message: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+
+
 BAD_PROMPTS = {
     "no tokens": [],
     "no text": "",

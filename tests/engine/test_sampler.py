@@ -31,7 +31,9 @@ def kept_probabilities(logits, row):
     """The distribution that one row is drawn from, step by step as the docstring says."""
     p = row.params
     x = [float(value) for value in logits]
+    biases = dict(p.logit_bias)
     for token in range(len(x)):
+        x[token] = float(np.float32(x[token]) + np.float32(biases.get(token, 0)))
         count = list(row.output_token_ids).count(token)
         if count or token in row.prompt_token_ids:
             x[token] = (
@@ -79,6 +81,13 @@ def random_row(rng, vocab_size):
         frequency_penalty=pick(0.0, 0.0, 0.25, -0.5),
         repetition_penalty=pick(1.0, 1.0, 1.3, 0.7),
         logprobs=pick(None, 0, 1, 3, 100),
+        logit_bias=dict(
+            zip(
+                rng.integers(0, vocab_size + 3, pick(0, 0, 4)).tolist(),
+                rng.uniform(-5, 5, 4).tolist(),
+                strict=False,
+            )
+        ),
     )
 
 

@@ -30,6 +30,7 @@ def test_defaults_are_those_of_vllm():
         "ignore_eos": False,
         "max_tokens": 16,
         "min_tokens": 0,
+        "logit_bias": (),
         "logprobs": None,
         "detokenize": True,
         "skip_special_tokens": True,
@@ -52,6 +53,8 @@ REFUSED = [
     *[("logprobs", value) for value in (-1, 5.0, "5", True)],
     *[("stop", value) for value in ("", [""], ["a", ""], ["a", 1], 5, b"a", {"a": 1}, [b"a"])],
     *[("stop_token_ids", value) for value in ([-1], [1, -1], [1.0], [True], ["1"], "12", 3, b"1")],
+    *[("logit_bias", value) for value in (5, "ab", [1], {-1: 0}, {"a": 1}, {1: 101}, {1.5: 1})],
+    *[("logit_bias", value) for value in ({1: NAN}, {1: None}, {1: INF}, {0: 10**400})],
     *[("ignore_eos", value) for value in (1, "false", None)],
     *[("detokenize", value) for value in (0, "true", None)],
     *[("skip_special_tokens", value) for value in (1, None)],
@@ -116,6 +119,15 @@ def test_stop_token_ids_are_stored_as_a_tuple_of_ints():
     assert stored == (3, 4)
     assert {type(token_id) for token_id in stored} == {int}
     assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
+
+
+def test_logit_bias_is_stored_as_pairs_in_order():
+    params = SamplingParams(logit_bias={np.int64(7): -100, 3: np.float32(0.5)})
+    assert params.logit_bias == ((3, 0.5), (7, -100.0))
+    assert [type(x) for x in params.logit_bias[1]] == [int, float]
+    assert dataclasses.replace(params, n=2).logit_bias == params.logit_bias
+    assert SamplingParams(logit_bias=None).logit_bias == ()
+    assert isinstance(hash(params), int)
 
 
 def test_top_k_minus_one_is_stored_as_zero():

@@ -51,6 +51,10 @@ def generate(
         Path | None,
         option(None, "FILE", "Continue a file; all of it is one prompt.", "--file", "-f"),
     ] = None,
+    chat: Annotated[
+        bool,
+        flag(None, "--chat", "Answer: each prompt is what a user says, by the chat template."),
+    ] = False,
     no_echo: Annotated[bool, flag(None, "--no-echo", "Print the new text alone.")] = False,
     show_pages: Annotated[
         bool,
@@ -104,6 +108,7 @@ def generate(
     without that, too, two lines of Python. Of a file or a pipe the last line
     break is left out.
     """
+    from ..engine.chat import render
     from ..engine.sampling_params import SamplingParams
 
     texts = read_prompts(prompts or (), file)
@@ -132,13 +137,16 @@ def generate(
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
         )
-    deltas = llm.stream(texts, params)  # refuses what cannot be served
+    spoken = [[{"role": "user", "content": text}] for text in texts]
+    continued = render(llm.engine.tokenizer, spoken) if chat else texts
+    deltas = llm.stream(continued, params)  # refuses what cannot be served
     run = Run(llm.engine, texts, n, max_tokens=max_tokens, watch=show_pages)
     deltas = run.measure(deltas)
+    echo = not (no_echo or chat)
     if len(run.keys) == 1:
-        stream_one(deltas, "" if no_echo else texts[0], console)
+        stream_one(deltas, texts[0] if echo else "", console)
     else:
-        print_in_order(deltas, run, echo=not no_echo, show_bar=console.is_terminal)
+        print_in_order(deltas, run, echo=echo, show_bar=console.is_terminal)
     if console.is_terminal:
         console.print()
     if run.page_map is not None:

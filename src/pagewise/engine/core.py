@@ -161,7 +161,8 @@ class Engine:
 
         Raises:
             RequestError: It never can: see ``encode``; or the prompt leaves no room for a token,
-                or ``n`` sequences cannot run together, or a stop token is not in the vocabulary.
+                or ``n`` sequences cannot run together, or a stop token or a biased one is not in
+                the vocabulary.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
@@ -180,10 +181,14 @@ class Engine:
                 f"n={params.n} is more than max_num_seqs={self.scheduler.max_num_seqs}: "
                 "ask for fewer samples, or raise max_num_seqs"
             )
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self.model.vocab_size:
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": dict(params.logit_bias or ()),
+        }
+        for name, named_ids in named.items():
+            if named_ids and max(named_ids) >= self.model.vocab_size:
                 raise RequestError(
-                    f"stop_token_ids has {token_id}, expected 0 to {self.model.vocab_size - 1}"
+                    f"{name} has {max(named_ids)}, expected 0 to {self.model.vocab_size - 1}"
                 )
         Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
         return token_ids

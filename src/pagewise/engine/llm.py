@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from ..device import available_memory
 from ..errors import OutOfBlocksError, RequestError
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
+from .chat import Conversation, render
 from .core import Delta, Engine
 from .numbers import integer, is_index, is_list, number
 from .request import RequestOutput
@@ -175,6 +176,31 @@ class LLM:
                 self.engine.abort(request_id)
             outputs = [self.engine.take_output(request_id) for request_id in request_ids]
         return outputs
+
+    def chat(
+        self,
+        messages: Conversation | SequenceOf[Conversation],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, written down as the model was taught to read them.
+
+        Args:
+            messages: One conversation, ``[{"role": "user", "content": "Hello!"}]``, or a list of
+                them. One that ends with the assistant's words is continued.
+            sampling_params: As for ``generate``.
+            use_tqdm: As there.
+            chat_template: A Jinja template in the place of the tokenizer's own.
+            chat_template_kwargs: What else the template takes, ``{"enable_thinking": False}``.
+
+        Raises:
+            RequestError: There is no template, or it refuses the messages; or as ``generate``.
+        """
+        prompts = render(self.engine.tokenizer, messages, chat_template, chat_template_kwargs)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
         self,

@@ -72,10 +72,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
 
     The steps, in this order, each on what the one before left:
 
-    1. ``repetition_penalty`` r: the logit x of a token in prompt or output becomes x / r if
-       positive and x * r if not. ``presence_penalty`` and ``frequency_penalty``: a token that
-       occurs c > 0 times in the output loses ``presence + c * frequency``. A forbidden token's
-       logit becomes -inf. Rounded to float32.
+    1. ``logit_bias`` is added. ``repetition_penalty`` r: the logit x of a token in prompt or
+       output becomes x / r if positive and x * r if not. ``presence_penalty`` and
+       ``frequency_penalty``: a token that occurs c > 0 times in the output loses
+       ``presence + c * frequency``. A forbidden token's logit becomes -inf. Rounded to float32.
     2. Greedy rows take the largest logit, the lowest id among equals, and are done.
     3. ``temperature`` T: a token's likelihood is ``exp((x - x_max) / T)``.
     4. ``top_k``: the k best tokens stay. ``top_p``: the fewest best tokens stay whose share of
@@ -151,11 +151,14 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
     params = [row.params for row in rows]
     penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
     at = [i for i, given in enumerate(penalties) if given != (1.0, 0.0, 0.0)]
+    biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
     barred = [i for i, row in enumerate(rows) if row.forbidden_token_ids]
-    if not (at or barred):
+    if not (at or biased or barred):
         return logits
 
     logits = logits.clone()
+    if biased:
+        _add_bias(logits, biased, rows)
     if at:
         repetition, presence, frequency = _columns([penalties[i] for i in at], logits)
         in_output = _count([rows[i].output_token_ids for i in at], logits)
@@ -170,6 +173,18 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
         # Subtracting infinity, not writing it, leaves a NaN to be found.
         logits[_rows(barred, logits)] -= torch.where(is_barred, math.inf, 0.0)
     return logits
+
+
+def _add_bias(logits: Tensor, biased: Sequence[int], rows: Sequence[SamplingInput]) -> None:
+    triples = [
+        (i, token_id, bias)
+        for i in biased
+        for token_id, bias in dict(rows[i].params.logit_bias or ()).items()
+        if token_id < logits.shape[1]
+    ]
+    columns = np.array(triples, np.float64).reshape(-1, 3).T
+    row, token = send(columns[:2].astype(np.int64), logits.device)
+    logits[row, token] += send(columns[2].astype(np.float32), logits.device)
 
 
 def _count(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:

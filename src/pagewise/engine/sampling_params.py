@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 
 from ..errors import RequestError
 from .numbers import check, integer, number
@@ -19,7 +20,7 @@ class SamplingParams:
 
     Names and defaults are vLLM's. Bad values raise here and not in the middle of a batch, so an
     instance is always one that the sampler can serve. Numbers are stored as plain ``int`` and
-    ``float``, ``stop`` and ``stop_token_ids`` as tuples, ``top_k=-1`` as 0.
+    ``float``, lists as tuples, ``top_k=-1`` as 0.
 
     Attributes:
         n: How many samples to draw from one prompt. A greedy request may ask for several; all
@@ -40,6 +41,8 @@ class SamplingParams:
         ignore_eos: Do not end at the model's end-of-sequence token.
         max_tokens: Longest output; ``None`` is as far as the model's context reaches.
         min_tokens: Nothing ends the output before it has this many tokens.
+        logit_bias: Added to the logits of tokens, before everything else: a number from -100 to
+            100 for each token id. Stored as pairs in the order of the ids.
         logprobs: Report each token's log-probability and this many of the likeliest
             alternatives; 0 reports the token's alone, ``None`` nothing.
         detokenize: Turn tokens into text.
@@ -75,6 +78,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
     logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -93,6 +97,7 @@ class SamplingParams:
         self._store("top_k", max(self.top_k, 0))
         self._store("stop", _stop_strings(self.stop))
         self._store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._store("logit_bias", _logit_bias(self.logit_bias))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
@@ -155,3 +160,15 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
         is_integer = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
         check(is_integer and token_id >= 0, "stop_token_ids", value, allowed)
     return tuple(int(token_id) for token_id in value)
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    allowed = "a dictionary from token ids, integers >= 0, to numbers in [-100, 100]"
+    try:
+        biases = dict(value or ())  # type: ignore[call-overload]
+        entries = [(operator.index(token_id), float(bias)) for token_id, bias in biases.items()]
+    except (TypeError, ValueError, OverflowError):
+        raise RequestError(f"logit_bias={value!r}: expected {allowed}") from None
+    fits = all(token_id >= 0 and -100 <= bias <= 100 for token_id, bias in entries)
+    check(fits and not isinstance(value, str), "logit_bias", value, allowed)
+    return tuple(sorted(entries))
