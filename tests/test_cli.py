@@ -268,14 +268,12 @@ def test_a_chat_needs_a_template(run, tmp_path):
     assert code == 2
     assert "no chat template" in err
     shutil.copytree(demo_path(), tmp_path / "model")
-    template = (
-        "{{ bos_token }}# {{ messages[0].content }}{% if add_generation_prompt %}\n{% endif %}"
-    )
+    template = "{{ bos_token }}# {{ messages[0].content }}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     model = ["--model", str(tmp_path / "model")]
     code, out, _ = run("generate", "Read a file.", "--chat", *model, *GREEDY)
     assert code == 0
-    text = run("generate", "# Read a file.\n", "--no-echo", *GREEDY)[1]
+    text = run("generate", "# Read a file.", "--no-echo", *GREEDY)[1]
     assert out == text
 
 

@@ -644,12 +644,12 @@ def test_explain_names_each_with_its_reason():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [2**63 - 1, 2**62, np.uint8(255), np.uint32(300)], ids=repr)
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
-@pytest.mark.parametrize("lengths", [(200, 30), (30, 200)])
+@pytest.mark.parametrize("window", [2**63 - 1, 2**31 - 1, np.uint8(255), np.uint32(300)], ids=repr)
+@pytest.mark.parametrize("lengths", [(100, 30), (30, 100)])
 def test_a_window_over_everything_hides_nothing(lengths, impl, window, causal):
     q_len, k_len = lengths
-    rows = [torch.randn(1, n, 2, 16, requires_grad=True) for n in (q_len, k_len, k_len)]
+    lengths, device = (q_len, k_len, k_len), device_of(impl)
+    rows = [torch.randn(1, n, 2, 16, requires_grad=True, device=device) for n in lengths]
 
     def run(keys):
         out = attention(*rows, causal=causal, sliding_window=keys, impl=impl).out

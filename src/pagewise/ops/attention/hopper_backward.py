@@ -17,13 +17,12 @@ from triton.experimental.gluon import language as gl
 from ...device import DeviceInfo
 from ...tiles.hopper.gluon_launcher import Described, GluonLauncher, align
 from ...tiles.hopper.launch import refuse
-from ...tiles.triton.launch import POINTERS, Launcher
+from ...tiles.triton.launch import POINTERS, Launcher, window_of
 from .hopper_gradients import finish_kernel, gradients_kernel
 from .problem import Lengths, Options, Problem
 from .triton_backward import prepare
 
 _LOG2_E = 1 / math.log(2)
-_EVERYTHING = 1 << 30  # a window that no sequence fills
 _ROWS = 64  # of keys, of a warpgroup
 
 
@@ -74,7 +73,7 @@ def run_backward(
         *(_describe(t) for t in (k, v, q, d_out)), _in_a_row(lse2), _in_a_row(delta),
         p.num_seqs, p.num_kv_heads, p.max_query_len, pitch, p.max_seq_len, tiles,
         _section(tiles, DeviceInfo.of(q.device)),
-        min(options.sliding_window or _EVERYTHING, _EVERYTHING),
+        window_of(options.sliding_window),
         options.softmax_scale * _LOG2_E, options.softmax_scale,
     )  # fmt: skip
     finish = make_finish(p.dtype, p.head_size, width)

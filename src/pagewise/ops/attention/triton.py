@@ -13,11 +13,10 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
-from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...tiles.triton.launch import POINTERS, Launcher, refuse, window_of
 from .problem import Lengths, Options, Problem, in_a_row
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_EVERYTHING = 1 << 30  # a window that no sequence fills
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -51,7 +50,7 @@ def run(
         _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse,
         problem.num_seqs, problem.num_kv_heads,
         options.softmax_scale, options.logits_soft_cap or 0.0,
-        min(options.sliding_window or _EVERYTHING, _EVERYTHING), 0,
+        window_of(options.sliding_window), 0,
         *strides[:4], 0, *strides[4:6], 0, *strides[6:], *(0,) * 7,
     )  # fmt: skip
     return AttentionOutput(out.view(*shape, out.shape[-1]), lse.view(shape))

@@ -12,11 +12,10 @@ import triton
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...tiles.triton.launch import POINTERS, Launcher, is_aligned, refuse
+from ...tiles.triton.launch import POINTERS, Launcher, is_aligned, refuse, window_of
 from .problem import Lengths, Options, Problem
 from .triton_gradients import key_gradients_kernel, prepare_kernel, query_gradients_kernel
 
-_EVERYTHING = 1 << 30  # a window that no sequence fills
 _HOPPER = (9, 0)  # has the copy engine
 
 
@@ -106,7 +105,7 @@ def run_backward(
     )  # fmt: skip
     scalars = (
         options.softmax_scale, options.logits_soft_cap or 0.0,
-        options.sliding_window or _EVERYTHING,
+        window_of(options.sliding_window),
     )  # fmt: skip
     strides = [s for t in (q, k, v, d_out) for s in _strides(t)]
     n, m = launchers.keys.constants["TILE_N"], launchers.queries.constants["TILE_M"]

@@ -15,7 +15,7 @@ from ...errors import ShapeError
 from ...shapes import Form
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
-from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, refuse
+from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, refuse, window_of
 from ...tiles.triton.workspace import borrow
 from .problem import CallForm, Options, PagedBatch, Problem
 from .triton_decode import decode_kernel
@@ -23,7 +23,6 @@ from .triton_plan import MERGED_AT_ONCE, GpuPlan, make_gpu_plan, power_of_2
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-_NO_WINDOW = 1 << 30
 _OLDEST_E4M3 = (8, 9)
 _NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
 
@@ -122,7 +121,7 @@ def prepare(
         "max_splits": max_splits,
         "softmax_scale": form.softmax_scale,
         "soft_cap": form.logits_soft_cap or 0.0,
-        "window": min(form.sliding_window or _NO_WINDOW, _NO_WINDOW),
+        "window": window_of(form.sliding_window),
         "block_size": problem.block_size,
         **strides,
     }

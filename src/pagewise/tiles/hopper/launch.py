@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...device import DeviceInfo
-from ..triton.launch import POINTERS, is_aligned
+from ..triton.launch import POINTERS, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
@@ -132,7 +132,7 @@ def attend(
         tiles,
         seq_tiles,
         section,
-        min(sliding_window or 0, 1 << 30),
+        window_of(sliding_window),
         softmax_scale * _LOG2_E,
         0 if block_tables is None else block_tables.stride(0),
         written.stride(0),

@@ -21,7 +21,15 @@ from triton.runtime.driver import driver
 
 from ...device import DeviceInfo
 
-__all__ = ["INTERPRETED", "POINTERS", "Launch", "Launcher", "is_aligned", "refuse"]
+__all__ = [
+    "INTERPRETED",
+    "POINTERS",
+    "Launch",
+    "Launcher",
+    "is_aligned",
+    "refuse",
+    "window_of",
+]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on the CPU, a line at a time: ``TRITON_INTERPRET=1``."""
@@ -58,6 +66,15 @@ def is_aligned(x: Tensor) -> bool:
     """Whether every row begins at a multiple of 16 bytes."""
     unit = 16 // x.element_size()
     return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
+
+
+def window_of(sliding_window: int | None) -> int:
+    """As kernels take it: no more keys than leave sums with positions within 32 bits.
+
+    No sequence has as many, so it is also what stands for no window.
+    """
+    most = 1 << 30
+    return most if sliding_window is None else min(sliding_window, most)
 
 
 class Launcher:
