@@ -643,6 +643,17 @@ def test_explain_names_each_with_its_reason():
     assert lines[2:] == ["cpu: yes", "reference: yes"]
 
 
+def test_explain_takes_what_the_call_takes():
+    q, k, v = (
+        torch.zeros(1, 4, 2, 16),
+        torch.zeros(1, 4, 2, 16, dtype=F16),
+        torch.zeros(1, 4, 2, 16),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        attention(q, k, v, sliding_window=np.uint8(3))
+        assert "cpu: yes" in explain_attention(q, k, v, sliding_window=np.uint8(3))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [2**63 - 1, 2**31 - 1, np.uint8(255), np.uint32(300)], ids=repr)
 @pytest.mark.parametrize("lengths", [(100, 30), (30, 100)])

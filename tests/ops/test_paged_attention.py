@@ -23,6 +23,7 @@ from pagewise.testing import (
     poisoned_memory,
     random_case,
     tolerance,
+    vary,
 )
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -330,6 +331,13 @@ def test_the_reference_in_low_precision_matches_itself_in_float64(block):
     for i in range(16):
         inputs = make_inputs(random_case(random.Random(f"reference-{block}-{i}")))
         assert_matches(by_reference(inputs), inputs)
+
+
+def test_a_lot_without_queries_has_cases_too():
+    """A lot is what a GPU's kernels are compiled for once, and its first case may have none."""
+    case = replace(CASES[0], query_lens=(0,), seq_lens=(1159,))
+    for seed in range(20):
+        assert set(vary(case, random.Random(seed)).query_lens) == {0}
 
 
 def test_random_cases_meet_every_feature():

@@ -83,7 +83,7 @@ def vary(case: PagedCase, rng: random.Random) -> PagedCase:
     most = max(case.query_lens)
     query_lens, seq_lens = map(list, _random_lengths(rng, _MOST_WORK // work))
     query_lens = [min(length, most) for length in query_lens]
-    query_lens[0], seq_lens[0] = most, min(seq_lens[0], _MOST_WORK // work // most)
+    query_lens[0], seq_lens[0] = most, min(seq_lens[0], _MOST_WORK // work // max(1, most))
     longest = max(*query_lens, *seq_lens)
     window, cap = case.sliding_window, case.logits_soft_cap
     return dataclasses.replace(

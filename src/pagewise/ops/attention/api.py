@@ -98,21 +98,16 @@ def attention(
         >>> result = attention(q, k, v, cu_seqlens_q=starts, max_query_len=70)
         >>> result.out.sum().backward()
     """
-    starts = given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_tensors(q=q, k=k, v=v, **starts, **given(alibi_slopes=alibi_slopes, sinks=sinks))
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(
-            "alibi_slopes requires a gradient, which attention does not compute: pass "
-            "alibi_slopes.detach()"
-        )
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
-    dtype = autocast_type(q)
-    if dtype is not None:
-        q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
+    q, k, v, lengths, options = _settle(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_query_len=max_query_len, max_seq_len=max_seq_len, causal=causal,
+        softmax_scale=softmax_scale, sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
     out, lse = attend(
-        q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, alibi_slopes, sinks,
-        lengths.max_query_len, lengths.max_seq_len, _scale(softmax_scale, q), causal,
-        whole_window(sliding_window), logits_soft_cap, impl,
+        q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, options.alibi_slopes, options.sinks,
+        lengths.max_query_len, lengths.max_seq_len, options.softmax_scale, options.causal,
+        options.sliding_window, options.logits_soft_cap, impl,
     )  # fmt: skip
     return AttentionOutput(out, lse)
 
@@ -135,11 +130,43 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
         reference: yes
     """
     options.pop("impl", None)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_query_len", "max_seq_len")
-    lengths = _lengths(*(options.pop(name, None) for name in names))
-    options["softmax_scale"] = _scale(options.get("softmax_scale"), q)
-    problem = check(q, k, v, lengths, Options(**options))
+    problem = check(*_settle(q, k, v, **options))
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))
+
+
+def _settle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Lengths, Options]:
+    """Fill in defaults, and cast as autocast wants it."""
+    starts = given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_tensors(q=q, k=k, v=v, **starts, **given(alibi_slopes=alibi_slopes, sinks=sinks))
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "alibi_slopes requires a gradient, which attention does not compute: pass "
+            "alibi_slopes.detach()"
+        )
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+    dtype = autocast_type(q)
+    if dtype is not None:
+        q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
+    window = whole_window(sliding_window)
+    options = Options(
+        _scale(softmax_scale, q), causal, window, logits_soft_cap, alibi_slopes, sinks
+    )
+    return q, k, v, lengths, options
 
 
 def _lengths(

@@ -178,6 +178,7 @@ def explain_paged_attention(
     out, _, _ = (options.pop(name, None) for name in ("out", "plan", "impl"))
     if options.get("softmax_scale") is None:
         options["softmax_scale"] = default_scale(q)
+    options["sliding_window"] = whole_window(options.get("sliding_window"))
     description = describe(q, k_cache, v_cache, batch, Options(**options), out)
     problem = check(form_of(description))
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))

@@ -119,17 +119,14 @@ def window_attention(
     return AttentionOutput(*operator.forward(*inputs, impl))
 
 
-def explain_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **options: Any
-) -> str:
+def explain_window_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     """Which implementations can run a call, one a line with the reason, in the order of "auto".
 
     Args:
         q: As for ``window_attention``, like everything else here.
         k: As there.
         v: As there.
-        impl: Changes nothing.
-        **options: The keyword arguments of ``window_attention``.
+        **options: The keyword arguments of ``window_attention``; ``impl`` changes nothing.
 
     Example:
         >>> q = torch.zeros(4, 3, 49, 32, dtype=torch.float64)
@@ -139,6 +136,7 @@ def explain_window_attention(
         triton: no, the tensors are on cpu
         reference: yes
     """
+    options.pop("impl", None)
     x = _operands(q, k, v, **options)
     assert __package__ is not None
     return explain(__package__, operator.IMPLEMENTATIONS, check(x), DeviceInfo.of(q.device))

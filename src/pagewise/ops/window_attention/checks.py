@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, form
+from ...shapes import Form, bind, check_device, check_dtype, form, is_debugging
 from .problem import Operands, Problem
 
 __all__ = ["FLOATS", "check", "check_values"]
@@ -92,7 +91,7 @@ def check_values(x: Operands) -> None:
     """
     if x.bias_table is None or x.rel_offsets is None or not x.rel_offsets.numel():
         return
-    if x.rel_offsets.device.type != "cpu" and os.environ.get("PAGEWISE_DEBUG") != "1":
+    if x.rel_offsets.device.type != "cpu" and not is_debugging():
         return
     offsets = x.rel_offsets.tolist()
     least, most = min(offsets), max(offsets)

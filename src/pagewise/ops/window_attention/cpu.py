@@ -23,6 +23,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.threads import run_together
 from ...tiles.state import AttentionOutput
@@ -129,4 +130,4 @@ def _prepare(problem, x):
     counter = np.zeros(1, np.int64)
     inputs = _Inputs(*arrays, *strides, *added, *numbers, problem.head_size, parts, counter)  # type: ignore[call-arg]
     work = problem.num_windows * problem.num_heads * problem.num_tokens**2 * problem.head_size
-    return inputs, torch.get_num_threads() if work > 1 << 18 else 1
+    return inputs, DeviceInfo.of(x.q.device).num_workers if work > 1 << 18 else 1
