@@ -324,7 +324,6 @@ def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
     "bad",
     [
         {"device": "foo"},
-        {"device": None},
         {"num_blocks": 2.5},
         {"num_blocks": True},
         {"num_blocks": "8"},
@@ -343,6 +342,28 @@ def test_a_bad_argument_is_named(bad: dict) -> None:
     [(name, value)] = bad.items()
     with pytest.raises(RequestError, match=f"^{name}={re.escape(repr(value))}: expected "):
         LLM(**bad)
+
+
+def test_a_loaded_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moves = tiny_model("llama"), []
+    monkeypatch.setattr(type(model), "to", lambda self, *where: moves.append(where))
+    LLM(model, num_blocks=8)
+    assert not moves
+    LLM(model, num_blocks=8, device="cpu")
+    assert moves == [("cpu",)]
+
+
+def test_a_prompt_is_turned_into_tokens_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, texts = type(llm.engine).encode, []
+
+    def counted(self: Any, prompt: Any) -> list[int]:
+        texts.append(prompt)
+        return encode(self, prompt)
+
+    monkeypatch.setattr(type(llm.engine), "encode", counted)
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    list(llm.stream(PROMPTS, GREEDY))
+    assert texts == PROMPTS * 2
 
 
 def test_numpy_s_integers_are_whole_numbers() -> None:
@@ -482,6 +503,25 @@ def test_a_sequence_that_comes_back_to_its_row_has_other_blocks(num_blocks: int)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     assert run(num_blocks) == run(400)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_tokens_that_preemption_had_computed_again_are_counted(enable_prefix_caching: bool) -> None:
+    small = LLM(
+        dtype="float32", block_size=4, num_blocks=40, enable_prefix_caching=enable_prefix_caching
+    )
+    run, computed = small.engine._runner.run, []
+
+    def watched(step: Any, ready: list[bool]) -> torch.Tensor:
+        computed.extend(step.num_tokens)
+        return run(step, ready)
+
+    small.engine._runner.run = watched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = small.generate(PROMPTS, params, use_tqdm=False)
+    once = sum(len(out.prompt_token_ids) + 60 - 1 for out in outputs)  # the last is not computed
+    counts = small.engine.counts
+    assert counts.recomputed_tokens == sum(computed) - (once - counts.cached_tokens) > 0
 
 
 def test_an_open_stream_is_not_disturbed(llm: LLM) -> None:

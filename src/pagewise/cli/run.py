@@ -106,7 +106,8 @@ def cache_report(engine: Engine, run: Run) -> Text:
         "from equal beginnings",
         "copied on write": f"{counts.copied_blocks:,} block{'s' * (counts.copied_blocks != 1)}",
         "wasted": f"{counts.waste:.1%} of the slots in use held no token, on average",
-        "preempted": f"{counts.preemptions:,} times, {counts.recomputed_tokens:,} tokens lost",
+        "preempted": f"{counts.preemptions:,} times, "
+        f"{counts.recomputed_tokens:,} tokens recomputed",
         "input": _rate(counts.prompt_tokens, max(run.first_tokens.values(), default=run.seconds)),
         "output": _rate(run.num_output_tokens, run.seconds),
         "first token": _first_token(list(run.first_tokens.values())),

@@ -36,7 +36,8 @@ class Delta:
     request_id: int
     index: int
     text: str
-    """New text; ``""`` while it is uncertain, and for requests that do not stream."""
+    """New text; ``""`` while it is uncertain, and for requests that neither stream nor have stop
+    strings."""
     token_id: int | None
     finish_reason: str | None
     error: str | None = None
@@ -121,7 +122,7 @@ class Engine:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for their first step."""
+        """Tokens of the sequences that wait for a step: their first, or one after preemption."""
         return sum(len(sequence.token_ids) for sequence in self.scheduler.waiting)
 
     @property
@@ -217,9 +218,22 @@ class Engine:
         token_ids = self.validate(prompt, params)
         if salt is not None and not isinstance(salt, str):
             raise RequestError(f"salt={salt!r}: expected a string, or None")
+        text = prompt if isinstance(prompt, str) else None
+        return self.add_validated(text, token_ids, params, salt=salt, stream=stream)
+
+    def add_validated(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        salt: str | None = None,
+        stream: bool = False,
+    ) -> int:
+        """Queue what ``validate`` has seen: ``token_ids`` are what it returned for ``text``."""
         request = Request(
             request_id=self._next_id,
-            prompt=prompt if isinstance(prompt, str) else None,
+            prompt=text,
             prompt_token_ids=tuple(token_ids),
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,

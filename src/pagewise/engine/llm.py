@@ -24,6 +24,8 @@ from .sampling_params import SamplingParams
 __all__ = ["LLM"]
 
 Prompt = str | SequenceOf[int]
+_Request = tuple[str | None, list[int], SamplingParams]
+"""Of a prompt the text, if it is one, and its token ids."""
 
 
 class LLM:
@@ -32,7 +34,8 @@ class LLM:
     Args:
         model: A checkpoint directory, or a loaded Transformers causal LM. ``None`` is the small
             model that comes with the package, which continues Python code.
-        device: ``"cpu"``, or any torch device.
+        device: Any torch device. ``None`` is the CPU for a checkpoint, and where it is for a loaded
+            model, which is moved, not copied, to any other.
         dtype: Of the weights. ``"auto"`` is the checkpoint's own; float16 becomes float32 on a
             CPU, which multiplies it hundreds of times slower.
         block_size: Tokens per cache block, 1 to 256.
@@ -73,7 +76,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | Any = None,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         dtype: torch.dtype | str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -110,7 +113,7 @@ class LLM:
         seed = integer("seed", seed, "a whole number")
         cache_type = None if kv_cache_dtype == "auto" else _cache_dtype(kv_cache_dtype)
         is_path = isinstance(model, (str, os.PathLike))
-        on_cpu = _named_device(device).type == "cpu"
+        on_cpu = device is None or _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
@@ -166,8 +169,8 @@ class LLM:
             RequestError: A prompt can never be served; the message says which. Or other requests
                 are running: a stream is open. Nothing has been started then.
         """
-        pairs = self._pair(prompts, sampling_params)
-        request_ids = [self.engine.add_request(prompt, params) for prompt, params in pairs]
+        requests = self._validate(prompts, sampling_params)
+        request_ids = [self.engine.add_validated(*request) for request in requests]
         try:
             self._run(len(request_ids), self.engine.num_waiting_tokens, use_tqdm)
         finally:
@@ -215,13 +218,13 @@ class LLM:
         Raises:
             RequestError: As ``generate``.
         """
-        return self._stream(self._pair(prompts, sampling_params))
+        return self._stream(self._validate(prompts, sampling_params))
 
-    def _stream(self, pairs: list[tuple[Prompt, SamplingParams]]) -> Iterator[Delta]:
+    def _stream(self, requests: list[_Request]) -> Iterator[Delta]:
         self._check_idle()
         positions = {
-            self.engine.add_request(prompt, params, stream=True): position
-            for position, (prompt, params) in enumerate(pairs)
+            self.engine.add_validated(*request, stream=True): position
+            for position, request in enumerate(requests)
         }
         try:
             while self.engine.has_unfinished:
@@ -251,11 +254,11 @@ class LLM:
                 done = {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 bar.update(sum(self.engine.is_finished(request_id) for request_id in done))
 
-    def _pair(
+    def _validate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
-    ) -> list[tuple[Prompt, SamplingParams]]:
+    ) -> list[_Request]:
         """Prompts with their parameters, each proven to be servable before any is started."""
         self._check_idle()
         listed = _listed(prompts)
@@ -271,15 +274,14 @@ class LLM:
                 f"{len(sampling_params)} sampling_params for {len(listed)} prompts: "
                 "expected one for all, or one for each"
             )
-        pairs: list[tuple[Prompt, SamplingParams]] = []
+        requests: list[_Request] = []
         for position, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             try:
                 token_ids = self.engine.validate(prompt, params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
-            # Of ids a copy: an iterator ends, and a list may change before the first step.
-            pairs.append((prompt if isinstance(prompt, str) else token_ids, params))
-        return pairs
+            requests.append((prompt if isinstance(prompt, str) else None, token_ids, params))
+        return requests
 
     def _check_idle(self) -> None:
         if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost

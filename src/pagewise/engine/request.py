@@ -66,6 +66,8 @@ class Sequence:
     detokenizer: Detokenizer
     num_computed: int = 0
     """Tokens whose keys and values lie in the cache."""
+    num_lost: int = 0
+    """As many were when it was preempted, until it runs again."""
     row: int | None = None
     """Its row in the runner's block tables while it runs."""
     finish_reason: str | None = None

@@ -10,13 +10,12 @@ the pool, so there is always progress.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from .request import Sequence
 
-__all__ = ["Scheduler", "Step"]
+__all__ = ["CacheCounts", "Scheduler", "Step"]
 
 
 @dataclass
@@ -40,7 +39,7 @@ class CacheCounts:
     copied_blocks: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    """Tokens whose keys and values preemption threw away and had computed again."""
+    """Tokens computed again, since preemption gave their blocks away and others took them."""
     peak_blocks: int = 0
     shared_blocks: int = 0
     """The most blocks that were held more than once at the same time."""
@@ -185,6 +184,8 @@ class Scheduler:
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed
             self.counts.cached_tokens += sequence.num_computed
+        self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.num_computed)
+        sequence.num_lost = 0
         self._start(sequence)
         return True
 
@@ -215,9 +216,8 @@ class Scheduler:
         return min(alone * self.block_size, sequence.num_computed) if alone else float("inf")
 
     def _preempt(self, sequence: Sequence) -> None:
-        lost = self._cost(sequence)
         self.counts.preemptions += 1
-        self.counts.recomputed_tokens += 0 if lost == float("inf") else int(lost)
+        sequence.num_lost = sequence.num_computed
         self._give_way(sequence)
 
     def _give_way(self, sequence: Sequence) -> None:
@@ -254,10 +254,10 @@ class Scheduler:
         counts.peak_blocks = max(counts.peak_blocks, held)
         references = sum(len(sequence.table.blocks) for sequence in self.running)
         if references > held:
-            counts.shared_blocks = max(counts.shared_blocks, self._num_shared(self.running))
+            counts.shared_blocks = max(counts.shared_blocks, self._num_shared())
         counts.held_slots += held * size
         counts.unused_slots += sum(-sequence.table.num_tokens % size for sequence in self.running)
 
-    def _num_shared(self, sequences: Iterable[Sequence]) -> int:
-        blocks = {block for sequence in sequences for block in sequence.table.blocks}
+    def _num_shared(self) -> int:
+        blocks = {block for sequence in self.running for block in sequence.table.blocks}
         return sum(self.pool.ref_count(block) > 1 for block in blocks)
