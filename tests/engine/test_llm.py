@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pagewise import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
+from pagewise.engine.intake import Intake
 from pagewise.testing.models import REFUSED, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -354,13 +355,13 @@ def test_a_loaded_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_prompt_is_turned_into_tokens_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, texts = type(llm.engine).encode, []
+    encode, texts = Intake.encode, []
 
     def counted(self: Any, prompt: Any) -> list[int]:
         texts.append(prompt)
         return encode(self, prompt)
 
-    monkeypatch.setattr(type(llm.engine), "encode", counted)
+    monkeypatch.setattr(Intake, "encode", counted)
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     list(llm.stream(PROMPTS, GREEDY))
     assert texts == PROMPTS * 2

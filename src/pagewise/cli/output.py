@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..engine.core import Delta
+    from ..engine.progress import Delta
     from .run import Run
 
 __all__ = ["aligned", "print_in_order", "stream_one", "wide_console"]

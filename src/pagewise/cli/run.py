@@ -13,7 +13,8 @@ from ..analysis.page_map import PageMap
 from .output import aligned
 
 if TYPE_CHECKING:
-    from ..engine.core import Delta, Engine
+    from ..engine.core import Engine
+    from ..engine.progress import Delta
 
 __all__ = ["Run", "cache_report"]
 

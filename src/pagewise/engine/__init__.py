@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out, over the paged cache."""
 
-from .core import Delta, Engine
+from .core import Engine
 from .llm import LLM
+from .progress import Delta
 from .request import CompletionOutput, RequestOutput
 from .sampling_params import SamplingParams
 

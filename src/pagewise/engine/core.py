@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,29 +15,15 @@ from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from ..transfer import send
 from .detokenizer import Detokenizer
-from .numbers import is_index, is_list
+from .intake import Intake
+from .progress import Delta, Progress
 from .request import Request, RequestOutput, Sequence
 from .runner import Runner
 from .sampler import SampledToken, SamplingInput, sample
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler
 
-__all__ = ["Delta", "Engine"]
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a step added to one sequence."""
-
-    request_id: int
-    index: int
-    text: str
-    """New text; ``""`` while it is uncertain, and for requests that neither stream nor have stop
-    strings."""
-    token_id: int | None
-    finish_reason: str | None
-    error: str | None = None
-    """Why it failed, where ``finish_reason`` is ``"error"``."""
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -93,6 +75,8 @@ class Engine:
             )
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_model_len = max_model_len
+        self._intake = Intake(tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len)
+        self._progress = Progress(model.eos_token_ids, max_model_len)
         self._index = PrefixIndex(cache.block_size)
         self.pool = BlockPool(cache.num_blocks, on_reuse=self._index.forget)
         self.scheduler = Scheduler(
@@ -110,7 +94,6 @@ class Engine:
             enforce_eager=enforce_eager,
         )
         self._requests: dict[int, Request] = {}
-        self._streaming: set[int] = set()
         self._next_id = 0
         self._seeds = random.Random(seed)
         self.on_step: Callable[[], None] | None = None
@@ -131,68 +114,12 @@ class Engine:
         return self.scheduler.counts
 
     def encode(self, prompt: str | SequenceOf[int]) -> list[int]:
-        """The token ids of a prompt, each of them proven to be in the vocabulary.
-
-        Raises:
-            RequestError: The prompt is empty, has an id that the model does not know, or is text
-                and there is no tokenizer.
-        """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "the prompt is text but the model directory has no tokenizer: "
-                    "give a list of token ids"
-                )
-            # A tokenizer may put a token of its own before no text at all.
-            token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
-        else:
-            token_ids = _integers(prompt)
-        if not token_ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self.model.vocab_size:
-                raise RequestError(
-                    f"the prompt has token id {token_id}, expected 0 to "
-                    f"{self.model.vocab_size - 1}: the model has no such token"
-                )
-        return token_ids
+        """The token ids of a prompt, as ``Intake.encode`` proves them."""
+        return self._intake.encode(prompt)
 
     def validate(self, prompt: str | SequenceOf[int], params: SamplingParams) -> list[int]:
-        """Prove that a request can be served; returns the prompt's token ids.
-
-        Raises:
-            RequestError: It never can: see ``encode``; or the prompt leaves no room for a token,
-                or ``n`` sequences cannot run together, or a stop token or a biased one is not in
-                the vocabulary.
-        """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
-        token_ids = self.encode(prompt)
-        if len(token_ids) >= self.max_model_len:
-            limit = "of the model or as it was asked for: shorten it"
-            if self.max_model_len >= self.cache.num_tokens:
-                blocks = f"{self.cache.num_blocks} blocks of {self.cache.block_size}"
-                limit = f"what {blocks} hold: shorten it, or use more blocks"
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, expected fewer than max_model_len="
-                f"{self.max_model_len}, {limit}"
-            )
-        if params.n > self.scheduler.max_num_seqs:
-            raise RequestError(
-                f"n={params.n} is more than max_num_seqs={self.scheduler.max_num_seqs}: "
-                "ask for fewer samples, or raise max_num_seqs"
-            )
-        named = {
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": dict(params.logit_bias or ()),
-        }
-        for name, named_ids in named.items():
-            if named_ids and max(named_ids) >= self.model.vocab_size:
-                raise RequestError(
-                    f"{name} has {max(named_ids)}, expected 0 to {self.model.vocab_size - 1}"
-                )
-        Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
-        return token_ids
+        """The token ids of a prompt that can be served: see ``Intake.validate``."""
+        return self._intake.validate(prompt, params)
 
     def add_request(
         self,
@@ -238,12 +165,11 @@ class Engine:
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             salt=salt,
+            makes_text_early=stream or bool(params.stop),
         )
         sequence = self._new_sequence(request, token_ids)
         self._next_id += 1
         self._requests[request.request_id] = request
-        if stream or params.stop:
-            self._streaming.add(request.request_id)
         self.scheduler.add(sequence)
         return request.request_id
 
@@ -253,8 +179,7 @@ class Engine:
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
                 self._finish(sequence, "abort")
-                with suppress(Exception):  # what text there is
-                    self._detokenize_all(sequence)
+                self._progress.write_out(sequence)
 
     def step(self) -> list[Delta]:
         """Compute one forward pass and sample; returns what was added to each sequence.
@@ -312,7 +237,6 @@ class Engine:
         request = self._find(request_id)
         if request.is_finished:
             del self._requests[request_id]
-            self._streaming.discard(request_id)
         return request.output()
 
     def check(self) -> None:
@@ -357,10 +281,8 @@ class Engine:
     def _sampling_input(self, sequence: Sequence) -> SamplingInput:
         request = sequence.request
         params = request.params
-        forbidden: tuple[int, ...] = ()
-        if sequence.num_output_tokens < params.min_tokens:
-            ends = () if params.ignore_eos else self.model.eos_token_ids
-            forbidden = (*ends, *(params.stop_token_ids or ()))
+        is_early = sequence.num_output_tokens < params.min_tokens
+        forbidden = self._progress.ends(sequence) if is_early else ()
         return SamplingInput(
             params=params,
             prompt_token_ids=request.prompt_token_ids,
@@ -371,90 +293,14 @@ class Engine:
         )
 
     def _advance(self, sequence: Sequence, token: SampledToken) -> Delta:
-        """Take a sampled token in, and see whether it was the last one."""
-        request_id, index = sequence.request.request_id, sequence.index
+        """Take a sampled token in; blocks of a sequence that ends go back."""
         if token.error is not None:
             self.scheduler.distrust(sequence)
-            with suppress(Exception):  # what text there is
-                self._detokenize_all(sequence)
-            return self._fail(sequence, token.error)
-        sequence.token_ids.append(token.token_id)
-        if token.logprob is not None:
-            sequence.logprobs.append(((token.token_id, token.logprob), *token.top_logprobs))
-        reason = self._stop_reason(sequence, token.token_id)
-        try:
-            text = self._detokenize(sequence, token.token_id, is_last=reason is not None)
-        except Exception as error:
-            return self._fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
-        if sequence.detokenizer.finished:
-            reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
-        if reason is not None:
-            self._finish(sequence, reason)
-        return Delta(request_id, index, text, token.token_id, reason)
-
-    def _fail(self, sequence: Sequence, error: str) -> Delta:
-        sequence.error = error
-        self._finish(sequence, "error")
-        return Delta(
-            sequence.request.request_id, sequence.index, "", None, sequence.finish_reason, error
-        )
-
-    def _detokenize(self, sequence: Sequence, token_id: int, *, is_last: bool) -> str:
-        """What a stream's new token makes certain; with the last one, all that was held back."""
-        if sequence.request.request_id not in self._streaming:
-            if is_last:
-                self._detokenize_all(sequence)
-            return ""
-        is_text = not self._is_stop_token(sequence, token_id)
-        text = sequence.detokenizer.append([token_id] if is_text else [])
-        return text + sequence.detokenizer.flush() if is_last else text
-
-    def _detokenize_all(self, sequence: Sequence) -> None:
-        """Of a sequence that ends here and did not stream: its text; of a stream, the rest."""
-        if sequence.request.request_id not in self._streaming:
-            token_ids = sequence.output_token_ids
-            if token_ids and self._is_stop_token(sequence, token_ids[-1]):
-                token_ids = token_ids[:-1]
-            sequence.detokenizer.append(token_ids)
-        sequence.detokenizer.flush()
-
-    def _stop_reason(self, sequence: Sequence, token_id: int) -> str | None:
-        params = sequence.request.params
-        if self._is_stop_token(sequence, token_id):
-            if token_id in (params.stop_token_ids or ()):
-                sequence.stop_reason = token_id
-            return "stop"
-        longest = math.inf if params.max_tokens is None else params.max_tokens
-        if sequence.num_output_tokens >= longest or len(sequence.token_ids) >= self.max_model_len:
-            return "length"
-        return None
-
-    def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
-        params = sequence.request.params
-        if token_id in (params.stop_token_ids or ()):
-            return True
-        return not params.ignore_eos and token_id in self.model.eos_token_ids
+        delta = self._progress.advance(sequence, token)
+        if delta.finish_reason is not None:
+            self._finish(sequence, delta.finish_reason)
+        return delta
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
         self.scheduler.finish(sequence)
-
-
-def _unicode(prompt: str) -> str:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the prompt has half a character at position {error.start} "
-            f"({prompt[error.start]!r}), expected text: decode its bytes with errors='replace'"
-        ) from None
-    return prompt
-
-
-def _integers(prompt: Any) -> list[int]:
-    token_ids = list(prompt) if is_list(prompt) else None
-    if token_ids is None or not all(map(is_index, token_ids)):
-        raise RequestError(
-            f"the prompt is {type(prompt).__name__}, expected text or a list of token ids (int)"
-        )
-    return [operator.index(token_id) for token_id in token_ids]

@@ -16,8 +16,9 @@ from ..errors import OutOfBlocksError, RequestError
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from .chat import Conversation, render
-from .core import Delta, Engine
+from .core import Engine
 from .numbers import integer, is_index, is_list, number
+from .progress import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 

@@ -121,6 +121,8 @@ class Request:
     seed: int
     salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    makes_text_early: bool = False
+    """Whether tokens are turned into text as they come: for a stream, or to find a stop string."""
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """Prompt tokens found in the cache at the first admission; ``None`` before that."""

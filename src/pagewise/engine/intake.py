@@ -1,0 +1,112 @@
+"""What is proven of a request before anything of it begins."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RequestError
+from ..kv_cache.storage import KVCache
+from .detokenizer import Detokenizer
+from .numbers import is_index, is_list
+from .sampling_params import SamplingParams
+
+__all__ = ["Intake"]
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Turns prompts into tokens, and refuses what an engine could never serve."""
+
+    tokenizer: Any
+    vocab_size: int
+    cache: KVCache
+    max_num_seqs: int
+    max_model_len: int
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The token ids of a prompt, each of them proven to be in the vocabulary.
+
+        Raises:
+            RequestError: The prompt is empty, has an id that the model does not know, or is text
+                and there is no tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "the prompt is text but the model directory has no tokenizer: "
+                    "give a list of token ids"
+                )
+            # A tokenizer may put a token of its own before no text at all.
+            token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
+        else:
+            token_ids = _integers(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"the prompt has token id {token_id}, expected 0 to {self.vocab_size - 1}: "
+                    "the model has no such token"
+                )
+        return token_ids
+
+    def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+        """Prove that a request can be served; returns the prompt's token ids.
+
+        Raises:
+            RequestError: It never can: see ``encode``; or the prompt leaves no room for a token,
+                or ``n`` sequences cannot run together, or a stop token or a biased one is not in
+                the vocabulary.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
+        token_ids = self.encode(prompt)
+        self._check_length(len(token_ids))
+        if params.n > self.max_num_seqs:
+            raise RequestError(
+                f"n={params.n} is more than max_num_seqs={self.max_num_seqs}: "
+                "ask for fewer samples, or raise max_num_seqs"
+            )
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
+        self._check_vocabulary("logit_bias", list(dict(params.logit_bias or ())))
+        Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
+        return token_ids
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens < self.max_model_len:
+            return
+        limit = "of the model or as it was asked for: shorten it"
+        if self.max_model_len >= self.cache.num_tokens:
+            blocks = f"{self.cache.num_blocks} blocks of {self.cache.block_size}"
+            limit = f"what {blocks} hold: shorten it, or use more blocks"
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, expected fewer than max_model_len="
+            f"{self.max_model_len}, {limit}"
+        )
+
+    def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
+        if token_ids and max(token_ids) >= self.vocab_size:
+            raise RequestError(f"{name} has {max(token_ids)}, expected 0 to {self.vocab_size - 1}")
+
+
+def _unicode(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt has half a character at position {error.start} "
+            f"({prompt[error.start]!r}), expected text: decode its bytes with errors='replace'"
+        ) from None
+    return prompt
+
+
+def _integers(prompt: Any) -> list[int]:
+    token_ids = list(prompt) if is_list(prompt) else None
+    if token_ids is None or not all(map(is_index, token_ids)):
+        raise RequestError(
+            f"the prompt is {type(prompt).__name__}, expected text or a list of token ids (int)"
+        )
+    return [operator.index(token_id) for token_id in token_ids]
