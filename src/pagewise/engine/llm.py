@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from ..device import available_memory
-from ..errors import OutOfBlocksError, RequestError
-from ..kv_cache.storage import KVCache
-from ..models.paged_model import PagedModel
+from ..errors import RequestError
+from .cache_size import cache_dtype, make_cache
 from .chat import Conversation, render
 from .core import Engine
 from .numbers import integer, is_index, is_list, number
@@ -112,34 +110,23 @@ class LLM:
         if max_model_len is not None:
             max_model_len = _size("max_model_len", max_model_len)
         seed = integer("seed", seed, "a whole number")
-        cache_type = None if kv_cache_dtype == "auto" else _cache_dtype(kv_cache_dtype)
+        cache_type = cache_dtype(kv_cache_dtype)
         is_path = isinstance(model, (str, os.PathLike))
         on_cpu = device is None or _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
         tokenizer = load_tokenizer(model) if is_path else None
-        cache_dtype = paged.dtype if cache_type is None else cache_type
-        longest = max_model_len or paged.max_model_len
-        if num_blocks is None:
-            num_blocks = _fit(
-                paged, cache_dtype, block_size, memory_fraction, max_num_seqs, longest
-            )
-        else:
-            _check_memory(paged, cache_dtype, block_size, num_blocks)
-        cache = KVCache(
-            paged.layers,
-            num_blocks=num_blocks,
+        cache = make_cache(
+            paged,
+            cache_type or paged.dtype,
             block_size=block_size,
-            dtype=cache_dtype,
-            device=paged.device,
+            num_blocks=num_blocks,
+            memory_fraction=memory_fraction,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
         )
-        if max_model_len is not None and cache.num_tokens < max_model_len:
-            raise OutOfBlocksError(
-                f"the cache holds {cache.num_tokens} tokens ({num_blocks} blocks of {block_size}), "
-                f"fewer than max_model_len={max_model_len}: use at least "
-                f"{-(-max_model_len // block_size)} blocks, or a smaller max_model_len"
-            )
+        longest = max_model_len or paged.max_model_len
         self.engine = Engine(
             paged,
             cache,
@@ -317,48 +304,3 @@ def _named_device(device: torch.device | str) -> torch.device:
             f"device={device!r}: expected the name of a torch device, such as 'cpu', 'cuda' or "
             "'cuda:1'"
         ) from None
-
-
-_CACHE_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
-
-
-def _cache_dtype(name: torch.dtype | str) -> torch.dtype:
-    if isinstance(name, torch.dtype) and name in _CACHE_DTYPES.values():
-        return name
-    if not isinstance(name, str) or name not in _CACHE_DTYPES:
-        raise RequestError(
-            f"kv_cache_dtype={name!r}: expected 'auto', {', '.join(map(repr, _CACHE_DTYPES))}"
-        )
-    return _CACHE_DTYPES[name]
-
-
-def _fit(
-    model: PagedModel,
-    dtype: torch.dtype,
-    block_size: int,
-    fraction: float,
-    max_num_seqs: int,
-    longest: int | None,
-) -> int:
-    memory = int(available_memory(model.device) * fraction)
-    fitting = KVCache.blocks_that_fit(model.layers, memory, block_size=block_size, dtype=dtype)
-    if longest is None:
-        return fitting
-    return min(fitting, max_num_seqs * -(-longest // block_size))
-
-
-def _check_memory(model: PagedModel, dtype: torch.dtype, block_size: int, num_blocks: int) -> None:
-    free = available_memory(model.device)
-    fitting = KVCache.blocks_that_fit(model.layers, free, block_size=block_size, dtype=dtype)
-    if num_blocks > fitting:
-        raise OutOfBlocksError(
-            f"num_blocks={num_blocks:,} of {block_size} tokens do not fit into the {free:,} bytes "
-            f"that are free on {model.device}: use at most {fitting:,}"
-        )
