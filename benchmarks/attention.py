@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewise.testing import PagedCase, PagedInputs, compare, oracle, tolerance
+from pagewise.testing import PagedCase, compare, oracle, tolerance
 from pagewise.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
@@ -68,9 +68,9 @@ class AttentionCase:
         if _is_decode(self.problem):
             contestants[READ] = Contestant(read_all)
         times = take_turns(contestants, repeats=repeats or 15)
-        return Measurement(times, self._metrics(times, inputs))
+        return Measurement(times, self._metrics(times))
 
-    def _metrics(self, times: dict[str, Times], inputs: PagedInputs) -> dict[str, float]:
+    def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
         ours = times["pagewise"]
         fastest = min((times[name] for name in SDPA if name in times), key=lambda t: t.median)
         metrics = {"x sdpa": ratio(fastest, ours)}

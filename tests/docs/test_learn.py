@@ -115,7 +115,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_a_wrong_output_and_a_failing_block_are_noticed(tmp_path, monkeypatch):
+def test_a_wrong_output_and_a_failing_block_are_noticed():
     page = "```python\nprint(1)\n```\n\n```text\n2\n```\n\n```python\nassert False\n```\n"
     first, second = read_blocks(page)
     assert (first.output, second.output, second.line) == ("2\n", None, 10)

@@ -23,7 +23,6 @@ from pagewise.testing import poisoned_memory
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
-LEARNED = ("bias_table", "bias", "logit_scale")
 
 
 @dataclass(frozen=True)

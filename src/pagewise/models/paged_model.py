@@ -14,7 +14,7 @@ from ..errors import RequestError, ShapeError, UnsupportedError
 from ..kv_cache.storage import KVCache, LayerSpec
 from .attention import NAME, AttentionLayer, collect_configs, driven, register
 from .forward_batch import ForwardBatch
-from .loading import explained, load_tokenizer, read_model
+from .loading import explained, read_model
 from .probe import describe_layers, record_calls, register_probe
 from .proof import make_sequences, prove
 from .support import check_class, check_config, find_floor, find_limit, refusing
@@ -22,7 +22,7 @@ from .support import check_class, check_config, find_floor, find_limit, refusing
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ForwardBatch", "PagedModel", "load_model", "load_tokenizer"]
+__all__ = ["PagedModel", "load_model"]
 
 
 class PagedModel:

@@ -21,10 +21,7 @@ _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.dtype not in _DOTS:
-        given = str(problem.dtype).removeprefix("torch.")
-        return f"q is {given}; float32, float16 and bfloat16 run"
-    return refuse(device)
+    return refuse(device, q=problem.dtype)
 
 
 def run(

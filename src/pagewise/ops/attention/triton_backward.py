@@ -32,13 +32,10 @@ class Tiles:
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        given = str(problem.dtype).removeprefix("torch.")
-        return f"q is {given}; float32, float16 and bfloat16 run"
     for name in ("head_size", "v_head_size"):
         if getattr(problem, name) > 256:
             return f"{name} is {getattr(problem, name)}; up to 256 run"
-    return refuse(device)
+    return refuse(device, q=problem.dtype)
 
 
 def key_tiles(problem: Problem, device: DeviceInfo) -> Tiles:

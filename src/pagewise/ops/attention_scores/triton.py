@@ -62,16 +62,13 @@ _MOST = 1 << 15  # of a batch in a launch: an axis of a grid has up to 65535; 12
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        given = str(problem.dtype).removeprefix("torch.")
-        return f"q is {given}; float32, float16 and bfloat16 run"
     if problem.head_size > 256:
         return f"head_size is {problem.head_size}; up to 256 run"
     if problem.num_heads > _MOST:
         return f"num_heads is {problem.num_heads}; up to {_MOST} run"
     if problem.needs_gradient:
         return "a gradient is wanted; the reference has one"
-    return refuse(device) or _refuse_interpreter(device)
+    return refuse(device, q=problem.dtype) or _refuse_interpreter(device)
 
 
 def _refuse_interpreter(device: DeviceInfo) -> str | None:

@@ -33,7 +33,6 @@ from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, refuse
 from .problem import Problem
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 8192
 MOST_CHUNKS = 65535  # of a grid's second axis
 ONE_TILE = {"none": 16384, "plain": 16384, "norm": 8192}  # a channel of one chunk, by residual
@@ -48,10 +47,6 @@ RATE_X, RATE_R, MEAN = (tl.constexpr(i) for i in range(3))
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    for name, dtype in ("x", problem.dtype), ("residual", problem.residual_dtype):
-        if dtype not in DTYPES:
-            given = str(dtype).removeprefix("torch.")
-            return f"{name} is {given}; float32, float16 and bfloat16 run"
     if problem.negative_slope < LEAST_SLOPE:
         return (
             f"negative_slope is {problem.negative_slope}; from {LEAST_SLOPE} on the result leads "
@@ -61,7 +56,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "there is nothing to normalise"
     if problem.size > TILE * MOST_CHUNKS:
         return f"a channel has {problem.size} numbers; {TILE * MOST_CHUNKS} and fewer run"
-    return refuse(device)
+    return refuse(device, x=problem.dtype, residual=problem.residual_dtype)
 
 
 @triton.jit

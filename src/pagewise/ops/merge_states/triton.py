@@ -32,12 +32,9 @@ TILE = 2048  # elements of a program's rows
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        given = str(problem.dtype).removeprefix("torch.")
-        return f"outs is {given}; float32, float16 and bfloat16 run"
     if problem.needs_gradient:
         return "a gradient is wanted; the reference has one"
-    return refuse(device)
+    return refuse(device, outs=problem.dtype)
 
 
 @triton.jit

@@ -29,11 +29,9 @@ def run(
     options: Options,
     out: Tensor,
     plan: Plan | None = None,
-    *,
-    compute_dtype: torch.dtype | None = None,
 ) -> AttentionOutput:
-    """Fill ``out``; ``compute_dtype`` is float32, or float64 for float64 queries, if not given."""
-    dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
+    """Fill ``out``, computed in float32, or in float64 for float64 queries."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     for seq, seq_len in enumerate(seq_lens):

@@ -329,7 +329,7 @@ def table_gradient(
     for first in range(0, num_tokens, TILE_M):
         i = first + tl.arange(0, TILE_M)
         inside = (i < num_tokens)[None, :] & (row < table_size)[:, None]
-        number = tl.load(offsets + i, mask=i < num_tokens)[None, :] + first_number[:, None]
+        number = tl.load(offsets + i, mask=i < num_tokens, other=0)[None, :] + first_number[:, None]
         is_pair = inside & (number >= 0) & (number <= centre)
         j = tl.load(tokens + number, mask=is_pair, other=-1)
         total += tl.load(dbias + i[None, :] * num_tokens + j, mask=j >= 0, other=0.0)

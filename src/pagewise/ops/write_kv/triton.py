@@ -29,21 +29,14 @@ from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from ..scales import LARGEST_CODE, SMALLEST_SCALE
 
 TILE = 2048  # elements of a program's keys, and of its values
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def supports(dtypes: tuple[torch.dtype, torch.dtype], device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    for name, dtype, known in (
-        ("k", dtypes[0], _FLOATS),
-        ("k_cache", dtypes[1], (*_FLOATS, *LARGEST_CODE)),
-    ):
-        if dtype not in known:
-            given = str(dtype).removeprefix("torch.")
-            return f"{name} is {given}; float32, float16 and bfloat16 run"
     if dtypes[1] == torch.float8_e4m3fn and device.kind == "cuda" and device.capability < (8, 9):
         return "k_cache is float8_e4m3fn, which a GPU converts to from compute capability 8.9 on"
-    return refuse(device)
+    caches = {} if dtypes[1] in LARGEST_CODE else {"k_cache": dtypes[1]}
+    return refuse(device, k=dtypes[0], **caches)
 
 
 @triton.jit

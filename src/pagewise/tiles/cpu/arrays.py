@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ...device import DeviceInfo
+from ..types import refuse_types
 
 __all__ = ["flat", "refuse"]
 
@@ -40,8 +41,4 @@ def refuse(device: DeviceInfo, **dtypes: torch.dtype) -> str | None:
     """Why the CPU kernels cannot take these element types on this device; None if they can."""
     if device.kind != "cpu":
         return f"the tensors are on {device.kind}"
-    for name, dtype in dtypes.items():
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            given = str(dtype).removeprefix("torch.")
-            return f"{name} is {given}; float32, float16 and bfloat16 run"
-    return None
+    return refuse_types(**dtypes)

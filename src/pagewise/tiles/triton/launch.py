@@ -20,6 +20,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 
 from ...device import DeviceInfo
+from ..types import refuse_types
 
 __all__ = [
     "INTERPRETED",
@@ -50,16 +51,14 @@ POINTERS = {
 OLDEST = (8, 0)
 
 
-def refuse(device: DeviceInfo) -> str | None:
-    """Why Triton's kernels cannot run on a device; None if they can."""
-    if device.kind == "cpu":
-        return None if INTERPRETED else "the tensors are on cpu"
-    if device.kind != "cuda":
+def refuse(device: DeviceInfo, **dtypes: torch.dtype) -> str | None:
+    """Why Triton's kernels cannot take these element types on a device; None if they can."""
+    if device.kind != "cuda" and not (INTERPRETED and device.kind == "cpu"):
         return f"the tensors are on {device.kind}"
-    if device.capability < OLDEST:
+    if device.kind == "cuda" and device.capability < OLDEST:
         have, need = (".".join(map(str, version)) for version in (device.capability, OLDEST))
         return f"{device.name} has compute capability {have}; {need} and later run"
-    return None
+    return refuse_types(**dtypes)
 
 
 def is_aligned(x: Tensor) -> bool:
