@@ -2,10 +2,11 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from pagewise import PagedBatch, explain_paged_attention, paged_attention
+from pagewise import BlockPool, BlockTable, PagedBatch, explain_paged_attention, paged_attention
 from pagewise.errors import DTypeError, PagewiseError, ShapeError, UnsupportedError
 from pagewise.testing import PagedCase, make_inputs
 
@@ -365,3 +366,37 @@ def test_a_batch_of_nothing_gives_nothing(num_seqs):
 def test_lists_that_make_no_batch_are_named(arguments, message):
     with pytest.raises(ShapeError, match=message):
         PagedBatch.of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, [1]), "blocks is int, expected a list of lists"),
+        (([5], [1]), r"blocks\[0\] is int, expected a list of whole numbers"),
+        (([[1], [2.0]], [1, 1]), r"blocks\[1\] is list, .*'float' object"),
+        (([[1 << 31]], [1]), r"blocks\[0\] is list, expected .* of 32 bits"),
+        (([BlockTable(BlockPool(1), 16)], [0]), r"blocks\[0\] is BlockTable, expected a list"),
+        (([[1]], None), "seq_lens is NoneType, expected a list"),
+        (([[1]], [1], 1), "query_lens is int, expected a list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_lists_of_something_else_are_named(arguments, message):
+    with pytest.raises(DTypeError, match=message):
+        PagedBatch.of(*arguments)
+    with pytest.raises(DTypeError, match="block_tables is of type list"):
+        PagedBatch.decode([[1]], [1], 1)
+
+
+def test_a_table_that_is_too_short_for_its_sequence_is_named():
+    """Beside one that is longer: it must not read somebody else's block."""
+    k_cache, v_cache = torch.randn(2, 8, 16, 2, 64)
+    batch = PagedBatch.of([[1, 2], [3]], [20, 17])
+    with pytest.raises(ShapeError, match=r"block_tables\[1, 1\] is -1, expected 0 to 7"):
+        paged_attention(torch.randn(2, 4, 64), k_cache, v_cache, batch)
+
+
+def test_lists_may_be_tensors_and_arrays():
+    batch = PagedBatch.of(np.array([[1, 2], [3, 4]]), torch.tensor([20, 17]))
+    assert (batch.block_tables.tolist(), batch.max_seq_len) == ([[1, 2], [3, 4]], 20)
+    assert type(batch.max_seq_len) is int

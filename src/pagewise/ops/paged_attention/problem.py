@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ...errors import ShapeError
-from ...shapes import Form, form
+from ...errors import DTypeError, ShapeError
+from ...shapes import Form, check_tensors, form
 
 __all__ = ["CallForm", "Options", "PagedBatch", "Problem"]
 
@@ -51,7 +53,12 @@ class PagedBatch:
 
     @staticmethod
     def decode(block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> PagedBatch:
-        """A batch with one new token a sequence."""
+        """A batch with one new token a sequence.
+
+        Raises:
+            DTypeError: An argument is no tensor.
+        """
+        check_tensors(block_tables=block_tables, seq_lens=seq_lens)
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
         return PagedBatch(block_tables, seq_lens, starts, 1, max_seq_len)
 
@@ -71,35 +78,49 @@ class PagedBatch:
             query_lens: New tokens of each sequence; ``None``: one each.
             device: Where the tensors go.
 
+        Tables are filled up with -1, which no call takes for a block: where a table is too short
+        for its sequence it is named, on a GPU under ``PAGEWISE_DEBUG=1``.
+
         Raises:
             ShapeError: The lists differ in length, or a sequence has more new tokens than keys.
+            DTypeError: They are not of whole numbers of 32 bits.
 
         Example:
             >>> batch = PagedBatch.of([[7], [2, 5], [0]], [3, 6, 4], [3, 1, 2])
             >>> batch.block_tables.tolist(), batch.cu_seqlens_q.tolist(), batch.max_seq_len
-            ([[7, 0], [2, 5], [0, 0]], [0, 3, 4, 6], 6)
+            ([[7, -1], [2, 5], [0, -1]], [0, 3, 4, 6], 6)
         """
-        counts = [1] * len(seq_lens) if query_lens is None else list(query_lens)
-        if not len(blocks) == len(seq_lens) == len(counts):
+        lengths = _integers("seq_lens", seq_lens)
+        counts = (
+            array("i", [1]) * len(lengths)
+            if query_lens is None
+            else _integers("query_lens", query_lens)
+        )
+        if not isinstance(blocks, Iterable):
+            raise DTypeError(f"blocks is {type(blocks).__name__}, expected a list of lists")
+        rows = [_integers(f"blocks[{seq}]", ids) for seq, ids in enumerate(blocks)]
+        if not len(rows) == len(lengths) == len(counts):
             raise ShapeError(
-                f"blocks are of {len(blocks)} sequences, seq_lens of {len(seq_lens)} and "
+                f"blocks are of {len(rows)} sequences, seq_lens of {len(lengths)} and "
                 f"query_lens of {len(counts)}: expected as many of each"
             )
-        for seq, (seq_len, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        for seq, (seq_len, count) in enumerate(zip(lengths, counts, strict=True)):
             if not 0 <= count <= seq_len:
                 raise ShapeError(
                     f"sequence {seq} has {count} new tokens and {seq_len} keys: seq_lens counts "
                     "all keys, the new tokens' own included"
                 )
-        tables = torch.zeros(len(blocks), max(map(len, blocks), default=0), dtype=torch.int32)
-        for row, ids in zip(tables, blocks, strict=True):
-            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-        lengths = torch.tensor(seq_lens, dtype=torch.int32)
+        tables = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
+        for table, row in zip(tables, rows, strict=True):
+            table[: len(row)] = row
+        starts = np.array([0, *itertools.accumulate(counts)], np.int32)
         return PagedBatch(
-            tables.to(device), lengths.to(device), starts.to(device),
-            max(counts, default=0), max(seq_lens, default=0),
-        )  # fmt: skip
+            torch.from_numpy(tables).to(device),
+            torch.from_numpy(np.array(lengths, np.int32)).to(device),
+            torch.from_numpy(starts).to(device),
+            max_query_len=max(counts, default=0),
+            max_seq_len=max(lengths, default=0),
+        )
 
     @functools.cached_property
     def forms(self) -> tuple[Any, Any, Any]:
@@ -110,6 +131,16 @@ class PagedBatch:
     def num_seqs(self) -> int:
         """How many sequences the batch has."""
         return self.seq_lens.shape[0]
+
+
+def _integers(name: str, numbers: Any) -> array[int]:
+    try:
+        return array("i", numbers)
+    except (TypeError, OverflowError, RuntimeError) as error:
+        raise DTypeError(
+            f"{name} is {type(numbers).__name__}, expected a list of whole numbers of 32 bits "
+            f"({error})"
+        ) from None
 
 
 class Options(NamedTuple):
