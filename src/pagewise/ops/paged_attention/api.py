@@ -90,6 +90,9 @@ def paged_attention(
             no scales.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
+    On a CPU the first call with each combination of element types compiles, once a machine, which
+    takes some 20 seconds.
+
     It has no gradients, whatever ``q`` asks for: a cache is written in place (``attention`` has).
 
     On a GPU the values of lengths and tables are checked under ``PAGEWISE_DEBUG=1`` only, since

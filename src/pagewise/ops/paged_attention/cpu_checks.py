@@ -34,7 +34,7 @@ _MESSAGES = (
 _START, _ORDER, _END, _QUERY_LEN, _NEGATIVE, _SEQ_LEN, _TABLE, _BLOCK = range(len(_MESSAGES))
 
 
-@entry()  # type: ignore[untyped-decorator]
+@entry()
 def _find_fault(
     cu_seqlens_q: _Integers,
     seq_lens: _Integers,

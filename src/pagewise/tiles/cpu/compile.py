@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 from numba import njit
 
 __all__ = ["entry", "folded", "inner"]
-
-entry = partial(njit, nogil=True, cache=True, no_cfunc_wrapper=True)
-"""For functions called from Python: they run beside each other and are compiled once a machine."""
 
 inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """For functions called from kernels: they borrow their arrays and allocate none.
@@ -24,3 +24,32 @@ folded = partial(inner, inline="always")
 LLVM optimises and compiles a function together with all that it calls, and does so anew at every
 level up to the entry: two levels less are a quarter of the time.
 """
+
+
+def entry() -> Callable[[Callable[..., Any]], Any]:
+    """For functions called from Python: they run beside each other and are compiled once a machine.
+
+    Once a process where nothing can be kept: the package lies where its user may not write, and so
+    does the user's home.
+    """
+    compile_ = partial(njit, nogil=True, no_cfunc_wrapper=True)
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return compile_(cache=True)(function)
+        except RuntimeError:  # Numba has found no directory
+            _warn()
+            return compile_()(function)
+
+    return decorate
+
+
+@cache
+def _warn() -> None:
+    warnings.warn(
+        "pagewise compiles its CPU kernels anew in this process, some 20 seconds for each set of "
+        "element types, since it cannot keep them anywhere: name a directory that can be written, "
+        "NUMBA_CACHE_DIR=...",
+        RuntimeWarning,
+        stacklevel=3,
+    )
