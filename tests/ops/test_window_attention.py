@@ -3,10 +3,12 @@
 import itertools
 import math
 import os
+import warnings
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagewise import (
     AttentionOutput,
@@ -564,7 +566,7 @@ def call(case):
     x = {**inputs.tensors, **inputs.options}
     names = ("q", "k", "v", "bias_table", "rel_offsets", "bias", "regions", "mask", "logit_scale")
     tensors = tuple(x.get(name) for name in names)
-    for tensor in tensors[:4]:
+    for tensor in filter(torch.is_tensor, (*tensors[:4], tensors[5])):
         tensor.requires_grad_()
     return *tensors, case.mask_value, 0.3, 1e-12, "auto"
 
@@ -574,6 +576,51 @@ def test_the_operator_is_one_that_torch_can_trace(case):
     operator = torch.ops.pagewise.window_attention.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, call(case), test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(), Case(cosine=True), Case(num_heads=3, dtype=BF16), Case(bias="dense")], ids=str
+)
+def test_results_lie_as_a_compiler_expects(case):
+    """A compiler reads them by the strides of the fake."""
+    inputs = call(case)
+    forward = torch.ops.pagewise.window_attention
+    backward = torch.ops.pagewise.window_attention_backward
+    results = forward(*inputs)
+    found = *results, *backward(*inputs, *results, torch.randn_like(results[0]), None)
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        results = forward(*inputs)
+        expected = *results, *backward(*inputs, *results, torch.empty_like(results[0]), None)
+    for real, fake in zip(found, expected, strict=True):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+def test_gradients_may_come_in_batches():
+    q, k, v = (torch.randn(4, 2, 9, 8, requires_grad=True) for _ in range(3))
+    table, offsets = torch.randn(25, 2, requires_grad=True), rel_offsets((3, 3))
+
+    def run(q, table):
+        return window_attention(q, k, v, bias_table=table, rel_offsets=offsets).out
+
+    out, dout = run(q, table), torch.randn(3, 4, 2, 9, 8)
+    qs = torch.randn(3, 4, 2, 9, 8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        found = torch.autograd.grad(out, (q, table), dout, is_grads_batched=True, retain_graph=True)
+        each = torch.func.vmap(torch.func.grad(lambda q: run(q, table).sin().sum()))(qs)
+    alone = [torch.autograd.grad(out, (q, table), one, retain_graph=True) for one in dout]
+    for batched, expected in zip(found, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(batched, torch.stack(expected))
+    for one, dq in zip(qs.requires_grad_(), each, strict=True):
+        torch.testing.assert_close(dq, torch.autograd.grad(run(one, table).sin().sum(), one)[0])
+
+
+def test_a_second_derivative_is_refused():
+    q = torch.randn(4, 2, 9, 8, requires_grad=True)
+    [dq] = torch.autograd.grad(window_attention(q, q, q).out.sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiate once"):
+        dq.sum().backward()
 
 
 def test_compiled_it_is_one_piece():

@@ -116,6 +116,7 @@ def make_last(operator: Any) -> Callable[..., Any]:
     def refuse(ctx: Any, *gradients: Any) -> None:
         raise UnsupportedError(f"{operator._qualname} has no derivative: differentiate once")
 
+    operator.register_autograd(refuse, setup_context=keep_nothing)
     return _make_watched(operator._qualname, operator, keep_nothing, refuse)
 
 

@@ -54,8 +54,11 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     return _lay_out(out), lse.contiguous()
 
 
-def _backward(*inputs: Any) -> list[Tensor]:
-    """Gradients of what can be learned, in the order of ``_LEARNED``."""
+def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+    """Gradients of what can be learned, in the order of ``_LEARNED``; empty where nothing is.
+
+    As many whatever was given: batching rules know no lists.
+    """
     *call, out, lse, dout, dlse = inputs
     x = operands(*call)
     out, lse = _lay_out(out), lse.contiguous()  # hooks on saved tensors may lay them out anew
@@ -63,10 +66,10 @@ def _backward(*inputs: Any) -> list[Tensor]:
         dout = dout.contiguous()
     problem, module = _choose(x, call[-1])
     gradients: Gradients = module.backward(problem, x, out, lse, dout, dlse)
-    found = [getattr(gradients, name) for name in _LEARNED]
-    for i in range(3):
-        found[i] = _lay_out(found[i])
-    return [gradient for gradient in found if gradient is not None]
+    rows = (_lay_out(gradient) for gradient in (gradients.q, gradients.k, gradients.v))
+    learned = (gradients.bias_table, gradients.bias, gradients.logit_scale)
+    others = (lse.new_empty(0) if found is None else found.contiguous() for found in learned)
+    return *rows, *others
 
 
 _operator = torch.library.custom_op(
@@ -79,7 +82,9 @@ _operator_backward = torch.library.custom_op(
     "pagewise::window_attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse) -> Tensor[]",
+    schema=f"({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse) -> ("
+    + ", ".join(f"Tensor d_{name}" for name in _LEARNED)
+    + ")",
 )
 
 
@@ -91,13 +96,17 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 @_operator_backward.register_fake
-def _(*inputs: Any) -> list[Tensor]:
+def _(*inputs: Any) -> tuple[Tensor, ...]:
     x = operands(*inputs[:-4])
     learned = (x.bias_table, x.bias, x.logit_scale)
-    return [
+    nothing = inputs[-3]  # the type of lse
+    return (
         *(empty_like(x.q) for _ in range(3)),
-        *(tensor.new_empty(tensor.shape) for tensor in learned if tensor is not None),
-    ]
+        *(
+            nothing.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+            for tensor in learned
+        ),
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -117,13 +126,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     ]
     if dout is None:
         dout = torch.zeros_like(out)
-    found = iter(backward(*inputs, out, lse, dout, dlse))
+    found = zip(_LEARNED, backward(*inputs, out, lse, dout, dlse), strict=True)
     x = operands(*inputs)
-    gradients: dict[str, Tensor] = {
-        name: next(found) for name in _LEARNED if getattr(x, name) is not None
-    }
-    names = Operands.__dataclass_fields__
-    return (*(gradients.get(name) for name in names), None)
+    gradients = {name: gradient for name, gradient in found if getattr(x, name) is not None}
+    return *(gradients.get(name) for name in Operands.__dataclass_fields__), None
 
 
 _watched_backward = make_last(_operator_backward)
