@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from line_memory import LineMemory
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagewise import DTypeError, ShapeError, UnsupportedError, attention_scores
 from pagewise.testing import poisoned_memory
@@ -277,3 +278,18 @@ def test_wrong_arguments_are_named():
         attention_scores(q.long(), q.long())
     with pytest.raises(UnsupportedError, match="expected 'auto' or one of triton, cpu, reference"):
         attention_scores(q, q, impl="fast")
+
+
+def test_it_is_computed_as_autocast_computes_products():
+    q, k = torch.randn(2, 1, 2, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention_scores(q, k).dtype == torch.bfloat16
+        assert attention_scores(q.double(), k.double()).dtype == torch.float64
+
+
+def test_whoever_watches_sees_operations_that_they_know():
+    q, k = torch.randn(2, 3, 1, 2, 5, 16)
+    found = torch.func.vmap(attention_scores)(q, k)
+    torch.testing.assert_close(found, torch.stack([attention_scores(*x) for x in zip(q, k)]))  # noqa: B905
+    with FakeTensorMode():
+        assert attention_scores(*torch.randn(2, 1, 2, 5, 16)).shape == (1, 2, 5, 5)

@@ -265,6 +265,16 @@ def test_no_maps():
 
 
 @pytest.mark.filterwarnings("error")
+def test_compiled_it_takes_a_map_of_another_size():
+    compiled = torch.compile(shifted_window_attention, fullgraph=True, backend="aot_eager")
+    for grid in ((5, 4), (7, 6), (8, 6)):
+        qkv = torch.randn(1, *grid, 3, 2, 8)
+        found = compiled(qkv, window=(3, 3), shift=(1, 1))
+        expected = shifted_window_attention(qkv, window=(3, 3), shift=(1, 1))
+        assert torch.equal(found.out, expected.out)
+    torch._dynamo.reset()
+
+
 def test_compiled_it_is_one_piece():
     for case in (CASES[3], CASES[10]):
         inputs = Inputs(case)
@@ -362,8 +372,13 @@ WRONG = {
     "integers": ({"qkv": QKV.long()}, DTypeError, "qkv is int64"),
     "shift's axes": ({"shift": (1,)}, ShapeError, r"window=\[4, 3\] and shift=\[1\]"),
     "large shift": ({"shift": (1, 3)}, ShapeError, r"shift=\[1, 3\]"),
-    "negative shift": ({"shift": (-1, 0)}, ShapeError, r"shift=\[-1, 0\]"),
-    "no window": ({"window": (4, 0)}, ShapeError, r"window=\[4, 0\]"),
+    "negative shift": ({"shift": (-1, 0)}, ShapeError, r"shift is \(-1, 0\), expected an integer"),
+    "one shift": ({"shift": 1}, ShapeError, "shift is 1, expected an integer for each axis"),
+    "shift of floats": ({"shift": (1.0, 0.0)}, ShapeError, r"shift is \(1.0, 0.0\)"),
+    "no window": ({"window": (4, 0)}, ShapeError, r"window is \(4, 0\), expected an integer"),
+    "one window": ({"window": 4}, ShapeError, "window is 4, expected an integer for each axis"),
+    "no axes": ({"window": ()}, ShapeError, r"window is \(\), expected"),
+    "an array": ({"qkv": QKV.numpy()}, DTypeError, "qkv is of type ndarray"),
     "no grid": ({"qkv": QKV[:, :0]}, ShapeError, r"qkv's grid is \[0, 10\]"),
     "padding's heads": (
         {"padding": torch.zeros(3, 3, SIZE)}, ShapeError, "padding has num_heads=3 but qkv has 2",
@@ -373,6 +388,9 @@ WRONG = {
         {"padding": torch.zeros(3, HEADS, SIZE, device="meta")}, ShapeError, "padding is on meta",
     ),
     "table": ({"bias_table": torch.zeros(33, HEADS)}, ShapeError, "bias_table has 33 rows"),
+    "another window's table": (
+        {"bias_table": torch.zeros(49, HEADS)}, ShapeError, "49 rows, expected 35 for window=",
+    ),
     "table's heads": ({"bias_table": torch.zeros(35, 3)}, ShapeError, "bias_table has num_heads=3"),
     "offsets": ({"rel_offsets": rel_offsets((4, 4))}, ShapeError, "rel_offsets has num_tokens=16"),
     "no table": (

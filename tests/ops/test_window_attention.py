@@ -708,6 +708,16 @@ WRONG = {
     "region type": ({"regions": torch.zeros(4, 9)}, DTYPE, "regions is float32"),
     "strides": ({"q": torch.zeros(8, 2, 8, 9).transpose(2, 3)}, SHAPE, "q has stride"),
     "a name": ({"impl": "cuda"}, UnsupportedError, "impl is 'cuda'"),
+    "no value": ({"mask_value": None}, DTYPE, "mask_value is None, expected a number"),
+    "a word": ({"softmax_scale": "a"}, DTYPE, "softmax_scale is 'a', expected a number"),
+    "scales": ({"softmax_scale": torch.ones(2)}, DTYPE, r"softmax_scale is a tensor \[2\]"),
+    "no eps": ({"qk_norm_eps": 0.0}, SHAPE, "qk_norm_eps is 0.0, expected a finite number more"),
+    "less than none": ({"qk_norm_eps": -1.0}, SHAPE, "qk_norm_eps is -1.0, expected"),
+    "flat bias": (
+        {"bias_table": None, "rel_offsets": None, "bias": torch.zeros(9, 9)},
+        SHAPE,
+        r"bias has 2 dimensions \[9, 9\], expected 3 or 4",
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pagewise import ShapeError, regions_from_mask, rel_offsets, shift_regions
+from pagewise import DTypeError, ShapeError, regions_from_mask, rel_offsets, shift_regions
 
 
 def swin_index(window):
@@ -94,9 +94,9 @@ def test_a_mask_that_is_no_regions_is_refused(mask):
     ("call", "message"),
     [
         (lambda: rel_offsets((3, 3), table_window=(2, 4)), r"window is \[3, 3\].*\[2, 4\]"),
-        (lambda: rel_offsets((0, 7)), r"window is \[0, 7\], expected integers, each at least 1"),
-        (lambda: rel_offsets((7.0, 7)), r"window is \[7.0, 7\], expected integers"),
-        (lambda: rel_offsets((2, 2), (-3, 3)), r"table_window is \[-3, 3\], expected integers"),
+        (lambda: rel_offsets((0, 7)), r"window is \(0, 7\), expected an integer for each axis, at least 1"),
+        (lambda: rel_offsets((7.0, 7)), r"window is \(7.0, 7\), expected an integer"),
+        (lambda: rel_offsets((2, 2), (-3, 3)), r"table_window is \(-3, 3\), expected an integer"),
         (lambda: rel_offsets((7, 7), num_tokens=-1), "num_tokens is -1, expected at least 1"),
         (lambda: rel_offsets((3, 3), table_window=(3,)), "table_window"),
         (lambda: rel_offsets((3, 3), num_tokens=10), "num_tokens is 10.*the 9"),
@@ -109,3 +109,22 @@ def test_a_mask_that_is_no_regions_is_refused(mask):
 def test_errors_say_what_was_given(call, message):
     with pytest.raises(ShapeError, match=message):
         call()
+
+
+def test_many_axes_have_more_regions_than_a_byte_has_numbers():
+    regions = shift_regions((4,) * 6, (2,) * 6, (1,) * 6)
+    assert len(regions.unique()) == 3**6
+
+
+@pytest.mark.parametrize("window", [7, None, (7.0,), torch.tensor([7, 7]), "7"], ids=str)
+def test_a_window_is_whole_numbers(window):
+    for call in (lambda: rel_offsets(window), lambda: shift_regions((14,), window, (3,))):
+        with pytest.raises(ShapeError, match=r"window is .*, expected an integer for each axis"):
+            call()
+
+
+def test_a_mask_is_a_tensor_of_floats():
+    with pytest.raises(DTypeError, match="mask is of type list"):
+        regions_from_mask([[0.0]])
+    with pytest.raises(DTypeError, match=r"mask is torch.bool, expected floats"):
+        regions_from_mask(torch.ones(1, 2, 2, dtype=torch.bool))

@@ -12,6 +12,7 @@ from torch import SymInt, Tensor
 from ..errors import DTypeError, ShapeError, UnsupportedError
 
 __all__ = [
+    "as_number",
     "check_contiguous_rows",
     "check_flag",
     "check_heads",
@@ -52,7 +53,9 @@ def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> 
             f"sliding_window is {sliding_window}, expected at least 1 (an integer of 64 bits), or "
             "None for all keys"
         )
-    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
+    if logits_soft_cap is None:
+        return
+    if not 0 < as_number("logits_soft_cap", logits_soft_cap) < math.inf:
         raise ShapeError(
             f"logits_soft_cap is {logits_soft_cap}, expected a finite number more than 0, "
             "or None for no cap"
@@ -63,6 +66,21 @@ def check_flag(name: str, value: Any) -> None:
     """Raise DTypeError for what is neither True nor False: any text would be true."""
     if not isinstance(value, bool):
         raise DTypeError(f"{name} is {value!r}, expected True or False")
+
+
+def as_number(name: str, value: Any) -> float:
+    """``value`` as a float, be it a symbol's or a tensor's of one element.
+
+    Raises:
+        DTypeError: It is no number.
+    """
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise DTypeError(f"{name} is {given}, expected a number")
 
 
 def refuse_learned_scale(softmax_scale: Any) -> None:

@@ -11,7 +11,7 @@ from ...device import DeviceInfo
 from ...errors import UnsupportedError
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
-from ..attention_checks import default_scale, refuse_learned_scale, whole_window
+from ..attention_checks import as_number, default_scale, refuse_learned_scale, whole_window
 from ..dispatch import explain
 from ..eager import autocast_type
 from .checks import check
@@ -184,4 +184,4 @@ def _lengths(
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
     refuse_learned_scale(softmax_scale)
-    return default_scale(q) if softmax_scale is None else float(softmax_scale)
+    return default_scale(q) if softmax_scale is None else as_number("softmax_scale", softmax_scale)

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype
-from ..attention_checks import check_contiguous_rows, check_flag, check_heads, check_options
+from ..attention_checks import (
+    check_contiguous_rows,
+    check_flag,
+    check_heads,
+    check_options,
+    is_size,
+)
 from .problem import Lengths, Options, Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -101,8 +107,8 @@ def _bind_ragged(
     for (name, length), everything in zip(
         longest.items(), (sizes["num_tokens"], sizes["num_keys"]), strict=True
     ):
-        if length is not None and length < 0:
-            raise ShapeError(f"{name} is {length}, expected 0 or more")
+        if length is not None and not is_size(length):
+            raise ShapeError(f"{name} is {length!r}, expected an integer of the host, 0 or more")
         sizes[name] = everything if length is None else min(length, everything)
     return {**sizes, "num_seqs": sizes["length"] - 1}
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype, check_tensors
-from ..attention_checks import check_contiguous_rows, default_scale, refuse_learned_scale
+from ..attention_checks import as_number, check_contiguous_rows, default_scale, refuse_learned_scale
 from ..dispatch import choose
-from ..eager import needs_gradient
+from ..eager import autocast_type, is_plain, needs_gradient
 from . import reference
 from .problem import Problem
 
@@ -35,7 +35,8 @@ def attention_scores(
             raises.
 
     Returns:
-        ``[batch, num_heads, q_len, k_len]`` in the type of ``q``, accumulated in float32.
+        ``[batch, num_heads, q_len, k_len]`` in the type of ``q`` (under autocast, in the one that
+        it computes products in), accumulated in float32.
 
     Raises:
         ShapeError: Sizes disagree; the message names both arguments.
@@ -48,6 +49,9 @@ def attention_scores(
         torch.Size([4, 12, 343, 343])
     """
     check_tensors(q=q, k=k)
+    dtype = autocast_type(q)
+    if dtype is not None:
+        q, k = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k))
     sizes = bind(q=(q, "batch num_heads q_len head_size"), k=(k, "batch num_heads k_len head_size"))
     check_dtype("q", q, torch.float32, torch.float16, torch.bfloat16, torch.float64)
     check_dtype("k", k, q.dtype)
@@ -58,9 +62,10 @@ def attention_scores(
     refuse_learned_scale(softmax_scale)
     if softmax_scale is None:
         softmax_scale = default_scale(q)
+    softmax_scale = as_number("softmax_scale", softmax_scale)
     problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient(q, k))
-    if impl == "auto" and torch.compiler.is_compiling():
-        return reference.run(problem, q, k, softmax_scale)  # whose operations a compiler knows
+    if impl == "auto" and not is_plain(q, k):
+        return reference.run(problem, q, k, softmax_scale)  # of operations that all know who watch
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     scores: Tensor = module.run(problem, q, k, softmax_scale)
     return scores

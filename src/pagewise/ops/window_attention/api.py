@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...errors import ShapeError
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
-from ..attention_checks import refuse_learned_scale
+from ..attention_checks import as_number, default_scale, refuse_learned_scale
 from ..dispatch import explain
 from ..eager import autocast_type
 from . import operator
@@ -166,9 +168,19 @@ def _operands(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     refuse_learned_scale(softmax_scale)
     if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5 if logit_scale is None else 1.0
+        softmax_scale = default_scale(q) if logit_scale is None else 1.0
+    softmax_scale = as_number("softmax_scale", softmax_scale)
+    mask_value = as_number("mask_value", mask_value)
+    qk_norm_eps = as_number("qk_norm_eps", qk_norm_eps)
+    if not 0 < qk_norm_eps < math.inf:
+        raise ShapeError(f"qk_norm_eps is {qk_norm_eps}, expected a finite number more than 0")
     if logit_scale is not None and logit_scale.shape[1:] == (1, 1):
         logit_scale = logit_scale.flatten()
+    if bias is not None and bias.dim() not in (3, 4):
+        raise ShapeError(
+            f"bias has {bias.dim()} dimensions {list(bias.shape)}, expected 3 or 4: "
+            "[num_heads num_tokens num_tokens], or one for each of num_biases windows"
+        )
     if bias is not None and bias.dim() == 3:
         bias = bias[None]
     return Operands(

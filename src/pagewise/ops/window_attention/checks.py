@@ -99,7 +99,8 @@ def check_values(x: Operands) -> None:
     if x.bias_table.shape[0] < needed:
         raise ShapeError(
             f"bias_table has {x.bias_table.shape[0]} rows but rel_offsets reach from {least} to "
-            f"{most}, which needs {needed}: make them with rel_offsets(window, table_window)"
+            f"{most}, which needs {needed}: one of them is of another window, or the offsets want "
+            "to know the table's: rel_offsets(window, table_window)"
         )
     if len(set(offsets)) < len(offsets):
         raise ShapeError("rel_offsets has the same number twice: each token has its own position")

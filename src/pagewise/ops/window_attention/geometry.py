@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
+from ...shapes import check_tensors
 from ..attention_checks import is_size
 
-__all__ = ["clamp", "partition", "regions_from_mask", "rel_offsets", "shift_regions"]
+__all__ = ["as_sizes", "clamp", "partition", "regions_from_mask", "rel_offsets", "shift_regions"]
 
 
 def rel_offsets(
@@ -45,10 +47,8 @@ def rel_offsets(
         >>> rel_offsets((2, 2), table_window=(3, 3))
         tensor([0, 1, 5, 6], dtype=torch.int32)
     """
-    table = tuple(window if table_window is None else table_window)
-    for name, sizes in (("window", window), ("table_window", table)):
-        if not sizes or not all(is_size(size, least=1) for size in sizes):
-            raise ShapeError(f"{name} is {list(sizes)}, expected integers, each at least 1")
+    window = as_sizes("window", window)
+    table = window if table_window is None else as_sizes("table_window", table_window)
     if len(table) != len(window) or any(a > b for a, b in zip(window, table, strict=True)):
         raise ShapeError(f"window is {list(window)}, expected at most table_window={list(table)}")
     offsets = torch.zeros(1, dtype=torch.int32)
@@ -81,7 +81,7 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
 
     Returns:
         uint8 ``[num_windows, num_tokens]`` on the CPU: windows in the order of the grid, the last
-        axis fastest.
+        axis fastest. int32 from six axes on, which have more regions than uint8 has numbers.
 
     Raises:
         ShapeError: The axes disagree, or a size is out of range.
@@ -91,24 +91,44 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
         tensor([[0, 0, 0],
                 [1, 1, 2]], dtype=torch.uint8)
     """
+    grid, window = as_sizes("grid", grid), as_sizes("window", window)
+    shift = as_sizes("shift", shift, least=0)
     if not len(grid) == len(window) == len(shift):
         raise ShapeError(
             f"grid has {len(grid)} axes, window {len(window)} and shift {len(shift)}: they are one "
             "a number for each axis"
         )
     for size, length, step in zip(grid, window, shift, strict=True):
-        if length < 1 or size % length or size < 1:
+        if size % length:
             raise ShapeError(f"grid={list(grid)} is no multiple of window={list(window)}: pad it")
-        if not 0 <= step < length:
+        if step >= length:
             raise ShapeError(f"shift={list(shift)} is not from 0 to less than {list(window)}")
-    regions = torch.zeros([1] * len(grid), dtype=torch.uint8)
+    dtype = torch.uint8 if 3 ** len(grid) <= 256 else torch.int32
+    regions = torch.zeros([1] * len(grid), dtype=dtype)
     for axis, (size, length, step) in enumerate(zip(grid, window, shift, strict=True)):
-        line = torch.zeros(size, dtype=torch.uint8)
+        line = torch.zeros(size, dtype=dtype)
         if step:
             line[size - length :] = 1
             line[size - step :] = 2
         regions = regions * 3 + line.view([-1 if a == axis else 1 for a in range(len(grid))])
     return partition(regions, window)
+
+
+def as_sizes(name: str, sizes: Any, *, least: int = 1) -> tuple[int, ...]:
+    """One whole number for each axis.
+
+    Raises:
+        ShapeError: It is something else.
+    """
+    try:
+        listed = tuple(sizes)
+    except TypeError:
+        listed = ()
+    if not listed or not all(is_size(size, least=least) for size in listed):
+        raise ShapeError(
+            f"{name} is {sizes!r}, expected an integer for each axis, at least {least}: (7, 7)"
+        )
+    return tuple(map(int, listed))
 
 
 def partition(numbers: Tensor, window: Sequence[int]) -> Tensor:
@@ -127,17 +147,16 @@ def clamp(
     Raises:
         ShapeError: The axes disagree, or a size is out of range.
     """
+    window, shift = as_sizes("window", window), as_sizes("shift", shift, least=0)
     if not len(grid) == len(window) == len(shift):
         raise ShapeError(
             f"qkv's grid is {list(grid)}, window={list(window)} and shift={list(shift)}: they are "
             "one number for each axis"
         )
     for size, length, step in zip(grid, window, shift, strict=True):
-        if size < 1 or length < 1:
-            raise ShapeError(
-                f"qkv's grid is {list(grid)} and window={list(window)}, expected sizes from 1 on"
-            )
-        if not 0 <= step < length:
+        if size < 1:
+            raise ShapeError(f"qkv's grid is {list(grid)}, expected sizes from 1 on")
+        if step >= length:
             raise ShapeError(f"shift={list(shift)} is not from 0 to less than {list(window)}")
     return (
         tuple(min(size, length) for size, length in zip(grid, window, strict=True)),
@@ -155,18 +174,23 @@ def regions_from_mask(mask: Tensor) -> Tensor:
 
     Args:
         mask: Floating ``[num_windows, num_tokens, num_tokens]``, 0 within a region and one other
-            value between regions (-100 in every Swin).
+            value between regions. That is -100 in every Swin, and ``window_attention``'s
+            ``mask_value``: where it is another, give it there.
 
     Returns:
         int16 ``[num_windows, num_tokens]`` on the device of ``mask``.
 
     Raises:
         ShapeError: It is not of that form: pass it as ``mask`` instead.
+        DTypeError: It is no tensor of floats.
 
     Example:
         >>> regions_from_mask(torch.tensor([[[0.0, 0, -100], [0, 0, -100], [-100, -100, 0]]]))
         tensor([[0, 0, 2]], dtype=torch.int16)
     """
+    check_tensors(mask=mask)
+    if not mask.is_floating_point():
+        raise DTypeError(f"mask is {mask.dtype}, expected floats, 0 where tokens see each other")
     if mask.dim() != 3 or mask.shape[1] != mask.shape[2]:
         raise ShapeError(
             f"mask has shape {list(mask.shape)}, expected [num_windows, num_tokens, num_tokens]"

@@ -12,17 +12,20 @@ and rows of gradients a third, to save a sixth of calls that are a twentieth of 
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ...shapes import bind, check_device, check_dtype
+from ...shapes import bind, check_device, check_dtype, check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..eager import autocast_type, refuse_tangents
 from .api import window_attention
 from .checks import FLOATS
+from .geometry import as_sizes
 from .layout import from_heads, layout, to_heads
 
 __all__ = ["shifted_window_attention"]
@@ -96,16 +99,18 @@ def shifted_window_attention(
         >>> result.out.flatten(-2).shape
         torch.Size([1, 10, 9, 12, 48])
     """
-    axes = len(window)
-    _check(qkv, axes, padding)
-    grid = tuple(qkv.shape[1 : 1 + axes])
-    shift = (0,) * axes if shift is None else shift
-    where = layout(grid, tuple(window), tuple(shift), qkv.device)
+    window = as_sizes("window", window)
+    shift = (0,) * len(window) if shift is None else as_sizes("shift", shift, least=0)
+    _check(qkv, len(window), padding)
+    # A layout is of numbers: what is compiled is for one size of the map.
+    grid = tuple(operator.index(size) for size in qkv.shape[1 : 1 + len(window)])
+    where = layout(grid, window, shift, qkv.device)
     refuse_tangents("shifted_window_attention", qkv, padding)
     dtype = autocast_type(qkv)
     if dtype is not None and qkv.dtype != torch.float64:
         qkv = qkv.to(dtype)
     if bias_table is not None and rel_offsets is None:
+        _check_table(bias_table, window)
         rel_offsets = where.offsets
     result = window_attention(
         *to_heads(qkv, where, padding),
@@ -121,7 +126,19 @@ def shifted_window_attention(
     return AttentionOutput(*(from_heads(part, where) for part in result))
 
 
+def _check_table(bias_table: Tensor, window: tuple[int, ...]) -> None:
+    check_tensors(bias_table=bias_table)
+    num_rows = math.prod([2 * length - 1 for length in window])
+    if bias_table.dim() and bias_table.shape[0] != num_rows:
+        raise ShapeError(
+            f"bias_table has {bias_table.shape[0]} rows, expected {num_rows} for "
+            f"window={list(window)}; one of another window needs rel_offsets=rel_offsets(window, "
+            "table_window)"
+        )
+
+
 def _check(qkv: Tensor, axes: int, padding: Tensor | None) -> None:
+    check_tensors(qkv=qkv, **given(padding=padding))
     if qkv.dim() != axes + 4:
         raise ShapeError(
             f"qkv has {qkv.dim()} dimensions {list(qkv.shape)}, expected {axes + 4} for a window "
