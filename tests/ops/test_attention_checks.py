@@ -48,7 +48,11 @@ WRONG = [
     ((Q, KV, KV), RAGGED, "q has 4 dimensions"),
     ((RQ, RKV, RKV), {**RAGGED, "cu_seqlens_k": starts(0, 12)}, "cu_seqlens_k has length=2 but"),
     ((RQ, RKV, RKV), {"cu_seqlens_q": starts()}, "cu_seqlens_q is empty"),
-    ((RQ, RKV, RKV), {**RAGGED, "max_query_len": -1}, "max_query_len is -1, expected an integer of the host"),
+    (
+        (RQ, RKV, RKV),
+        {**RAGGED, "max_query_len": -1},
+        "max_query_len is -1, expected an int",
+    ),
     ((RQ, RKV, RKV), {**RAGGED, "max_query_len": 4}, "max_query_len is 4 but sequence 1 has 5"),
     ((RQ, RKV, RKV), {**RAGGED, "max_seq_len": 6}, "max_seq_len is 6 but sequence 1 has 7"),
     (

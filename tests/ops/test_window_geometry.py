@@ -94,7 +94,10 @@ def test_a_mask_that_is_no_regions_is_refused(mask):
     ("call", "message"),
     [
         (lambda: rel_offsets((3, 3), table_window=(2, 4)), r"window is \[3, 3\].*\[2, 4\]"),
-        (lambda: rel_offsets((0, 7)), r"window is \(0, 7\), expected an integer for each axis, at least 1"),
+        (
+            lambda: rel_offsets((0, 7)),
+            r"window is \(0, 7\), expected .* at least 1",
+        ),
         (lambda: rel_offsets((7.0, 7)), r"window is \(7.0, 7\), expected an integer"),
         (lambda: rel_offsets((2, 2), (-3, 3)), r"table_window is \(-3, 3\), expected an integer"),
         (lambda: rel_offsets((7, 7), num_tokens=-1), "num_tokens is -1, expected at least 1"),

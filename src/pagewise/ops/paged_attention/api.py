@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
@@ -14,6 +15,7 @@ from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
 from ..attention_checks import default_scale, whole_window
 from ..dispatch import choose, explain
+from . import operator
 from .checks import check, check_kinds, describe, form_of
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
@@ -76,7 +78,8 @@ def paged_attention(
             ``[num_blocks, block_size, num_kv_heads]``, any strides.
         v_scale: The same for ``v_cache``, of the same kind.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
-        plan: How to cut the work (``make_plan``); ``None`` chooses, for speed.
+        plan: How to cut the work (``pagewise.ops.paged_attention.make_plan``); ``None`` chooses,
+            for speed. ``torch.compile`` takes a call without one as a node, and breaks at others.
         impl: ``"auto"``, or one of ``"hopper"`` (decode), ``"hopper_prefill"``, ``"triton"``,
             ``"cpu"``, ``"reference"``: a named one runs or raises.
 
@@ -111,6 +114,8 @@ def paged_attention(
     try:
         scale = default_scale(q) if softmax_scale is None else softmax_scale
         options = Options._make((scale, causal, sliding_window, logits_soft_cap, *tensors))
+        if torch.compiler.is_compiling() and plan is None:
+            return AttentionOutput(*operator.attend(q, k_cache, v_cache, batch, options, out, impl))
         description = describe(q, k_cache, v_cache, batch, options, out)
     except AttributeError:
         check_kinds(q, k_cache, v_cache, batch, tensors, out)

@@ -13,6 +13,7 @@ from ...errors import ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
 from ..dispatch import choose
 from ..scales import LARGEST_CODE, bind_scales
+from .operator import write
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -73,6 +74,9 @@ def write_kv(
         >>> k_cache[0, 5, 0, 0], round(1 / k_scale[0, 5, 0].item())
         (tensor(127, dtype=torch.int8), 127)
     """
+    if torch.compiler.is_compiling():
+        write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, impl)
+        return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     module = _settle(*tensors, impl)
     scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]

@@ -1,0 +1,63 @@
+"""Writing to pages and attending to them inside of what is compiled: one node each."""
+
+import pytest
+import torch
+
+from pagewise import PagedBatch, paged_attention, write_kv
+
+HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
+TABLES = torch.tensor([[1, 2], [5, 7]], dtype=torch.int32)
+
+
+def step(q, k, v, k_cache, v_cache, batch, slots, k_scale=None, v_scale=None, **options):
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    write_kv(k, v, k_cache, v_cache, slots, **scales)
+    return paged_attention(q * 2, k_cache, v_cache, batch, **scales, **options)
+
+
+def inputs_of(length):
+    """Of both sequences' newest tokens."""
+    torch.manual_seed(length)
+    q, *kv = torch.randn(2, HEADS, SIZE), *torch.randn(2, 2, KV_HEADS, SIZE)
+    batch = PagedBatch.decode(TABLES, torch.tensor([length] * 2, dtype=torch.int32), length)
+    last = length - 1
+    slots = TABLES[:, last // BLOCK].long() * BLOCK + last % BLOCK
+    return q, *kv, batch, slots
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_compiled_steps_are_those_of_eager_ones(dtype, with_out):
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    caches = [torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE, dtype=dtype) for _ in range(2)]
+    scales = [torch.zeros(2, 8, BLOCK, KV_HEADS) for _ in range(2)]
+    for length in range(1, 2 * BLOCK):
+        q, k, v, batch, slots = inputs_of(length)
+        results = []
+        for run, (k_cache, v_cache), pair in zip((step, compiled), caches, scales, strict=True):
+            options = {"sliding_window": 7, "out": torch.empty_like(q) if with_out else None}
+            if dtype == torch.int8:
+                options |= {"k_scale": pair[0], "v_scale": pair[1]}
+            result = run(q, k, v, k_cache, v_cache, batch, slots, **options)
+            assert not with_out or result.out.data_ptr() == options["out"].data_ptr()
+            results.append(result)
+        for found, expected in zip(*results, strict=True):
+            assert torch.equal(found, expected)
+        assert torch.equal(*caches)
+        assert torch.equal(*scales)
+    torch._dynamo.reset()
+
+
+def test_they_are_operators_that_torch_can_trace():
+    q, k, v, batch, slots = inputs_of(5)
+    k_cache, v_cache = torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE)
+    checks = ("test_schema", "test_faketensor")
+    written = (k, v, k_cache, v_cache, slots, None, None, "auto")
+    torch.library.opcheck(torch.ops.pagewise.write_kv.default, written, test_utils=checks)
+    lengths = (batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, 1, 5)
+    call = (q, k_cache, v_cache, *lengths, 0.3, True, None, None, None, None, None, None, "auto")
+    operators = torch.ops.pagewise
+    torch.library.opcheck(operators.paged_attention.default, call, test_utils=checks)
+    into = (*call, torch.empty_like(q))
+    torch.library.opcheck(operators.paged_attention_into.default, into, test_utils=checks)
