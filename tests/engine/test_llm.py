@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,50 @@ def test_a_loaded_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert not moves
     LLM(model, num_blocks=8, device="cpu")
     assert moves == [("cpu",)]
+
+
+def test_a_model_in_training_stays_so() -> None:
+    model = tiny_model("llama")
+    model.train()
+    model.lm_head.eval()
+    [output] = LLM(model, num_blocks=8).generate([5, 6], GREEDY, use_tqdm=False)
+    assert model.training
+    assert not model.lm_head.training
+    model.eval()
+    [expected] = LLM(model, num_blocks=8).generate([5, 6], GREEDY, use_tqdm=False)
+    assert output.outputs == expected.outputs
+
+
+def test_changed_weights_ask_for_a_reset_of_prefixes() -> None:
+    model, prompt = tiny_model("llama"), list(range(5, 45))
+    llm = LLM(model, num_blocks=40)
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    with pytest.raises(RequestError, match="requests are running"):
+        llm.reset_prefix_cache()
+    stream.close()
+    llm.reset_prefix_cache()
+    [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+    [expected] = LLM(model, num_blocks=40).generate(prompt, GREEDY, use_tqdm=False)
+    assert output.outputs == expected.outputs
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    def run(prompt: str) -> list[int]:
+        return [
+            token_id
+            for _ in range(3)
+            for token_id in llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        ]
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(run, PROMPTS))
+    assert together == [run(prompt) for prompt in PROMPTS]
 
 
 def test_a_prompt_is_turned_into_tokens_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,16 @@ class Engine:
             del self._requests[request_id]
         return request.output()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: after the model's weights have changed they are wrong.
+
+        Raises:
+            RequestError: Requests are running; they hold blocks that were computed before.
+        """
+        if self.has_unfinished:
+            raise RequestError("requests are running: finish or abort them first")
+        self._index.clear()
+
     def check(self) -> None:
         """Prove that no block is lost, held twice or remembered wrongly.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -53,6 +54,9 @@ class LLM:
             recorded as CUDA graphs, each number of sequences when it first occurs.
         seed: Where the seeds of requests without one come from.
 
+    Threads may share it: a call of ``generate`` waits for those of other threads, and is refused
+    while a stream is open. A forked process may not use its parent's, where torch's threads stay.
+
     On a CPU that has other work to do, set ``OMP_WAIT_POLICY=PASSIVE`` in the environment before
     torch is imported, as the command line does: torch's threads wait for each other by spinning.
     On two cores, beside one busy process, the shipped model then took 4 to 20 times as long.
@@ -88,6 +92,8 @@ class LLM:
         enforce_eager: bool = False,
         seed: int = 0,
     ) -> None:
+        # One thread again: whoever generates while it generates is told so, and does not wait.
+        self._turn = threading.RLock()
         from ..models import load_model, load_tokenizer
         from ..models.loading import read_config
 
@@ -157,16 +163,17 @@ class LLM:
             RequestError: A prompt can never be served; the message says which. Or other requests
                 are running: a stream is open. Nothing has been started then.
         """
-        requests = self._validate(prompts, sampling_params)
-        request_ids = [self.engine.add_validated(*request) for request in requests]
-        try:
-            self._run(len(request_ids), self.engine.num_waiting_tokens, use_tqdm)
-        finally:
-            # Interrupted, say: leave no request behind for the next call to run.
-            for request_id in request_ids:
-                self.engine.abort(request_id)
-            outputs = [self.engine.take_output(request_id) for request_id in request_ids]
-        return outputs
+        with self._turn:
+            requests = self._validate(prompts, sampling_params)
+            request_ids = [self.engine.add_validated(*request) for request in requests]
+            try:
+                self._run(len(request_ids), self.engine.num_waiting_tokens, use_tqdm)
+            finally:
+                # Interrupted, say: leave no request behind for the next call to run.
+                for request_id in request_ids:
+                    self.engine.abort(request_id)
+                outputs = [self.engine.take_output(request_id) for request_id in request_ids]
+            return outputs
 
     def chat(
         self,
@@ -206,14 +213,25 @@ class LLM:
         Raises:
             RequestError: As ``generate``.
         """
-        return self._stream(self._validate(prompts, sampling_params))
+        with self._turn:
+            return self._stream(self._validate(prompts, sampling_params))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: after the model's weights have changed they are wrong.
+
+        Raises:
+            RequestError: Requests are running: a stream is open.
+        """
+        with self._turn:
+            self.engine.reset_prefix_cache()
 
     def _stream(self, requests: list[_Request]) -> Iterator[Delta]:
-        self._check_idle()
-        positions = {
-            self.engine.add_validated(*request, stream=True): position
-            for position, request in enumerate(requests)
-        }
+        with self._turn:
+            self._check_idle()
+            positions = {
+                self.engine.add_validated(*request, stream=True): position
+                for position, request in enumerate(requests)
+            }
         try:
             while self.engine.has_unfinished:
                 for delta in self.engine.step():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +109,9 @@ class PagedModel:
         for layer in self._modules:
             layer.step = step
         try:
-            with torch.no_grad(), driven(self._configs, NAME, self._slots):
+            with (
+                torch.no_grad(), evaluating(self._model), driven(self._configs, NAME, self._slots)
+            ):  # fmt: skip
                 output = self._model(
                     input_ids=step.token_ids[None], position_ids=step.positions[None], **options
                 )
@@ -133,8 +136,8 @@ def load_model(
 
     Args:
         model: A directory with ``config.json`` and safetensors weights (nothing is downloaded, no
-            code from it is run), or a model, which is moved to ``device`` and put into evaluation
-            mode, not copied.
+            code from it is run), or a model, which is moved to ``device``, not copied. One that is
+            being trained runs in evaluation mode here, and stays in training otherwise.
         dtype: Type of the weights: ``"auto"`` as the checkpoint says, a name, or a torch type.
         device: Where to run. ``None`` is the CPU for a directory, and where it is for a model.
         max_model_len: The most positions that will be used; ``None`` for all that it can take.
@@ -165,8 +168,25 @@ def load_model(
     if device is not None:
         with explained(f"device {str(device)!r} cannot be used"):
             source.to(device)
-    source.eval()
-    return _make_proven(source, find_limit(source.config, max_model_len))
+    if not source.training:
+        source.eval()  # all of it
+    with evaluating(source):
+        return _make_proven(source, find_limit(source.config, max_model_len))
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """In evaluation mode for a while; modules that are in training go back to it."""
+    if not model.training:
+        yield
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _check_dtype(model: PreTrainedModel, dtype: torch.dtype | str) -> None:
