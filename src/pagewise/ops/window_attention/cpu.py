@@ -12,8 +12,8 @@ one, and nothing larger is made. A part's share in the gradient of the table is 
 order of its windows, the parts' in theirs, and what the parts are depends on shapes alone: two
 runs give the same bits on any number of threads.
 
-Computes in float32; float16 and bfloat16 are converted. Dense biases and masks are left to the
-reference.
+Computes in float32; float16 and bfloat16 are converted. A dense bias or mask is read as it lies,
+and the gradient of a bias kept for each part; several biases are left to the reference.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
 # One kernel call's arguments that both directions have.
 _Inputs = namedtuple(
     "_Inputs",
-    "q k v q_strides k_strides v_strides table table_size offsets regions num_masks logit_scale "
-    "softmax_scale mask_value eps size parts counter",
+    "q k v q_strides k_strides v_strides table table_size offsets bias regions mask num_masks "
+    "logit_scale softmax_scale mask_value eps size parts counter",
 )
 
 
 def supports(problem, device):
     """Why this cannot run, or None if it can."""
-    if problem.num_biases or (problem.num_masks and not problem.has_regions):
-        return "a dense bias or mask is left to the reference"
+    if problem.num_biases > 1:
+        return f"biases of {problem.num_biases} windows are left to the reference"
     if torch.float64 in problem.learned_dtypes:
         return "a float64 table or logit_scale is left to the reference"
     return refuse(device, q=problem.dtype)
@@ -71,7 +71,8 @@ def backward(problem, x, out, lse, dout, dlse):
     """Likewise, and add up what the parts found for the table and the scale."""
     inputs, num_threads = _prepare(problem, x)
     dq, dk, dv = (_empty_rows(problem) for _ in range(3))
-    table_shape = (inputs.parts, problem.num_heads, inputs.table_size)
+    size = inputs.table_size if x.bias is None else problem.num_tokens**2
+    table_shape = (inputs.parts, problem.num_heads, size)
     dtable, dscale = torch.zeros(table_shape), torch.zeros(table_shape[:2])
     dout = _wide(dout)
     dlse = torch.empty(0, 0, 0) if dlse is None else dlse.detach().float().contiguous()
@@ -79,14 +80,16 @@ def backward(problem, x, out, lse, dout, dlse):
     arrays += [flat(out.detach().float().transpose(1, 2).contiguous()), lse.numpy()]
     arrays += [flat(dout), dout.stride()[:3], dlse.numpy()]
     run_together(lambda: differentiate(*arrays, inputs), num_threads)
-    table = scale = None
+    table = bias = scale = None
     if x.bias_table is not None:
         table = dtable.sum(dim=0).T.to(x.bias_table.dtype)
+    if x.bias is not None:
+        bias = dtable.sum(dim=0).view_as(x.bias).to(x.bias.dtype)
     if x.logit_scale is not None:
         clamped = x.logit_scale > MAX_LOGIT_SCALE
         scale = dscale.sum(dim=0).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
     dq, dk, dv = (saturate(t.transpose(1, 2), problem.dtype) for t in (dq, dk, dv))
-    return Gradients(dq, dk, dv, table, None, scale)
+    return Gradients(dq, dk, dv, table, bias, scale)
 
 
 def _wide(rows):
@@ -95,8 +98,15 @@ def _wide(rows):
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
-def _learned(parameter):
-    """A table or scale in a row; nothing where there is none."""
+def _additive(mask, value):
+    """A mask of truths as what is added where it is False."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape).masked_fill_(~mask, value)
+
+
+def _numbers(parameter):
+    """Numbers in a row; nothing where there are none."""
     return _NOTHING if parameter is None else flat(parameter.detach().float().contiguous())
 
 
@@ -113,12 +123,14 @@ def _prepare(problem, x):
     arrays = [flat(t) for t in (q, k, v)]
     strides = [t.stride()[:3] for t in (q, k, v)]
     added = [
-        _learned(x.bias_table),
+        _numbers(x.bias_table),
         problem.table_size or 0,
         offsets.to(torch.int64).numpy(),
+        _numbers(x.bias),
         _NO_REGIONS if x.regions is None else flat(x.regions.to(torch.int64).contiguous()),
+        _numbers(_additive(x.mask, x.mask_value)),
         problem.num_masks,
-        _learned(x.logit_scale),
+        _numbers(x.logit_scale),
     ]
     numbers = [
         np.float32(x.softmax_scale),

@@ -76,10 +76,15 @@ def _store_keys(
 
 @inner()
 def _hand_back(dtable, dbias, x, share, first, block, width):
-    """Add a block's gradient of the bias to that of the table."""
+    """Add a block's gradient of the bias to that of the table, or of a dense bias."""
+    num_tokens = len(x.offsets)
+    if len(x.bias):
+        for r in range(min(block, num_tokens - first)):
+            at = (share * num_tokens + first + r) * num_tokens
+            for n in range(num_tokens):
+                dtable[at + n] += dbias[r * width + n]
     if not x.table_size:
         return
-    num_tokens = len(x.offsets)
     table_at = share * x.table_size + (x.table_size - 1) // 2
     for r in range(min(block, num_tokens - first)):
         for n in range(num_tokens):

@@ -8,6 +8,7 @@ from ...tiles.cpu.compile import entry, inner
 from ...tiles.cpu.simd import LN_2, LOG2_E, take_number
 from .cpu_tiles import (
     add_bias_and_mask,
+    add_dense,
     copy_rows,
     gather_bias,
     gather_rows,
@@ -61,7 +62,7 @@ def bias_rows(bias, x, head, first, num_rows, width):
 @inner()
 def load_regions(regions, at, x, window, num_tokens, width):
     """Number a window's regions; where, or -1 if it has but one."""
-    if not x.num_masks:
+    if not len(x.regions):
         return -1
     first = window % x.num_masks * num_tokens
     regions[at + num_tokens : at + width] = 0
@@ -92,6 +93,12 @@ def scores(
     gather_rows(rows, x.q, q_at, x.q_strides[2], first, num_rows, x.size, depth, scale, x.eps)
     score(s, rows, keys, at, width, depth)
     add_bias_and_mask(s, bias, bias_at, regions, regions_at, first, num_rows, width, x.mask_value)
+    num_tokens = len(x.offsets)
+    if len(x.bias):
+        add_dense(s, x.bias, (head * num_tokens + first) * num_tokens, num_rows, num_tokens, width)
+    if len(x.mask):
+        row = window % x.num_masks * num_tokens + first
+        add_dense(s, x.mask, row * num_tokens, num_rows, num_tokens, width)
 
 
 @inner()

@@ -301,8 +301,20 @@ def add_bias_and_mask(s, bias, bias_at, regions, regions_at, first, num_rows, wi
 
 
 @inner()
+def add_dense(s, x, x_at, num_rows, num_tokens, width):
+    """Add rows of a dense bias or mask to rows of scores in powers of two."""
+    whole = num_tokens // 16 * 16
+    for r in range(num_rows):
+        at, row = r * width, x_at + r * num_tokens
+        for n in range(0, whole, 16):
+            store(s, at + n, fma(load(x, row + n), splat(LOG2_E), load(s, at + n)))
+        for n in range(whole, num_tokens):
+            s[at + n] += x[row + n] * LOG2_E
+
+
+@inner()
 def soften(s, at, width):
-    """One row of scores (powers of two) into weights that add up to 1; returns its lse."""
+    """One row of scores (powers of two) into weights; their maximum, and what they add up to."""
     highest = splat(np.float32(-np.inf))
     for n in range(at, at + width, 16):
         highest = maximum(load(s, n), highest)
