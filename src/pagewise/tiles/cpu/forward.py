@@ -59,6 +59,7 @@ from .threads import run_together
 __all__ = ["attend", "make_call"]
 
 _ALL = 1 << 62
+_ONE = np.ones(1, np.float32)  # the scale of what has none
 
 # Numba reads named tuples by field, which keeps signatures short.
 Call = namedtuple(
@@ -346,13 +347,14 @@ def make_call(
         v_scale: Likewise.
         per_token: Whether the scales differ within a head.
     """
-    none, one = np.empty(0, np.float32), torch.ones(1, 1, 1)
+    none = np.empty(0, np.float32)
     slopes, sinks = options.alibi_slopes, options.sinks
     # Eight bits are a bfloat16, too.
     is_bf16 = k_cache.dtype == torch.bfloat16 or k_scale is not None
     pairs = plan.bf16_dot and q.dtype == torch.bfloat16 and is_bf16
     lanes, sizes = (32 if pairs else 16), (q.shape[-1], v_cache.shape[-1])
-    scales = [one.expand(1, 1, k_cache.shape[-2]) if s is None else s for s in (k_scale, v_scale)]
+    scales = [(_ONE, (0, 0, 0)) if s is None else (flat(s), s.stride()) for s in (k_scale, v_scale)]
+    (k_scales, k_scale_strides), (v_scales, v_scale_strides) = scales
     return Call(  # type: ignore[call-arg]
         flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
         flat(block_tables), seq_lens.contiguous().numpy(), cu_seqlens_q.contiguous().numpy(),
@@ -361,7 +363,7 @@ def make_call(
         q.shape[1] // k_cache.shape[-2], *sizes, *(-(-size // lanes) * lanes for size in sizes),
         block_size, plan.split_size,
         *q.stride()[:2], *k_strides, *v_strides, *out.stride()[:2], block_tables.stride(0),
-        flat(scales[0]), flat(scales[1]), per_token, *scales[0].stride(), *scales[1].stride(),
+        k_scales, v_scales, per_token, *k_scale_strides, *v_scale_strides,
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
         bool(options.causal), int(options.sliding_window or 0),
         np.empty(0, np.uint16 if pairs else np.float32),
