@@ -7,8 +7,9 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,11 +74,41 @@ def available_memory(device: torch.device) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":") for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+        free = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return min([free, *_left_by_limits()])
+
+
+def _left_by_limits(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
+    """Bytes that each limit of a container leaves, by Linux's control groups of either version."""
+    if own is None:
+        try:
+            own = Path("/proc/self/cgroup").read_text()
+        except OSError:
+            return []
+    found = []
+    for _, controllers, path in (line.split(":", 2) for line in own.splitlines()):
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        here = base / path.strip("/")
+        for folder in (here, *here.parents):
+            with suppress(OSError, ValueError):  # "max" is no limit, and many folders have none
+                found.append(_left(folder, *names))
+    return found
+
+
+def _left(folder: Path, limit: str, used: str, idle: str) -> int:
+    lines = (folder / "memory.stat").read_text().splitlines()
+    stat = dict(line.split() for line in lines)  # pages of files are given up when somebody asks
+    held = int((folder / used).read_text()) - int(stat.get(idle, 0))
+    return max(0, int((folder / limit).read_text()) - held)
 
 
 @contextmanager

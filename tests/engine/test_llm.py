@@ -326,6 +326,8 @@ def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
     "bad",
     [
         {"device": "foo"},
+        {"enable_prefix_caching": "no"},
+        {"enforce_eager": 3},
         {"num_blocks": 2.5},
         {"num_blocks": True},
         {"num_blocks": "8"},

@@ -194,3 +194,9 @@ def test_no_check_vanishes_under_python_O():
     for path in Path(pagewise.kv_cache.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 4.0, "a", None])
+def test_a_pool_is_of_a_whole_number_of_blocks(num_blocks):
+    with pytest.raises(ShapeError, match=f"num_blocks={num_blocks!r}, expected"):
+        BlockPool(num_blocks)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pagewise.errors import OutOfBlocksError
+from pagewise.errors import DTypeError, OutOfBlocksError, ShapeError
 from pagewise.kv_cache.storage import KVCache, LayerSpec
 
 LAYERS = [LayerSpec(2, 64, 64), LayerSpec(1, 32, 8)]
@@ -48,3 +48,24 @@ def test_a_copied_block_is_copied_in_every_layer_with_its_scales(dtype):
     cache.copy([(3, 0), (3, 4)])
     for tensor, old in zip(tensors(cache), before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), old[[3, 1, 2, 3, 3]])
+
+
+def test_layers_may_come_one_by_one():
+    cache = KVCache((layer for layer in LAYERS), num_blocks=2)
+    assert len(cache.k) == len(cache.v_scale) == len(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dtype": "bfloat16"}, DTypeError, "dtype is 'bfloat16', expected a torch type"),
+        ({"dtype": torch.int32}, DTypeError, "dtype is torch.int32, expected"),
+        ({"num_blocks": 2.5}, ShapeError, "num_blocks is 2.5, expected an integer"),
+        ({"block_size": "16"}, ShapeError, "block_size is '16', expected 1 to 256"),
+        ({"layers": [LayerSpec(2, 4, 8)]}, ShapeError, "head_size is 4, expected a multiple of 8"),
+    ],
+    ids=str,
+)
+def test_what_is_no_cache_is_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        KVCache(**{"layers": LAYERS, "num_blocks": 2, **changes})

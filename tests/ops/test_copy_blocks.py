@@ -166,6 +166,10 @@ def test_a_wrong_block_is_named_and_nothing_is_written(copy, pairs, message):
 
 def test_a_wrong_argument_is_named(copy):
     cache = blocks()
+    with pytest.raises(DTypeError, match="src_to_dst is of type NoneType"):
+        copy_blocks([cache], None)
+    with pytest.raises(ShapeError, match=r"a tuple of 3, expected \(source, destination\)"):
+        copy_blocks([(cache, cache, cache)], [(0, 1)])
     with pytest.raises(ShapeError, match=r"src_to_dst has 1 dimensions \[2\], expected 2"):
         copy([cache], [0, 1])
     with pytest.raises(ShapeError, match=r"src_to_dst has 2=3 expected 2"):

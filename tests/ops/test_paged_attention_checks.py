@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from pagewise import BlockPool, BlockTable, PagedBatch, explain_paged_attention, paged_attention
+from pagewise.device import DeviceInfo
 from pagewise.errors import DTypeError, PagewiseError, ShapeError, UnsupportedError
+from pagewise.ops.paged_attention import make_plan
 from pagewise.testing import PagedCase, make_inputs
 
 # 3 new tokens of 2 sequences of 20 and 9 keys, and one sequence of none; blocks of 4 slots.
@@ -332,6 +334,53 @@ def test_a_wrong_option_is_named_whatever_was_asked_before(options, error, messa
     paged_attention(*call, sliding_window=4)  # what is equal to 4 is not what 4 is
     with pytest.raises(error, match=message):
         paged_attention(*call, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softmax_scale": [1]}, r"softmax_scale is \[1\], expected a number"),
+        ({"softmax_scale": "a"}, "softmax_scale is 'a', expected a number"),
+        ({"logits_soft_cap": "a"}, "logits_soft_cap is 'a', expected a number"),
+        ({"impl": ["cpu"]}, r"impl is \['cpu'\], expected a name"),
+        ({"plan": 3}, "plan is 3, expected one that make_plan made"),
+        ({"plan": {}}, "plan is {}, expected one that make_plan made"),
+        ({"causal": 1}, "causal is 1, expected True or False"),
+    ],
+    ids=str,
+)
+def test_what_is_no_option_is_named(options, message):
+    inputs = make_inputs(CASE)
+    call = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch)
+    paged_attention(*call, causal=True)  # 1 is equal to it
+    with pytest.raises(DTypeError, match=message):
+        paged_attention(*call, **options)
+
+
+def test_a_plan_is_for_one_kind_of_device():
+    inputs = make_inputs(CASE)
+    call = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch)
+    gpu = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+    with pytest.raises(DTypeError, match="plan is a GpuPlan but the tensors are on cpu"):
+        paged_attention(*call, plan=make_plan(inputs.problem, gpu))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": None}, "batch is of type NoneType, expected a PagedBatch"),
+        ({"q": np.zeros(3)}, "q is of type ndarray"),
+        ({"sinks": [1.0]}, "sinks is of type list"),
+    ],
+    ids=["batch", "q", "sinks"],
+)
+def test_explaining_names_what_calling_names(changes, message):
+    inputs = make_inputs(CASE)
+    names = ("q", "k_cache", "v_cache", "batch")
+    arguments = {name: getattr(inputs, name) for name in names} | changes
+    for call in (paged_attention, explain_paged_attention):
+        with pytest.raises(DTypeError, match=message):
+            call(**arguments)
 
 
 def test_a_batch_of_lists_is_that_of_tensors():

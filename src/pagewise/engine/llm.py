@@ -16,7 +16,7 @@ from ..errors import RequestError
 from .cache_size import cache_dtype, make_cache
 from .chat import Conversation, render
 from .core import Engine
-from .numbers import integer, is_index, is_list, number
+from .numbers import check, integer, is_index, is_list, number
 from .progress import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
@@ -116,6 +116,10 @@ class LLM:
         if max_model_len is not None:
             max_model_len = _size("max_model_len", max_model_len)
         seed = integer("seed", seed, "a whole number")
+        for name, switch in (
+            ("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)
+        ):  # fmt: skip
+            check(isinstance(switch, bool), name, switch, "True or False")
         cache_type = cache_dtype(kv_cache_dtype)
         is_path = isinstance(model, (str, os.PathLike))
         on_cpu = device is None or _named_device(device).type == "cpu"

@@ -12,6 +12,7 @@ by its prefix and brought back with ``retain``::
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -51,6 +52,10 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, on_reuse: Callable[[int], None] | None = None) -> None:
+        try:
+            num_blocks = operator.index(num_blocks)
+        except TypeError:
+            raise ShapeError(f"num_blocks={num_blocks!r}, expected an integer") from None
         if num_blocks < 1:
             raise ShapeError(f"num_blocks={num_blocks}, expected at least 1")
         self._num_blocks = self._num_free = num_blocks

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import OutOfBlocksError, ShapeError
+from ..errors import DTypeError, OutOfBlocksError, ShapeError
+from ..ops.attention_checks import check_heads, is_size
 from ..ops.copy_blocks import copy_blocks
 from ..ops.scales import LARGEST_CODE
 
 __all__ = ["KVCache", "LayerSpec"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class KVCache:
             for each layer of a cache that is not of 8 bits.
         v_scale: The values' scales.
 
+    Raises:
+        ShapeError: A size is out of range.
+        DTypeError: ``dtype`` is no type that caches have.
+
     Example:
         >>> layer = LayerSpec(num_kv_heads=2, head_size=64, v_head_size=64)
         >>> cache = KVCache([layer] * 4, num_blocks=32, block_size=16, dtype=torch.bfloat16)
@@ -61,11 +68,19 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 1 <= block_size <= 256:
-            raise ShapeError(f"block_size is {block_size}, expected 1 to 256")
-        if num_blocks < 1:
-            raise ShapeError(f"num_blocks is {num_blocks}, expected at least 1")
-        self.layers = tuple(layers)
+        if not is_size(block_size, least=1) or block_size > 256:
+            raise ShapeError(f"block_size is {block_size!r}, expected 1 to 256")
+        if not is_size(num_blocks, least=1):
+            raise ShapeError(f"num_blocks is {num_blocks!r}, expected an integer of at least 1")
+        if not isinstance(dtype, torch.dtype) or dtype not in (*_FLOATS, *LARGEST_CODE):
+            names = ", ".join(str(known).removeprefix("torch.") for known in LARGEST_CODE)
+            raise DTypeError(f"dtype is {dtype!r}, expected a torch type of floats, or {names}")
+        self.layers = layers = tuple(layers)
+        for layer in layers:
+            check_heads(
+                layer.num_kv_heads, layer.num_kv_heads, "a layer",
+                head_size=layer.head_size, v_head_size=layer.v_head_size,
+            )  # fmt: skip
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
         self.k = [self._blocks(layer.num_kv_heads, layer.head_size, device) for layer in layers]
         self.v = [self._blocks(layer.num_kv_heads, layer.v_head_size, device) for layer in layers]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, forms
+from ...shapes import Form, bind, check_device, check_dtype, check_tensors, forms
 from ..dispatch import choose
 from .problem import Problem
 
@@ -60,6 +60,9 @@ def copy_blocks(
     if isinstance(caches, Tensor):
         raise DTypeError("caches is a tensor, expected a list of caches: pass [cache]")
     pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ShapeError(f"caches has a tuple of {len(pair)}, expected (source, destination)")
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for source, destination in pairs:
         both = forms(cache=source, destination=destination)
@@ -78,6 +81,7 @@ def _as_pairs(src_to_dst: Any) -> Tensor:
             src_to_dst = torch.tensor(src_to_dst) if src_to_dst else torch.empty(0, 2).long()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ShapeError(f"src_to_dst is {src_to_dst!r}, expected pairs of blocks") from error
+    check_tensors(src_to_dst=src_to_dst)
     bind(src_to_dst=(src_to_dst, "n 2"))
     check_dtype("src_to_dst", src_to_dst, torch.int64)
     check_device("src_to_dst", torch.device("cpu"), src_to_dst=src_to_dst)

@@ -13,10 +13,10 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
-from ..attention_checks import default_scale, whole_window
+from ..attention_checks import check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
 from . import operator
-from .checks import check, check_kinds, describe, form_of
+from .checks import check, check_kinds, check_plan, check_scalars, describe, form_of
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
 
@@ -111,16 +111,19 @@ def paged_attention(
         torch.Size([2, 8, 64])
     """
     sliding_window, tensors = whole_window(sliding_window), (alibi_slopes, sinks, k_scale, v_scale)
+    if causal is not True and causal is not False:  # 1 would be looked up as True
+        check_flag("causal", causal)
     try:
         scale = default_scale(q) if softmax_scale is None else softmax_scale
         options = Options._make((scale, causal, sliding_window, logits_soft_cap, *tensors))
         if torch.compiler.is_compiling() and plan is None:
             return AttentionOutput(*operator.attend(q, k_cache, v_cache, batch, options, out, impl))
         description = describe(q, k_cache, v_cache, batch, options, out)
-    except AttributeError:
+        problem, run = _settle(description, plan, impl)
+    except (AttributeError, TypeError):  # asked for only then: a call is to cost little
         check_kinds(q, k_cache, v_cache, batch, tensors, out)
+        check_scalars(softmax_scale, plan, impl)
         raise
-    problem, run = _settle(description, plan, impl)
     if is_debugging() and q.is_cuda:
         check_on_host(problem, batch, k_cache.shape[0])
     if out is None:
@@ -136,6 +139,7 @@ def _settle(
     """Check a call, choose who runs it, and prepare what can be: once for all calls of a form."""
     form = form_of(description)
     problem = check(form)
+    check_plan(plan, form.q.device)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(form.q.device), impl)
     if hasattr(module, "prepare"):
         return problem, module.prepare(problem, form, plan)
@@ -184,6 +188,8 @@ def explain_paged_attention(
         reference: yes
     """
     out, _, _ = (options.pop(name, None) for name in ("out", "plan", "impl"))
+    tensors = tuple(map(options.get, ("alibi_slopes", "sinks", "k_scale", "v_scale")))
+    check_kinds(q, k_cache, v_cache, batch, tensors, out)
     if options.get("softmax_scale") is None:
         options["softmax_scale"] = default_scale(q)
     options["sliding_window"] = whole_window(options.get("sliding_window"))

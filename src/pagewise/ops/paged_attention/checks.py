@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, given
-from ..attention_checks import check_flag, check_heads, check_options, is_size
+from ..attention_checks import as_number, check_flag, check_heads, check_options, is_size
 from ..scales import LARGEST_CODE, find_kind
+from .plan import CpuPlan, GpuPlan
 from .problem import CallForm, Options, PagedBatch, Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,6 +66,29 @@ def check_kinds(
     names = ("alibi_slopes", "sinks", "k_scale", "v_scale", "out")
     others = given(**dict(zip(names, (*rest, out), strict=True)))
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **lengths, **others)
+
+
+def check_scalars(softmax_scale: Any, plan: Any, impl: Any) -> None:
+    """Raise DTypeError for one that no form can hold: what is looked up has to be hashable."""
+    if softmax_scale is not None:
+        as_number("softmax_scale", softmax_scale)
+    if not isinstance(impl, str):
+        raise DTypeError(f"impl is {impl!r}, expected a name")
+    check_plan(plan)
+
+
+def check_plan(plan: Any, device: torch.device | None = None) -> None:
+    """Raise DTypeError for what is no plan, or one for another kind of device."""
+    if plan is None:
+        return
+    expected = CpuPlan if device is not None and device.type == "cpu" else GpuPlan
+    if not isinstance(plan, (CpuPlan, GpuPlan)):
+        raise DTypeError(f"plan is {plan!r}, expected one that make_plan made")
+    if device is not None and not isinstance(plan, expected):
+        raise DTypeError(
+            f"plan is a {type(plan).__name__} but the tensors are on {device}: make_plan for that "
+            "device"
+        )
 
 
 def form_of(description: tuple[Any, ...]) -> CallForm:
