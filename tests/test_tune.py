@@ -67,9 +67,10 @@ def test_what_was_measured_is_of_kinds_that_there_are():
         if isinstance(case, GpuDecodeCase)
         for hopper in (True, False)
     }
-    for found in json.loads(MEASURED.read_text()).values() if MEASURED.exists() else ():
+    for found in json.loads(MEASURED.read_text()).values():
         assert found.keys() <= kinds
-        assert all(Tiles(**tiles) for tiles in found.values())
+        for tiles in found.values():
+            assert Tiles(**tiles).programs in (1, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

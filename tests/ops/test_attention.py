@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +14,7 @@ from pagewise.testing import poisoned_memory
 from pagewise.tiles.eager import attend
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
+ON_GPU = torch.cuda.is_available()
 GRADIENTS = ("q", "k", "v")
 
 

@@ -159,7 +159,7 @@ TYPES = {
     "sinks": ({"sinks": to(torch.int32)}, "sinks is int32, expected float32"),
     "float64 with float32": (
         {"q": to(torch.float64), "out": to(torch.float64)},
-        "q is torch.float64 but k_cache is torch.float32",
+        "q is float64 but k_cache is float32",
     ),
 }
 

@@ -40,12 +40,6 @@ def test_every_plan_can_be_carried_out(device):
         assert 1 <= plan.num_threads <= device.num_workers
 
 
-def test_the_same_question_has_the_same_answer():
-    for problem in PROBLEMS[::50]:
-        answers = {make_plan.__wrapped__(problem, SMALL_CPU) for _ in range(3)}
-        assert answers == {make_plan(problem, SMALL_CPU)}
-
-
 def test_what_shows_in_the_bits_does_not_depend_on_the_problem():
     for device in (SMALL_CPU, LARGE_CPU):
         plans = [make_plan(problem, device) for problem in PROBLEMS]

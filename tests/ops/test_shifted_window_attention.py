@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -23,7 +22,7 @@ from pagewise.ops.window_attention.layout import layout
 from pagewise.testing import poisoned_memory
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+ON_GPU = torch.cuda.is_available()
 
 
 @dataclass(frozen=True)

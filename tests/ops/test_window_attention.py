@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import warnings
 from dataclasses import dataclass, replace
 
@@ -23,8 +22,7 @@ from pagewise import (
 from pagewise.testing import poisoned_memory
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
+ON_GPU = torch.cuda.is_available()
 
 
 @dataclass(frozen=True)

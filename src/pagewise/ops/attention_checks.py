@@ -10,6 +10,7 @@ import torch
 from torch import SymInt, Tensor
 
 from ..errors import DTypeError, ShapeError, UnsupportedError
+from ..shapes import Form
 
 __all__ = [
     "as_number",
@@ -24,12 +25,15 @@ __all__ = [
 ]
 
 
-def check_contiguous_rows(**tensors: Tensor | None) -> None:
+def check_contiguous_rows(**tensors: Tensor | Form | None) -> None:
     """Raise ShapeError unless the last dimension of every tensor is contiguous."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    for name, x in tensors.items():
+        if x is None or x.shape[-1] <= 1:
+            continue
+        stride = x.strides[-1] if isinstance(x, Form) else x.stride(-1)
+        if stride != 1:
             raise ShapeError(
-                f"{name} has stride {tensor.stride(-1)} in its last dimension, expected 1: "
+                f"{name} has stride {stride} in its last dimension, expected 1: "
                 f"pass {name}.contiguous()"
             )
 

@@ -43,7 +43,7 @@ from ...tiles.cpu.simd import (
     where_less,
 )
 from ...tiles.cpu.threads import run_together
-from .problem import Problem
+from .problem import Problem, strides_of
 
 TILE = 64  # queries, and keys, of a tile
 _SMALL = 1 << 18  # multiply-adds of a product that take a thread about as long as waking another
@@ -263,7 +263,7 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
         none if lengths.cu_seqlens_k is None else lengths.cu_seqlens_k.contiguous().numpy(),
         np.empty(0, np.float32) if slopes is None else slopes.detach().float().contiguous().numpy(),
         problem.group, problem.num_heads, problem.head_size, problem.v_head_size, width, v_width,
-        num_keys, *(s for t in (q, k, v, d_out) for s in _strides(t)),
+        num_keys, *(s for t in (q, k, v, d_out) for s in strides_of(t)),
         problem.max_query_len, problem.max_seq_len, float(options.softmax_scale),
         float(options.logits_soft_cap or 0.0), bool(options.causal),
         int(options.sliding_window or 0), chunk,
@@ -289,8 +289,3 @@ def _cut(problem, device):
     pieces = min(most, -(-wanted // max(1, items)))
     chunk = -(-problem.max_query_len // (pieces * TILE)) * TILE
     return num_threads, max(1, -(-problem.max_query_len // max(1, chunk))), max(1, chunk)
-
-
-def _strides(tensor):
-    """Of sequence, token and head; a ragged tensor's sequences are found by their starts."""
-    return (0,) * (4 - tensor.dim()) + tensor.stride()[:-1]

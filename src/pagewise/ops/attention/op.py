@@ -40,6 +40,9 @@ ADDING = {"hopper_backward"}
 """Those that add in no fixed order: none where torch is to give the same bits on every run."""
 
 
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``, for autograd or for whoever else is there to see."""
     refuse_tangents("attention", *inputs)
@@ -47,89 +50,61 @@ def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    max_query_len: int | None,
-    max_seq_len: int | None,
-    softmax_scale: float,
-    causal: bool,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? alibi_slopes, Tensor? sinks, SymInt? max_query_len, SymInt? max_seq_len, "
+    "float softmax_scale, bool causal, SymInt? sliding_window, float? logits_soft_cap, str impl"
+)
+
+
+def _read(*inputs: Any) -> tuple[Rows, Lengths, Options]:
+    """The operator's inputs by name; the last, ``impl``, says who runs them."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, *numbers, _ = inputs
+    max_query_len, max_seq_len, softmax_scale, causal, sliding_window, logits_soft_cap = numbers
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
     options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
-    problem = check(q, k, v, lengths, options)
+    return (q, k, v), lengths, options
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    rows, lengths, options = _read(*inputs)
+    q, k, _ = rows
+    problem = check(*rows, lengths, options)
     check_starts(problem, q, k, lengths)
-    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
+    device = DeviceInfo.of(q.device)
+    module = choose(__package__, IMPLEMENTATIONS, problem, device, inputs[-1])
     with without_autocast(q):
-        out, lse = module.run(problem, q, k, v, lengths, options)
+        out, lse = module.run(problem, *rows, lengths, options)
     return out, lse
 
 
-_operator = torch.library.custom_op("pagewise::attention", _forward, mutates_args=())
+_operator: Any = torch.library.custom_op(
+    "pagewise::attention", _forward, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
+)
 
 
-@_operator.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    max_query_len: int | None,
-    max_seq_len: int | None,
-    softmax_scale: float,
-    causal: bool,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
-    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
-    problem = check(q, k, v, lengths, options)
+@_operator.register_fake  # type: ignore[untyped-decorator]
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    rows, lengths, options = _read(*inputs)
+    problem = check(*rows, lengths, options)
+    q = rows[0]
     out = q.new_empty(*q.shape[:-1], problem.v_head_size)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    max_query_len: int | None,
-    max_seq_len: int | None,
-    softmax_scale: float,
-    causal: bool,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-    impl: str,
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``."""
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
-    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
-    problem = check(q, k, v, lengths, options)
-    module = _choose_backward(problem, DeviceInfo.of(q.device), impl)
+    rows, lengths, options = _read(*inputs)
+    problem = check(*rows, lengths, options)
+    device = DeviceInfo.of(d_out.device)
+    module = _choose_backward(problem, device, inputs[-1])
     if d_out.stride(-1) != 1:
         d_out = d_out.contiguous()
-    with without_autocast(q):
+    with without_autocast(d_out):
         d_q, d_k, d_v = module.run_backward(
-            problem, d_out, d_lse, q, k, v, out, lse, lengths, options
+            problem, d_out, d_lse, *rows, out, lse, lengths, options
         )
     return d_q, d_k, d_v
 
@@ -148,23 +123,19 @@ def _choose_backward(problem: Problem, device: DeviceInfo, impl: str) -> Any:
     return choose(__package__, tuple(names), problem, device, named)
 
 
-_operator_backward = torch.library.custom_op(
-    "pagewise::attention_backward", _backward, mutates_args=()
+_operator_backward: Any = torch.library.custom_op(
+    "pagewise::attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_INPUTS}) -> "
+    "(Tensor, Tensor, Tensor)",
 )
 
 
-@_operator_backward.register_fake
-def _(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))  # type: ignore[return-value]
+@_operator_backward.register_fake  # type: ignore[untyped-decorator]
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (rows.new_empty(rows.shape) for rows in inputs[4:7])
+    return q, k, v
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -87,6 +87,11 @@ def _starts(dense: Tensor) -> Tensor:
     return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=dense.device)
 
 
+def strides_of(rows: Tensor) -> tuple[int, ...]:
+    """Of sequence, token and head; a ragged tensor's sequences are found by their starts."""
+    return (0,) * (4 - rows.dim()) + rows.stride()[:-1]
+
+
 def sequences(lengths: Lengths, num_seqs: int) -> Iterator[tuple[int | slice, int | slice]]:
     """What indexes each sequence's queries, and what its keys and values. Waits for the device."""
     if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launcher, is_aligned, refuse, window_of
-from .problem import Lengths, Options, Problem
+from .problem import Lengths, Options, Problem, strides_of
 from .triton_gradients import key_gradients_kernel, prepare_kernel, query_gradients_kernel
 
 _HOPPER = (9, 0)  # has the copy engine
@@ -104,7 +104,7 @@ def run_backward(
         options.softmax_scale, options.logits_soft_cap or 0.0,
         window_of(options.sliding_window),
     )  # fmt: skip
-    strides = [s for t in (q, k, v, d_out) for s in _strides(t)]
+    strides = [s for t in (q, k, v, d_out) for s in strides_of(t)]
     n, m = launchers.keys.constants["TILE_N"], launchers.queries.constants["TILE_M"]
 
     def launch() -> None:
@@ -113,11 +113,11 @@ def run_backward(
         launchers.keys(
             (-(-problem.max_seq_len // n) * problem.num_seqs * problem.num_kv_heads, 1, 1),
             d_k, d_v, q, k, v, d_out, *shared, problem.num_kv_heads, *scalars,
-            *strides, *_strides(d_k), *_strides(d_v),
+            *strides, *strides_of(d_k), *strides_of(d_v),
         )  # fmt: skip
         launchers.queries(
             (-(-problem.max_query_len // m) * problem.num_seqs * problem.num_heads, 1, 1),
-            d_q, q, k, v, d_out, *shared, problem.num_heads, *scalars, *strides, *_strides(d_q),
+            d_q, q, k, v, d_out, *shared, problem.num_heads, *scalars, *strides, *strides_of(d_q),
         )  # fmt: skip
 
     # Triton's allocator is a variable of the context: whoever has set one keeps it.
@@ -156,15 +156,10 @@ def prepare(
         (-(-num_rows // launcher.constants["TILE_M"]), problem.num_heads, 1),
         delta, lse2, out, d_out, lse, lse if d_lse is None else d_lse,
         num_rows, query_len, pitch, problem.num_heads,
-        *out.stride()[-3:-1], *_strides(d_out),
-        *(0, 0, 0) if d_lse is None else _strides(d_lse[..., None]),
+        *out.stride()[-3:-1], *strides_of(d_out),
+        *(0, 0, 0) if d_lse is None else strides_of(d_lse[..., None]),
     )  # fmt: skip
     return delta, lse2
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Of sequence, token and head; a ragged tensor's sequences are found by their starts."""
-    return (0,) * (4 - tensor.dim()) + tensor.stride()[:-1]
 
 
 @dataclass(frozen=True)

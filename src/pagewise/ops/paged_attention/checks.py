@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, given
-from ..attention_checks import as_number, check_flag, check_heads, check_options, is_size
+from ..attention_checks import (
+    as_number,
+    check_contiguous_rows,
+    check_flag,
+    check_heads,
+    check_options,
+    is_size,
+)
 from ..scales import LARGEST_CODE, find_kind
 from .plan import CpuPlan, GpuPlan
 from .problem import CallForm, Options, PagedBatch, Problem
@@ -152,16 +159,11 @@ def _check_types(forms: CallForm) -> None:
             check_dtype(name, getattr(forms, name), *_FLOATS, torch.float64)
     tensors = (*_CONTIGUOUS, "seq_lens", "cu_seqlens_q", "alibi_slopes", "sinks")
     check_device("q", forms.q.device, **{name: getattr(forms, name) for name in tensors})
-    for name in _CONTIGUOUS:
-        tensor = getattr(forms, name)
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
-            raise ShapeError(
-                f"{name} has stride {tensor.strides[-1]} in its last dimension, expected 1: "
-                f"pass {name}.contiguous()"
-            )
+    check_contiguous_rows(**{name: getattr(forms, name) for name in _CONTIGUOUS})
     q_dtype, kv_dtype = forms.q.dtype, forms.k_cache.dtype
     if q_dtype != kv_dtype and torch.float64 in (q_dtype, kv_dtype):
-        raise DTypeError(f"q is {q_dtype} but k_cache is {kv_dtype}: float64 goes with float64")
+        names = (str(dtype).removeprefix("torch.") for dtype in (q_dtype, kv_dtype))
+        raise DTypeError("q is {} but k_cache is {}: float64 goes with float64".format(*names))
 
 
 def _check_sizes(sizes: dict[str, int], forms: CallForm) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, form, is_debugging
+from ..attention_checks import check_contiguous_rows
 from .problem import Operands, Problem
 
 __all__ = ["FLOATS", "check", "check_values"]
@@ -134,12 +135,7 @@ def _check_types(x: _Forms) -> None:
         check_dtype("mask", x.mask, torch.bool, *FLOATS)
     others = {"rel_offsets": x.rel_offsets, "regions": x.regions, "mask": x.mask}
     check_device("q", x.q.device, k=x.k, v=x.v, **learned, **others)
-    for name, rows in (("q", x.q), ("k", x.k), ("v", x.v)):
-        if rows.shape[-1] > 1 and rows.strides[-1] != 1:
-            raise ShapeError(
-                f"{name} has stride {rows.strides[-1]} in its last dimension, expected 1: "
-                f"pass {name}.contiguous()"
-            )
+    check_contiguous_rows(q=x.q, k=x.k, v=x.v)
 
 
 def _check_sizes(x: _Forms, sizes: dict[str, int]) -> None:

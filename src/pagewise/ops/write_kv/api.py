@@ -11,6 +11,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
+from ..attention_checks import check_contiguous_rows
 from ..dispatch import choose
 from ..scales import LARGEST_CODE, bind_scales
 from .operator import write
@@ -101,11 +102,7 @@ def _settle(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl:
     for name in ("head_size", "v_head_size"):
         if sizes[name] % 8:
             raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.strides[-1] != 1:
-            raise ShapeError(
-                f"{name} has stride {cache.strides[-1]} in its last dimension, expected 1"
-            )
+    check_contiguous_rows(k_cache=k_cache, v_cache=v_cache)
     check_dtype("k", k, *_FLOATS)
     check_dtype("v", v, k.dtype)
     check_dtype("k_cache", k_cache, *_FLOATS, *LARGEST_CODE)
