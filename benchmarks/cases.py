@@ -232,6 +232,9 @@ WINDOW_CASES: tuple[Case, ...] = (
         device="cpu",
     ),
     WindowCase("windows-cpu-swin-t", (56, 56), IMAGE, 3, 32, dtype=torch.float32, device="cpu"),
+    WindowCase("windows-cpu-swin-t-bf16", (56, 56), IMAGE, 3, 32, dtype=BF16, device="cpu"),
+    WindowCase("windows-cpu-256", (64, 64), (16, 16), 4, 32, dtype=torch.float32, device="cpu"),
+    WindowCase("windows-cpu-256-bf16", (64, 64), (16, 16), 4, 32, dtype=BF16, device="cpu"),
     WindowCase(
         "windows-2744x3x343x16",
         (98, 98, 98),

@@ -11,19 +11,16 @@ from pagewise.tiles.cpu.arrays import flat
 from pagewise.tiles.cpu.simd import (
     add,
     div,
-    dot_pairs,
     exp2,
     first_lane,
     fma,
     lane_numbers,
     load,
     load_half,
-    load_pairs,
     max_lanes,
     maximum,
     mul,
     splat,
-    splat_pair,
     store,
     store_half,
     store_quarter,
@@ -34,9 +31,8 @@ from pagewise.tiles.cpu.simd import (
     tanh,
     where_less,
     zeros,
-    zip_high,
-    zip_low,
 )
+from pagewise.tiles.cpu.simd_pairs import dot_pairs, load_pairs, splat_pair, zip_high, zip_low
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -160,7 +160,7 @@ def generate(
 
 def _load(**options: Any) -> LLM:
     # Before torch is there: its OpenMP threads wait for work by spinning. Beside other programs
-    # that makes a step 3 to 10 times slower; without, the smallest models lose a fifth.
+    # that made a step 4 to 20 times slower; without, the smallest models lose a fifth.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ..engine.llm import LLM
 

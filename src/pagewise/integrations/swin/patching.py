@@ -49,6 +49,8 @@ def patch(model: nn.Module) -> PatchReport:
     and the state dict stay as they are, and so do gradients, up to rounding. Copies and pickles of
     a patched model are patched. Patching twice is patching once.
 
+    On a CPU windows of 7 × 7 tokens gain memory and no time: their dense masks are small.
+
     The model's own code runs where ours has no answer: under ``torch.export``, ``torch.jit.trace``,
     ``torch.fx`` and ``torch.onnx``; while training with dropout on attention weights; when
     attention weights are asked for. ``torch.jit.script`` unpatches what it compiles. Second

@@ -134,6 +134,7 @@ def _load_keys(call, scratch, item, n, keys):
     row = item.first_key + n if ragged else n
     seq = 0 if ragged else item.seq
     at = seq * call.v_seq + row * call.v_token + item.kv_head * call.v_head
+    # By way of the room for rows of d_out, which come after.
     load_rows(scratch.d_out, call.v_width, call.v, at, call.v_token, keys, call.v_head_size, TILE)
     transpose(scratch.v_turned, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
     at = seq * call.k_seq + row * call.k_token + item.kv_head * call.k_head

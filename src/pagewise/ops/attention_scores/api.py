@@ -27,8 +27,8 @@ def attention_scores(
     Attention itself never stores them (see ``attention``). Gradients are the reference's.
 
     Args:
-        q: ``[batch, num_heads, q_len, head_size]`` float32, float16 or bfloat16. Last dimension
-            contiguous; other strides are free.
+        q: ``[batch, num_heads, q_len, head_size]`` float32, float16, bfloat16, or float64 on the
+            reference. Last dimension contiguous; other strides are free.
         k: ``[batch, num_heads, k_len, head_size]``, of the same type.
         softmax_scale: Multiplies every product. ``None`` is ``head_size ** -0.5``.
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``: a named one runs or

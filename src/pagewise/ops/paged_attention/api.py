@@ -56,7 +56,8 @@ def paged_attention(
     give the same bits on every call.
 
     Args:
-        q: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16. Queries of all
+        q: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16 (float64 on the
+            reference, with caches like it). Queries of all
             sequences, in the order of ``batch.cu_seqlens_q``. Last dimension contiguous, here and
             below; other strides are free.
         k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, same types, or
@@ -70,8 +71,8 @@ def paged_attention(
         sliding_window: Number of visible keys up to the query's own, which counts; those after it
             are ``causal``'s to hide. ``None``: all.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``. ``None``: no cap.
-        alibi_slopes: float32 ``[num_heads]``; adds ``slope * (key position - query position)``.
-        sinks: float32 ``[num_heads]``; one more logit in each head's softmax, with no value. It
+        alibi_slopes: ``[num_heads]``, floating; adds ``slope * (key position - query position)``.
+        sinks: ``[num_heads]``, floating; one more logit in each head's softmax, with no value. It
             counts in ``lse``.
         k_scale: float32, with an 8-bit ``k_cache`` and only then: a key is its elements times
             this. One number for all, ``[num_kv_heads]``, or for each token

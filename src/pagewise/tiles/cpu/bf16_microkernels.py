@@ -10,20 +10,8 @@ from __future__ import annotations
 
 from .compile import inner
 from .microkernels import store_4x4, store_64
-from .simd import (
-    dot_pairs,
-    load,
-    load_pairs,
-    mul,
-    prefetch,
-    splat,
-    splat_pair,
-    store,
-    sum_each,
-    zeros,
-    zip_high,
-    zip_low,
-)
+from .simd import load, mul, prefetch, splat, store, sum_each, zeros
+from .simd_pairs import dot_pairs, load_pairs, splat_pair, zip_high, zip_low
 
 
 @inner()

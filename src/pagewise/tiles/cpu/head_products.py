@@ -15,21 +15,8 @@ from numba import types
 from numba.extending import overload
 
 from .compile import inner
-from .simd import (
-    dot_pairs,
-    fma,
-    load,
-    load_pairs,
-    mul,
-    prefetch,
-    splat,
-    splat_pair,
-    store,
-    sum_each,
-    zeros,
-    zip_high,
-    zip_low,
-)
+from .simd import fma, load, mul, prefetch, splat, store, sum_each, zeros
+from .simd_pairs import dot_pairs, load_pairs, splat_pair, zip_high, zip_low
 
 __all__ = ["mix_heads", "score_heads"]
 

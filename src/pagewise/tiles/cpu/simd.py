@@ -19,7 +19,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 from .compile import inner
-from .formats import BFLOATS, SHORTS, load_bf16_bits, load_lanes, store_lanes
+from .formats import load_lanes, store_lanes
 
 LANES = 16
 LOG2_E = np.float32(1.4426950408889634)
@@ -27,7 +27,7 @@ LN_2 = np.float32(0.6931471805599453)
 
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
-_VEC = ir.VectorType(_F32, LANES)
+VECTOR = ir.VectorType(_F32, LANES)
 _INTS = ir.VectorType(_I32, LANES)
 
 
@@ -44,23 +44,23 @@ f32x16 = F32x16()
 @register_model(F32x16)
 class _F32x16Model(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, _VEC)
+        super().__init__(dmm, fe_type, VECTOR)
 
 
-def _constant(value, vector=_VEC):
+def _constant(value, vector=VECTOR):
     return ir.Constant(vector, [value] * LANES)
 
 
 def _splat(builder, scalar):
-    one = builder.insert_element(ir.Constant(_VEC, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
 
 
-def _pointer(context, builder, array_type, array, index, element=None):
+def pointer_to(context, builder, array_type, array, index, element=None):
     """The address of ``array[index]``, as a pointer to ``element`` if that is another type."""
     data = context.make_array(array_type)(context, builder, array).data
     pointer = builder.gep(data, [index])
-    return pointer if element is None else builder.bitcast(pointer, element.as_pointer())
+    return pointer if element is None else builder.bitcast(pointer, element.aspointer_to())
 
 
 # --- making vectors ------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def splat(typingctx, x):
 @intrinsic
 def lane_numbers(typingctx):
     """0, 1, … 15."""
-    lanes = ir.Constant(_VEC, [float(i) for i in range(LANES)])
+    lanes = ir.Constant(VECTOR, [float(i) for i in range(LANES)])
     return f32x16(), lambda context, builder, sig, args: lanes
 
 
@@ -94,7 +94,7 @@ def load(typingctx, array, index):
     """Lanes ``array[index : index + 16]``, converted to float32."""
 
     def codegen(context, builder, sig, args):
-        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
         return load_lanes(builder, sig.args[0].dtype, pointer, LANES)
 
     return f32x16(array, types.intp), codegen
@@ -105,7 +105,7 @@ def load_half(typingctx, array, index):
     """Lanes 0 to 7 from ``array[index : index + 8]``; the others are 0."""
 
     def codegen(context, builder, sig, args):
-        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
         low = load_lanes(builder, sig.args[0].dtype, pointer, 8)
         rest = ir.Constant(low.type, [0.0] * 8)
         return builder.shuffle_vector(low, rest, ir.Constant(_INTS, list(range(LANES))))
@@ -118,7 +118,7 @@ def store(typingctx, array, index, value):
     """``array[index : index + 16] = value``, rounded to the array's element type."""
 
     def codegen(context, builder, sig, args):
-        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
         store_lanes(builder, sig.args[0].dtype, pointer, args[2])
         return context.get_dummy_value()
 
@@ -132,7 +132,7 @@ def store_half(typingctx, array, index, value):
     def codegen(context, builder, sig, args):
         first = ir.Constant(ir.VectorType(_I32, 8), list(range(8)))
         low = builder.shuffle_vector(args[2], args[2], first)
-        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
         store_lanes(builder, sig.args[0].dtype, pointer, low)
         return context.get_dummy_value()
 
@@ -149,7 +149,7 @@ def store_quarter(typingctx, array, index, value, quarter):
         chosen = ir.Constant(ir.VectorType(_I32, 4), list(range(first, first + 4)))
         part = builder.shuffle_vector(args[2], args[2], chosen)
         builder.store(
-            part, _pointer(context, builder, sig.args[0], args[0], args[1], four), align=4
+            part, pointer_to(context, builder, sig.args[0], args[0], args[1], four), align=4
         )
         return context.get_dummy_value()
 
@@ -182,7 +182,7 @@ def fma(typingctx, a, b, c):
 
     def codegen(context, builder, sig, args):
         fn = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VEC, [_VEC] * 3), "llvm.fmuladd.v16f32"
+            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), "llvm.fmuladd.v16f32"
         )
         return builder.call(fn, args)
 
@@ -228,13 +228,13 @@ def exp2(typingctx, x):
         shifted = builder.fadd(x, magic)
         fraction = builder.fsub(x, builder.fsub(shifted, magic))
         muladd = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VEC, [_VEC] * 3), "llvm.fmuladd.v16f32"
+            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), "llvm.fmuladd.v16f32"
         )
         power = _constant(float(_EXP2_TERMS[-1]))
         for term in reversed(_EXP2_TERMS[:-1]):
             power = builder.call(muladd, [power, fraction, _constant(float(term))])
         exponent = builder.shl(builder.bitcast(shifted, _INTS), _constant(23, _INTS))
-        result = builder.bitcast(builder.add(builder.bitcast(power, _INTS), exponent), _VEC)
+        result = builder.bitcast(builder.add(builder.bitcast(power, _INTS), exponent), VECTOR)
         return builder.select(tiny, _constant(0.0), result)
 
     return f32x16(f32x16), codegen
@@ -343,89 +343,12 @@ def store_transposed(typingctx, array, index, step, vectors):
                 rows[i + apart] = builder.shuffle_vector(*pair, ir.Constant(_INTS, high))
         at = args[1]
         for row in rows:
-            pointer = _pointer(context, builder, sig.args[0], args[0], at)
+            pointer = pointer_to(context, builder, sig.args[0], args[0], at)
             store_lanes(builder, sig.args[0].dtype, pointer, row)
             at = builder.add(at, args[2])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, vectors), codegen
-
-
-# --- pairs of bfloat16 ---------------------------------------------------------------------
-
-
-class Bf16x32(types.Type):
-    """The Numba type of thirty-two bfloat16 lanes, seen as sixteen pairs."""
-
-    def __init__(self):
-        super().__init__(name="Bf16x32")
-
-
-bf16x32 = Bf16x32()
-
-
-@register_model(Bf16x32)
-class _Bf16x32Model(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, SHORTS)
-
-
-@intrinsic
-def load_pairs(typingctx, array, index):
-    """``array[index : index + 32]`` as bfloat16: of that type, or 8 bits wide."""
-
-    def codegen(context, builder, sig, args):
-        pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
-        return load_bf16_bits(builder, sig.args[0].dtype, pointer)
-
-    return bf16x32(array, types.intp), codegen
-
-
-@intrinsic
-def splat_pair(typingctx, array, index):
-    """The pair ``array[index : index + 2]`` (uint16) sixteen times."""
-
-    def codegen(context, builder, sig, args):
-        two = ir.VectorType(ir.IntType(16), 2)
-        pair = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], two), align=2)
-        return builder.shuffle_vector(
-            pair, pair, ir.Constant(ir.VectorType(_I32, 32), [0, 1] * LANES)
-        )
-
-    return bf16x32(array, types.intp), codegen
-
-
-def _zip_halves(name, first, doc):
-    order = [lane for i in range(first, first + LANES) for lane in (i, 2 * LANES + i)]
-
-    def op(typingctx, a, b):
-        def codegen(context, builder, sig, args):
-            return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(_I32, 32), order))
-
-        return bf16x32(bf16x32, bf16x32), codegen
-
-    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
-    return intrinsic(op)
-
-
-zip_low = _zip_halves("zip_low", 0, "The pairs (a[i], b[i]) for i from 0 to 15.")
-zip_high = _zip_halves("zip_high", LANES, "The pairs (a[i], b[i]) for i from 16 to 31.")
-
-
-@intrinsic
-def dot_pairs(typingctx, acc, a, b):
-    """Lane i: ``acc[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]``; needs AVX512-BF16."""
-
-    def codegen(context, builder, sig, args):
-        fn = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(_VEC, [_VEC, BFLOATS, BFLOATS]),
-            "llvm.x86.avx512bf16.dpbf16ps.512",
-        )
-        acc, a, b = args
-        return builder.call(fn, [acc, builder.bitcast(a, BFLOATS), builder.bitcast(b, BFLOATS)])
-
-    return f32x16(f32x16, bf16x32, bf16x32), codegen
 
 
 # --- memory and threads --------------------------------------------------------------------
@@ -436,7 +359,7 @@ def prefetch(typingctx, array, index):
     """Ask for the cache line of ``array[index]`` ahead of its use."""
 
     def codegen(context, builder, sig, args):
-        byte = ir.IntType(8).as_pointer()
+        byte = ir.IntType(8).aspointer_to()
         pointer = builder.bitcast(
             builder.gep(context.make_array(sig.args[0])(context, builder, args[0]).data, [args[1]]),
             byte,
@@ -455,7 +378,7 @@ def take_number(typingctx, counter):
 
     def codegen(context, builder, sig, args):
         zero = ir.Constant(ir.IntType(64), 0)
-        pointer = _pointer(context, builder, sig.args[0], args[0], zero, ir.IntType(64))
+        pointer = pointer_to(context, builder, sig.args[0], args[0], zero, ir.IntType(64))
         return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "seq_cst")
 
     return types.int64(counter), codegen
