@@ -15,17 +15,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.ring import Turns, make_turns
 from .hopper_changes import change, numbers_of, pivots_of, start_changes, weigh
+from .hopper_columns_load import load_role
 from .hopper_halves import score_type, tiles_ahead
 from .hopper_tiles import (
     CAREFUL_TILE,
@@ -45,7 +44,7 @@ from .hopper_tiles import (
     start_scores,
     store_rows,
 )
-from .hopper_windows import await_window, count_turns, end_kind, name_window, no_turns, which_work
+from .hopper_windows import await_window, which_work
 
 __all__ = ["column_gradients"]
 
@@ -86,77 +85,6 @@ class Memory:
         self.pivot = pivot
         self.delta = delta
         self.turns = turns
-
-
-@gluon.jit
-def _load_round(
-    k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc, memory,
-    windows, wanted, turns, num_masks, head, first_row, MARKED: gl.constexpr, ENDS: gl.constexpr,
-    form,
-):  # fmt: skip
-    """Fetch a window for every stream that wants one; how many turns each has had by then."""
-    PIECES: gl.constexpr = form.GROUPS + (form.REST > 0)
-    BYTES: gl.constexpr = 2 * (2 * form.WIDTH + (MARKS if MARKED else 0))
-    for s in gl.static_range(form.STREAMS):
-        if wanted[s]:
-            k_slot = memory.k_turns.slot(s, turns[s])
-            memory.k_turns.wait_empty(s, turns[s])
-            name_window(memory.windows, k_slot, windows[s])
-            k_ready = memory.k_turns.expect(s, turns[s], form.ROWS * BYTES)
-            keys = [windows[s], head, first_row, 0]
-            tma.async_copy_global_to_shared(k_desc, keys, k_ready, memory.k.index(k_slot))
-            tma.async_copy_global_to_shared(v_desc, keys, k_ready, memory.v.index(k_slot))
-            if MARKED:
-                rows = [windows[s] % num_masks, first_row, MARKS]
-                row_marks = memory.row_marks.index(k_slot)
-                tma.async_copy_global_to_shared(row_marks_desc, rows, k_ready, row_marks)
-    for g in range(PIECES):
-        for s in gl.static_range(form.STREAMS):
-            if wanted[s]:
-                use = (turns[s] - ENDS) * PIECES + g
-                slot = memory.turns.slot(s, use)
-                memory.turns.wait_empty(s, use)
-                ready = memory.turns.expect(s, use, PIECE * (BYTES + 8))
-                queries = [windows[s], head, g * PIECE, 0]
-                tma.async_copy_global_to_shared(q_desc, queries, ready, memory.q.index(slot))
-                tma.async_copy_global_to_shared(dout_desc, queries, ready, memory.dout.index(slot))
-                numbers = [windows[s] * form.NUM_HEADS + head, g * PIECE]
-                pivot, delta = memory.pivot.index(slot), memory.delta.index(slot)
-                tma.async_copy_global_to_shared(pivot_desc, numbers, ready, pivot)
-                tma.async_copy_global_to_shared(delta_desc, numbers, ready, delta)
-                if MARKED:
-                    columns = [windows[s] % num_masks, g * PIECE, 0]
-                    marks = memory.marks.index(slot)
-                    tma.async_copy_global_to_shared(marks_desc, columns, ready, marks)
-    return count_turns(turns, wanted)
-
-
-@gluon.jit
-def _load_role(
-    k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc, delta_desc, memory,
-    windows, head, first_row, form,
-):  # fmt: skip
-    """One warp: fetch keys and values, and what was asked and came back, kind by kind."""
-    turns = no_turns(head, form)
-    for i in gl.static_range(form.KINDS):
-        base = -32
-        bits = 0
-        some = windows.count > 0
-        while some:
-            these = ()
-            wanted = ()
-            for _ in gl.static_range(form.STREAMS):
-                base, bits, window, some = windows.next(base, bits, i, form.MASK)
-                these = these + (window,)  # type: ignore[assignment] # noqa: RUF005
-                wanted = wanted + (some,)  # type: ignore[assignment] # noqa: RUF005
-            turns = _load_round(
-                k_desc, v_desc, row_marks_desc, q_desc, dout_desc, marks_desc, pivot_desc,
-                delta_desc, memory, these, wanted, turns, windows.num_masks, head, first_row,
-                i == MIXED, i, form,
-            )  # fmt: skip
-        turns = end_kind(memory.k_turns, memory.windows, turns)
-    gdc_wait()  # see ``hopper_launch``
-    gdc_launch_dependents()
 
 
 @gluon.jit
@@ -376,7 +304,7 @@ def column_gradients(
             [
                 (_walk_role, work + (Stream(0),)),  # noqa: RUF005
                 (_walk_role, work + (Stream(1),)),  # noqa: RUF005
-                (_load_role, load),
+                (load_role, load),
             ],
             [WARPS, 1],
             [REGISTERS, LOADING],
@@ -387,7 +315,7 @@ def column_gradients(
                 (_walk_role, work + (Stream(0),)),  # noqa: RUF005
                 (_walk_role, work + (Stream(1),)),  # noqa: RUF005
                 (_walk_role, work + (Stream(2),)),  # noqa: RUF005
-                (_load_role, load),
+                (load_role, load),
             ],
             [WARPS, WARPS, 1],
             [REGISTERS, REGISTERS, LOADING],
@@ -399,7 +327,7 @@ def column_gradients(
                 (_walk_role, work + (Stream(1),)),  # noqa: RUF005
                 (_walk_role, work + (Stream(2),)),  # noqa: RUF005
                 (_walk_role, work + (Stream(3),)),  # noqa: RUF005
-                (_load_role, load),
+                (load_role, load),
             ],
             [WARPS, WARPS, WARPS, 1],
             [REGISTERS, REGISTERS, REGISTERS, LOADING],
