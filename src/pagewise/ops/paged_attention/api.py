@@ -140,8 +140,8 @@ def _settle(
     """Check a call, choose who runs it, and prepare what can be: once for all calls of a form."""
     form = form_of(description)
     problem = check(form)
-    check_plan(plan, form.q.device)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(form.q.device), impl)
+    check_plan(plan, module.__name__.rpartition(".")[2])
     if hasattr(module, "prepare"):
         return problem, module.prepare(problem, form, plan)
     return problem, functools.partial(module.run, problem, plan=plan)

@@ -84,17 +84,15 @@ def check_scalars(softmax_scale: Any, plan: Any, impl: Any) -> None:
     check_plan(plan)
 
 
-def check_plan(plan: Any, device: torch.device | None = None) -> None:
-    """Raise DTypeError for what is no plan, or one for another kind of device."""
+def check_plan(plan: Any, name: str | None = None) -> None:
+    """Raise DTypeError for what is no plan, or none for the implementation of this ``name``."""
     if plan is None:
         return
-    expected = CpuPlan if device is not None and device.type == "cpu" else GpuPlan
     if not isinstance(plan, (CpuPlan, GpuPlan)):
         raise DTypeError(f"plan is {plan!r}, expected one that make_plan made")
-    if device is not None and not isinstance(plan, expected):
+    if name not in (None, "reference") and isinstance(plan, CpuPlan) != (name == "cpu"):
         raise DTypeError(
-            f"plan is a {type(plan).__name__} but the tensors are on {device}: make_plan for that "
-            "device"
+            f"plan is a {type(plan).__name__}, but {name} runs this: make_plan for that device"
         )
 
 
