@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from .ops.attention_scores import attention_scores
     from .ops.copy_blocks import copy_blocks
     from .ops.merge_states import merge_states
-    from .ops.paged_attention import PagedBatch, explain_paged_attention, paged_attention
+    from .ops.paged_attention import (
+        PagedBatch,
+        explain_paged_attention,
+        paged_attention,
+        plan_paged_attention,
+    )
     from .ops.window_attention import (
         explain_window_attention,
         regions_from_mask,
@@ -57,6 +62,7 @@ __all__ = [
     "explain_window_attention",
     "merge_states",
     "paged_attention",
+    "plan_paged_attention",
     "regions_from_mask",
     "rel_offsets",
     "shift_regions",
@@ -81,6 +87,7 @@ _HOMES = {
     "explain_window_attention": "ops.window_attention",
     "merge_states": "ops.merge_states",
     "paged_attention": "ops.paged_attention",
+    "plan_paged_attention": "ops.paged_attention",
     "regions_from_mask": "ops.window_attention",
     "rel_offsets": "ops.window_attention",
     "shift_regions": "ops.window_attention",

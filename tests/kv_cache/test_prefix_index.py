@@ -278,7 +278,7 @@ def test_an_insert_after_a_match_starts_behind_what_was_found():
 )
 def test_a_chain_does_not_follow_a_sequence_that_was_cut_or_changed(token_ids):
     chain = chain_of(PrefixIndex(block_size=2), [1, 2, 3, 4])
-    with pytest.raises(ValueError, match="needs a new chain"):
+    with pytest.raises(ValueError, match="truncate it with a sequence that was cut"):
         chain.extend(token_ids)
     assert len(chain) == 2
 
@@ -335,3 +335,27 @@ def test_tokens_that_are_no_integers_of_64_bits_are_refused(tokens):
     with pytest.raises(DTypeError, match="expected integers of 64 bits"):
         chain.extend(tokens)
     assert len(chain) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 4, 7, 8, 11, 20])
+def test_a_chain_goes_on_after_a_rollback(num_tokens):
+    """As a new one of the tokens that are left and those that come instead."""
+    index = PrefixIndex(block_size=4)
+    tokens = list(range(100, 111))
+    chain = index.chain()
+    chain.extend(tokens)
+    index.insert(chain, [7, 3], 2)
+    chain.truncate(num_tokens)
+    tokens = [*tokens[:num_tokens], *range(200, 210)]
+    chain.extend(tokens)
+    fresh = index.chain()
+    fresh.extend(tokens)
+    assert len(chain) == len(fresh) == len(tokens) // 4
+    blocks = list(range(20, 20 + len(chain)))
+    kept = num_tokens // 4
+    blocks[: min(kept, 2)] = [7, 3][:kept]
+    index.insert(chain, blocks, len(chain))
+    assert index.match(fresh) == blocks
+    index.check()
+    with pytest.raises(ValueError, match=r"truncate\(-1\)"):
+        chain.truncate(-1)

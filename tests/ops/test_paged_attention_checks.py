@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from pagewise import BlockPool, BlockTable, PagedBatch, explain_paged_attention, paged_attention
+from pagewise import (
+    BlockPool,
+    BlockTable,
+    PagedBatch,
+    explain_paged_attention,
+    paged_attention,
+    plan_paged_attention,
+)
 from pagewise.device import DeviceInfo
 from pagewise.errors import DTypeError, PagewiseError, ShapeError, UnsupportedError
 from pagewise.ops.paged_attention import make_plan
@@ -355,6 +362,16 @@ def test_what_is_no_option_is_named(options, message):
     paged_attention(*call, causal=True)  # 1 is equal to it
     with pytest.raises(DTypeError, match=message):
         paged_attention(*call, **options)
+
+
+def test_a_plan_of_a_call_is_that_of_its_problem():
+    inputs = make_inputs(CASE)
+    call = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch)
+    plan = plan_paged_attention(*call, sliding_window=4, batch_invariant=True)
+    assert plan == make_plan(inputs.problem, DeviceInfo.of(inputs.q.device), batch_invariant=True)
+    assert paged_attention(*call, plan=plan).out.shape == inputs.out.shape
+    with pytest.raises(DTypeError, match="batch is of type int"):
+        plan_paged_attention(*call[:3], 5)
 
 
 def test_a_plan_is_for_one_kind_of_device():

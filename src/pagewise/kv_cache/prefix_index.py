@@ -226,10 +226,21 @@ class PrefixChain:
         if end < start or (start and encode(*token_ids[start - size : start]) != self._last.tokens):
             raise ValueError(
                 f"{len(token_ids)} tokens do not continue the {start} tokens of this chain: "
-                "a sequence that was cut or changed needs a new chain"
+                "truncate it with a sequence that was cut, make a new one where tokens changed"
             )
         for i in range(start, end, size):
             self._links.append(self._index._link(self._last, encode(*token_ids[i : i + size])))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the blocks that are not full of the first ``num_tokens`` tokens: after a rollback.
+
+        Raises:
+            ValueError: ``num_tokens`` is negative.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"truncate({num_tokens}), expected 0 or more tokens")
+        del self._links[num_tokens // self._index._block_size :]
+        self._num_inserted = min(self._num_inserted, len(self._links))
 
     def fork(self) -> PrefixChain:
         """The chain of a sequence that continues from the same tokens and blocks."""

@@ -1,6 +1,6 @@
 """Attention of new tokens over a paged KV cache."""
 
-from .api import explain_paged_attention, paged_attention
+from .api import explain_paged_attention, paged_attention, plan_paged_attention
 from .plan import Plan, make_plan
 from .problem import PagedBatch, Problem
 
@@ -11,4 +11,5 @@ __all__ = [
     "explain_paged_attention",
     "make_plan",
     "paged_attention",
+    "plan_paged_attention",
 ]

@@ -17,7 +17,7 @@ from ..attention_checks import check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
 from . import operator
 from .checks import check, check_kinds, check_plan, check_scalars, describe, form_of
-from .plan import Plan
+from .plan import Plan, make_plan
 from .problem import Options, PagedBatch, Problem
 
 IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
@@ -79,8 +79,8 @@ def paged_attention(
             ``[num_blocks, block_size, num_kv_heads]``, any strides.
         v_scale: The same for ``v_cache``, of the same kind.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
-        plan: How to cut the work (``pagewise.ops.paged_attention.make_plan``); ``None`` chooses,
-            for speed. ``torch.compile`` takes a call without one as a node, and breaks at others.
+        plan: How to cut the work (``plan_paged_attention``); ``None`` chooses, for speed.
+            ``torch.compile`` takes a call without one as a node, and breaks at others.
         impl: ``"auto"``, or one of ``"hopper"`` (decode), ``"hopper_prefill"``, ``"triton"``,
             ``"cpu"``, ``"reference"``: a named one runs or raises.
 
@@ -188,12 +188,60 @@ def explain_paged_attention(
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes
     """
+    problem = _describe(q, k_cache, v_cache, batch, options)
+    return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))
+
+
+def plan_paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    batch_invariant: bool = False,
+    **options: Any,
+) -> Plan:
+    """How ``paged_attention`` would cut a call: for its ``plan``, and for those who want to see.
+
+    A plan is for calls of the same sizes, types and bounds (``max_query_len``, ``max_seq_len``),
+    whatever their lengths are.
+
+    Args:
+        q: As for ``paged_attention``, like everything else here.
+        k_cache: As there.
+        v_cache: As there.
+        batch: As there.
+        batch_invariant: Whether a sequence's result must have the same bits whoever else is in
+            the batch, among batches of one ``max_query_len``. On a CPU it always has; on a GPU it
+            costs some of decode's speed, and memory (``make_plan``).
+        **options: The keyword arguments of ``paged_attention``; ``impl`` and ``plan`` change
+            nothing.
+
+    Raises:
+        ShapeError: As ``paged_attention``.
+        DTypeError: As there.
+
+    Example:
+        >>> import torch
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 2, 64).unbind(0)
+        >>> batch = PagedBatch.of([[3, 8], [5]], [30, 7])
+        >>> q = torch.randn(2, 8, 64)
+        >>> plan = plan_paged_attention(q, k_cache, v_cache, batch, batch_invariant=True)
+        >>> paged_attention(q, k_cache, v_cache, batch, plan=plan).out.shape
+        torch.Size([2, 8, 64])
+    """
+    problem = _describe(q, k_cache, v_cache, batch, options)
+    return make_plan(problem, DeviceInfo.of(q.device), batch_invariant=batch_invariant)
+
+
+def _describe(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, options: dict[str, Any]
+) -> Problem:
+    """What a call with these options asks for, checked."""
     out, _, _ = (options.pop(name, None) for name in ("out", "plan", "impl"))
     tensors = tuple(map(options.get, ("alibi_slopes", "sinks", "k_scale", "v_scale")))
     check_kinds(q, k_cache, v_cache, batch, tensors, out)
     if options.get("softmax_scale") is None:
         options["softmax_scale"] = default_scale(q)
     options["sliding_window"] = whole_window(options.get("sliding_window"))
-    description = describe(q, k_cache, v_cache, batch, Options(**options), out)
-    problem = check(form_of(description))
-    return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))
+    return check(form_of(describe(q, k_cache, v_cache, batch, Options(**options), out)))
