@@ -14,7 +14,8 @@ from .attention import AttentionCase
 from .cache_ops import CopyBlocksCase, WriteKVCase
 from .case import Case, Target, at_least, at_most
 from .engine import EngineCase
-from .gpu_attention import GpuBlockSizesCase, GpuDecodeCase, GpuPrefillCase, Shape
+from .gpu_attention import GpuBlockSizesCase, GpuDecodeCase, GpuPrefillCase
+from .gpu_inputs import Shape
 from .swin_unetr import SwinUnetrCase
 from .tile_cases import TILE_CASES
 from .windows import WindowCase

@@ -1,75 +1,31 @@
 """Cases of paged attention on a GPU: decode against the read bandwidth, prefill against SDPA.
 
-Inputs are made on the GPU: blocks in random order, table entries past a sequence's end far out
-of range, and for the correctness gate the poisoned problems of ``pagewise.testing``.
+Inputs are ``gpu_inputs``'s, peers ``gpu_peers``'s and those of ``libraries``.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pagewise import PagedBatch, paged_attention
-from pagewise.ops.paged_attention.plan import Plan
 from pagewise.ops.paged_attention.problem import Problem
-from pagewise.ops.scales import LARGEST_CODE
-from pagewise.testing import TABLE_POISON, PagedCase, compare, make_inputs, oracle, tolerance
-from pagewise.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
+from .gpu_inputs import LLAMA_8B, Inputs, Shape, check_against_float64
+from .gpu_peers import Peers, decode_peers, prefill_peers
 from .gpu_timing import time_gpu, time_gpu_clean, time_gpu_in_turns, time_host
 from .libraries import find_libraries
 from .timing import Times
 
-__all__ = [
-    "GpuBlockSizesCase",
-    "GpuDecodeCase",
-    "GpuPrefillCase",
-    "Inputs",
-    "check_against_float64",
-]
+__all__ = ["GpuBlockSizesCase", "GpuDecodeCase", "GpuPrefillCase"]
 
 READ_GIB = 4
 CLEAN = ", clean cache"
 _HOST_ROUNDS = 50
 SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 and much memory
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's attention, and how its cache is kept."""
-
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_size: int = 128
-    block_size: int = 16
-    kv_dtype: torch.dtype = torch.bfloat16
-    scales: str | None = None
-
-    def __str__(self) -> str:
-        """In words."""
-        kept = str(self.kv_dtype).removeprefix("torch.")
-        kept += f" with a scale for each {self.scales}" if self.scales else ""
-        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
-        return f"{heads}, blocks of {self.block_size}, {kept}"
-
-    @property
-    def bytes_per_key(self) -> int:
-        """Of a token's key and value in the cache, scales aside."""
-        return 2 * self.num_kv_heads * self.head_size * self.kv_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -85,7 +41,7 @@ class GpuDecodeCase:
 
     name: str
     seq_lens: tuple[int, ...]
-    shape: Shape = Shape()
+    shape: Shape = LLAMA_8B
     targets: tuple[Target, ...] = ()
     beside: tuple[str, tuple[int, ...], Shape] | None = None
     device: str = "cuda"
@@ -127,7 +83,7 @@ class GpuDecodeCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours and the peers by graph replay with a cold cache, overwritten and clean."""
         inputs = Inputs(self.seq_lens, self.shape, decode=True)
-        calls = {"pagewise": inputs.attend, **_decode_peers(inputs), **find_libraries(inputs)}
+        calls = {"pagewise": inputs.attend, **decode_peers(inputs), **find_libraries(inputs)}
         times = {name: time_gpu(call) for name, call in calls.items()}
         times |= {name + CLEAN: time_gpu_clean(call) for name, call in calls.items()}
         metrics = self._rates(times) | self._rates(times, CLEAN)
@@ -166,7 +122,7 @@ class GpuPrefillCase:
 
     name: str
     seq_lens: tuple[int, ...]
-    shape: Shape = Shape()
+    shape: Shape = LLAMA_8B
     causal: bool = True
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
@@ -196,7 +152,7 @@ class GpuPrefillCase:
         """Time ours, SDPA's backends and FlexAttention in turns, by graph replay, cache cold."""
         inputs = Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal)
         ours: Peers = {"pagewise": inputs.attend, "pagewise, in order": inputs.in_order().attend}
-        times = time_gpu_in_turns(ours | _prefill_peers(inputs) | find_libraries(inputs))
+        times = time_gpu_in_turns(ours | prefill_peers(inputs) | find_libraries(inputs))
         peers = {name: time for name, time in times.items() if name not in ours}
         metrics = {
             "TFLOP/s": self.work / times["pagewise"].median / 1e12,
@@ -218,7 +174,7 @@ class GpuBlockSizesCase:
 
     name: str
     seq_lens: tuple[int, ...]
-    shape: Shape = Shape()
+    shape: Shape = LLAMA_8B
     sizes: tuple[int, ...] = (1, 8, 16, 64, 128)
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
@@ -264,177 +220,3 @@ def _lengths(seq_lens: Sequence[int]) -> str:
     if len(set(seq_lens)) == 1:
         return f"{len(seq_lens)} x {seq_lens[0]}"
     return f"{len(seq_lens)} sequences of {min(seq_lens)} to {max(seq_lens)}"
-
-
-class Inputs:
-    """A call on random numbers, and the same numbers dense for the peers."""
-
-    def __init__(
-        self,
-        seq_lens: Sequence[int],
-        shape: Shape,
-        *,
-        decode: bool,
-        causal: bool = True,
-        device: str = "cuda",
-    ) -> None:
-        self.shape, self.causal, self.seq_lens = shape, causal, tuple(seq_lens)
-        generator = torch.Generator(device).manual_seed(0)
-        counts = [-(-n // shape.block_size) for n in seq_lens]
-        kept = (sum(counts) + 1, shape.block_size, shape.num_kv_heads, shape.head_size)
-        self.scales: dict[str, Any] = _make_scales(shape, kept, device)
-        self.k_cache, self.v_cache = (_draw(kept, shape, generator) for _ in range(2))
-        order = torch.randperm(sum(counts), generator=generator, device=device).int()
-        tables = torch.full((len(counts), max(counts)), TABLE_POISON, device=device).int()
-        for row, blocks in zip(tables, torch.split(order, counts), strict=True):
-            row[: len(blocks)] = blocks
-        lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-        tokens = [1] * len(counts) if decode else list(seq_lens)
-        starts = torch.tensor([0, *tokens], device=device).cumsum(0).int()
-        self.batch = PagedBatch(tables, lengths, starts, max(tokens), max(seq_lens))
-        size = (sum(tokens), shape.num_heads, shape.head_size)
-        self.q = torch.randn(size, generator=generator, device=device).bfloat16()
-
-    def attend(self, **options: Any) -> AttentionOutput:
-        """The call."""
-        return paged_attention(
-            self.q, self.k_cache, self.v_cache, self.batch, causal=self.causal,
-            **self.scales, **options,
-        )  # fmt: skip
-
-    def in_order(self) -> Inputs:
-        """The same work on large blocks side by side: keys of a sequence in a row, as if dense."""
-        block_size = math.gcd(*self.seq_lens, 128)
-        large = replace(self.shape, block_size=block_size)
-        other = Inputs(self.seq_lens, large, decode=False, causal=self.causal)
-        first = torch.tensor([0, *self.seq_lens[:-1]]).cumsum(0).int().cuda() // block_size
-        width = other.batch.block_tables.shape[1]
-        tables = first[:, None] + torch.arange(width, device="cuda").int()
-        other.batch = replace(other.batch, block_tables=tables)
-        return other
-
-    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``[num_seqs, heads, length, head_size]`` of sequences of one length."""
-        num_seqs, length = len(self.seq_lens), self.seq_lens[0]
-        tables = self.batch.block_tables.long()
-        k, v = (
-            cache[tables].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
-            for cache in (self.k_cache, self.v_cache)
-        )
-        q = self.q.view(num_seqs, -1, *self.q.shape[1:]).transpose(1, 2).contiguous()
-        return q, k, v
-
-
-def _make_scales(shape: Shape, kept: tuple[int, ...], device: str) -> dict[str, Tensor]:
-    if shape.scales is None:
-        return {}
-    size = kept[:3] if shape.scales == "token" else kept[2:3]
-    return {name: torch.rand(size, device=device) / 50 + 0.01 for name in ("k_scale", "v_scale")}
-
-
-def _draw(kept: tuple[int, ...], shape: Shape, generator: torch.Generator) -> Tensor:
-    numbers = torch.randn(kept, generator=generator, device=generator.device).to(torch.bfloat16)
-    if shape.kv_dtype not in LARGEST_CODE:
-        return numbers.to(shape.kv_dtype)
-    return (numbers * 30).clamp(-127, 127).round().to(shape.kv_dtype)
-
-
-def check_against_float64(
-    shape: Shape,
-    lengths: Sequence[int],
-    *,
-    decode: bool,
-    causal: bool = True,
-    impl: str = "auto",
-    cut: Callable[[Problem], Plan] | None = None,
-) -> list[Check]:
-    """A poisoned problem of some lengths: by whom, and with what plan, if not by choice."""
-    case = PagedCase(
-        query_lens=tuple(1 if decode else n for n in lengths),
-        seq_lens=tuple(lengths),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        block_size=shape.block_size,
-        dtype=torch.bfloat16,
-        kv_dtype=shape.kv_dtype,
-        scales=shape.scales,
-        causal=causal,
-    )
-    inputs = make_inputs(case)
-    expected = oracle(inputs)
-    there = inputs.to("cuda")
-    plan = cut and cut(inputs.problem)
-    result = there.attend(out=there.out, impl=impl, plan=plan)  # of NaN: nothing stays unwritten
-    result = AttentionOutput(result.out.cpu(), result.lse.cpu())
-    comparison = compare(result, inputs, expected, tolerance(inputs, expected))
-    return [Check(f"pagewise, {case}", comparison.ratio <= 1, str(comparison))]
-
-
-Peers = dict[str, Callable[[], Any]]
-
-
-def _decode_peers(inputs: Inputs) -> Peers:
-    """Who reads the pages alone; SDPA over contiguous keys and values, a group's heads as rows.
-
-    SDPA also with a gather.
-    """
-    from .reading import make_reader  # Triton's
-
-    if len(set(inputs.seq_lens)) > 1:
-        return {}
-    reader: Peers = {"reading alone": make_reader(inputs.k_cache, inputs.v_cache, inputs.batch)}
-    return reader | ({} if inputs.shape.scales else _sdpa_peers(inputs))
-
-
-def _sdpa_peers(inputs: Inputs) -> Peers:
-    q, k, v = inputs.dense()
-    q = q.view(*k.shape[:2], -1, q.shape[-1])
-    peers = {f"sdpa {name}": _call(backend, q, k, v) for name, backend in _BACKENDS.items()}
-
-    def gather() -> Tensor:
-        _, keys, values = inputs.dense()
-        return sdpa(q, keys, values)
-
-    peers["gather + sdpa"] = gather
-    return {name: peer for name, peer in peers.items() if _runs(peer)}
-
-
-def _prefill_peers(inputs: Inputs) -> Peers:
-    q, k, v = inputs.dense()
-    peers = {
-        f"sdpa {name}": _call(
-            backend, q, k, v, is_causal=inputs.causal, enable_gqa=q.shape[1] > k.shape[1]
-        )
-        for name, backend in _BACKENDS.items()
-    }
-    flex = _flex(q, k, v, inputs.causal)
-    return {name: peer for name, peer in (*peers.items(), ("flex", flex)) if _runs(peer)}
-
-
-def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor]:
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return sdpa(*qkv, **options)
-
-    return call
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    compiled = torch.compile(flex_attention)
-    length = q.shape[2]
-    mask = None
-    if causal:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, "cuda")
-    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1])
-
-
-def _runs(call: Callable[[], Any]) -> bool:
-    """Whether a peer takes the problem: backends refuse some."""
-    try:
-        call()
-    except RuntimeError:
-        return False
-    return True

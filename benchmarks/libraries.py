@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .gpu_attention import Inputs
+    from .gpu_inputs import Inputs
 
 __all__ = ["find_libraries"]
 

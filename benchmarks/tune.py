@@ -27,7 +27,8 @@ from pagewise.ops.paged_attention.triton_plan import GpuPlan, refuse_hopper
 from pagewise.ops.paged_attention.triton_tiles import MEASURED, Tiles, kind_of
 
 from .cases import GPU_CASES
-from .gpu_attention import GpuDecodeCase, Inputs, check_against_float64
+from .gpu_attention import GpuDecodeCase
+from .gpu_inputs import Inputs, check_against_float64
 from .gpu_timing import time_gpu
 
 __all__ = ["find_kinds", "tune"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from pagewise import rel_offsets, shift_regions, window_attention
 
 from .case import Check, Measurement, Target
+from .gpu_peers import runs
 from .gpu_timing import time_gpu
 from .timing import Contestant, Times, ratio, take_turns
 
@@ -203,7 +205,7 @@ class _Inputs:
             return peers | {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=dense)}
         for name, backend in _BACKENDS.items():
             call = _with_backend(backend, dense)
-            if _runs(call, self.rows):
+            if runs(partial(call, *self.rows)):
                 peers[name] = call
         return peers
 
@@ -227,7 +229,7 @@ class _Inputs:
             "flex": lambda q, k, v: flex(q, k, v, score_mod=score),
         }
         with torch.no_grad():
-            return {name: call for name, call in calls.items() if _runs(call, self.rows)}
+            return {name: call for name, call in calls.items() if runs(partial(call, *self.rows))}
 
     def forward(self, call: Call) -> Callable[[], object]:
         """A call without gradients."""
@@ -261,11 +263,3 @@ def _with_backend(backend: SDPBackend, dense: Tensor) -> Call:
             return sdpa(q, k, v, attn_mask=dense)
 
     return call
-
-
-def _runs(call: Call, rows: list[Tensor]) -> bool:
-    try:
-        call(*rows)
-    except RuntimeError:
-        return False
-    return True

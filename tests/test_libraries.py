@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks import libraries
-from benchmarks.gpu_attention import Inputs, Shape
+from benchmarks.gpu_inputs import Inputs, Shape
 
 from pagewise import PagedBatch, paged_attention
 

@@ -1,0 +1,158 @@
+"""Problems of paged attention on a GPU: blocks in random order, and what is verified of them.
+
+Table entries past a sequence's end are far out of range; the correctness gate has the poisoned
+problems of ``pagewise.testing``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewise import PagedBatch, paged_attention
+from pagewise.ops.paged_attention.plan import Plan
+from pagewise.ops.paged_attention.problem import Problem
+from pagewise.ops.scales import LARGEST_CODE
+from pagewise.testing import TABLE_POISON, PagedCase, compare, make_inputs, oracle, tolerance
+from pagewise.tiles.state import AttentionOutput
+
+from .case import Check
+
+__all__ = ["LLAMA_8B", "Inputs", "Shape", "check_against_float64"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's attention, and how its cache is kept."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    block_size: int = 16
+    kv_dtype: torch.dtype = torch.bfloat16
+    scales: str | None = None
+
+    def __str__(self) -> str:
+        """In words."""
+        kept = str(self.kv_dtype).removeprefix("torch.")
+        kept += f" with a scale for each {self.scales}" if self.scales else ""
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
+        return f"{heads}, blocks of {self.block_size}, {kept}"
+
+    @property
+    def bytes_per_key(self) -> int:
+        """Of a token's key and value in the cache, scales aside."""
+        return 2 * self.num_kv_heads * self.head_size * self.kv_dtype.itemsize
+
+
+LLAMA_8B = Shape()
+
+
+class Inputs:
+    """A call on random numbers, and the same numbers dense for the peers."""
+
+    def __init__(
+        self,
+        seq_lens: Sequence[int],
+        shape: Shape,
+        *,
+        decode: bool,
+        causal: bool = True,
+        device: str = "cuda",
+    ) -> None:
+        self.shape, self.causal, self.seq_lens = shape, causal, tuple(seq_lens)
+        generator = torch.Generator(device).manual_seed(0)
+        counts = [-(-n // shape.block_size) for n in seq_lens]
+        kept = (sum(counts) + 1, shape.block_size, shape.num_kv_heads, shape.head_size)
+        self.scales: dict[str, Any] = _make_scales(shape, kept, device)
+        self.k_cache, self.v_cache = (_draw(kept, shape, generator) for _ in range(2))
+        order = torch.randperm(sum(counts), generator=generator, device=device).int()
+        tables = torch.full((len(counts), max(counts)), TABLE_POISON, device=device).int()
+        for row, blocks in zip(tables, torch.split(order, counts), strict=True):
+            row[: len(blocks)] = blocks
+        lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        tokens = [1] * len(counts) if decode else list(seq_lens)
+        starts = torch.tensor([0, *tokens], device=device).cumsum(0).int()
+        self.batch = PagedBatch(tables, lengths, starts, max(tokens), max(seq_lens))
+        size = (sum(tokens), shape.num_heads, shape.head_size)
+        self.q = torch.randn(size, generator=generator, device=device).bfloat16()
+
+    def attend(self, **options: Any) -> AttentionOutput:
+        """The call."""
+        return paged_attention(
+            self.q, self.k_cache, self.v_cache, self.batch, causal=self.causal,
+            **self.scales, **options,
+        )  # fmt: skip
+
+    def in_order(self) -> Inputs:
+        """The same work on large blocks side by side: keys of a sequence in a row, as if dense."""
+        block_size = math.gcd(*self.seq_lens, 128)
+        large = replace(self.shape, block_size=block_size)
+        other = Inputs(self.seq_lens, large, decode=False, causal=self.causal)
+        first = torch.tensor([0, *self.seq_lens[:-1]]).cumsum(0).int().cuda() // block_size
+        width = other.batch.block_tables.shape[1]
+        tables = first[:, None] + torch.arange(width, device="cuda").int()
+        other.batch = replace(other.batch, block_tables=tables)
+        return other
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``[num_seqs, heads, length, head_size]`` of sequences of one length."""
+        num_seqs, length = len(self.seq_lens), self.seq_lens[0]
+        tables = self.batch.block_tables.long()
+        k, v = (
+            cache[tables].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
+            for cache in (self.k_cache, self.v_cache)
+        )
+        q = self.q.view(num_seqs, -1, *self.q.shape[1:]).transpose(1, 2).contiguous()
+        return q, k, v
+
+
+def _make_scales(shape: Shape, kept: tuple[int, ...], device: str) -> dict[str, Tensor]:
+    if shape.scales is None:
+        return {}
+    size = kept[:3] if shape.scales == "token" else kept[2:3]
+    return {name: torch.rand(size, device=device) / 50 + 0.01 for name in ("k_scale", "v_scale")}
+
+
+def _draw(kept: tuple[int, ...], shape: Shape, generator: torch.Generator) -> Tensor:
+    numbers = torch.randn(kept, generator=generator, device=generator.device).to(torch.bfloat16)
+    if shape.kv_dtype not in LARGEST_CODE:
+        return numbers.to(shape.kv_dtype)
+    return (numbers * 30).clamp(-127, 127).round().to(shape.kv_dtype)
+
+
+def check_against_float64(
+    shape: Shape,
+    lengths: Sequence[int],
+    *,
+    decode: bool,
+    causal: bool = True,
+    impl: str = "auto",
+    cut: Callable[[Problem], Plan] | None = None,
+) -> list[Check]:
+    """A poisoned problem of some lengths: by whom, and with what plan, if not by choice."""
+    case = PagedCase(
+        query_lens=tuple(1 if decode else n for n in lengths),
+        seq_lens=tuple(lengths),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        block_size=shape.block_size,
+        dtype=torch.bfloat16,
+        kv_dtype=shape.kv_dtype,
+        scales=shape.scales,
+        causal=causal,
+    )
+    inputs = make_inputs(case)
+    expected = oracle(inputs)
+    there = inputs.to("cuda")
+    plan = cut and cut(inputs.problem)
+    result = there.attend(out=there.out, impl=impl, plan=plan)  # of NaN: nothing stays unwritten
+    result = AttentionOutput(result.out.cpu(), result.lse.cpu())
+    comparison = compare(result, inputs, expected, tolerance(inputs, expected))
+    return [Check(f"pagewise, {case}", comparison.ratio <= 1, str(comparison))]

@@ -1,0 +1,90 @@
+"""Who computes the same on a GPU with torch alone; other libraries are in ``libraries``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from .gpu_inputs import Inputs
+
+__all__ = ["Peers", "decode_peers", "prefill_peers", "runs"]
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+Peers = dict[str, Callable[[], Any]]
+
+
+def decode_peers(inputs: Inputs) -> Peers:
+    """Who reads the pages alone; SDPA over contiguous keys and values, a group's heads as rows.
+
+    SDPA also with a gather.
+    """
+    from .reading import make_reader  # Triton's
+
+    if len(set(inputs.seq_lens)) > 1:
+        return {}
+    reader: Peers = {"reading alone": make_reader(inputs.k_cache, inputs.v_cache, inputs.batch)}
+    return reader | ({} if inputs.shape.scales else _sdpa_peers(inputs))
+
+
+def _sdpa_peers(inputs: Inputs) -> Peers:
+    q, k, v = inputs.dense()
+    q = q.view(*k.shape[:2], -1, q.shape[-1])
+    peers = {f"sdpa {name}": _call(backend, q, k, v) for name, backend in _BACKENDS.items()}
+
+    def gather() -> Tensor:
+        _, keys, values = inputs.dense()
+        return sdpa(q, keys, values)
+
+    peers["gather + sdpa"] = gather
+    return {name: peer for name, peer in peers.items() if runs(peer)}
+
+
+def prefill_peers(inputs: Inputs) -> Peers:
+    """SDPA by each of its backends, over contiguous keys and values, and FlexAttention."""
+    q, k, v = inputs.dense()
+    peers = {
+        f"sdpa {name}": _call(
+            backend, q, k, v, is_causal=inputs.causal, enable_gqa=q.shape[1] > k.shape[1]
+        )
+        for name, backend in _BACKENDS.items()
+    }
+    flex = _flex(q, k, v, inputs.causal)
+    return {name: peer for name, peer in (*peers.items(), ("flex", flex)) if runs(peer)}
+
+
+def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(*qkv, **options)
+
+    return call
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    length = q.shape[2]
+    mask = None
+    if causal:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, "cuda")
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def runs(call: Callable[[], Any]) -> bool:
+    """Whether a peer takes the problem: backends refuse some."""
+    try:
+        call()
+    except RuntimeError:
+        return False
+    return True
