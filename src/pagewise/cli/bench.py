@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError, UnsupportedError
-from .options import Element, ElementName, flag, option, parse_sizes
-from .output import aligned, wide_console
+from .options import Element, ElementName, flag, option, parse_grid
+from .output import aligned, make_table, wide_console
 
 if TYPE_CHECKING:
     import torch
@@ -143,10 +143,8 @@ def windows(
     from ..analysis.window_grid import WindowGrid
 
     where = _prepare(device, iterations, warmup)
-    extents = parse_sizes(window, "--window")
-    steps = [w // 2 for w in extents] if shift is None else parse_sizes(shift, "--shift", least=0)
-    plan = WindowGrid.of(parse_sizes(grid, "--grid"), extents, steps)
-    shape = plan.shape(num_images=num_images, num_heads=num_heads, head_size=head_size)
+    cut = WindowGrid.of(*parse_grid(grid, window, shift))
+    shape = cut.shape(num_images=num_images, num_heads=num_heads, head_size=head_size)
     _check_memory(shape.num_scores, where)
     from ..analysis.window_contest import windows_contest
 
@@ -154,7 +152,7 @@ def windows(
 
     def make() -> Contest:
         return windows_contest(
-            plan,
+            cut,
             num_images=num_images,
             num_heads=num_heads,
             head_size=head_size,
@@ -239,10 +237,7 @@ def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
 
 
 def _table(results: list[Result], roofs: Roofs, unit: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
-    table.add_column("", no_wrap=True)
-    for header in (f"median, {unit}", "p10 to p90", "of ours", "of least", "error"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = make_table("", f"median, {unit}", "p10 to p90", "of ours", "of least", "error")
     ours = results[0]
     for result in results:
         if not result.seconds:

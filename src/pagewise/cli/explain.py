@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError
-from .options import Element, ElementName, flag, option, parse_sizes
-from .output import aligned
+from .options import Element, ElementName, flag, option, parse_grid, parse_sizes
+from .output import aligned, make_table
 
 if TYPE_CHECKING:
     from ..analysis.io_curves import IoCurves
@@ -165,20 +165,18 @@ def windows(
     from ..analysis.window_grid import WindowGrid
 
     check_path(out)
-    extents = parse_sizes(window, "--window")
-    steps = [w // 2 for w in extents] if shift is None else parse_sizes(shift, "--shift", least=0)
-    plan = WindowGrid.of(parse_sizes(grid, "--grid"), extents, steps)
+    cut = WindowGrid.of(*parse_grid(grid, window, shift))
     known = None if machine is None else _find_machine(machine)
-    shape = plan.shape(
+    shape = cut.shape(
         num_images=num_images,
         num_heads=num_heads,
         head_size=head_size,
         element_bytes=ELEMENT_BYTES[dtype.value],
     )
-    rows = _grid_rows(plan) | _byte_rows(shape)
+    rows = _grid_rows(cut) | _byte_rows(shape)
     if known is not None:
         rows |= _roof_rows(window_work(shape, dtype=dtype.value), known)
-    save(draw_windows(plan), out)
+    save(draw_windows(cut), out)
     _print({**rows, "picture": str(out)})
 
 
@@ -203,10 +201,7 @@ def _walk_rows(walk: TileWalk, query_tile: int) -> dict[str, str]:
 def _io_table(curves: IoCurves) -> Table:
     from ..analysis.traffic import format_count
 
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
-    table.add_column("", no_wrap=True)
-    for header in ("bytes", "standard's are", "on chip", "more than standard"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = make_table("", "bytes", "standard's are", "on chip", "more than standard")
     base = curves.standard.bytes[-1]
     for curve in (curves.standard, *curves.tiled, curves.compulsory):
         table.add_row(
@@ -281,4 +276,6 @@ def _roof_rows(work: Work, machine: Machine) -> dict[str, str]:
 
 
 def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
     return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

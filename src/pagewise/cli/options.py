@@ -22,6 +22,7 @@ __all__ = [
     "Model",
     "flag",
     "option",
+    "parse_grid",
     "parse_sizes",
 ]
 
@@ -61,6 +62,17 @@ def parse_sizes(text: str, name: str, *, count: int | None = None, least: int = 
             f"as {wanted}"
         )
     return sizes
+
+
+def parse_grid(grid: str, window: str, shift: str | None) -> tuple[list[int], list[int], list[int]]:
+    """A map, its windows and their shift, by default half a window.
+
+    Raises:
+        RequestError: They are no whole numbers.
+    """
+    extents = parse_sizes(window, "--window")
+    steps = [w // 2 for w in extents] if shift is None else parse_sizes(shift, "--shift", least=0)
+    return parse_sizes(grid, "--grid"), extents, steps
 
 
 class DtypeName(str, Enum):

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     from ..engine.progress import Delta
     from .run import Run
 
-__all__ = ["aligned", "print_in_order", "stream_one", "wide_console"]
+__all__ = ["aligned", "make_table", "print_in_order", "stream_one", "wide_console"]
+
+
+def make_table(first: str, *others: str) -> Table:
+    """An empty table of numbers under headers; what its rows are called stands on the left."""
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
+    table.add_column(first, no_wrap=True)
+    for header in others:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
 
 
 def stream_one(deltas: Iterator[Delta], before: str, console: Console) -> None:

@@ -18,7 +18,7 @@ from .options import (
     Model,
     option,
 )
-from .output import aligned
+from .output import aligned, make_table
 
 if TYPE_CHECKING:
     from ..analysis.lengths import Lengths
@@ -120,9 +120,8 @@ def _choose_lengths(mean_len: float | None, lengths: str | None, longest: int) -
 
 
 def _layer_table(plan: MemoryPlan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
-    for header in ("layers", "heads", "KV heads", "head size", "sees", "bytes per token"):
-        table.add_column(header, justify="left" if header == "layers" else "right", no_wrap=True)
+    headers = ("heads", "KV heads", "head size", "sees", "bytes per token")
+    table = make_table("layers", *headers)
     for kind in plan.layers:
         sizes = {kind.head_size, kind.v_head_size}
         table.add_row(
@@ -160,10 +159,8 @@ def _fit_rows(plan: MemoryPlan, *, has_weights: bool) -> dict[str, str]:
 
 
 def _load_table(plan: MemoryPlan, occupancy: Occupancy, mean: float) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
-    table.add_column("", style="dim", no_wrap=True)
-    table.add_column("in pages", justify="right")
-    table.add_column(f"{plan.max_model_len:,} slots reserved for each", justify="right")
+    table = make_table("", "in pages", f"{plan.max_model_len:,} slots reserved for each")
+    table.columns[0].style = "dim"
     table.add_row(
         "sequences that fit", f"{int(occupancy.num_sequences):,}", f"{occupancy.num_reserved:,}"
     )

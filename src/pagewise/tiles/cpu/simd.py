@@ -60,7 +60,7 @@ def pointer_to(context, builder, array_type, array, index, element=None):
     """The address of ``array[index]``, as a pointer to ``element`` if that is another type."""
     data = context.make_array(array_type)(context, builder, array).data
     pointer = builder.gep(data, [index])
-    return pointer if element is None else builder.bitcast(pointer, element.aspointer_to())
+    return pointer if element is None else builder.bitcast(pointer, element.as_pointer())
 
 
 # --- making vectors ------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def prefetch(typingctx, array, index):
     """Ask for the cache line of ``array[index]`` ahead of its use."""
 
     def codegen(context, builder, sig, args):
-        byte = ir.IntType(8).aspointer_to()
+        byte = ir.IntType(8).as_pointer()
         pointer = builder.bitcast(
             builder.gep(context.make_array(sig.args[0])(context, builder, args[0]).data, [args[1]]),
             byte,
