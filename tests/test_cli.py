@@ -88,6 +88,15 @@ def test_version():
     assert re.fullmatch(r"pagewise \d+\.\d+\.\d+\S*\n", result.stdout)
 
 
+def test_torch_s_threads_are_told_not_to_spin_before_torch_is_there():
+    code = (
+        "import os, sys; from pagewise.cli import main; main(['generate', '--help']);"
+        "assert 'torch' not in sys.modules; assert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, stdout=subprocess.DEVNULL)
+
+
 def test_help_does_not_wait_for_torch():
     code = (
         "import sys; from pagewise.cli import main; main(['generate', '--help']);"

@@ -388,6 +388,40 @@ def test_changed_weights_ask_for_a_reset_of_prefixes() -> None:
     assert output.outputs == expected.outputs
 
 
+def test_a_stream_that_is_done_steps_nobody_else(llm: LLM) -> None:
+    """Whoever looks at its last delta holds up no other, and takes nothing of theirs."""
+    short = replace(GREEDY, max_tokens=1)
+    first = llm.stream(PROMPTS[0], short)
+    assert next(first).finish_reason == "length"
+    second = llm.stream(PROMPTS[1], GREEDY)
+    deltas = [next(second)]
+    assert list(first) == []
+    deltas += second
+    assert [delta.token_id for delta in deltas] == list(
+        llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    )
+
+
+def test_a_stream_s_last_delta_waits_for_nobody(llm: LLM) -> None:
+    for _ in range(5):
+        stream = llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=1))
+        next(stream)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(llm.generate, PROMPTS[1], GREEDY, use_tqdm=False)
+            assert list(stream) == []
+            assert len(other.result()[0].outputs[0].token_ids) == GREEDY.max_tokens
+
+
+def test_generating_within_a_step_is_refused(llm: LLM) -> None:
+    def again() -> None:
+        llm.engine.on_step = None
+        llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+
+    llm.engine.on_step = again
+    with pytest.raises(RequestError, match="other requests are running"):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+
+
 def test_threads_take_turns(llm: LLM) -> None:
     def run(prompt: str) -> list[int]:
         return [

@@ -54,7 +54,10 @@ REFUSED = [
     *[("stop", value) for value in ("", [""], ["a", ""], ["a", 1], 5, b"a", {"a": 1}, [b"a"])],
     *[("stop_token_ids", value) for value in ([-1], [1, -1], [1.0], [True], ["1"], "12", 3, b"1")],
     *[("logit_bias", value) for value in (5, "ab", [1], {-1: 0}, {"a": 1}, {1: 101}, {1.5: 1})],
-    *[("logit_bias", value) for value in ({1: NAN}, {1: None}, {1: INF}, {0: 10**400})],
+    *[
+        ("logit_bias", value)
+        for value in ({1: NAN}, {1: None}, {1: INF}, {0: 10**400}, {5: "1"}, {True: 2})
+    ],
     *[("ignore_eos", value) for value in (1, "false", None)],
     *[("detokenize", value) for value in (0, "true", None)],
     *[("skip_special_tokens", value) for value in (1, None)],

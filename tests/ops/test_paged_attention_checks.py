@@ -347,11 +347,12 @@ def test_a_wrong_option_is_named_whatever_was_asked_before(options, error, messa
     ("options", "message"),
     [
         ({"softmax_scale": [1]}, r"softmax_scale is \[1\], expected a number"),
+        ({"softmax_scale": 10**309}, "softmax_scale is 1000.*, expected a number"),
         ({"softmax_scale": "a"}, "softmax_scale is 'a', expected a number"),
         ({"logits_soft_cap": "a"}, "logits_soft_cap is 'a', expected a number"),
         ({"impl": ["cpu"]}, r"impl is \['cpu'\], expected a name"),
-        ({"plan": 3}, "plan is 3, expected one that make_plan made"),
-        ({"plan": {}}, "plan is {}, expected one that make_plan made"),
+        ({"plan": 3}, "plan is 3, expected one that plan_paged_attention made"),
+        ({"plan": {}}, "plan is {}, expected one that plan_paged_attention made"),
         ({"causal": 1}, "causal is 1, expected True or False"),
     ],
     ids=str,
@@ -438,6 +439,7 @@ def test_lists_that_make_no_batch_are_named(arguments, message):
     ("arguments", "message"),
     [
         ((5, [1]), "blocks is int, expected a list of lists"),
+        (([b"abcd"], [1]), r"blocks\[0\] is bytes, expected a list of whole numbers"),
         (([5], [1]), r"blocks\[0\] is int, expected a list of whole numbers"),
         (([[1], [2.0]], [1, 1]), r"blocks\[1\] is list, .*'float' object"),
         (([[1 << 31]], [1]), r"blocks\[0\] is list, expected .* of 32 bits"),

@@ -61,3 +61,31 @@ def test_they_are_operators_that_torch_can_trace():
     torch.library.opcheck(operators.paged_attention.default, call, test_utils=checks)
     into = (*call, torch.empty_like(q))
     torch.library.opcheck(operators.paged_attention_into.default, into, test_utils=checks)
+
+
+@pytest.mark.parametrize("kind", ["one", "heads", "expanded"])
+def test_scales_that_are_read_are_not_written(kind):
+    torch._dynamo.reset()
+    q, k, v, batch, slots = inputs_of(5)
+    k_cache, v_cache = torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE, dtype=torch.int8)
+    scale = {
+        "one": torch.tensor(0.03),
+        "heads": torch.tensor([0.03, 0.02]),
+        "expanded": torch.tensor(0.03).expand(KV_HEADS),
+    }[kind]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found = compiled(q, k, v, k_cache, v_cache, batch, slots, scale, scale)
+    expected = step(q, k, v, k_cache, v_cache, batch, slots, scale, scale)
+    assert torch.equal(found.out, expected.out)
+    torch._dynamo.reset()
+
+
+def test_compiled_as_eager_they_have_no_gradients():
+    torch._dynamo.reset()
+    q, k, v, batch, slots = inputs_of(5)
+    k_cache, v_cache = torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for run in (step, compiled):
+        assert not run(*leaves, k_cache, v_cache, batch, slots).out.requires_grad
+    torch._dynamo.reset()

@@ -34,6 +34,9 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    # Before torch is there: its OpenMP threads wait for work by spinning. Beside other programs
+    # that made a step 4 to 20 times slower; without, the smallest models lose a fifth.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from .app import run
 

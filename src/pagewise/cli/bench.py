@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -169,8 +168,6 @@ def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
         raise RequestError(
             f"--iterations {iterations}, --warmup {warmup}: expected at least 1 and 0"
         )
-    # Before torch is there: its threads wait by spinning, and would disturb whoever is next.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     has_gpu = torch.cuda.is_available()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,9 +158,6 @@ def generate(
 
 
 def _load(**options: Any) -> LLM:
-    # Before torch is there: its OpenMP threads wait for work by spinning. Beside other programs
-    # that made a step 4 to 20 times slower; without, the smallest models lose a fifth.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ..engine.llm import LLM
 
     llm = LLM(**options)

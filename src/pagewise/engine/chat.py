@@ -89,11 +89,13 @@ def _render(
         token_ids: list[int] = tokenizer.apply_chat_template(
             conversation,
             chat_template=chat_template,
-            add_generation_prompt=not is_begun,
-            continue_final_message=is_begun,
-            tokenize=True,
-            return_dict=False,
-            **options,
+            **{
+                "add_generation_prompt": not is_begun,
+                "continue_final_message": is_begun,
+                **options,
+                "tokenize": True,
+                "return_dict": False,
+            },
         )
     except Exception as error:  # a template is a program, and says no in its own ways
         raise RequestError(f"{name}: the chat template refuses it: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -198,11 +198,15 @@ class LLM:
             chat_template: A Jinja template in the place of the tokenizer's own.
             chat_template_kwargs: What else the template takes, ``{"enable_thinking": False}``.
 
+        Returns:
+            As ``generate``; ``prompt`` is None, and ``prompt_token_ids`` what the template made.
+
         Raises:
             RequestError: There is no template, or it refuses the messages; or as ``generate``.
         """
-        prompts = render(self.engine.tokenizer, messages, chat_template, chat_template_kwargs)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        with self._turn:
+            prompts = render(self.engine.tokenizer, messages, chat_template, chat_template_kwargs)
+            return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -237,13 +241,24 @@ class LLM:
                 for position, request in enumerate(requests)
             }
         try:
-            while self.engine.has_unfinished:
-                for delta in self.engine.step():
+            # Once it is done others may begin, while its last delta is looked at.
+            while deltas := self._step(positions):
+                for delta in deltas:
                     yield replace(delta, request_id=positions[delta.request_id])
         finally:
-            for request_id in positions:
-                self.engine.abort(request_id)
-                self.engine.take_output(request_id)
+            with self._turn:
+                for request_id in positions:
+                    self.engine.abort(request_id)
+                    self.engine.take_output(request_id)
+
+    def _step(self, request_ids: Collection[int]) -> list[Delta]:
+        """The next deltas of these requests; none when they are done."""
+        with self._turn:
+            while not all(map(self.engine.is_finished, request_ids)):
+                deltas = [d for d in self.engine.step() if d.request_id in request_ids]
+                if deltas:
+                    return deltas
+        return []
 
     def _run(self, num_requests: int, num_input: int, use_tqdm: bool) -> None:
         from tqdm import tqdm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import operator
 from collections.abc import Mapping, Sequence
 
 from ..errors import RequestError
@@ -166,9 +165,11 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     allowed = "a dictionary from token ids, integers >= 0, to numbers in [-100, 100]"
     try:
         biases = dict(value or ())  # type: ignore[call-overload]
-        entries = [(operator.index(token_id), float(bias)) for token_id, bias in biases.items()]
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         raise RequestError(f"logit_bias={value!r}: expected {allowed}") from None
-    fits = all(token_id >= 0 and -100 <= bias <= 100 for token_id, bias in entries)
-    check(fits and not isinstance(value, str), "logit_bias", value, allowed)
-    return tuple(sorted(entries))
+    for token_id, bias in biases.items():
+        is_id = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
+        is_bias = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        fits = is_id and is_bias and token_id >= 0 and -100 <= bias <= 100
+        check(fits, "logit_bias", value, allowed)
+    return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))

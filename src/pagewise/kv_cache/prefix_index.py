@@ -215,8 +215,8 @@ class PrefixChain:
             token_ids: The whole sequence, its earlier tokens unchanged.
 
         Raises:
-            ValueError: The sequence has become shorter than the chain, or its last hashed
-                block differs now: it needs a new chain.
+            ValueError: The sequence has become shorter than the chain (``truncate`` it), or its
+                last hashed block differs now: it needs a new chain.
             DTypeError: A token is no integer of 64 bits.
         """
         size, encode = self._index._block_size, self._index._pack

@@ -81,7 +81,7 @@ def as_number(name: str, value: Any) -> float:
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     raise DTypeError(f"{name} is {given}, expected a number")

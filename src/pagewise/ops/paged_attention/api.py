@@ -19,6 +19,7 @@ from . import operator
 from .checks import check, check_kinds, check_plan, check_scalars, describe, form_of
 from .plan import Plan, make_plan
 from .problem import Options, PagedBatch, Problem
+from .triton_plan import make_gpu_plan
 
 IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
@@ -214,12 +215,13 @@ def plan_paged_attention(
         batch_invariant: Whether a sequence's result must have the same bits whoever else is in
             the batch, among batches of one ``max_query_len``. On a CPU it always has; on a GPU it
             costs some of decode's speed, and memory (``make_plan``).
-        **options: The keyword arguments of ``paged_attention``; ``impl`` and ``plan`` change
-            nothing.
+        **options: The keyword arguments of ``paged_attention``, ``impl`` included: a plan is for
+            one implementation. ``plan`` changes nothing.
 
     Raises:
         ShapeError: As ``paged_attention``.
         DTypeError: As there.
+        UnsupportedError: As there.
 
     Example:
         >>> import torch
@@ -230,8 +232,13 @@ def plan_paged_attention(
         >>> paged_attention(q, k_cache, v_cache, batch, plan=plan).out.shape
         torch.Size([2, 8, 64])
     """
-    problem = _describe(q, k_cache, v_cache, batch, options)
-    return make_plan(problem, DeviceInfo.of(q.device), batch_invariant=batch_invariant)
+    impl = options.get("impl", "auto")
+    problem, device = _describe(q, k_cache, v_cache, batch, options), DeviceInfo.of(q.device)
+    name = choose(__package__, IMPLEMENTATIONS, problem, device, impl).__name__.rpartition(".")[2]
+    if name in ("hopper", "hopper_prefill", "triton"):
+        hopper = name == "hopper"
+        return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=hopper)
+    return make_plan(problem, device, batch_invariant=batch_invariant)
 
 
 def _describe(

@@ -89,10 +89,11 @@ def check_plan(plan: Any, name: str | None = None) -> None:
     if plan is None:
         return
     if not isinstance(plan, (CpuPlan, GpuPlan)):
-        raise DTypeError(f"plan is {plan!r}, expected one that make_plan made")
+        raise DTypeError(f"plan is {plan!r}, expected one that plan_paged_attention made")
     if name not in (None, "reference") and isinstance(plan, CpuPlan) != (name == "cpu"):
         raise DTypeError(
-            f"plan is a {type(plan).__name__}, but {name} runs this: make_plan for that device"
+            f"plan is a {type(plan).__name__}, but {name} runs this: "
+            "plan_paged_attention for these tensors"
         )
 
 
@@ -173,6 +174,7 @@ def _check_sizes(sizes: dict[str, int], forms: CallForm) -> None:
     check_flag("causal", forms.causal)
     if not isinstance(forms.softmax_scale, Real):
         raise DTypeError(f"softmax_scale is {forms.softmax_scale!r}, expected a number")
+    as_number("softmax_scale", forms.softmax_scale)  # some are too large for one
     for name in ("max_query_len", "max_seq_len"):
         value = getattr(forms, name)
         if not is_size(value):

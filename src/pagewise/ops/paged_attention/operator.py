@@ -1,6 +1,6 @@
 """Paged attention as a compiler sees it: one node, with or without a place for its result.
 
-Engines' models are compiled with it inside; plain calls do not come this way, which is longer. An
+Models are compiled with it inside; plain calls do not come this way, which is longer. An
 operator may not return what it was given, so ``out`` has one of its own.
 """
 
@@ -33,14 +33,16 @@ def attend(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``, by one node of a graph."""
-    inputs = (
+    inputs = [
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q,
         batch.max_query_len, batch.max_seq_len, *options, impl,
-    )  # fmt: skip
+    ]  # fmt: skip
+    # It has no gradients, whatever the tensors ask for.
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
     if out is None:
         found, lse = _operator(*inputs)
         return found, lse
-    return out, _operator_into(*inputs, out)
+    return out, _operator_into(*inputs, out.detach())
 
 
 def _run(*inputs: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:

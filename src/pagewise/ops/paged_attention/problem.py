@@ -135,8 +135,10 @@ class PagedBatch:
 
 def _integers(name: str, numbers: Any) -> array[int]:
     try:
+        if isinstance(numbers, (bytes, bytearray)):  # which an array takes for its own memory
+            raise TypeError("bytes are no numbers")
         return array("i", numbers)
-    except (TypeError, OverflowError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DTypeError(
             f"{name} is {type(numbers).__name__}, expected a list of whole numbers of 32 bits "
             f"({error})"

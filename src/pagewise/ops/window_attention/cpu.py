@@ -34,9 +34,9 @@ from .reference import saturate
 
 _LOG2_E = 1.4426950408889634
 _PARTS, _ITEMS, _WINDOWS = 32, 32, 16
-"""Parts of the windows, at most: so many shares in the gradient of a head's table are kept. With
-all heads they are work for as many threads; more are made only of so many windows each, since every
-part gathers its bias."""
+"""Parts of the windows, at most: so many shares in the gradient of a head's table, or of its dense
+bias, are kept. With all heads they are work for as many threads; more are made only of so many
+windows each, since every part gathers its bias."""
 
 _NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
 
@@ -53,7 +53,7 @@ def supports(problem, device):
     if problem.num_biases > 1:
         return f"biases of {problem.num_biases} windows are left to the reference"
     if torch.float64 in problem.learned_dtypes:
-        return "a float64 table or logit_scale is left to the reference"
+        return "a float64 table, bias or logit_scale is left to the reference"
     return refuse(device, q=problem.dtype)
 
 

@@ -124,7 +124,7 @@ def _differentiate_part(
     block,
     group,
 ):
-    """One head of one part of the windows: its gradients, and its share of the table's."""
+    """One head of one part of the windows: its gradients, its share of the table's or bias's."""
     num_windows, num_heads, num_tokens = lse.shape
     head, part = item % num_heads, item // num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head)

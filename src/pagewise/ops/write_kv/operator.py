@@ -1,4 +1,8 @@
-"""Writing keys and values as a compiler sees it: one node, which changes its caches."""
+"""Writing keys and values as a compiler sees it: one node, which changes its caches.
+
+Two operators: a scale for each token's head is written, any other is read, and may be a view that
+nobody can write to.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,49 @@ from torch import Tensor
 
 __all__ = ["write"]
 
+_Scale = Tensor | None
 
-@torch.library.custom_op(
-    "pagewise::write_kv", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale")
-)
+
 def write(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_scale: _Scale,
+    v_scale: _Scale,
     impl: str,
 ) -> None:
-    """``write_kv``; a scale is written where each token's head has one."""
+    """``write_kv`` by one node of a graph. Nothing has gradients."""
+    tensors = [x.detach() for x in (k, v, k_cache, v_cache, slot_mapping)]
+    scales = [None if x is None else x.detach() for x in (k_scale, v_scale)]
+    is_written = any(x is not None and x.dim() == 3 for x in scales)
+    (_write_with_scales if is_written else _write)(*tensors, *scales, impl)
+
+
+def _run(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: _Scale,
+    v_scale: _Scale,
+    impl: str,
+) -> None:
     from .api import write_kv
 
     write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, impl=impl)
 
 
-@write.register_fake
+_CACHES = ("k_cache", "v_cache")
+_write = torch.library.custom_op("pagewise::write_kv", _run, mutates_args=_CACHES)
+_write_with_scales = torch.library.custom_op(
+    "pagewise::write_kv_with_scales", _run, mutates_args=(*_CACHES, "k_scale", "v_scale")
+)
+
+
+@_write.register_fake
+@_write_with_scales.register_fake
 def _(*inputs: object) -> None:
     pass
