@@ -155,10 +155,13 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     allowed = "a list of token ids, integers >= 0"
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise RequestError(f"stop_token_ids={value!r}: expected {allowed}")
-    for token_id in value:
-        is_integer = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
-        check(is_integer and token_id >= 0, "stop_token_ids", value, allowed)
+    check(all(map(_is_token_id, value)), "stop_token_ids", value, allowed)
     return tuple(int(token_id) for token_id in value)
+
+
+def _is_token_id(value: object) -> bool:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and value >= 0  # type: ignore[operator]
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
@@ -168,8 +171,7 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise RequestError(f"logit_bias={value!r}: expected {allowed}") from None
     for token_id, bias in biases.items():
-        is_id = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
         is_bias = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
-        fits = is_id and is_bias and token_id >= 0 and -100 <= bias <= 100
+        fits = _is_token_id(token_id) and is_bias and -100 <= bias <= 100
         check(fits, "logit_bias", value, allowed)
     return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))

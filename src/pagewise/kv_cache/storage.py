@@ -12,10 +12,9 @@ from ..errors import DTypeError, OutOfBlocksError, ShapeError
 from ..ops.attention_checks import check_heads, is_size
 from ..ops.copy_blocks import copy_blocks
 from ..ops.scales import LARGEST_CODE
+from ..tiles.types import ALL_FLOATS
 
 __all__ = ["KVCache", "LayerSpec"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class KVCache:
             raise ShapeError(f"block_size is {block_size!r}, expected 1 to 256")
         if not is_size(num_blocks, least=1):
             raise ShapeError(f"num_blocks is {num_blocks!r}, expected an integer of at least 1")
-        if not isinstance(dtype, torch.dtype) or dtype not in (*_FLOATS, *LARGEST_CODE):
+        if not isinstance(dtype, torch.dtype) or dtype not in (*ALL_FLOATS, *LARGEST_CODE):
             names = ", ".join(str(known).removeprefix("torch.") for known in LARGEST_CODE)
             raise DTypeError(f"dtype is {dtype!r}, expected a torch type of floats, or {names}")
         self.layers = layers = tuple(layers)

@@ -116,7 +116,6 @@ def make_last(operator: Any) -> Callable[..., Any]:
     def refuse(ctx: Any, *gradients: Any) -> None:
         raise UnsupportedError(f"{operator._qualname} has no derivative: differentiate once")
 
-    operator.register_autograd(refuse, setup_context=keep_nothing)
     return _make_watched(operator._qualname, operator, keep_nothing, refuse)
 
 
@@ -136,7 +135,6 @@ def make_ways(
         remember: From the context, inputs and outputs to what the context keeps.
         differentiate: From the context and the outputs' gradients to those of all inputs.
     """
-    operator.register_autograd(differentiate, setup_context=remember)
     watched = _make_watched(name, operator, remember, differentiate)
     return _make_function(name, forward, remember, differentiate), watched
 
@@ -147,17 +145,13 @@ def _make_watched(
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """An operator for all who watch, transforms (``torch.func``) included.
+    """Give an operator its gradient, and call it for all who watch, ``torch.func`` included.
 
-    What ``register_autograd`` makes of it has no ``setup_context``, which they need.
+    What ``register_autograd`` makes of it has no ``setup_context``, which transforms need.
     """
-
-    def run(*inputs: Any) -> Any:
-        output = operator(*inputs)
-        return tuple(output) if isinstance(output, list) else output  # a list is no tensors to it
-
+    operator.register_autograd(differentiate, setup_context=remember)
     body = {
-        "forward": staticmethod(run),
+        "forward": staticmethod(operator),
         "setup_context": staticmethod(remember),
         "backward": staticmethod(differentiate),
         "generate_vmap_rule": True,

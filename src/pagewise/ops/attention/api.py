@@ -98,11 +98,10 @@ def attention(
         >>> result = attention(q, k, v, cu_seqlens_q=starts, max_query_len=70)
         >>> result.out.sum().backward()
     """
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
     q, k, v, lengths, options = _settle(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_query_len=max_query_len, max_seq_len=max_seq_len, causal=causal,
-        softmax_scale=softmax_scale, sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        q, k, v, lengths, softmax_scale=softmax_scale, sliding_window=sliding_window,
+        causal=causal, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
     out, lse = attend(
         q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, options.alibi_slopes, options.sinks,
@@ -130,7 +129,9 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
         reference: yes
     """
     options.pop("impl", None)
-    problem = check(*_settle(q, k, v, **options))
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_query_len", "max_seq_len")
+    lengths = Lengths(*(options.pop(name, None) for name in names))
+    problem = check(*_settle(q, k, v, lengths, **options))
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))
 
 
@@ -138,48 +139,39 @@ def _settle(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    lengths: Lengths,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    causal: bool = False,
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Lengths, Options]:
     """Fill in defaults, and cast as autocast wants it."""
-    starts = given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_tensors(q=q, k=k, v=v, **starts, **given(alibi_slopes=alibi_slopes, sinks=sinks))
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+    biases = given(**{name: others.get(name) for name in ("alibi_slopes", "sinks")})
+    starts = given(cu_seqlens_q=lengths.cu_seqlens_q, cu_seqlens_k=lengths.cu_seqlens_k)
+    check_tensors(q=q, k=k, v=v, **starts, **biases)
+    if (
+        "alibi_slopes" in biases
+        and biases["alibi_slopes"].requires_grad
+        and torch.is_grad_enabled()
+    ):
         raise UnsupportedError(
             "alibi_slopes requires a gradient, which attention does not compute: pass "
             "alibi_slopes.detach()"
         )
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
     dtype = autocast_type(q)
     if dtype is not None:
         q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
     window = whole_window(sliding_window)
-    options = Options(
-        _scale(softmax_scale, q), causal, window, logits_soft_cap, alibi_slopes, sinks
-    )
-    return q, k, v, lengths, options
+    options = Options(_scale(softmax_scale, q), sliding_window=window, **others)
+    return q, k, v, _share(lengths), options
 
 
-def _lengths(
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_query_len: int | None,
-    max_seq_len: int | None,
-) -> Lengths:
+def _share(lengths: Lengths) -> Lengths:
     """Keys are where queries are, if nobody says anything else."""
-    if cu_seqlens_q is not None and cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
-        max_seq_len = max_query_len if max_seq_len is None else max_seq_len
-    return Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+    if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is not None:
+        return lengths
+    longest = lengths.max_query_len if lengths.max_seq_len is None else lengths.max_seq_len
+    return Lengths(lengths.cu_seqlens_q, lengths.cu_seqlens_q, lengths.max_query_len, longest)
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:

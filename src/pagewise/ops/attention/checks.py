@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype
+from ...tiles.types import ALL_FLOATS
 from ..attention_checks import (
     check_contiguous_rows,
     check_flag,
@@ -18,20 +19,18 @@ from ..attention_checks import (
 )
 from .problem import Lengths, Options, Problem
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
 
 def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -> Problem:
     """Raise ShapeError or DTypeError naming the argument at fault, or return the problem."""
     is_ragged = lengths.cu_seqlens_q is not None
     sizes = (_bind_ragged if is_ragged else _bind_dense)(q, k, v, lengths, options)
-    check_dtype("q", q, *_FLOATS)
+    check_dtype("q", q, *ALL_FLOATS)
     check_dtype("k", k, q.dtype)
     check_dtype("v", v, q.dtype)
     biases = {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
     for name, bias in biases.items():
         if bias is not None:
-            check_dtype(name, bias, *_FLOATS)
+            check_dtype(name, bias, *ALL_FLOATS)
     check_device("q", q.device, k=k, v=v, **biases)
     check_contiguous_rows(q=q, k=k, v=v)
     check_heads(

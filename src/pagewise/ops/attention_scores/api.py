@@ -8,6 +8,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype, check_tensors
+from ...tiles.types import ALL_FLOATS
 from ..attention_checks import as_number, check_contiguous_rows, default_scale, refuse_learned_scale
 from ..dispatch import choose
 from ..eager import autocast_type, is_plain, needs_gradient
@@ -53,7 +54,7 @@ def attention_scores(
     if dtype is not None:
         q, k = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k))
     sizes = bind(q=(q, "batch num_heads q_len head_size"), k=(k, "batch num_heads k_len head_size"))
-    check_dtype("q", q, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    check_dtype("q", q, *ALL_FLOATS)
     check_dtype("k", k, q.dtype)
     check_device("q", q.device, k=k)
     check_contiguous_rows(q=q, k=k)

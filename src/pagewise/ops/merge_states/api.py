@@ -11,6 +11,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...shapes import Form, bind, check_device, check_dtype, forms
 from ...tiles.state import AttentionOutput
+from ...tiles.types import ALL_FLOATS
 from ..dispatch import choose
 from ..eager import needs_gradient
 from . import reference
@@ -64,7 +65,7 @@ def _settle(outs: Any, lses: Any, is_learned: bool, impl: str) -> Any:
         outs=(outs, "num_states num_tokens num_heads v_head_size"),
         lses=(lses, "num_states num_tokens num_heads"),
     )
-    check_dtype("outs", outs, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    check_dtype("outs", outs, *ALL_FLOATS)
     check_dtype("lses", lses, torch.float32)
     check_device("outs", outs.device, lses=lses)
     problem = Problem(outs.dtype, is_learned)

@@ -141,11 +141,17 @@ def _settle(
     """Check a call, choose who runs it, and prepare what can be: once for all calls of a form."""
     form = form_of(description)
     problem = check(form)
-    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(form.q.device), impl)
-    check_plan(plan, module.__name__.rpartition(".")[2])
+    name, module = _choose(problem, DeviceInfo.of(form.q.device), impl)
+    check_plan(plan, name)
     if hasattr(module, "prepare"):
         return problem, module.prepare(problem, form, plan)
     return problem, functools.partial(module.run, problem, plan=plan)
+
+
+def _choose(problem: Problem, device: DeviceInfo, impl: str) -> tuple[str, Any]:
+    """The name of the implementation that runs, and its module."""
+    module = choose(__package__, IMPLEMENTATIONS, problem, device, impl)
+    return module.__name__.rpartition(".")[2], module
 
 
 def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
@@ -232,9 +238,9 @@ def plan_paged_attention(
         >>> paged_attention(q, k_cache, v_cache, batch, plan=plan).out.shape
         torch.Size([2, 8, 64])
     """
-    impl = options.get("impl", "auto")
+    impl = options.pop("impl", "auto")
     problem, device = _describe(q, k_cache, v_cache, batch, options), DeviceInfo.of(q.device)
-    name = choose(__package__, IMPLEMENTATIONS, problem, device, impl).__name__.rpartition(".")[2]
+    name, _ = _choose(problem, device, impl)
     if name in ("hopper", "hopper_prefill", "triton"):
         hopper = name == "hopper"
         return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=hopper)

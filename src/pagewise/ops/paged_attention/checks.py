@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, given
+from ...tiles.types import ALL_FLOATS
 from ..attention_checks import (
     as_number,
     check_contiguous_rows,
@@ -26,7 +27,6 @@ from ..scales import LARGEST_CODE, find_kind
 from .plan import CpuPlan, GpuPlan
 from .problem import CallForm, Options, PagedBatch, Problem
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables")  # in their last dimension
 
 
@@ -146,8 +146,8 @@ def check(forms: CallForm) -> Problem:
 
 def _check_types(forms: CallForm) -> None:
     # float64 is for the reference: it makes it an oracle.
-    check_dtype("q", forms.q, *_FLOATS, torch.float64)
-    check_dtype("k_cache", forms.k_cache, *_FLOATS, torch.float64, *LARGEST_CODE)
+    check_dtype("q", forms.q, *ALL_FLOATS)
+    check_dtype("k_cache", forms.k_cache, *ALL_FLOATS, *LARGEST_CODE)
     check_dtype("v_cache", forms.v_cache, forms.k_cache.dtype)
     if forms.out is not None:
         check_dtype("out", forms.out, forms.q.dtype)
@@ -155,7 +155,7 @@ def _check_types(forms: CallForm) -> None:
         check_dtype(name, getattr(forms, name), torch.int32)
     for name in ("alibi_slopes", "sinks"):
         if getattr(forms, name) is not None:
-            check_dtype(name, getattr(forms, name), *_FLOATS, torch.float64)
+            check_dtype(name, getattr(forms, name), *ALL_FLOATS)
     tensors = (*_CONTIGUOUS, "seq_lens", "cu_seqlens_q", "alibi_slopes", "sinks")
     check_device("q", forms.q.device, **{name: getattr(forms, name) for name in tensors})
     check_contiguous_rows(**{name: getattr(forms, name) for name in _CONTIGUOUS})

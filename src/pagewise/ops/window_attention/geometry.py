@@ -144,10 +144,14 @@ def clamp(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Window and shift of a map: where one window covers an axis it ends there, and is not shifted.
 
+    Args:
+        grid: Tokens of the map along each axis.
+        window: As ``as_sizes`` gives them.
+        shift: Likewise.
+
     Raises:
         ShapeError: The axes disagree, or a size is out of range.
     """
-    window, shift = as_sizes("window", window), as_sizes("shift", shift, least=0)
     if not len(grid) == len(window) == len(shift):
         raise ShapeError(
             f"qkv's grid is {list(grid)}, window={list(window)} and shift={list(shift)}: they are "

@@ -11,13 +11,13 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
+from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_contiguous_rows
 from ..dispatch import choose
 from ..scales import LARGEST_CODE, bind_scales
 from .operator import write
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def write_kv(
@@ -103,9 +103,9 @@ def _settle(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl:
         if sizes[name] % 8:
             raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8")
     check_contiguous_rows(k_cache=k_cache, v_cache=v_cache)
-    check_dtype("k", k, *_FLOATS)
+    check_dtype("k", k, *ALL_FLOATS)
     check_dtype("v", v, k.dtype)
-    check_dtype("k_cache", k_cache, *_FLOATS, *LARGEST_CODE)
+    check_dtype("k_cache", k_cache, *ALL_FLOATS, *LARGEST_CODE)
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)

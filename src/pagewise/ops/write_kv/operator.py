@@ -6,29 +6,20 @@ nobody can write to.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 __all__ = ["write"]
 
-_Scale = Tensor | None
 
-
-def write(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: _Scale,
-    v_scale: _Scale,
-    impl: str,
-) -> None:
-    """``write_kv`` by one node of a graph. Nothing has gradients."""
-    tensors = [x.detach() for x in (k, v, k_cache, v_cache, slot_mapping)]
-    scales = [None if x is None else x.detach() for x in (k_scale, v_scale)]
+def write(*inputs: Any) -> None:
+    """``write_kv`` by one node of a graph, with the inputs of ``_run``. Nothing has gradients."""
+    inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+    scales = inputs[5:7]
     is_written = any(x is not None and x.dim() == 3 for x in scales)
-    (_write_with_scales if is_written else _write)(*tensors, *scales, impl)
+    (_write_with_scales if is_written else _write)(*inputs)
 
 
 def _run(
@@ -37,8 +28,8 @@ def _run(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    k_scale: _Scale,
-    v_scale: _Scale,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     impl: str,
 ) -> None:
     from .api import write_kv
