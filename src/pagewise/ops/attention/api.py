@@ -146,14 +146,10 @@ def _settle(
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Lengths, Options]:
     """Fill in defaults, and cast as autocast wants it."""
-    biases = given(**{name: others.get(name) for name in ("alibi_slopes", "sinks")})
+    slopes, sinks = others.get("alibi_slopes"), others.get("sinks")
     starts = given(cu_seqlens_q=lengths.cu_seqlens_q, cu_seqlens_k=lengths.cu_seqlens_k)
-    check_tensors(q=q, k=k, v=v, **starts, **biases)
-    if (
-        "alibi_slopes" in biases
-        and biases["alibi_slopes"].requires_grad
-        and torch.is_grad_enabled()
-    ):
+    check_tensors(q=q, k=k, v=v, **starts, **given(alibi_slopes=slopes, sinks=sinks))
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             "alibi_slopes requires a gradient, which attention does not compute: pass "
             "alibi_slopes.detach()"

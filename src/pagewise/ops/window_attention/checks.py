@@ -9,13 +9,13 @@ import torch
 
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, form, is_debugging
+from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_contiguous_rows
 from .problem import Operands, Problem
 
-__all__ = ["FLOATS", "check", "check_values"]
+__all__ = ["check", "check_values"]
 
 # float64 is for the reference: it makes it an oracle.
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ROWS = "num_windows num_heads num_tokens head_size"
 
@@ -120,19 +120,19 @@ def _check_pairs(x: _Forms) -> None:
 
 
 def _check_types(x: _Forms) -> None:
-    check_dtype("q", x.q, *FLOATS)
+    check_dtype("q", x.q, *ALL_FLOATS)
     for name, tensor in (("k", x.k), ("v", x.v)):
         check_dtype(name, tensor, x.q.dtype)
     learned = {"bias_table": x.bias_table, "bias": x.bias, "logit_scale": x.logit_scale}
     for name, parameter in learned.items():
         if parameter is not None:
-            check_dtype(name, parameter, *FLOATS)
+            check_dtype(name, parameter, *ALL_FLOATS)
     if x.rel_offsets is not None:
         check_dtype("rel_offsets", x.rel_offsets, torch.int32)
     if x.regions is not None:
         check_dtype("regions", x.regions, *_INTEGERS)
     if x.mask is not None:
-        check_dtype("mask", x.mask, torch.bool, *FLOATS)
+        check_dtype("mask", x.mask, torch.bool, *ALL_FLOATS)
     others = {"rel_offsets": x.rel_offsets, "regions": x.regions, "mask": x.mask}
     check_device("q", x.q.device, k=x.k, v=x.v, **learned, **others)
     check_contiguous_rows(q=x.q, k=x.k, v=x.v)

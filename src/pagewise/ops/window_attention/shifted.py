@@ -22,9 +22,9 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...shapes import bind, check_device, check_dtype, check_tensors, given
 from ...tiles.state import AttentionOutput
+from ...tiles.types import ALL_FLOATS
 from ..eager import autocast_type, refuse_tangents
 from .api import window_attention
-from .checks import FLOATS
 from .geometry import as_sizes
 from .layout import from_heads, layout, to_heads
 
@@ -154,7 +154,7 @@ def _check(qkv: Tensor, axes: int, padding: Tensor | None) -> None:
         qkv=(qkv, f"batch {names} three num_heads head_size"),
         padding=(padding, "three num_heads head_size"),
     )
-    check_dtype("qkv", qkv, *FLOATS)
+    check_dtype("qkv", qkv, *ALL_FLOATS)
     if padding is not None:
-        check_dtype("padding", padding, *FLOATS)
+        check_dtype("padding", padding, *ALL_FLOATS)
         check_device("qkv", qkv.device, padding=padding)
