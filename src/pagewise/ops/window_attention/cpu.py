@@ -4,16 +4,17 @@
 
     for each head and part of the windows (work for a thread):
         for each group of windows:        keys and values transposed, into the cache
-            for each four rows:           their bias gathered from the table, once a group
+            for each block of rows:       their bias gathered from the table, once a group
                 for each window:          score, add, soften, mix — or the gradients of these
 
-Keys and values of a group fit a second-level cache, four rows of bias and scores a first-level
-one, and nothing larger is made. A part's share in the gradient of the table is summed in the
-order of its windows, the parts' in theirs, and what the parts are depends on shapes alone: two
-runs give the same bits on any number of threads.
+Keys and values of a group fit a second-level cache, a tile of scores a first-level one, and
+nothing larger is made. A part's share in the gradient of the table is summed in the order of its
+windows, the parts' in theirs, and what the parts are depends on shapes alone: two runs give the
+same bits on any number of threads.
 
-Computes in float32; float16 and bfloat16 are converted. A dense bias or mask is read as it lies,
-and the gradient of a bias kept for each part; several biases are left to the reference.
+Computes in float32; float16 and bfloat16 are converted as they are read and written. A dense bias
+or mask is read as it lies, and the gradient of a bias kept for each part; several biases are left
+to the reference.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.threads import run_together
 from ...tiles.state import AttentionOutput
-from .cpu_backward import differentiate
+from .cpu_backward import Found, Given, differentiate
 from .cpu_forward import attend
 from .problem import MAX_LOGIT_SCALE, Gradients
 from .reference import saturate
@@ -44,7 +45,7 @@ _NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
 _Inputs = namedtuple(
     "_Inputs",
     "q k v q_strides k_strides v_strides table table_size offsets bias regions mask num_masks "
-    "logit_scale softmax_scale mask_value eps size parts counter",
+    "logit_scale softmax_scale mask_value eps num_windows num_heads num_tokens size parts counter",
 )
 
 
@@ -60,26 +61,26 @@ def supports(problem, device):
 def forward(problem, x):
     """Convert, cut the windows into parts, and share the parts out."""
     inputs, num_threads = _prepare(problem, x)
-    out = _empty_rows(problem)
+    out = _empty_rows(problem, problem.dtype)
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32)
-    arrays = flat(out), lse.numpy()
+    arrays = flat(out), flat(lse)
     run_together(lambda: attend(*arrays, inputs), num_threads)
-    return AttentionOutput(out.transpose(1, 2).to(problem.dtype), lse)
+    return AttentionOutput(out.transpose(1, 2), lse)
 
 
 def backward(problem, x, out, lse, dout, dlse):
     """Likewise, and add up what the parts found for the table and the scale."""
     inputs, num_threads = _prepare(problem, x)
-    dq, dk, dv = (_empty_rows(problem) for _ in range(3))
+    # Those of float16 are brought into its range before they are rounded.
+    kept = torch.float32 if problem.dtype == torch.float16 else problem.dtype
+    dq, dk, dv = (_empty_rows(problem, kept) for _ in range(3))
     size = inputs.table_size if x.bias is None else problem.num_tokens**2
     table_shape = (inputs.parts, problem.num_heads, size)
     dtable, dscale = torch.zeros(table_shape), torch.zeros(table_shape[:2])
-    dout = _wide(dout)
-    dlse = torch.empty(0, 0, 0) if dlse is None else dlse.detach().float().contiguous()
-    arrays = [flat(t) for t in (dq, dk, dv, dtable, dscale)]
-    arrays += [flat(out.detach().float().transpose(1, 2).contiguous()), lse.numpy()]
-    arrays += [flat(dout), dout.stride()[:3], dlse.numpy()]
-    run_together(lambda: differentiate(*arrays, inputs), num_threads)
+    found = Found(*(flat(t) for t in (dq, dk, dv, dtable, dscale)))
+    out, dout = out.transpose(1, 2).contiguous(), _with_rows(dout)
+    given = Given(flat(out), flat(lse), flat(dout), dout.stride()[:3], _numbers(dlse))
+    run_together(lambda: differentiate(found, given, inputs), num_threads)
     table = bias = scale = None
     if x.bias_table is not None:
         table = dtable.sum(dim=0).T.to(x.bias_table.dtype)
@@ -92,10 +93,9 @@ def backward(problem, x, out, lse, dout, dlse):
     return Gradients(dq, dk, dv, table, bias, scale)
 
 
-def _wide(rows):
-    """In float32; of rows that overlap in memory torch may exchange the dimensions."""
-    wide = rows.detach().float()
-    return wide if wide.stride(-1) == 1 else wide.contiguous()
+def _with_rows(x):
+    """As it is, if its rows are contiguous; of rows that overlap torch exchanges dimensions."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _additive(mask, value):
@@ -110,15 +110,15 @@ def _numbers(parameter):
     return _NOTHING if parameter is None else flat(parameter.detach().float().contiguous())
 
 
-def _empty_rows(problem):
+def _empty_rows(problem, dtype):
     return torch.empty(
-        problem.num_windows, problem.num_tokens, problem.num_heads, problem.head_size
+        problem.num_windows, problem.num_tokens, problem.num_heads, problem.head_size, dtype=dtype
     )
 
 
 def _prepare(problem, x):
     """The kernels' inputs, and how many threads are worth waking."""
-    q, k, v = map(_wide, (x.q, x.k, x.v))
+    q, k, v = map(_with_rows, (x.q, x.k, x.v))
     offsets = torch.arange(problem.num_tokens) if x.rel_offsets is None else x.rel_offsets
     arrays = [flat(t) for t in (q, k, v)]
     strides = [t.stride()[:3] for t in (q, k, v)]
@@ -140,6 +140,7 @@ def _prepare(problem, x):
     parts = max(-(-_ITEMS // max(1, problem.num_heads)), problem.num_windows // _WINDOWS)
     parts = max(1, min(parts, problem.num_windows, _PARTS))
     counter = np.zeros(1, np.int64)
-    inputs = _Inputs(*arrays, *strides, *added, *numbers, problem.head_size, parts, counter)  # type: ignore[call-arg]
+    sizes = problem.num_windows, problem.num_heads, problem.num_tokens, problem.head_size
+    inputs = _Inputs(*arrays, *strides, *added, *numbers, *sizes, parts, counter)  # type: ignore[call-arg]
     work = problem.num_windows * problem.num_heads * problem.num_tokens**2 * problem.head_size
     return inputs, DeviceInfo.of(x.q.device).num_workers if work > 1 << 18 else 1

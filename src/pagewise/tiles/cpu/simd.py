@@ -114,6 +114,32 @@ def load_half(typingctx, array, index):
 
 
 @intrinsic
+def load_one(typingctx, array, index):
+    """``array[index]``, converted to float32; ``index`` does not count from the end."""
+
+    def codegen(context, builder, sig, args):
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
+        one = load_lanes(builder, sig.args[0].dtype, pointer, 1)
+        return builder.extract_element(one, ir.Constant(_I32, 0))
+
+    return types.float32(array, types.intp), codegen
+
+
+@intrinsic
+def store_one(typingctx, array, index, value):
+    """``array[index] = value``, rounded to the array's element type."""
+
+    def codegen(context, builder, sig, args):
+        none = ir.Constant(ir.VectorType(_F32, 1), ir.Undefined)
+        one = builder.insert_element(none, args[2], ir.Constant(_I32, 0))
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
+        store_lanes(builder, sig.args[0].dtype, pointer, one)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), codegen
+
+
+@intrinsic
 def store(typingctx, array, index, value):
     """``array[index : index + 16] = value``, rounded to the array's element type."""
 
@@ -159,6 +185,13 @@ def store_quarter(typingctx, array, index, value, quarter):
 # --- arithmetic ----------------------------------------------------------------------------
 
 
+def _muladd(builder, a, b, c):
+    fn = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), "llvm.fmuladd.v16f32"
+    )
+    return builder.call(fn, [a, b, c])
+
+
 def _binary(name, method, doc):
     def op(typingctx, a, b):
         def codegen(context, builder, sig, args):
@@ -181,10 +214,7 @@ def fma(typingctx, a, b, c):
     """``a * b + c``, in one instruction where the machine has one."""
 
     def codegen(context, builder, sig, args):
-        fn = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), "llvm.fmuladd.v16f32"
-        )
-        return builder.call(fn, args)
+        return _muladd(builder, *args)
 
     return f32x16(f32x16, f32x16, f32x16), codegen
 
@@ -212,35 +242,58 @@ def where_less(typingctx, a, b, yes, no):
 
 @intrinsic
 def exp2(typingctx, x):
-    """``2 ** x`` to about 1 unit in the last place; 0 below -126, -inf included.
+    """``2 ** x`` to about 1 unit in the last place; 0 from -127 down, -inf included.
 
-    ``x = n + f`` with n an integer and f in [-1/2, 1/2]: Taylor's polynomial of degree 7 in f·ln 2
-    (remainder 6e-9 on that interval) gives ``2 ** f``; adding n to its exponent bits does the rest.
+    ``x = n + f`` with n an integer and f in [-1/2, 1/2]: a polynomial in f, 1 at 0, gives
+    ``2 ** f`` (its greatest relative error is the least that degree 6 can have, 2e-9); adding n to
+    its exponent bits does the rest. Between -127 and -126 the result is some subnormal number.
     """
 
     def codegen(context, builder, sig, args):
         (x,) = args
-        low = _constant(-126.0)
-        tiny = builder.fcmp_ordered("<", x, low)
-        x = builder.select(tiny, low, x)
+        low = _constant(-127.0)
+        x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
         # 1.5 * 2^23 pushes the fraction out of the mantissa: adding and subtracting rounds.
         magic = _constant(12582912.0)
         shifted = builder.fadd(x, magic)
         fraction = builder.fsub(x, builder.fsub(shifted, magic))
-        muladd = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), "llvm.fmuladd.v16f32"
-        )
-        power = _constant(float(_EXP2_TERMS[-1]))
+        power = _constant(_EXP2_TERMS[-1])
         for term in reversed(_EXP2_TERMS[:-1]):
-            power = builder.call(muladd, [power, fraction, _constant(float(term))])
+            power = _muladd(builder, power, fraction, _constant(term))
         exponent = builder.shl(builder.bitcast(shifted, _INTS), _constant(23, _INTS))
-        result = builder.bitcast(builder.add(builder.bitcast(power, _INTS), exponent), VECTOR)
-        return builder.select(tiny, _constant(0.0), result)
+        return builder.bitcast(builder.add(builder.bitcast(power, _INTS), exponent), VECTOR)
 
     return f32x16(f32x16), codegen
 
 
-_EXP2_TERMS = np.cumprod([1.0] + [np.log(2.0) / i for i in range(1, 8)]).astype(np.float32)
+_EXP2_TERMS = (1.0, 0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398875, 0.00015353363)
+
+
+@intrinsic
+def log2(typingctx, x):
+    """``log2(x)`` of positive normal numbers, to 1e-7 of it or of 1, whichever is more.
+
+    ``x = 2 ** n · m`` with m in [2/3, 4/3); with ``s = (m - 1) / (m + 1)``, ``log2(m)`` is
+    ``2 / ln 2 · (s + s³/3 + s⁵/5 + …)``, which ends early since ``|s|`` is at most 1/5.
+    """
+
+    def codegen(context, builder, sig, args):
+        bits = builder.bitcast(args[0], _INTS)
+        apart = builder.sub(bits, _constant(0x3F2AAAAB, _INTS))  # 2/3: so n is 0 from there on
+        n = builder.ashr(apart, _constant(23, _INTS))
+        rest = builder.sub(bits, builder.shl(n, _constant(23, _INTS)))
+        m, one = builder.bitcast(rest, VECTOR), _constant(1.0)
+        s = builder.fdiv(builder.fsub(m, one), builder.fadd(m, one))
+        squared = builder.fmul(s, s)
+        sums = _constant(_LOG2_TERMS[-1])
+        for term in reversed(_LOG2_TERMS[:-1]):
+            sums = _muladd(builder, sums, squared, _constant(term))
+        return _muladd(builder, sums, s, builder.sitofp(n, VECTOR))
+
+    return f32x16(f32x16), codegen
+
+
+_LOG2_TERMS = tuple(2 / (np.log(2.0) * odd) for odd in range(1, 13, 2))
 
 
 @inner(inline="always")

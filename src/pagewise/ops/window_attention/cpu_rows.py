@@ -1,0 +1,231 @@
+"""How window attention on a CPU lays out what it computes with: rows, columns, biases, regions.
+
+A window's keys and values lie transposed, ``[depth, width]``, so that sixteen lanes are sixteen
+keys whatever the head size is: 4 as well as 64. ``width`` is the number of keys, padded to a
+multiple of 32; a padded key has a bias of -inf. Queries lie by rows, as many as a tile has.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...tiles.cpu.compile import inner
+from ...tiles.cpu.online_softmax import exp2_scalar
+from ...tiles.cpu.simd import (
+    LOG2_E,
+    load,
+    load_one,
+    mul,
+    prefetch,
+    splat,
+    store,
+    store_one,
+    store_transposed,
+    zeros,
+)
+
+ROWS = 8
+"""Queries of a tile: so many share what is read of keys and values from a second-level cache."""
+_AHEAD = 12
+"""Tokens: their rows lie far apart in memory, and are asked for that much ahead of their use."""
+
+
+@inner()
+def inverse_norm(x, at, size, eps):
+    """``1 / max(norm, eps)`` of one row."""
+    total = np.float32(0)
+    for d in range(size):
+        value = load_one(x, at + d)
+        total += value * value
+    return np.float32(1) / max(np.sqrt(total), np.float32(eps))
+
+
+@inner()
+def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
+    """Tokens' rows as ``[depth, width]``, divided by their norms if ``eps`` is not negative."""
+    into[at : at + depth * width] = 0
+    if eps < 0 and size >= 16:
+        _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size)
+        return
+    for n in range(num_tokens):
+        row = x_at + n * x_token
+        for d in range(0, size, 16):
+            prefetch(x, row + _AHEAD * x_token + d)
+        factor = inverse_norm(x, row, size, eps) if eps >= 0 else np.float32(1)
+        for d in range(size):
+            store_one(into, at + d * width + n, load_one(x, row + d) * factor)
+
+
+@inner()
+def _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size):
+    """Sixteen tokens at a time; the last columns overlap those before."""
+    for n in range(0, num_tokens, 16):
+        row, left = x_at + n * x_token, num_tokens - n
+        for column in range(0, size, 16):
+            d = min(column, size - 16)
+            for ahead in range(16, 32):  # the next sixteen tokens
+                prefetch(x, row + ahead * x_token + d)
+            t = row + d
+            rows = (
+                load(x, t),
+                _row(x, t, x_token, 1, left),
+                _row(x, t, x_token, 2, left),
+                _row(x, t, x_token, 3, left),
+                _row(x, t, x_token, 4, left),
+                _row(x, t, x_token, 5, left),
+                _row(x, t, x_token, 6, left),
+                _row(x, t, x_token, 7, left),
+                _row(x, t, x_token, 8, left),
+                _row(x, t, x_token, 9, left),
+                _row(x, t, x_token, 10, left),
+                _row(x, t, x_token, 11, left),
+                _row(x, t, x_token, 12, left),
+                _row(x, t, x_token, 13, left),
+                _row(x, t, x_token, 14, left),
+                _row(x, t, x_token, 15, left),
+            )
+            store_transposed(into, at + d * width + n, width, rows)
+
+
+@inner()
+def _row(x, at, x_token, number, left):
+    """Sixteen columns of a token; zeros past the last."""
+    return load(x, at + number * x_token) if number < left else zeros()
+
+
+@inner()
+def turn_back(into, to, into_token, x, at, num_tokens, width, size, factor):
+    """Tokens' rows, ``into_token`` apart, from what lies as ``transpose`` leaves it."""
+    whole = num_tokens // 16 * 16 if size >= 16 else 0
+    for n in range(0, whole, 16):
+        for column in range(0, size, 16):
+            d = min(column, size - 16)  # the last columns overlap those before
+            t = at + d * width + n
+            columns = (
+                _column(x, t, width, 0, factor),
+                _column(x, t, width, 1, factor),
+                _column(x, t, width, 2, factor),
+                _column(x, t, width, 3, factor),
+                _column(x, t, width, 4, factor),
+                _column(x, t, width, 5, factor),
+                _column(x, t, width, 6, factor),
+                _column(x, t, width, 7, factor),
+                _column(x, t, width, 8, factor),
+                _column(x, t, width, 9, factor),
+                _column(x, t, width, 10, factor),
+                _column(x, t, width, 11, factor),
+                _column(x, t, width, 12, factor),
+                _column(x, t, width, 13, factor),
+                _column(x, t, width, 14, factor),
+                _column(x, t, width, 15, factor),
+            )
+            store_transposed(into, to + n * into_token + d, into_token, columns)
+    for n in range(whole, num_tokens):
+        for d in range(size):
+            store_one(into, to + n * into_token + d, load_one(x, at + d * width + n) * factor)
+
+
+@inner()
+def _column(x, at, width, number, factor):
+    """A column of sixteen tokens."""
+    return mul(load(x, at + number * width), splat(factor))
+
+
+@inner()
+def copy_rows(into, at, x, x_at, x_token, num_rows, size, depth, scale, eps):
+    """Tokens' rows one after another, ``[num_rows, depth]``, times ``scale``, zeros beside them.
+
+    Divided by their norms if ``eps`` is not negative.
+    """
+    for r in range(num_rows):
+        row, to = x_at + r * x_token, at + r * depth
+        for d in range(0, size, 16):
+            prefetch(x, row + _AHEAD * x_token + d)
+        factor = scale * inverse_norm(x, row, size, eps) if eps >= 0 else scale
+        write_row(into, to, x, row, factor, size)
+        into[to + size : to + depth] = 0
+
+
+@inner()
+def find_runs(into, offsets):
+    """Where runs of offsets that follow each other begin, and the end; how many runs there are."""
+    count = 0
+    for n in range(len(offsets)):
+        if n == 0 or offsets[n] != offsets[n - 1] + 1:
+            into[count] = n
+            count += 1
+    into[count] = len(offsets)
+    return count
+
+
+@inner()
+def turn_table(into, table, table_size, head):
+    """A head's biases in powers of two, the last first: a run of keys is one of them."""
+    num_heads = len(table) // max(1, table_size)
+    for n in range(table_size):
+        into[n] = table[(table_size - 1 - n) * num_heads + head] * LOG2_E
+
+
+@inner()
+def gather_bias(into, turned, table_size, offsets, runs, num_runs, first, num_rows, width):
+    """Rows of a head's bias from ``turned`` (0 without a table), -inf past the last key.
+
+    Runs are copied by sixteens: what is too much is written over, or lies behind the last row.
+    """
+    num_tokens = len(offsets)
+    centre = table_size - 1 - (table_size - 1) // 2
+    for r in range(num_rows):
+        at = r * width
+        if table_size:
+            start = centre - offsets[first + r]
+            for run in range(num_runs):
+                n = runs[run]
+                source = start + offsets[n]
+                for i in range(0, runs[run + 1] - n, 16):
+                    store(into, at + n + i, load(turned, source + i))
+        else:
+            into[at : at + num_tokens] = 0
+        into[at + num_tokens : at + width] = -np.inf
+
+
+@inner()
+def scatter_bias(table, table_at, table_size, gradient, offsets, first, num_rows, width):
+    """Add rows of a bias's gradient to that of its table; indices are known not to be negative."""
+    num_tokens = len(offsets)
+    for r in range(num_rows):
+        row = table_at + (table_size - 1) // 2 + offsets[first + r]
+        at = r * width
+        for n in range(num_tokens):
+            table[np.uint64(row - offsets[n])] += gradient[np.uint64(at + n)]
+
+
+@inner()
+def number_regions(into, at, regions, first, num_tokens):
+    """A window's regions, numbered in the order in which they come; how many there are."""
+    count = 0
+    for n in range(num_tokens):
+        same = n - 1  # a neighbour's mostly
+        while same >= 0 and regions[first + same] != regions[first + n]:
+            same -= 1
+        into[at + n] = into[at + same] if same >= 0 else np.float32(count)
+        count += same < 0
+    return count
+
+
+@inner()
+def write_row(into, at, x, x_at, factor, size):
+    """``into[d] = factor · x[d]``."""
+    whole = size // 16 * 16
+    for d in range(0, whole, 16):
+        store(into, at + d, mul(load(x, x_at + d), splat(factor)))
+    for d in range(whole, size):
+        store_one(into, at + d, load_one(x, x_at + d) * factor)
+
+
+@inner()
+def head_scale(logit_scale, softmax_scale, head):
+    """What multiplies q·k of a head; without ``logit_scale`` (no entries) the same for all."""
+    if len(logit_scale) == 0:
+        return np.float32(softmax_scale)
+    learned = min(logit_scale[head], np.float32(4.605170185988092))
+    return np.float32(softmax_scale) * exp2_scalar(learned * LOG2_E)
