@@ -671,6 +671,21 @@ def test_between_forward_and_backward_only_the_lse_is_new():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+def test_a_cpu_needs_little_memory_beside_the_result(dtype):
+    grid, window = (32, 32), (16, 16)
+    regions, offsets = shift_regions(grid, window, (8, 8)), rel_offsets(window)
+    q, k, v = torch.randn(4, 256, 3, 2, 16).to(dtype).permute(2, 0, 3, 1, 4).unbind()
+    inputs = {"bias_table": table_of(31 * 31), "rel_offsets": offsets, "regions": regions}
+    window_attention(q, k, v, **inputs)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = window_attention(q, k, v, **inputs)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+    scores = 4 * 2 * 256 * 256 * 4
+    extra = taken - result.out.nbytes - result.lse.nbytes
+    assert 0 <= extra <= 0.05 * scores, f"{extra} bytes beside {scores} of scores"
+
+
 # --- what cannot be ---------------------------------------------------------------------------
 
 
@@ -685,6 +700,7 @@ WRONG = {
     "even table": ({"bias_table": table_of(24)}, SHAPE, "bias_table has 24 rows.*num_tokens=9"),
     "short table": ({"bias_table": table_of(15)}, SHAPE, "bias_table has 15 rows.*at least 17"),
     "small table": ({"bias_table": table_of(23)}, SHAPE, "bias_table has 23 rows.*needs 25"),
+    "large table": ({"bias_table": table_of(27)}, SHAPE, "27 rows.*step by 5.*another window"),
     "twice": ({"rel_offsets": torch.zeros(9, dtype=torch.int32)}, SHAPE, "rel_offsets.*twice"),
     "other offsets": ({"rel_offsets": rel_offsets((2, 2))}, SHAPE, "rel_offsets has num_tokens=4"),
     "no offsets": ({"rel_offsets": None}, SHAPE, "bias_table is given without rel_offsets"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import warnings
 from typing import Any
 
 from ..device import DeviceInfo
@@ -30,9 +32,28 @@ def choose(
     for name in names if impl == "auto" else (impl,):
         reason = _find_reason(package, name, problem, device, impl == name)
         if reason is None:
+            if reasons and name == "reference" and device.kind == "cuda":
+                _warn_of(device)
             return _load(package, name)
         reasons.append(f"{name} cannot run this: {reason}")
     raise UnsupportedError("; ".join(reasons) + ". Use impl='auto'" * (impl != "auto"))
+
+
+@functools.cache
+def _warn_of(device: DeviceInfo) -> None:
+    """Say once why a GPU runs none of the kernels, if it is not the call's doing."""
+    why = None
+    if importlib.util.find_spec("triton") is None:
+        why = "Triton is not installed"
+    elif device.capability < (8, 0):
+        why = "its compute capability is {}.{}, and they need 8.0".format(*device.capability)
+    if why is not None:
+        warnings.warn(
+            f"pagewise's kernels cannot run on this GPU ({device.name}), since {why}: the "
+            "reference runs instead, which is slow and waits for the GPU",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def explain(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..errors import UnsupportedError
 
 __all__ = [
     "autocast_type",
+    "call_uncompiled",
     "choose_gradient",
     "has_tangent",
     "in_forward_mode",
@@ -32,6 +33,16 @@ __all__ = [
     "refuse_tangents",
     "without_autocast",
 ]
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Break the graph that is being compiled, and call the function as it is.
+
+    A compiler that went on into it would take Numba's own code apart, and fail.
+    """
+    return torch.compiler.disable(function)(*args, **kwargs)
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:

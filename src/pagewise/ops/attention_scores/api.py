@@ -11,7 +11,7 @@ from ...shapes import bind, check_device, check_dtype, check_tensors
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import as_number, check_contiguous_rows, default_scale, refuse_learned_scale
 from ..dispatch import choose
-from ..eager import autocast_type, is_plain, needs_gradient
+from ..eager import autocast_type, call_uncompiled, is_plain, needs_gradient
 from . import reference
 from .problem import Problem
 
@@ -49,6 +49,8 @@ def attention_scores(
         >>> attention_scores(q, k, softmax_scale=0.25).shape
         torch.Size([4, 12, 343, 343])
     """
+    if impl != "auto" and torch.compiler.is_compiling():
+        return call_uncompiled(attention_scores, q, k, softmax_scale=softmax_scale, impl=impl)
     check_tensors(q=q, k=k)
     dtype = autocast_type(q)
     if dtype is not None:

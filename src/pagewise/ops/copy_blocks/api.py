@@ -14,6 +14,7 @@ from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, check_tensors, forms
 from ..dispatch import choose
+from ..eager import call_uncompiled
 from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
@@ -55,6 +56,8 @@ def copy_blocks(
         >>> cache[:, 0].tolist()
         [3.0, 0.0, 2.0, 3.0]
     """
+    if torch.compiler.is_compiling():
+        return call_uncompiled(copy_blocks, caches, src_to_dst, impl=impl)
     src_to_dst = _as_pairs(src_to_dst)
     bounds = _bound(src_to_dst)
     if isinstance(caches, Tensor):

@@ -15,6 +15,7 @@ from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
 from ..attention_checks import check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
+from ..eager import call_uncompiled
 from . import operator
 from .checks import check, check_kinds, check_plan, check_scalars, describe, form_of
 from .plan import Plan, make_plan
@@ -112,13 +113,20 @@ def paged_attention(
         >>> paged_attention(torch.randn(2, 8, 64), k_cache, v_cache, batch).out.shape
         torch.Size([2, 8, 64])
     """
+    if plan is not None and torch.compiler.is_compiling():
+        return call_uncompiled(
+            paged_attention, q, k_cache, v_cache, batch, softmax_scale=softmax_scale,
+            causal=causal, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
+            plan=plan, impl=impl,
+        )  # fmt: skip
     sliding_window, tensors = whole_window(sliding_window), (alibi_slopes, sinks, k_scale, v_scale)
     if causal is not True and causal is not False:  # 1 would be looked up as True
         check_flag("causal", causal)
     try:
         scale = default_scale(q) if softmax_scale is None else softmax_scale
         options = Options._make((scale, causal, sliding_window, logits_soft_cap, *tensors))
-        if torch.compiler.is_compiling() and plan is None:
+        if torch.compiler.is_compiling():
             return AttentionOutput(*operator.attend(q, k_cache, v_cache, batch, options, out, impl))
         description = describe(q, k_cache, v_cache, batch, options, out)
         problem, run = _settle(description, plan, impl)

@@ -94,17 +94,40 @@ def check_values(x: Operands) -> None:
         return
     if x.rel_offsets.device.type != "cpu" and not is_debugging():
         return
-    offsets = x.rel_offsets.tolist()
+    _check_offsets(tuple(x.rel_offsets.tolist()), x.bias_table.shape[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _check_offsets(offsets: tuple[int, ...], table_size: int) -> None:
     least, most = min(offsets), max(offsets)
     needed = 2 * (most - least) + 1
-    if x.bias_table.shape[0] < needed:
+    other = "one of them is of another window"
+    if table_size < needed:
         raise ShapeError(
-            f"bias_table has {x.bias_table.shape[0]} rows but rel_offsets reach from {least} to "
-            f"{most}, which needs {needed}: one of them is of another window, or the offsets want "
-            "to know the table's: rel_offsets(window, table_window)"
+            f"bias_table has {table_size} rows but rel_offsets reach from {least} to {most}, which "
+            f"needs {needed}: {other}, or the offsets want to know the table's: "
+            "rel_offsets(window, table_window)"
         )
     if len(set(offsets)) < len(offsets):
         raise ShapeError("rel_offsets has the same number twice: each token has its own position")
+    for step in _grid_steps(offsets):
+        if table_size % step:
+            raise ShapeError(
+                f"bias_table has {table_size} rows but rel_offsets step by {step} along an axis, "
+                f"and prod(2·w - 1) is a multiple of each step: {other}"
+            )
+
+
+def _grid_steps(offsets: tuple[int, ...]) -> list[int]:
+    """How far neighbours along each axis are apart; none if the offsets are not of a grid."""
+    steps, grid, left = [], [offsets[0]], offsets
+    while len(left) > 1:
+        step = left[1] - left[0]
+        length = next((n for n in range(1, len(left)) if left[n] != left[0] + n * step), len(left))
+        steps.append(step)
+        grid = [first + n * step for n in range(length) for first in grid]
+        left = left[::length]
+    return steps if tuple(grid[: len(offsets)]) == offsets else []
 
 
 def _check_pairs(x: _Forms) -> None:

@@ -1,0 +1,41 @@
+"""Which implementation runs, and what is said about it."""
+
+import sys
+
+import pytest
+import torch
+
+from pagewise.device import DeviceInfo
+from pagewise.ops import dispatch
+from pagewise.ops.merge_states.api import IMPLEMENTATIONS
+from pagewise.ops.merge_states.problem import Problem
+
+PACKAGE = "pagewise.ops.merge_states"
+
+
+def choose(device, dtype=torch.float16):
+    dispatch.choose.cache_clear()
+    dispatch._warn_of.cache_clear()
+    return dispatch.choose(PACKAGE, IMPLEMENTATIONS, Problem(dtype, False), device, "auto")
+
+
+def test_a_gpu_that_is_too_old_is_told_once():
+    old = DeviceInfo("cuda", 80, "Tesla V100", capability=(7, 0))
+    with pytest.warns(RuntimeWarning, match=r"V100.*7\.0.*need 8\.0.*reference"):
+        assert choose(old).__name__.endswith("reference")
+    # Not again: warnings are errors here.
+    dispatch.choose(PACKAGE, IMPLEMENTATIONS, Problem(torch.bfloat16, False), old, "auto")
+
+
+def test_a_gpu_without_triton_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, f"{PACKAGE}.triton", raising=False)
+    monkeypatch.setattr(dispatch, "_load", dispatch._load.__wrapped__)
+    with pytest.warns(RuntimeWarning, match="Triton is not installed"):
+        choose(DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0)))
+
+
+def test_a_call_that_only_the_reference_can_run_is_no_matter_of_the_gpu():
+    pytest.importorskip("triton")
+    hopper = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+    assert choose(hopper, torch.float64).__name__.endswith("reference")
