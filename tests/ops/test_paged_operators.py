@@ -1,9 +1,12 @@
 """Writing to pages and attending to them inside of what is compiled: one node each."""
 
+import contextlib
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagewise import PagedBatch, paged_attention, write_kv
+from pagewise import PagedBatch, merge_states, paged_attention, write_kv
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
 TABLES = torch.tensor([[1, 2], [5, 7]], dtype=torch.int32)
@@ -89,3 +92,19 @@ def test_compiled_as_eager_they_have_no_gradients():
     for run in (step, compiled):
         assert not run(*leaves, k_cache, v_cache, batch, slots).out.requires_grad
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_tensors_without_data_get_shapes(kind):
+    mode = FakeTensorMode() if kind == "fake" else contextlib.nullcontext()
+    device = "meta" if kind == "meta" else "cpu"
+    with mode, torch.device(device):
+        cache = torch.empty(8, BLOCK, KV_HEADS, SIZE)
+        tables, lengths = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        q, k = torch.empty(2, HEADS, SIZE), torch.empty(2, KV_HEADS, SIZE)
+        write_kv(k, k, cache, cache.clone(), torch.empty(2, dtype=torch.int64))
+        found = paged_attention(q, cache, cache, PagedBatch.decode(tables, lengths, 20))
+        merged = merge_states(torch.stack([found.out] * 2), torch.stack([found.lse] * 2))
+    assert found.out.shape == merged.out.shape == (2, HEADS, SIZE)
+    assert found.lse.shape == merged.lse.shape == (2, HEADS)
+    assert merged.out.device.type == device

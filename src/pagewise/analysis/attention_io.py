@@ -69,7 +69,8 @@ class AttentionShape:
             ("num_kv_heads", self.num_heads),
         ):
             object.__setattr__(self, name, getattr(self, name) or default)
-        for name in ("query_len", "key_len", "head_size", "v_head_size", "num_heads", "batch"):
+        sizes = "query_len key_len head_size v_head_size num_heads batch element_bytes"
+        for name in sizes.split():
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

@@ -20,8 +20,8 @@ def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -
     """Read bandwidth by a sum, product rate by a square product, rate of exponentials.
 
     On a CPU exponentials are the kernels' own, over numbers that stay in cache (torch's take ten
-    times as long). No library call shows a GPU's: its unit computes 16 a clock and multiprocessor, which the table knows for the GPUs in
-    it; for others they stay unmeasured, and infinite.
+    times as long). No library call shows a GPU's: its unit computes 16 a clock and multiprocessor,
+    which the table knows for the GPUs in it; for others they stay unmeasured, and infinite.
 
     Args:
         device: Whose; a tensor's device.

@@ -46,7 +46,7 @@ class WindowShape:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("num_windows", "num_heads", "num_tokens", "head_size"):
+        for name in ("num_windows", "num_heads", "num_tokens", "head_size", "element_bytes"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.num_region_windows and self.num_windows % self.num_region_windows:
@@ -113,6 +113,8 @@ def multiprocessor(
         >>> (multiprocessor(shape).bytes - 4 * shape.tensor_bytes) / 1e6
         242.121642
     """
+    if windows_per_program < 1:
+        raise ShapeError(f"windows_per_program is {windows_per_program}, expected at least 1")
     programs = -(-shape.num_windows // windows_per_program)
     visits = shape.num_windows * shape.num_heads
     masks = _regions(shape, visits)

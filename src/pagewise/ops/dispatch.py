@@ -28,7 +28,7 @@ def choose(
     """
     if impl not in ("auto", *names):
         raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {', '.join(names)}")
-    reasons = []
+    reasons: list[str] = []
     for name in names if impl == "auto" else (impl,):
         reason = _find_reason(package, name, problem, device, impl == name)
         if reason is None:

@@ -31,10 +31,12 @@ __all__ = [
     "make_ways",
     "needs_gradient",
     "refuse_tangents",
+    "wants_operator",
     "without_autocast",
 ]
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -42,7 +44,8 @@ def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwa
 
     A compiler that went on into it would take Numba's own code apart, and fail.
     """
-    return torch.compiler.disable(function)(*args, **kwargs)
+    apart: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return apart(*args, **kwargs)
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
@@ -102,6 +105,13 @@ def is_plain(*inputs: Any) -> bool:
         or torch._C._are_functorch_transforms_active()
         or any(isinstance(x, Tensor) and _is_special(x) for x in inputs)
     )
+
+
+def wants_operator(x: Tensor) -> bool:
+    """Whether a call with it has to be an operator's: whoever takes part may have no data."""
+    if torch.compiler.is_compiling():
+        return True
+    return x.is_meta if type(x) is Tensor else isinstance(x, Tensor)
 
 
 def _is_special(x: Tensor) -> bool:

@@ -57,7 +57,8 @@ def copy_blocks(
         [3.0, 0.0, 2.0, 3.0]
     """
     if torch.compiler.is_compiling():
-        return call_uncompiled(copy_blocks, caches, src_to_dst, impl=impl)
+        call_uncompiled(copy_blocks, caches, src_to_dst, impl=impl)
+        return
     src_to_dst = _as_pairs(src_to_dst)
     bounds = _bound(src_to_dst)
     if isinstance(caches, Tensor):

@@ -13,7 +13,7 @@ from ...shapes import Form, bind, check_device, check_dtype, forms
 from ...tiles.state import AttentionOutput
 from ...tiles.types import ALL_FLOATS
 from ..dispatch import choose
-from ..eager import call_uncompiled, needs_gradient
+from ..eager import call_uncompiled, needs_gradient, wants_operator
 from . import reference
 from .problem import Problem
 
@@ -50,9 +50,9 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         >>> torch.allclose(merged.lse, lses.logsumexp(0), atol=1e-6)
         True
     """
+    if impl == "auto" and wants_operator(outs):
+        return reference.run(outs, lses)  # whose operations are torch's
     if torch.compiler.is_compiling():
-        if impl == "auto":
-            return reference.run(outs, lses)  # whose operations a compiler knows
         return call_uncompiled(merge_states, outs, lses, impl=impl)
     module = _settle(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
     result: AttentionOutput = module.run(outs, lses)

@@ -15,7 +15,7 @@ from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
 from ..attention_checks import check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
-from ..eager import call_uncompiled
+from ..eager import call_uncompiled, wants_operator
 from . import operator
 from .checks import check, check_kinds, check_plan, check_scalars, describe, form_of
 from .plan import Plan, make_plan
@@ -126,7 +126,7 @@ def paged_attention(
     try:
         scale = default_scale(q) if softmax_scale is None else softmax_scale
         options = Options._make((scale, causal, sliding_window, logits_soft_cap, *tensors))
-        if torch.compiler.is_compiling():
+        if wants_operator(q) and plan is None:
             return AttentionOutput(*operator.attend(q, k_cache, v_cache, batch, options, out, impl))
         description = describe(q, k_cache, v_cache, batch, options, out)
         problem, run = _settle(description, plan, impl)

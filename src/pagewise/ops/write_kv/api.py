@@ -14,6 +14,7 @@ from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_contiguous_rows
 from ..dispatch import choose
+from ..eager import wants_operator
 from ..scales import LARGEST_CODE, bind_scales
 from .operator import write
 
@@ -75,7 +76,7 @@ def write_kv(
         >>> k_cache[0, 5, 0, 0], round(1 / k_scale[0, 5, 0].item())
         (tensor(127, dtype=torch.int8), 127)
     """
-    if torch.compiler.is_compiling():
+    if wants_operator(k):
         write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, impl)
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
