@@ -113,7 +113,10 @@ def test_a_missing_extra_is_named(missing):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"pagewise: {missing} is not installed: pip install 'pagewise[engine]'\n"
+    assert (
+        done.stderr
+        == f"pagewise: {missing} is not installed: in pagewise's folder, pip install '.[engine]'\n"
+    )
 
 
 # --- mistakes -------------------------------------------------------------------------------

@@ -131,4 +131,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "pagewise: matplotlib is not installed: pip install 'pagewise[plots]'\n"
+    assert (
+        done.stderr
+        == "pagewise: matplotlib is not installed: in pagewise's folder, pip install '.[plots]'\n"
+    )

@@ -16,7 +16,7 @@ def framework(name):
     try:
         return import_module(name)
     except ImportError as error:
-        pytest.skip(f"{root} is not installed ({error}): pip install 'pagewise[swin-test]'")
+        pytest.skip(f"{root} is not installed ({error}): pip install '.[swin-test]'")
 
 
 def torchvision_loads():
