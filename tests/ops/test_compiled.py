@@ -201,12 +201,13 @@ def test_a_load_that_nothing_was_stored_for_is_found():
         assert len(loads_of_nothing(*read_listing(listing))) == count
 
 
-def assert_fits(launcher, tmp_path):
+def assert_fits(launcher, tmp_path, spilled=0):
+    """At most so many bytes a thread do not fit into registers."""
     compiled = launcher.compile(HOPPER)
     used = resources(compiled, tmp_path)
     assert used["REG"] > 0
     if FITTED:
-        assert (used["STACK"], used["LOCAL"]) == (0, 0), used
+        assert (used["STACK"] <= spilled, used["LOCAL"]) == (True, 0), used
     return compiled.asm["ptx"]
 
 

@@ -144,6 +144,38 @@ def test_prefill_by_triton(size, kv_dtype, scales, features, tmp_path):
     assert_fits(launcher, tmp_path)
 
 
+OTHERS = [
+    # new tokens, head size, types, scales, most bytes that are spilled
+    (1, 128, F32, F32, "none", 0),
+    (16, 128, F32, F32, "none", 0),
+    (1, 256, F32, F32, "none", 0),
+    (16, 256, F32, F32, "none", 8),
+    (1, 128, F32, INT8, "token", 0),
+    (16, 128, F32, INT8, "token", 568),
+    (16, 256, BF16, BF16, "none", 40),
+    (1, 256, BF16, INT8, "token", 0),
+    (16, 256, BF16, INT8, "token", 512),
+    (1, 512, BF16, BF16, "none", 0),
+    (16, 512, BF16, BF16, "none", 16),
+    (512, 64, F32, F32, "none", 0),
+    (512, 128, F32, F32, "none", 32),
+    (512, 128, F32, INT8, "head", 0),
+    (512, 256, F32, F32, "none", 0),
+    (512, 512, F32, F32, "none", 0),
+    (512, 512, BF16, BF16, "none", 16),
+    (512, 256, BF16, E4M3, "head", 368),
+    (512, 256, BF16, E4M3, "token", 584),
+]
+"""Eight warps for float32 instead of four, and smaller tiles for wide heads, took up to 16 KiB of
+spilled words a thread away. What is left has 64 rows of 256 columns, or scales of tokens."""
+
+
+@pytest.mark.parametrize(("query_len", "size", "dtype", "kv_dtype", "scales", "spilled"), OTHERS)
+def test_other_forms_by_triton(query_len, size, dtype, kv_dtype, scales, spilled, tmp_path):
+    question = problem(4, size, kv_dtype, scales, query_len, dtype=dtype)
+    assert_fits(make_launcher(DECODE, question, features=True), tmp_path, spilled)
+
+
 def test_a_batch_of_many_short_prefills_fits_in_a_grid():
     question = Problem(70_000, 70_000, 200, 200, 1, 1, 64, 64, 16, BF16, BF16)
     launch = triton.prepare(question, call_form(question, False), make_gpu_plan(question, H200))

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
 from ...tiles.triton.launch import POINTERS, Launcher, refuse, window_of
@@ -80,7 +81,9 @@ def make_launcher(
         "num_seqs": "i32", "num_kv_heads": "i32", "softmax_scale": "fp32", "soft_cap": "fp32",
         "window": "i32", "block_size": "i32", **dict.fromkeys(strides, stride),
     }  # fmt: skip
-    tile_m, tile_n, num_warps, num_stages = _tiles(dtype, max(head_size, v_head_size), is_small)
+    tile_m, tile_n, num_warps, num_stages = choose_forward_tiles(
+        max(head_size, v_head_size), is_float32=dtype == torch.float32, is_small=is_small
+    )
     d, d_v = (max(16, triton.next_power_of_2(size)) for size in (head_size, v_head_size))
     constants = {
         "GROUP": group, "SIZE": head_size, "V_SIZE": v_head_size, "BLOCK_SIZE": 0,
@@ -91,13 +94,3 @@ def make_launcher(
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     return Launcher(forward_kernel, types, constants, **options)
-
-
-def _tiles(dtype: torch.dtype, width: int, is_small: bool) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages."""
-    if dtype == torch.float32:
-        return (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
-    if width <= 128:
-        return 128, 64, 8 if width > 64 else 4, 3
-    tile_n = (64 if width <= 256 else 32) // (2 if is_small else 1)
-    return (64, tile_n, 4, 2) if width <= 256 else (64, tile_n, 8, 1)

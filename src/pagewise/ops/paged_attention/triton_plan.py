@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...device import DeviceInfo
+from ...tiles.forward_tiles import choose_forward_tiles
 from .problem import Problem
 from .triton_tiles import choose_tiles, is_float32
 
@@ -116,8 +117,9 @@ def make_gpu_plan(
 
 
 def _is_bulky(problem: Problem, device: DeviceInfo) -> bool:
-    """Whether many rows of a decode tile leave no room for keys: wide ones of float32."""
-    return is_float32(problem) and problem.width > 128 and 0 < device.shared_memory < 200 << 10
+    """Whether many rows of a decode tile leave no room for keys, or for their own results."""
+    has_little = 0 < device.shared_memory < 200 << 10
+    return problem.width > 256 or (is_float32(problem) and problem.width > 128 and has_little)
 
 
 def _align(programs: int, pairs: int) -> int:
@@ -139,18 +141,13 @@ def _align(programs: int, pairs: int) -> int:
 
 
 def _plan_prefill(problem: Problem, device: DeviceInfo) -> GpuPlan:
-    width = problem.width
-    if is_float32(problem):
-        tile_m, tile_n, num_warps, num_stages = (64, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
-    elif width <= 128:
-        tile_m, tile_n, num_warps, num_stages = 128, 64, 8 if width > 64 else 4, 3
-        if problem.kv_dtype.itemsize == 1:
-            tile_n = 32
-    elif width <= 256:
-        tile_m, tile_n, num_warps, num_stages = 64, 32 if device.is_small else 64, 8, 2
-    else:
-        tile_m, tile_n, num_warps, num_stages = 64, 16 if device.is_small else 32, 8, 1
-    return GpuPlan("prefill", tile_m, tile_n, num_warps, num_stages, 0)
+    tiles = choose_forward_tiles(
+        problem.width,
+        is_float32=is_float32(problem),
+        is_8_bit=problem.kv_dtype.itemsize == 1,
+        is_small=device.is_small,
+    )
+    return GpuPlan("prefill", *tiles, num_programs=0)
 
 
 def power_of_2(size: int) -> int:

@@ -50,7 +50,7 @@ def choose_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> Tiles:
     found = _measured().get(device.name, {}).get(kind_of(problem, hopper))
     if found is not None:
         return Tiles(**found)
-    return _hopper_tiles(problem) if hopper else _portable_tiles(problem, device.is_small)
+    return _hopper_tiles(problem) if hopper else _portable_tiles(problem)
 
 
 def kind_of(problem: Problem, hopper: bool) -> str:
@@ -82,16 +82,21 @@ def _hopper_tiles(problem: Problem) -> Tiles:
     return Tiles(32, 4, 6, 1, 168, 88) if is_wide else Tiles(64, 4, 2, 2, 128, 80)
 
 
-def _portable_tiles(problem: Problem, is_small: bool) -> Tiles:
+def _portable_tiles(problem: Problem) -> Tiles:
+    """Such that a tile's rows, their results and its keys stay in registers."""
     width, has_many_rows = problem.width, problem.rows > 16
-    if is_small and width > 256 and has_many_rows:
-        return Tiles(16, 4, 1, 1)
+    is_8_bit = problem.kv_dtype.itemsize == 1
     if is_float32(problem):
-        return Tiles(32, 4, 2, 2) if width <= 128 else Tiles(16, 4, 2, 1)
+        if width <= 128:
+            return Tiles(16 if is_8_bit else 32, 8, 2, 2)
+        return Tiles(16, 8, 1 if is_8_bit or has_many_rows else 2, 1)
     if width <= 128:
         # More warps where one would not hold its part of the rows or of the scales.
-        return Tiles(64, 8 if has_many_rows or problem.kv_dtype.itemsize == 1 else 4, 3, 2)
-    return Tiles(64, 4, 2, 2) if width <= 256 and not has_many_rows else Tiles(32, 4, 2, 1)
+        num_stages = 2 if has_many_rows and is_8_bit else 3
+        return Tiles(64, 8 if has_many_rows or is_8_bit else 4, num_stages, 2)
+    if width > 256:
+        return Tiles(32, 8, 2, 1)
+    return Tiles(32, 8, 2, 1) if has_many_rows else Tiles(64, 8 if is_8_bit else 4, 2, 2)
 
 
 def is_float32(problem: Problem) -> bool:

@@ -1,0 +1,41 @@
+"""Tiles of Triton's forward kernel, over pages and over keys in a row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ForwardTiles", "choose_forward_tiles"]
+
+
+class ForwardTiles(NamedTuple):
+    """How a launch is cut."""
+
+    tile_m: int
+    """Rows of a tile."""
+    tile_n: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+    """Tiles on their way from memory at a time."""
+
+
+def choose_forward_tiles(
+    width: int, *, is_float32: bool, is_8_bit: bool = False, is_small: bool = False
+) -> ForwardTiles:
+    """The tiles for heads of a width, so that results stay in registers.
+
+    Args:
+        width: Of the wider of keys and values.
+        is_float32: Whether products are; they are sums of single numbers, without tensor cores.
+        is_8_bit: Whether keys and values are in 8 bits.
+        is_small: Whether a program has 99 KiB of shared memory.
+    """
+    if is_float32:
+        if width <= 64:
+            return ForwardTiles(64, 32, 8, 1)
+        return ForwardTiles(32, 32, 8, 1) if width <= 128 else ForwardTiles(16, 16, 8, 1)
+    if width <= 128:
+        return ForwardTiles(128, 32 if is_8_bit else 64, 8 if width > 64 else 4, 3)
+    if width <= 256:
+        return ForwardTiles(64, 32 if is_small else 64, 8, 2)
+    return ForwardTiles(32, 16 if is_small else 32, 8, 1)
