@@ -64,6 +64,28 @@ def test_gradients_of_keys_spill_little(size, group, tmp_path):
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "keys", "queries"),
+    [(F32, 64, 0, 0), (F32, 128, 328, 272), (F32, 256, 312, 232), (BF16, 256, 808, 96)],
+    ids=str,
+)
+def test_other_gradients_spill_what_is_known(dtype, size, keys, queries, tmp_path):
+    """Tiles that were the fastest on an H200 in spite of it."""
+    found = launchers(dtype, size)
+    assert_fits(found.keys, tmp_path, keys)
+    assert_fits(found.queries, tmp_path, queries)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "spilled"),
+    [(F32, 64, 0), (F32, 128, 8), (F32, 256, 0), (BF16, 128, 0), (BF16, 256, 24), (BF16, 512, 8)],
+    ids=str,
+)
+def test_forward_by_triton_stays_in_registers(dtype, size, spilled, tmp_path):
+    launcher = forward.make_launcher(dtype, 4, size, size, *[True] * 6)
+    assert_fits(launcher, tmp_path, spilled)
+
+
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_gradients_with_every_feature(dtype):
     features = dict.fromkeys(("is_ragged", "is_capped", "is_tilted"), True)
