@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
 from test_compiled import (
-    FITTED,
     HOPPER,
+    SLACK,
     assert_fits,
     list_instructions,
     reads_of_nothing,
@@ -58,8 +58,7 @@ def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
 def test_gradients_of_keys_spill_little(size, group, tmp_path):
     """A head of 128 leaves no register free; what spills does so outside the longest loop."""
     compiled = launchers(BF16, size, group=group).keys.compile(HOPPER)
-    if FITTED:
-        assert resources(compiled, tmp_path)["STACK"] <= (0 if size == 64 else 320)
+    assert resources(compiled, tmp_path)["STACK"] <= (0 if size == 64 else 320) + SLACK
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
@@ -115,8 +114,6 @@ def test_gradients_on_hopper(size, group, causal, window, end, spilled, tmp_path
     compiled = launcher.compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert not reads_of_nothing(*list_instructions(compiled, tmp_path))
-    if not FITTED:
-        return
     loops = loops_that_multiply(disassemble(compiled, tmp_path))
     assert len(loops) == 2  # a warpgroup each
     width, rows = launcher.constants["WIDTH"], launcher.constants["TILE_M"]
@@ -132,7 +129,7 @@ def test_gradients_on_hopper(size, group, causal, window, end, spilled, tmp_path
             waits, adds = (4,), 64 * 64 // 128 // 4
         assert text.count("WARPGROUP.DEPBAR") in waits
         assert len(re.findall(r"\bRED", text)) == adds  # of 16 bytes a thread
-        assert len(re.findall(r"\b(LDL|STL)", text)) <= spilled
+        assert len(re.findall(r"\b(LDL|STL)", text)) <= spilled + SLACK // 12
 
 
 def test_hoppers_gradients_are_left_to_others_where_bits_have_to_be_equal():

@@ -20,9 +20,9 @@ from pagewise.ops.merge_states import triton as merge_states  # noqa: E402
 from pagewise.ops.window_attention import triton_rows  # noqa: E402
 from pagewise.ops.write_kv import triton as write_kv  # noqa: E402
 
-FITTED = triton.__version__.startswith("3.6.")
-"""Tiles were fitted to registers with the release that GPUs are tested with; others compile only,
-and take some more."""
+SLACK = 0 if triton.__version__.startswith("3.6.") else 96
+"""Bytes a thread that other releases may spill more than the one that GPUs are tested with, which
+tiles were fitted to registers with."""
 HOPPER = GPUTarget("cuda", 90, 32)
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -206,8 +206,8 @@ def assert_fits(launcher, tmp_path, spilled=0):
     compiled = launcher.compile(HOPPER)
     used = resources(compiled, tmp_path)
     assert used["REG"] > 0
-    if FITTED:
-        assert (used["STACK"] <= spilled, used["LOCAL"]) == (True, 0), used
+    assert used["STACK"] <= spilled + SLACK, used
+    assert used["LOCAL"] == 0, used
     return compiled.asm["ptx"]
 
 

@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import FITTED, HOPPER, check_registers, dump, resources  # noqa: E402
+from test_compiled import HOPPER, SLACK, check_registers, dump, resources  # noqa: E402
 
 from pagewise.device import DeviceInfo  # noqa: E402
 from pagewise.ops.window_attention import hopper  # noqa: E402
@@ -94,10 +94,8 @@ def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
     compiled = make_launcher(form).compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
     check_registers(compiled, tmp_path)
-    if not FITTED:
-        return
     used = resources(compiled, tmp_path)
-    assert used["STACK"] <= memory, used
+    assert used["STACK"] <= memory + SLACK, used
     code = disassemble(compiled, tmp_path)
     loops = loops_that_multiply(code)
     assert len(loops) == form.tiling.warpgroups  # one each
@@ -168,24 +166,23 @@ def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
     assert compiled.metadata.shared <= SHARED_MEMORY
     check_registers(compiled, tmp_path)
     used = resources(compiled, tmp_path)
-    if FITTED:
-        assert used["STACK"] <= most_spilled, used
-        code = disassemble(compiled, tmp_path)
-        check_products_overlap(code)
-        pieces = loops_that_multiply(code)
-        careful = [body for body in pieces if any("FMNMX" in text for text in body)]
-        quick = [body for body in pieces if body not in careful]
-        assert len(quick) == plan.streams * (2 if problem.has_regions else 1)
-        assert len(careful) == plan.streams
-        for body in quick:
-            exponentials = sum("MUFU.EX2" in text for text in body)
-            of_pairs = problem.dtype == F16  # of which a quarter are polynomials
-            assert exponentials == plan.piece // 2 - (plan.piece // 8 if of_pairs else 0)
-            assert not any("F2FP" in text for text in body if of_pairs)
-            assert not any(re.search(r"\b(LDL|STL)", text) for text in body)
-        for body in careful:  # and for every tile of the decays of two rows
-            exponentials = sum("MUFU.EX2" in text for text in body)
-            assert exponentials == plan.piece // 2 + 2 * (plan.piece // CAREFUL_TILE)
+    assert used["STACK"] <= most_spilled + SLACK, used
+    code = disassemble(compiled, tmp_path)
+    check_products_overlap(code)
+    pieces = loops_that_multiply(code)
+    careful = [body for body in pieces if any("FMNMX" in text for text in body)]
+    quick = [body for body in pieces if body not in careful]
+    assert len(quick) == plan.streams * (2 if problem.has_regions else 1)
+    assert len(careful) == plan.streams
+    for body in quick:
+        exponentials = sum("MUFU.EX2" in text for text in body)
+        of_pairs = problem.dtype == F16  # of which a quarter are polynomials
+        assert exponentials == plan.piece // 2 - (plan.piece // 8 if of_pairs else 0)
+        assert not any("F2FP" in text for text in body if of_pairs)
+        assert not any(re.search(r"\b(LDL|STL)", text) for text in body)
+    for body in careful:  # and for every tile of the decays of two rows
+        exponentials = sum("MUFU.EX2" in text for text in body)
+        assert exponentials == plan.piece // 2 + 2 * (plan.piece // CAREFUL_TILE)
 
 
 WALKS = {
@@ -217,8 +214,7 @@ def test_windows_of_one_tile_share_a_multiprocessor(change, tmp_path):
         check_registers(compiled, tmp_path)
         used = resources(compiled, tmp_path)
         assert plan.programs * 128 * used["REG"] <= 1 << 16
-        if FITTED:
-            assert used["STACK"] <= 40, used
+        assert used["STACK"] <= 40 + SLACK, used
 
 
 @pytest.mark.parametrize(
@@ -242,10 +238,9 @@ def test_gradients_of_windows_fit_a_multiprocessor(change, walk, most_spilled, t
     assert compiled.metadata.shared <= SHARED_MEMORY
     check_registers(compiled, tmp_path)
     used = resources(compiled, tmp_path)
-    if FITTED:
-        assert used["STACK"] <= most_spilled, used
-        if problem.dtype == F16:  # float32 scores leave too few registers to some
-            check_products_overlap(disassemble(compiled, tmp_path))
+    assert used["STACK"] <= most_spilled + SLACK, used
+    if problem.dtype == F16:  # float32 scores leave too few registers to some
+        check_products_overlap(disassemble(compiled, tmp_path))
 
 
 def test_what_goes_before_and_after_gradients_of_windows_compiles():
