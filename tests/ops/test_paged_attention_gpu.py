@@ -21,6 +21,8 @@ from pagewise.tiles.state import AttentionOutput
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
+from pagewise.ops.paged_attention import hopper, hopper_prefill  # noqa: E402
+
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -74,13 +76,31 @@ def test_the_case_table_matches_float64(case):
     assert_matches(attend(inputs, "triton"), inputs)
 
 
+def on_hopper(case, dtype):
+    """The same case in types that Hopper's kernels take."""
+    kv_dtype = case.kv_dtype if case.cache_dtype.itemsize == 1 else None
+    return make_inputs(replace(case, dtype=dtype, kv_dtype=kv_dtype))
+
+
+def test_hopper_takes_what_it_is_for():
+    """Whoever refuses more would skip below."""
+    H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+    problems = [on_hopper(case, BF16).problem for case in CASES]
+    decode = [hopper.supports(problem, H200) is None for problem in problems]
+    prefill = [hopper_prefill.supports(problem, H200) is None for problem in problems]
+    assert decode == [p.rows <= 16 and p.width <= 256 for p in problems]
+    features = [p.rows > 64 and p.is_plain and p.kv_dtype == BF16 for p in problems]
+    assert prefill == [f and p.width <= 256 for f, p in zip(features, problems, strict=True)]
+    assert sum(decode) >= 19
+    assert sum(prefill) >= 20
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("impl", ["hopper", "hopper_prefill"])
 def test_the_case_table_matches_float64_on_hopper(case, dtype, impl):
-    kv_dtype = case.kv_dtype if case.cache_dtype.itemsize == 1 else None
-    inputs = make_inputs(replace(case, dtype=dtype, kv_dtype=kv_dtype))
+    inputs = on_hopper(case, dtype)
     assert_matches(attend(inputs, impl), inputs)
 
 
