@@ -21,7 +21,7 @@ from pagewise.tiles.state import AttentionOutput
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
-from pagewise.ops.paged_attention import hopper, hopper_prefill  # noqa: E402
+from pagewise.ops.paged_attention import hopper, hopper_prefill
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 ON_GPU = torch.cuda.is_available()

@@ -17,12 +17,15 @@ from pagewise.tiles.cpu.simd import (
     lane_numbers,
     load,
     load_half,
+    load_one,
+    log2,
     max_lanes,
     maximum,
     mul,
     splat,
     store,
     store_half,
+    store_one,
     store_quarter,
     sub,
     sum_each,
@@ -124,6 +127,24 @@ def test_a_quarter_is_four_lanes():
     assert to.tolist() == expected
 
 
+@njit
+def copy_ones(to, x, start):
+    for i in range(len(to)):
+        store_one(to, i, load_one(x, start + i))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_single_numbers_travel_as_lanes_do(dtype):
+    x = torch.randn(21)
+    rounded = x.to(dtype)
+    to = torch.empty(18, dtype=dtype)
+    copy_ones(flat(to), flat(x), 3)
+    assert torch.equal(to, rounded[3:])
+    back = torch.empty(18)
+    copy_ones(flat(back), flat(rounded), 3)
+    assert torch.equal(back, rounded[3:].float())
+
+
 # --- functions ----------------------------------------------------------------------------
 
 
@@ -131,6 +152,12 @@ def test_a_quarter_is_four_lanes():
 def exp2_all(to, x):
     for i in range(0, len(x), 16):
         store(to, i, exp2(load(x, i)))
+
+
+@njit
+def log2_all(to, x):
+    for i in range(0, len(x), 16):
+        store(to, i, log2(load(x, i)))
 
 
 @njit
@@ -158,8 +185,23 @@ def test_exp2_of_an_integer_is_exact():
 
 
 def test_exp2_far_below_is_zero():
-    x = np.array([-126.001, -127, -149, -1e4, -3e38, -np.inf] * 8, np.float32)
+    x = np.array([-127, -127.4, -149, -1e4, -3e38, -np.inf, -128, -150] * 8, np.float32)
     assert (applied(exp2_all, x) == 0).all()
+    between = np.linspace(-127, -126, 1 << 10, dtype=np.float32)
+    found = applied(exp2_all, between)
+    assert (found >= 0).all()
+    assert (found <= 2.0**-126).all()
+    assert np.isnan(applied(exp2_all, np.full(16, np.nan, np.float32))).all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.6, 1.5), (0.999, 1.001), (1, 1e6), (1e-37, 1e38)])
+def test_log2_is_exact_to_a_few_units_in_the_last_place(low, high):
+    x = np.geomspace(low, high, 1 << 18).astype(np.float32)
+    exact = np.log2(x.astype(np.float64))
+    errors = np.abs(applied(log2_all, x) - exact)
+    assert (errors <= 1.2e-7 * np.maximum(1, np.abs(exact))).all()
+    assert (errors <= 2.5e-7 * np.abs(exact)).all()
+    assert (applied(log2_all, np.exp2(np.arange(-126, 114)).astype(np.float32)) % 1 == 0).all()
 
 
 def test_tanh_is_exact_to_a_few_units_in_the_last_place():

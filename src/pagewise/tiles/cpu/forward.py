@@ -69,7 +69,7 @@ Call = namedtuple(
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
     " k_scale v_scale per_token k_scale_block k_scale_slot k_scale_head"
     " v_scale_block v_scale_slot v_scale_head"
-    " softmax_scale soft_cap causal window tile",
+    " softmax_scale soft_cap causal window turned tile",
 )
 Scratch = namedtuple(
     "Scratch",
@@ -326,6 +326,7 @@ def make_call(
     k_scale=None,
     v_scale=None,
     per_token=False,
+    turned=False,
 ):
     """What kernels get of a call.
 
@@ -346,6 +347,8 @@ def make_call(
         k_scale: float32 ``[num_blocks, block_size, num_kv_heads]`` by any strides, or None.
         v_scale: Likewise.
         per_token: Whether the scales differ within a head.
+        turned: Whether tiles of float32 keys may be turned into columns, which is faster for many
+            rows, and has other bits than a single row gets.
     """
     none = np.empty(0, np.float32)
     slopes, sinks = options.alibi_slopes, options.sinks
@@ -365,7 +368,7 @@ def make_call(
         *q.stride()[:2], *k_strides, *v_strides, *out.stride()[:2], block_tables.stride(0),
         k_scales, v_scales, per_token, *k_scale_strides, *v_scale_strides,
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
-        bool(options.causal), int(options.sliding_window or 0),
+        bool(options.causal), int(options.sliding_window or 0), turned and not pairs,
         np.empty(0, np.uint16 if pairs else np.float32),
     )  # fmt: skip
 

@@ -25,8 +25,8 @@ from .online_softmax import (
     weigh_row,
 )
 from .plan import HEADS_BY_KEY
-from .products import mix_tile, score_tile
-from .simd import LOG2_E, load, load_half, prefetch, store
+from .products import mix_tile, score_tile, score_turned
+from .simd import LOG2_E, load, load_half, prefetch, store, store_transposed
 
 FEW_ROWS = 16  # up to here keys are converted for every four rows; beyond, gathered once
 
@@ -101,7 +101,10 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
     k_rows, v_rows = scratch.k_rows[side], scratch.v_rows[side]
     k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
     tile_rows = scratch.tile_rows
-    if rows > FEW_ROWS or call.head_size != width:
+    if call.turned and rows > 1:
+        _gather_turned(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
+        score_turned(scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width)
+    elif rows > FEW_ROWS or call.head_size != width:
         _gather(
             scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
         )
@@ -153,6 +156,39 @@ def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
             store(tile, n * width + whole, load_half(cache, source + whole))
     if num_keys < TILE_N:  # keys may be taken in pairs; the weight of this one is 0
         tile[num_keys * width : (num_keys + 1) * width] = 0
+
+
+@inner()
+def _gather_turned(tile, cache, base, rows, num_keys, size):
+    """Copy a tile's rows as float32 columns, sixteen keys at a time, and zeros below them."""
+    for n in range(0, num_keys, 16):
+        for d in range(0, size, 16):
+            at, left = base + d, size - d
+            columns = (
+                _sixteen(cache, at + rows[n], left),
+                _sixteen(cache, at + rows[n + 1], left),
+                _sixteen(cache, at + rows[n + 2], left),
+                _sixteen(cache, at + rows[n + 3], left),
+                _sixteen(cache, at + rows[n + 4], left),
+                _sixteen(cache, at + rows[n + 5], left),
+                _sixteen(cache, at + rows[n + 6], left),
+                _sixteen(cache, at + rows[n + 7], left),
+                _sixteen(cache, at + rows[n + 8], left),
+                _sixteen(cache, at + rows[n + 9], left),
+                _sixteen(cache, at + rows[n + 10], left),
+                _sixteen(cache, at + rows[n + 11], left),
+                _sixteen(cache, at + rows[n + 12], left),
+                _sixteen(cache, at + rows[n + 13], left),
+                _sixteen(cache, at + rows[n + 14], left),
+                _sixteen(cache, at + rows[n + 15], left),
+            )
+            store_transposed(tile, d * TILE_N + n, TILE_N, columns)
+
+
+@inner()
+def _sixteen(x, at, left):
+    """Sixteen numbers, or the last eight."""
+    return load(x, at) if left >= 16 else load_half(x, at)
 
 
 @inner()

@@ -10,12 +10,19 @@ from numba import types
 from numba.extending import overload
 
 from . import bf16_microkernels, microkernels
+from .gemm import multiply
+from .online_softmax import TILE_N
 
-__all__ = ["mix_tile", "score_tile"]
+__all__ = ["mix_tile", "score_tile", "score_turned"]
 
 
 def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
     """``scores[r, n] = q[r] · k[base + rows[n]]``; called from compiled code only."""
+    raise NotImplementedError
+
+
+def score_turned(scores, q, q_at, num_rows, keys, num_keys, width):
+    """``scores[r, n] = Σ_d q[r, d] · keys[d, n]``, keys by columns; compiled code only."""
     raise NotImplementedError
 
 
@@ -31,6 +38,20 @@ def _microkernels_for(array):
 @overload(score_tile)
 def _(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
     return _microkernels_for(q).score_tile.py_func
+
+
+@overload(score_turned, jit_options={"_nrt": False})
+def _(scores, q, q_at, num_rows, keys, num_keys, width):
+    def of_float32(scores, q, q_at, num_rows, keys, num_keys, width):
+        columns = (num_keys + 15) // 16 * 16
+        multiply(
+            scores, 0, TILE_N, q, q_at, width, 1, keys, TILE_N, num_rows, columns, width, False
+        )
+
+    def of_pairs(scores, q, q_at, num_rows, keys, num_keys, width):
+        pass  # these are summed over lanes
+
+    return of_pairs if q.dtype == types.uint16 else of_float32
 
 
 @overload(mix_tile)
