@@ -234,6 +234,16 @@ WINDOW_CASES: tuple[Case, ...] = (
     ),
     WindowCase("windows-cpu-swin-t", (56, 56), IMAGE, 3, 32, dtype=torch.float32, device="cpu"),
     WindowCase("windows-cpu-swin-t-bf16", (56, 56), IMAGE, 3, 32, dtype=BF16, device="cpu"),
+    WindowCase(
+        "windows-cpu-swinv2",
+        (64, 64),
+        (8, 8),
+        3,
+        32,
+        dtype=torch.float32,
+        device="cpu",
+        cosine=True,
+    ),
     WindowCase("windows-cpu-256", (64, 64), (16, 16), 4, 32, dtype=torch.float32, device="cpu"),
     WindowCase("windows-cpu-256-bf16", (64, 64), (16, 16), 4, 32, dtype=BF16, device="cpu"),
     WindowCase(
@@ -269,6 +279,21 @@ WINDOW_CASES: tuple[Case, ...] = (
             f"windows-{name}", grid, window, num_heads, head_size, images, dtype, AHEAD_OF_PEERS
         )
         for name, grid, window, num_heads, head_size, images, dtype in WINDOW_WORKLOADS
+    ),
+    WindowCase("windows-hat", (512, 512), (16, 16), 6, 30, targets=AHEAD_OF_PEERS),
+    *(
+        WindowCase(
+            f"windows-cosine-{side}",
+            (4 * side, 4 * side),
+            (side, side),
+            4,
+            32,
+            images,
+            BF16,
+            targets=AHEAD_OF_PEERS,
+            cosine=True,
+        )  # fmt: skip
+        for side, images in ((8, 64), (16, 32), (24, 16))
     ),
 )
 CASES += GPU_CASES + TILE_CASES + WINDOW_CASES

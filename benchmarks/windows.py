@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import normalize
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pagewise import rel_offsets, shift_regions, window_attention
@@ -52,6 +53,8 @@ class WindowCase:
     dtype: torch.dtype = torch.float16
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
+    cosine: bool = False
+    """Whether as in Swin v2: rows divided by their norms, and a learned scale for each head."""
     has_compiled_peers: bool = False
     """Whether compiled eager code and FlexAttention take part, forward: each takes a while."""
 
@@ -60,7 +63,8 @@ class WindowCase:
         """The problem in one line."""
         count = self.images * math.prod(g // w for g, w in zip(self.grid, self.window, strict=True))
         sizes = f"{count} × {self.num_heads} × {math.prod(self.window)} × {self.head_size}"
-        return f"windows: {sizes}, {self.dtype}, bias and regions, on {self.device}"
+        cosine = "cosine, " if self.cosine else ""
+        return f"windows: {sizes}, {self.dtype}, {cosine}bias and regions, on {self.device}"
 
     def verify(self) -> list[Check]:
         """The first and the last windows, and their gradients, against float64."""
@@ -146,6 +150,9 @@ class _Inputs:
         packed = draw(*size).to(case.dtype)
         self.rows = [t.detach() for t in packed.permute(2, 0, 3, 1, 4).unbind(0)]
         self.table = draw(math.prod(2 * n - 1 for n in case.window), case.num_heads)
+        self.scale = None  # a logarithm, at which Swin v2 begins
+        if case.cosine:
+            self.scale = torch.full((case.num_heads,), math.log(10), device=case.device)
         self.dout = draw(*self.rows[0].shape).to(case.dtype)
         self.images = case.images
 
@@ -172,39 +179,68 @@ class _Inputs:
     def results(self, how: str) -> dict[str, Tensor]:
         """The result and all gradients, by name."""
         wide = how == "float64"
-        leaves = [t.double() if wide else t for t in (*self.rows, self.table)]
+        leaves = [t.double() if wide else t for t in (*self.rows, *self.learned)]
         leaves = [t.detach().requires_grad_() for t in leaves]
-        q, k, v, table = leaves
+        q, k, v, table, *scale = leaves
         if how == "eager":
             index = self.offsets[:, None] - self.offsets[None, :] + (len(table) - 1) // 2
             bias = table[index.long()].permute(2, 0, 1).to(self.dtype)
-            out = _eager(q, k, v, bias, self.mask())
+            q, k, factor = self.scaled(q, k, *scale)
+            out = _eager(q * factor, k, v, bias, self.mask())
         else:
-            out = window_attention(
-                q, k, v, bias_table=table, rel_offsets=self.offsets, regions=self.regions,
-                impl="reference" if wide else "auto",
-            ).out  # fmt: skip
+            out = self.attend(q, k, v, table, *scale, impl="reference" if wide else "auto")
         gradients = torch.autograd.grad(out, leaves, self.dout.to(out.dtype))
-        names = ("out", "gradient of q", "of k", "of v", "of the table")
-        return dict(zip(names, (out.detach(), *gradients), strict=True))
+        names = ("out", "gradient of q", "of k", "of v", "of the table", "of the scale")
+        return dict(zip(names, (out.detach(), *gradients)))  # noqa: B905
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """The table, and the scale if there is one."""
+        return [self.table] if self.scale is None else [self.table, self.scale]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor, impl: str) -> Tensor:
+        """The library's function."""
+        table, *scale = learned
+        cosine: dict[str, Any] = {"logit_scale": scale[0], "softmax_scale": 1.0} if scale else {}
+        return window_attention(
+            q, k, v, bias_table=table, rel_offsets=self.offsets, regions=self.regions, impl=impl,
+            **cosine,
+        ).out  # fmt: skip
+
+    def scaled(self, q: Tensor, k: Tensor, *scale: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """What peers multiply: rows as they are or divided by their norms, and q's factor."""
+        if not scale:
+            return q, k, q.shape[-1] ** -0.5
+        factor = scale[0].exp()[:, None, None].to(q.dtype)
+        return normalize(q, dim=-1), normalize(k, dim=-1), factor
 
     def ours(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The call that is timed."""
-        return window_attention(
-            q, k, v, bias_table=self.table, rel_offsets=self.offsets, regions=self.regions
-        ).out
+        return self.attend(q, k, v, *self.learned, impl="auto")
 
     def peers(self) -> dict[str, Call]:
         """Eager code as in MONAI and timm, and SDPA with a dense mask: those that can run here."""
         bias, mask = self.bias().to(self.dtype), self.mask()
         if mask.numel() * bias.shape[0] * bias.element_size() > _MOST_PEER_BYTES:
             return {}
-        peers: dict[str, Call] = {"eager": lambda q, k, v: _eager(q, k, v, bias, mask)}
+        scale = self.learned[1:]
+
+        def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, factor = self.scaled(q, k, *scale)
+            return _eager(q * factor, k, v, bias, mask)
+
+        def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if scale:
+                q, k, factor = self.scaled(q, k, *scale)
+                return sdpa(q * factor, k, v, attn_mask=dense, scale=1.0)
+            return sdpa(q, k, v, attn_mask=dense)
+
+        peers: dict[str, Call] = {"eager": eager}
         dense = bias + mask
         if bias.device.type == "cpu":
-            return peers | {"sdpa": lambda q, k, v: sdpa(q, k, v, attn_mask=dense)}
+            return peers | {"sdpa": fused}
         for name, backend in _BACKENDS.items():
-            call = _with_backend(backend, dense)
+            call = _with_backend(backend, fused)
             if runs(partial(call, *self.rows)):
                 peers[name] = call
         return peers
@@ -225,7 +261,7 @@ class _Inputs:
             return torch.where(regions[at, i] == regions[at, j], s, s - 100.0)
 
         calls: dict[str, Call] = {
-            "compiled eager": lambda q, k, v: eager(q, k, v, bias, mask),
+            "compiled eager": lambda q, k, v: eager(q * q.shape[-1] ** -0.5, k, v, bias, mask),
             "flex": lambda q, k, v: flex(q, k, v, score_mod=score),
         }
         with torch.no_grad():
@@ -243,7 +279,7 @@ class _Inputs:
     def both(self, call: Call) -> Callable[[], object]:
         """A call and its gradients; ours down to the table."""
         leaves = [t.detach().requires_grad_() for t in self.rows]
-        more = [self.table.requires_grad_()] if call == self.ours else []
+        more = [t.requires_grad_() for t in self.learned] if call == self.ours else []
 
         def timed() -> object:
             return torch.autograd.grad(call(*leaves), [*leaves, *more], self.dout)
@@ -252,14 +288,14 @@ class _Inputs:
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT + bias
+    scores = q @ k.mT + bias
     weights: Tensor = (scores + mask).softmax(dim=-1)
     return weights @ v
 
 
-def _with_backend(backend: SDPBackend, dense: Tensor) -> Call:
+def _with_backend(backend: SDPBackend, fused: Call) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return sdpa(q, k, v, attn_mask=dense)
+            return fused(q, k, v)
 
     return call

@@ -11,7 +11,7 @@ from collections import namedtuple
 import numpy as np
 
 from ...tiles.cpu.compile import entry, folded, inner
-from ...tiles.cpu.simd import LN_2, LOG2_E, load_one, store_one, take_number
+from ...tiles.cpu.simd import LN_2, LOG2_E, take_number
 from .cpu_forward import load_keys, load_regions, load_tile, load_values, scores, sizes_of
 from .cpu_rows import (
     ROWS,
@@ -20,6 +20,7 @@ from .cpu_rows import (
     gather_bias,
     head_scale,
     inverse_norm,
+    normalise_gradient,
     scatter_bias,
     turn_back,
     turn_table,
@@ -33,58 +34,50 @@ from .cpu_tiles import (
     mix_rows,
     score,
     soften_again,
+    subtract_row,
 )
 
 Found = namedtuple("Found", "dq dk dv dtable dscale")
 Given = namedtuple("Given", "out lse dout dout_strides dlse")
 Scratch = namedtuple(
     "Scratch",
-    "keys values key_rows dkeys dvalues regions regions_at table runs bias s ds dbias rows back"
-    " result deltas tops",
+    "keys values key_rows dkeys dvalues inverses regions regions_at table runs bias s ds dbias rows"
+    " back result deltas tops along",
 )
 
 
 @folded()
-def _store_rows(dq, result, x, window, head, first, num_rows, depth, scale):
+def _store_rows(dq, x, w, depth, columns, window, head, first, num_rows, scale):
     """Write a tile's rows of dq; returns their share in the gradient of the scale's logarithm."""
+    to = ((window * x.num_tokens + first) * x.num_heads + head) * x.size
+    if x.eps < 0:
+        for r in range(num_rows):
+            write_row(dq, to + r * x.num_heads * x.size, w.result, r * columns, scale, x.size)
+        return np.float32(0)
     share = np.float32(0)
+    # Rows of q lie in ``w.rows`` as units times the scale and log2 e.
+    inner_products(w.along, w.rows, depth, w.result, 0, columns, num_rows, x.size)
     for r in range(num_rows):
-        to = ((window * x.num_tokens + first + r) * x.num_heads + head) * x.size
-        if x.eps < 0:
-            write_row(dq, to, result, r * depth, scale, x.size)
-            continue
         row = window * x.q_strides[0] + head * x.q_strides[1] + (first + r) * x.q_strides[2]
         inverse = inverse_norm(x.q, row, x.size, x.eps)
-        along = np.float32(0)
-        for d in range(x.size):
-            along += load_one(x.q, row + d) * inverse * result[r * depth + d] * scale
+        along = w.along[r] * LN_2
         share += along
-        kept = along if inverse * x.eps < 1 else np.float32(0)
-        for d in range(x.size):
-            unit = load_one(x.q, row + d) * inverse
-            store_one(dq, to + d, (result[r * depth + d] * scale - unit * kept) * inverse)
+        is_kept = inverse * x.eps < 1 and scale != 0
+        kept = along * LN_2 / scale if is_kept else np.float32(0)
+        subtract_row(w.result, r * columns, w.rows, r * depth, scale, kept, x.size)
+        write_row(dq, to + r * x.num_heads * x.size, w.result, r * columns, inverse, x.size)
     return share
 
 
 @folded()
-def _store_keys(dk, dv, dkeys, dvalues, keys, at, x, window, head, width):
+def _store_keys(found, x, z, w, slot, window, head):
     """Turn a window's gradients of keys and values round again."""
-    token = x.num_heads * x.size
-    first = (window * x.num_tokens * x.num_heads + head) * x.size
-    turn_back(dv, first, token, dvalues, at, x.num_tokens, width, x.size, np.float32(1))
-    if x.eps < 0:
-        turn_back(dk, first, token, dkeys, at, x.num_tokens, width, x.size, LN_2)
-        return
-    for n in range(x.num_tokens):
-        to, kept = first + n * token, np.float32(0)
-        row = window * x.k_strides[0] + head * x.k_strides[1] + n * x.k_strides[2]
-        inverse = inverse_norm(x.k, row, x.size, x.eps)
-        if inverse * x.eps < 1:
-            for d in range(x.size):
-                kept += keys[at + d * width + n] * dkeys[at + d * width + n] * LN_2
-        for d in range(x.size):
-            here = at + d * width + n
-            store_one(dk, to + d, (dkeys[here] * LN_2 - keys[here] * kept) * inverse)
+    at, token = slot * z.depth * z.width, x.num_heads * x.size
+    to = (window * x.num_tokens * x.num_heads + head) * x.size
+    turn_back(found.dv, to, token, w.dvalues, at, x.num_tokens, z.width, x.size, np.float32(1))
+    if x.eps >= 0:
+        normalise_gradient(w.dkeys, w.keys, at, w.inverses, slot * z.width, z.width, x.size, x.eps)
+    turn_back(found.dk, to, token, w.dkeys, at, x.num_tokens, z.width, x.size, LN_2)
 
 
 @inner()
@@ -105,8 +98,8 @@ def _hand_back(dtable, dbias, x, share, first, block, width):
 @folded()
 def _load_window(x, z, w, window, slot, head):
     """A window's keys, both ways if they are mixed by rows, values and regions."""
-    load_keys(w.keys, slot * z.depth * z.width, x, window, head, z.width, z.depth)
-    load_values(w.values, slot * z.depth * z.width, x, window, head, z.width, z.depth)
+    load_keys(w.keys, w.inverses, slot, x, z, window, head)
+    load_values(w.values, slot, x, z, window, head)
     w.regions_at[slot] = load_regions(w.regions, slot * z.width, x, window, z.width)
     if z.columns:
         k_at = window * x.k_strides[0] + head * x.k_strides[1]
@@ -184,15 +177,12 @@ def _differentiate_part(item, found, given, x, z, w):
                     add_outer(w.dkeys, slot * z.depth * z.width, w.ds, w.rows, z.width, z.depth)
                     add_outer(w.dvalues, slot * z.depth * z.width, w.s, w.back, z.width, z.depth)
                     accumulate(w.dbias, bias_at, w.ds, num_rows * z.width)
-                    depth = z.columns or z.depth
                     found.dscale[share] += _store_rows(
-                        found.dq, w.result, x, window, head, first, num_rows, depth, scale
-                    )
+                        found.dq, x, w, z.depth, z.columns or z.depth, window, head, first,
+                        num_rows, scale,
+                    )  # fmt: skip
         for window in range(start, stop):
-            at = (window - start) * z.depth * z.width
-            _store_keys(
-                found.dk, found.dv, w.dkeys, w.dvalues, w.keys, at, x, window, head, z.width
-            )
+            _store_keys(found, x, z, w, window - start, window, head)
     if held >= 0:
         _hand_back(found.dtable, w.dbias, x, share, held, z.block, z.width)
 
@@ -218,6 +208,7 @@ def differentiate(found, given, x):
         np.empty(room, np.float32),
         np.empty(room, np.float32),
         np.empty(z.group * z.width, np.float32),
+        np.empty(z.group * z.width, np.float32),
         np.empty(z.group, np.int64),
         np.empty(x.table_size + 16, np.float32),
         np.empty(x.num_tokens + 1, np.int64),
@@ -230,5 +221,6 @@ def differentiate(found, given, x):
         np.empty(ROWS * (z.depth + 16), np.float32),
         np.empty(16, np.float32),
         np.empty(ROWS, np.float32),
+        np.empty(16, np.float32),
     )
     _differentiate_parts(found, given, x, z, w)

@@ -14,6 +14,7 @@ from .cpu_rows import (
     find_runs,
     gather_bias,
     head_scale,
+    normalise,
     number_regions,
     transpose,
     turn_table,
@@ -29,7 +30,7 @@ _BIAS_FLOATS = 8192
 
 Sizes = namedtuple("Sizes", "width depth columns block group")
 Scratch = namedtuple(
-    "Scratch", "keys values regions regions_at table runs bias s rows result stats"
+    "Scratch", "keys values inverses regions regions_at table runs bias s rows result stats"
 )
 
 
@@ -66,17 +67,19 @@ def load_regions(regions, at, x, window, width):
 
 
 @inner()
-def load_keys(keys, at, x, window, head, width, depth):
-    """A window's keys (normalised, if queries are), transposed."""
-    k_at = window * x.k_strides[0] + head * x.k_strides[1]
-    transpose(keys, at, x.k, k_at, x.k_strides[2], x.num_tokens, width, x.size, depth, x.eps)
+def load_keys(keys, inverses, slot, x, z, window, head):
+    """A window's keys, transposed, and divided by their norms if queries are."""
+    at, k_at = slot * z.depth * z.width, window * x.k_strides[0] + head * x.k_strides[1]
+    transpose(keys, at, x.k, k_at, x.k_strides[2], x.num_tokens, z.width, x.size, z.depth)
+    if x.eps >= 0:
+        normalise(keys, at, inverses, slot * z.width, x.num_tokens, z.width, x.size, x.eps)
 
 
 @inner()
-def load_values(values, at, x, window, head, width, depth):
+def load_values(values, slot, x, z, window, head):
     """A window's values, transposed."""
-    v_at, plain = window * x.v_strides[0] + head * x.v_strides[1], np.float32(-1)
-    transpose(values, at, x.v, v_at, x.v_strides[2], x.num_tokens, width, x.size, depth, plain)
+    at, v_at = slot * z.depth * z.width, window * x.v_strides[0] + head * x.v_strides[1]
+    transpose(values, at, x.v, v_at, x.v_strides[2], x.num_tokens, z.width, x.size, z.depth)
 
 
 @inner()
@@ -129,7 +132,7 @@ def _finish(out, lse, x, stats, result, depth, window, head, first, num_rows):
 @folded()
 def _load_window(x, z, w, window, slot, head):
     """A window's keys, values and regions."""
-    load_keys(w.keys, slot * z.depth * z.width, x, window, head, z.width, z.depth)
+    load_keys(w.keys, w.inverses, slot, x, z, window, head)
     w.regions_at[slot] = load_regions(w.regions, slot * z.width, x, window, z.width)
     if z.columns:
         v_at = window * x.v_strides[0] + head * x.v_strides[1]
@@ -138,7 +141,7 @@ def _load_window(x, z, w, window, slot, head):
             x.size, z.columns, np.float32(1), np.float32(-1),
         )  # fmt: skip
     else:
-        load_values(w.values, slot * z.depth * z.width, x, window, head, z.width, z.depth)
+        load_values(w.values, slot, x, z, window, head)
 
 
 @folded()
@@ -188,6 +191,7 @@ def attend(out, lse, x):
     w = Scratch(
         np.empty(z.group * z.depth * z.width, np.float32),
         np.empty(z.group * max(z.depth * z.width, z.columns * x.num_tokens), np.float32),
+        np.empty(z.group * z.width, np.float32),
         np.empty(z.group * z.width, np.float32),
         np.empty(z.group, np.int64),
         np.empty(x.table_size + 16, np.float32),

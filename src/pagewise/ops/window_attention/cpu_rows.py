@@ -13,14 +13,23 @@ from ...tiles.cpu.compile import inner
 from ...tiles.cpu.online_softmax import exp2_scalar
 from ...tiles.cpu.simd import (
     LOG2_E,
+    add,
+    div,
+    fma,
+    lane_numbers,
     load,
     load_one,
+    maximum,
     mul,
     prefetch,
     splat,
+    sqrt,
     store,
     store_one,
     store_transposed,
+    sub,
+    sum_lanes,
+    where_less,
     zeros,
 )
 
@@ -33,27 +42,65 @@ _AHEAD = 12
 @inner()
 def inverse_norm(x, at, size, eps):
     """``1 / max(norm, eps)`` of one row."""
-    total = np.float32(0)
-    for d in range(size):
+    sums, whole = zeros(), size // 16 * 16
+    for d in range(0, whole, 16):
+        lanes = load(x, at + d)
+        sums = fma(lanes, lanes, sums)
+    total = sum_lanes(sums)
+    for d in range(whole, size):
         value = load_one(x, at + d)
         total += value * value
     return np.float32(1) / max(np.sqrt(total), np.float32(eps))
 
 
 @inner()
-def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth, eps):
-    """Tokens' rows as ``[depth, width]``, divided by their norms if ``eps`` is not negative."""
+def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth):
+    """Tokens' rows as ``[depth, width]``."""
     into[at : at + depth * width] = 0
-    if eps < 0 and size >= 16:
+    if size >= 16:
         _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size)
         return
     for n in range(num_tokens):
         row = x_at + n * x_token
-        for d in range(0, size, 16):
-            prefetch(x, row + _AHEAD * x_token + d)
-        factor = inverse_norm(x, row, size, eps) if eps >= 0 else np.float32(1)
+        prefetch(x, row + _AHEAD * x_token)
         for d in range(size):
-            store_one(into, at + d * width + n, load_one(x, row + d) * factor)
+            store_one(into, at + d * width + n, load_one(x, row + d))
+
+
+@inner()
+def normalise(columns, at, inverses, inverses_at, num_tokens, width, size, eps):
+    """Divide what ``transpose`` leaves by tokens' norms; ``inverses`` as ``inverse_norm``, or 0."""
+    for n in range(0, width, 16):
+        sums = zeros()
+        for d in range(size):
+            lanes = load(columns, at + d * width + n)
+            sums = fma(lanes, lanes, sums)
+        inverse = div(splat(np.float32(1)), maximum(sqrt(sums), splat(np.float32(eps))))
+        token = add(lane_numbers(), splat(np.float32(n)))
+        inverse = where_less(token, splat(np.float32(num_tokens)), inverse, zeros())
+        store(inverses, inverses_at + n, inverse)
+        for d in range(size):
+            here = at + d * width + n
+            store(columns, here, mul(load(columns, here), inverse))
+
+
+@inner()
+def normalise_gradient(gradient, columns, at, inverses, inverses_at, width, size, eps):
+    """The gradient of what ``normalise`` was given, from that of what it leaves, in place.
+
+    ``(g - unit · Σ_d unit · g) / norm``; a norm below ``eps`` is a constant.
+    """
+    for n in range(0, width, 16):
+        inverse, along = load(inverses, inverses_at + n), zeros()
+        for d in range(size):
+            here = at + d * width + n
+            along = fma(load(columns, here), load(gradient, here), along)
+        short = mul(inverse, splat(np.float32(eps)))
+        along = where_less(short, splat(np.float32(1)), along, zeros())
+        for d in range(size):
+            here = at + d * width + n
+            kept = sub(load(gradient, here), mul(load(columns, here), along))
+            store(gradient, here, mul(kept, inverse))
 
 
 @inner()

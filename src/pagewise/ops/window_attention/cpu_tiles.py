@@ -206,6 +206,17 @@ def inner_products(into, x, depth, y, y_at, y_row, num_rows, size):
             into[r] += x[r * depth + d] * load_one(y, y_at + r * y_row + d)
 
 
+@inner()
+def subtract_row(x, at, y, y_at, scale, factor, size):
+    """``x[d] = scale · x[d] - factor · y[d]``."""
+    whole = size // 16 * 16
+    for d in range(0, whole, 16):
+        value = sub(mul(load(x, at + d), splat(scale)), mul(load(y, y_at + d), splat(factor)))
+        store(x, at + d, value)
+    for d in range(whole, size):
+        x[at + d] = scale * x[at + d] - factor * y[y_at + d]
+
+
 # --- scores ----------------------------------------------------------------------------------
 
 

@@ -220,6 +220,19 @@ def fma(typingctx, a, b, c):
 
 
 @intrinsic
+def sqrt(typingctx, a):
+    """The square root of each lane."""
+
+    def codegen(context, builder, sig, args):
+        fn = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(VECTOR, [VECTOR]), "llvm.sqrt.v16f32"
+        )
+        return builder.call(fn, args)
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
 def maximum(typingctx, a, b):
     """The greater of each pair of lanes; ``b`` where ``a`` is NaN."""
 
