@@ -292,7 +292,7 @@ WINDOW_CASES: tuple[Case, ...] = (
             BF16,
             targets=AHEAD_OF_PEERS,
             cosine=True,
-        )  # fmt: skip
+        )
         for side, images in ((8, 64), (16, 32), (24, 16))
     ),
 )

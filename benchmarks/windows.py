@@ -8,6 +8,7 @@ bias; what remains to the table, ours included alone, is ours to lose.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -115,9 +116,17 @@ class WindowCase:
     ) -> dict[str, Times]:
         if self.device == "cuda":
             return {name: time_gpu(call) for name, call in calls.items()}
-        # A call before the timed one wakes the threads: for two milliseconds of work that counts.
-        contestants = {name: Contestant(call, before=call) for name, call in calls.items()}
-        return take_turns(contestants, repeats=repeats or 7)
+        contestants = {
+            name: Contestant(call, partial(_warm_up, call)) for name, call in calls.items()
+        }
+        return take_turns(contestants, repeats=repeats or 15)
+
+
+def _warm_up(call: Callable[[], object]) -> None:
+    """Wake threads and caches, as a model's other layers do: a call may take a millisecond."""
+    end = time.perf_counter() + 0.005
+    while time.perf_counter() < end:
+        call()
 
 
 def _best(peers: dict[str, Times], ours: Times) -> float:
