@@ -73,3 +73,14 @@ def test_types_may_be_torch_types_and_others_are_refused():
         RequestError, match=r"kv_cache_dtype='fp4': expected 'auto', 'float32', .*int8"
     ):
         make("fp4")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HALF_STEPS)
+def test_graphs_of_decode_steps_change_nothing(name):
+    params, found = SamplingParams(temperature=0, max_tokens=12), []
+    for enforce_eager in (False, True):
+        llm = make(name, device="cuda", enforce_eager=enforce_eager)
+        outputs = llm.generate([PROMPT, PROMPT[:30]], params, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]

@@ -189,14 +189,11 @@ def test_shares_of_any_size_agree(impl):
         assert_matches(result, inputs, expected)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_with_splits_at_fixed_keys_a_sequence_does_not_depend_on_its_neighbours(impl):
-    lengths = (2500, 1, 700, 64) if ON_GPU else (150, 1, 70, 64)
-    inputs = make_inputs(PagedCase((1,) * 4, lengths, dtype=F16))
-    split = {} if ON_GPU else {"split_size": 64}
+def assert_same_alone(inputs, impl, seqs, **split):
+    """Sequences have the same bits by themselves as among the others."""
     together = attend(inputs, impl, plan=replace(plan(inputs, impl, batch_invariant=True), **split))
     batch = inputs.batch
-    for seq in range(batch.num_seqs):
+    for seq in seqs:
         rows = slice(*batch.cu_seqlens_q[seq : seq + 2].tolist())
         alone = inputs.replace(
             q=inputs.q[rows],
@@ -211,6 +208,23 @@ def test_with_splits_at_fixed_keys_a_sequence_does_not_depend_on_its_neighbours(
         )
         fixed = replace(plan(alone, impl, batch_invariant=True), **split)
         assert_same_bits(attend(alone, impl, plan=fixed), [tensor[rows] for tensor in together])
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_with_splits_at_fixed_keys_a_sequence_does_not_depend_on_its_neighbours(impl):
+    lengths = (2500, 1, 700, 64) if ON_GPU else (150, 1, 70, 64)
+    inputs = make_inputs(PagedCase((1,) * 4, lengths, dtype=F16))
+    assert_same_alone(inputs, impl, range(4), **({} if ON_GPU else {"split_size": 64}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+@pytest.mark.parametrize("new_tokens", [1, 3])
+def test_a_sequence_alone_and_among_200_others(new_tokens, impl):
+    draw = random.Random(0)
+    lengths = (7000, *(draw.randint(new_tokens, 3000) for _ in range(200)))
+    inputs = make_inputs(PagedCase((new_tokens,) * 201, lengths, 8, 2, dtype=BF16))
+    assert_same_alone(inputs, impl, (0, 7, 100, 200))
 
 
 @pytest.mark.interpret
