@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 CALLS = {
     "plan": """
 cache = torch.randn(10, 16, 2, 64)
@@ -31,9 +29,8 @@ x = torch.randn(4, 16, 2, 8)
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_graph_breaks_at_calls_that_no_compiler_can_take(name):
-    compared = "compiled = torch.compile(call, backend='eager')(x)"
-    program = f"import torch, pagewise{CALLS[name]}{compared}\nassert compiled.equal(call(x))"
+def test_the_graph_breaks_at_calls_that_no_compiler_can_take():
+    compared = "assert torch.compile(call, backend='eager')(x).equal(call(x))\n"
+    program = "import torch, pagewise\n" + "".join(call + compared for call in CALLS.values())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

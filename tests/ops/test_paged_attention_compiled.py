@@ -146,9 +146,7 @@ def test_prefill_by_triton(size, kv_dtype, scales, features, tmp_path):
 
 OTHERS = [
     # new tokens, head size, types, scales, most bytes that are spilled
-    (1, 128, F32, F32, "none", 0),
     (16, 128, F32, F32, "none", 0),
-    (1, 256, F32, F32, "none", 0),
     (16, 256, F32, F32, "none", 8),
     (1, 128, F32, INT8, "token", 0),
     (16, 128, F32, INT8, "token", 568),
@@ -156,14 +154,9 @@ OTHERS = [
     (1, 256, BF16, INT8, "token", 0),
     (16, 256, BF16, INT8, "token", 512),
     (1, 512, BF16, BF16, "none", 0),
-    (16, 512, BF16, BF16, "none", 16),
-    (512, 64, F32, F32, "none", 0),
     (512, 128, F32, F32, "none", 32),
-    (512, 128, F32, INT8, "head", 0),
-    (512, 256, F32, F32, "none", 0),
     (512, 512, F32, F32, "none", 0),
     (512, 512, BF16, BF16, "none", 16),
-    (512, 256, BF16, E4M3, "head", 368),
     (512, 256, BF16, E4M3, "token", 584),
 ]
 """Eight warps for float32 instead of four, and smaller tiles for wide heads, took up to 16 KiB of
