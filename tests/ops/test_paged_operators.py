@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagewise import PagedBatch, merge_states, paged_attention, write_kv
+from pagewise import PagedBatch, ShapeError, merge_states, paged_attention, write_kv
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
 TABLES = torch.tensor([[1, 2], [5, 7]], dtype=torch.int32)
@@ -108,3 +108,15 @@ def test_tensors_without_data_get_shapes(kind):
     assert found.out.shape == merged.out.shape == (2, HEADS, SIZE)
     assert found.lse.shape == merged.lse.shape == (2, HEADS)
     assert merged.out.device.type == device
+
+
+def test_meta_tensors_are_checked():
+    cache = torch.empty(8, BLOCK, KV_HEADS, SIZE, device="meta")
+    integers = torch.empty(2, 3, dtype=torch.int32, device="meta")
+    batch = PagedBatch.decode(integers, integers[:, 0], 20)
+    for size, heads in ((SIZE + 8, HEADS), (SIZE, HEADS - 1)):
+        with pytest.raises(ShapeError):
+            paged_attention(torch.empty(2, heads, size, device="meta"), cache, cache, batch)
+    k = torch.empty(2, KV_HEADS, SIZE + 8, device="meta")
+    with pytest.raises(ShapeError, match="head_size"):
+        write_kv(k, k, cache, cache.clone(), integers[:, 0].long())

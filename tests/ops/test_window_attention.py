@@ -686,6 +686,26 @@ def test_a_cpu_needs_little_memory_beside_the_result(dtype):
     assert 0 <= extra <= 0.05 * scores, f"{extra} bytes beside {scores} of scores"
 
 
+@pytest.mark.parametrize(
+    ("window", "chosen"),
+    [
+        ((5,), slice(None, None, 2)),
+        ((7, 7), [0, 2, 14, 16]),  # every other one
+        ((4, 4), [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]),  # by quarters
+        ((3, 3), [0, 4]),
+        ((3, 3), [8, 7, 6, 5, 4, 3, 2, 1, 0]),
+        ((4, 4), [0, 2, 4, 6, 8, 10, 12, 14]),
+    ],
+)
+def test_tokens_may_be_any_in_any_order(window, chosen):
+    offsets = rel_offsets(window)[chosen]
+    q = torch.randn(2, 1, len(offsets), 8)
+    table = torch.randn(math.prod(2 * n - 1 for n in window), 1)
+    options = {"bias_table": table, "rel_offsets": offsets}
+    expected = window_attention(q, q, q, **options, impl="reference").out
+    torch.testing.assert_close(window_attention(q, q, q, **options).out, expected)
+
+
 # --- what cannot be ---------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -119,15 +120,20 @@ def _check_offsets(offsets: tuple[int, ...], table_size: int) -> None:
 
 
 def _grid_steps(offsets: tuple[int, ...]) -> list[int]:
-    """How far neighbours along each axis are apart; none if the offsets are not of a grid."""
-    steps, grid, left = [], [offsets[0]], offsets
+    """How far neighbours along each axis are apart, if tokens stand as ``rel_offsets`` has them.
+
+    None for other tokens or another order of theirs: their steps say nothing of the table.
+    """
+    steps, grid, left = [1], [offsets[0]], offsets
     while len(left) > 1:
         step = left[1] - left[0]
         length = next((n for n in range(1, len(left)) if left[n] != left[0] + n * step), len(left))
         steps.append(step)
         grid = [first + n * step for n in range(length) for first in grid]
         left = left[::length]
-    return steps if tuple(grid[: len(offsets)]) == offsets else []
+    is_nested = all(b >= a and b % a == 0 for a, b in itertools.pairwise(steps))
+    is_whole = tuple(grid[: len(offsets)]) == offsets and steps[1:2] == [1]
+    return steps if is_nested and is_whole else []
 
 
 def _check_pairs(x: _Forms) -> None:

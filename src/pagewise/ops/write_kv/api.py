@@ -77,6 +77,11 @@ def write_kv(
         (tensor(127, dtype=torch.int8), 127)
     """
     if wants_operator(k):
+        if k.is_meta:  # nobody checks it later
+            _settle(
+                *forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping), impl
+            )
+            bind_scales(k_scale, v_scale, k_cache, v_cache)
         write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, impl)
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
