@@ -261,7 +261,11 @@ class _Inputs:
         bias, mask, regions = self.bias().to(self.dtype), self.mask(), self.regions.int()
         table, offsets, num_masks = self.table.detach(), self.offsets, len(self.regions)
         centre = (len(table) - 1) // 2
-        eager: Any = torch.compile(_eager, dynamic=False)
+
+        def scaled(q: Tensor, *others: Tensor) -> Tensor:
+            return _eager(q * q.shape[-1] ** -0.5, *others)
+
+        eager: Any = torch.compile(scaled, dynamic=False)
         flex: Any = torch.compile(flex_attention, dynamic=False)
 
         def score(s: Tensor, window: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -270,7 +274,7 @@ class _Inputs:
             return torch.where(regions[at, i] == regions[at, j], s, s - 100.0)
 
         calls: dict[str, Call] = {
-            "compiled eager": lambda q, k, v: eager(q * q.shape[-1] ** -0.5, k, v, bias, mask),
+            "compiled eager": lambda q, k, v: eager(q, k, v, bias, mask),
             "flex": lambda q, k, v: flex(q, k, v, score_mod=score),
         }
         with torch.no_grad():

@@ -111,7 +111,9 @@ def wants_operator(x: Tensor) -> bool:
     """Whether a call with it has to be an operator's: whoever takes part may have no data."""
     if torch.compiler.is_compiling():
         return True
-    return x.is_meta if type(x) is Tensor else isinstance(x, Tensor)
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return x.is_meta
+    return isinstance(x, Tensor)
 
 
 def _is_special(x: Tensor) -> bool:

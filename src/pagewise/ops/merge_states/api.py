@@ -51,6 +51,8 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         True
     """
     if impl == "auto" and wants_operator(outs):
+        if not torch.compiler.is_compiling():
+            _settle(*forms(outs=outs, lses=lses), True, impl)
         return reference.run(outs, lses)  # whose operations are torch's
     if torch.compiler.is_compiling():
         return call_uncompiled(merge_states, outs, lses, impl=impl)

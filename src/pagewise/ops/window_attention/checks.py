@@ -122,7 +122,8 @@ def _check_offsets(offsets: tuple[int, ...], table_size: int) -> None:
 def _grid_steps(offsets: tuple[int, ...]) -> list[int]:
     """How far neighbours along each axis are apart, if tokens stand as ``rel_offsets`` has them.
 
-    None for other tokens or another order of theirs: their steps say nothing of the table.
+    None for other tokens or another order of theirs: their steps say nothing of the table. Steps
+    of a whole window are odd multiples of each other, ``2·w - 1`` times.
     """
     steps, grid, left = [1], [offsets[0]], offsets
     while len(left) > 1:
@@ -131,7 +132,7 @@ def _grid_steps(offsets: tuple[int, ...]) -> list[int]:
         steps.append(step)
         grid = [first + n * step for n in range(length) for first in grid]
         left = left[::length]
-    is_nested = all(b >= a and b % a == 0 for a, b in itertools.pairwise(steps))
+    is_nested = all(b % a == 0 and b // a % 2 == 1 for a, b in itertools.pairwise(steps))
     is_whole = tuple(grid[: len(offsets)]) == offsets and steps[1:2] == [1]
     return steps if is_nested and is_whole else []
 

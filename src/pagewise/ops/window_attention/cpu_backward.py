@@ -20,6 +20,7 @@ from .cpu_rows import (
     gather_bias,
     head_scale,
     inverse_norm,
+    largest_inverse,
     normalise_gradient,
     scatter_bias,
     turn_back,
@@ -62,7 +63,7 @@ def _store_rows(dq, x, w, depth, columns, window, head, first, num_rows, scale):
         inverse = inverse_norm(x.q, row, x.size, x.eps)
         along = w.along[r] * LN_2
         share += along
-        is_kept = inverse * x.eps < 1 and scale != 0
+        is_kept = inverse < largest_inverse(x.eps) and scale != 0
         kept = along * LN_2 / scale if is_kept else np.float32(0)
         subtract_row(w.result, r * columns, w.rows, r * depth, scale, kept, x.size)
         write_row(dq, to + r * x.num_heads * x.size, w.result, r * columns, inverse, x.size)

@@ -54,6 +54,12 @@ def inverse_norm(x, at, size, eps):
 
 
 @inner()
+def largest_inverse(eps):
+    """What ``inverse_norm`` of a clamped row is: such a norm has no gradient."""
+    return np.float32(1) / np.float32(eps) if eps > 0 else np.float32(np.inf)
+
+
+@inner()
 def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth):
     """Tokens' rows as ``[depth, width]``."""
     into[at : at + depth * width] = 0
@@ -95,8 +101,7 @@ def normalise_gradient(gradient, columns, at, inverses, inverses_at, width, size
         for d in range(size):
             here = at + d * width + n
             along = fma(load(columns, here), load(gradient, here), along)
-        short = mul(inverse, splat(np.float32(eps)))
-        along = where_less(short, splat(np.float32(1)), along, zeros())
+        along = where_less(inverse, splat(largest_inverse(eps)), along, zeros())
         for d in range(size):
             here = at + d * width + n
             kept = sub(load(gradient, here), mul(load(columns, here), along))
@@ -225,6 +230,11 @@ def gather_bias(into, turned, table_size, offsets, runs, num_runs, first, num_ro
         at = r * width
         if table_size:
             start = centre - offsets[first + r]
+            if 4 * num_runs > num_tokens:  # one by one; indices are known not to be negative
+                for n in range(num_tokens):
+                    into[np.uint64(at + n)] = turned[np.uint64(start + offsets[n])]
+                into[at + num_tokens : at + width] = -np.inf
+                continue
             for run in range(num_runs):
                 n = runs[run]
                 source = start + offsets[n]

@@ -1,7 +1,7 @@
 """The inner loops of window attention on a CPU, a tile of rows of scores at a time.
 
-Products take four rows at once, and hold their results in registers; ``rows`` says which layouts
-they read. Scores are powers of two.
+Products take four or eight rows at once, and hold their results in registers; ``cpu_rows`` says
+which layouts they read. Scores are powers of two.
 """
 
 from __future__ import annotations

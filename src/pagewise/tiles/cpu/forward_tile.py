@@ -101,7 +101,9 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
     k_rows, v_rows = scratch.k_rows[side], scratch.v_rows[side]
     k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
     tile_rows = scratch.tile_rows
-    if call.turned and rows > 1:
+    query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
+    # By the sequence, not by the item: which of its rows travel together is to show in no bits.
+    if call.turned and query_len * call.group > FEW_ROWS:
         _gather_turned(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
         score_turned(scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width)
     elif rows > FEW_ROWS or call.head_size != width:

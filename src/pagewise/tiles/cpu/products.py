@@ -12,6 +12,7 @@ from numba.extending import overload
 from . import bf16_microkernels, microkernels
 from .gemm import multiply
 from .online_softmax import TILE_N
+from .simd import fma, load, splat, store, zeros
 
 __all__ = ["mix_tile", "score_tile", "score_turned"]
 
@@ -44,6 +45,13 @@ def _(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
 def _(scores, q, q_at, num_rows, keys, num_keys, width):
     def of_float32(scores, q, q_at, num_rows, keys, num_keys, width):
         columns = (num_keys + 15) // 16 * 16
+        if num_rows == 1:  # in the same order
+            for n in range(0, columns, 16):
+                s = zeros()
+                for d in range(width):
+                    s = fma(splat(q[q_at + d]), load(keys, d * TILE_N + n), s)
+                store(scores, n, s)
+            return
         multiply(
             scores, 0, TILE_N, q, q_at, width, 1, keys, TILE_N, num_rows, columns, width, False
         )

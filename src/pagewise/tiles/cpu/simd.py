@@ -258,23 +258,24 @@ def exp2(typingctx, x):
     """``2 ** x`` to about 1 unit in the last place; 0 from -127 down, -inf included.
 
     ``x = n + f`` with n an integer and f in [-1/2, 1/2]: a polynomial in f, 1 at 0, gives
-    ``2 ** f`` (its greatest relative error is the least that degree 6 can have, 2e-9); adding n to
-    its exponent bits does the rest. Between -127 and -126 the result is some subnormal number.
+    ``2 ** f`` (its greatest relative error is the least that degree 6 can have, 2e-9), times a
+    number whose exponent is n. Between -127 and -126 the result is a subnormal number or 0.
     """
 
     def codegen(context, builder, sig, args):
         (x,) = args
         low = _constant(-127.0)
         x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
-        # 1.5 * 2^23 pushes the fraction out of the mantissa: adding and subtracting rounds.
-        magic = _constant(12582912.0)
+        # 1.5 * 2^23 pushes the fraction out of the mantissa: adding and subtracting rounds. What is
+        # left below is n and an exponent's bias. A product keeps NaN, which a sum of bits may not.
+        magic = _constant(12582912.0 + 127)
         shifted = builder.fadd(x, magic)
         fraction = builder.fsub(x, builder.fsub(shifted, magic))
         power = _constant(_EXP2_TERMS[-1])
         for term in reversed(_EXP2_TERMS[:-1]):
             power = _muladd(builder, power, fraction, _constant(term))
         exponent = builder.shl(builder.bitcast(shifted, _INTS), _constant(23, _INTS))
-        return builder.bitcast(builder.add(builder.bitcast(power, _INTS), exponent), VECTOR)
+        return builder.fmul(power, builder.bitcast(exponent, VECTOR))
 
     return f32x16(f32x16), codegen
 
@@ -284,7 +285,7 @@ _EXP2_TERMS = (1.0, 0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398
 
 @intrinsic
 def log2(typingctx, x):
-    """``log2(x)`` of positive normal numbers, to 1e-7 of it or of 1, whichever is more.
+    """``log2(x)`` of positive normal numbers, to 1e-7 of it or of 1, whichever is more; NaN of NaN.
 
     ``x = 2 ** n · m`` with m in [2/3, 4/3); with ``s = (m - 1) / (m + 1)``, ``log2(m)`` is
     ``2 / ln 2 · (s + s³/3 + s⁵/5 + …)``, which ends early since ``|s|`` is at most 1/5.
@@ -301,7 +302,9 @@ def log2(typingctx, x):
         sums = _constant(_LOG2_TERMS[-1])
         for term in reversed(_LOG2_TERMS[:-1]):
             sums = _muladd(builder, sums, squared, _constant(term))
-        return _muladd(builder, sums, s, builder.sitofp(n, VECTOR))
+        found = _muladd(builder, sums, s, builder.sitofp(n, VECTOR))
+        # Bits of NaN are those of some number.
+        return builder.fadd(found, builder.fmul(args[0], _constant(0.0)))
 
     return f32x16(f32x16), codegen
 
