@@ -666,3 +666,20 @@ def test_a_window_over_everything_hides_nothing(lengths, impl, window, causal):
 
     for found, expected in zip(run(window), run(None), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [65, 129, 193])
+def test_a_row_has_the_same_bits_on_any_number_of_threads_and_in_any_batch(length):
+    """The last tile of rows may have one row, and where tiles end depends on both."""
+    x = torch.randn(1, length, 2, 64)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads, batch in ((1, 1), (2, 1), (2, 8)):
+            torch.set_num_threads(threads)
+            wide = x.repeat(batch, 1, 1, 1)
+            found.append(attention(wide, wide, wide, impl="cpu").out[:1])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

@@ -706,6 +706,16 @@ def test_tokens_may_be_any_in_any_order(window, chosen):
     torch.testing.assert_close(window_attention(q, q, q, **options).out, expected)
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7FC00001])
+def test_a_nan_shows_in_results_and_log_sum_exps(bits):
+    q, k, v = torch.randn(3, 2, 1, 9, 16).unbind()
+    k.view(torch.int32)[0, 0, 3, 5] = bits - (1 << 32) if bits >> 31 else bits
+    found = window_attention(q, k, v)
+    assert found.out[0].isnan().all()
+    assert found.lse[0].isnan().all()
+    assert found.out[1].isfinite().all()
+
+
 # --- what cannot be ---------------------------------------------------------------------------
 
 
