@@ -87,9 +87,10 @@ def _portable_tiles(problem: Problem) -> Tiles:
     width, has_many_rows = problem.width, problem.rows > 16
     is_8_bit = problem.kv_dtype.itemsize == 1
     if is_float32(problem):
+        is_converted = problem.kv_dtype.itemsize < 4  # on the way, in registers
         if width <= 128:
-            return Tiles(16 if is_8_bit else 32, 8, 2, 2)
-        return Tiles(16, 8, 1 if is_8_bit or has_many_rows else 2, 1)
+            return Tiles(16, 8, 1, 2) if is_converted else Tiles(32, 8, 2, 2)
+        return Tiles(16, 8, 1 if is_converted or has_many_rows else 2, 1)
     if width <= 128:
         # More warps where one would not hold its part of the rows or of the scales.
         num_stages = 2 if has_many_rows and is_8_bit else 3
