@@ -26,14 +26,19 @@ def choose_forward_tiles(
 
     Args:
         width: Of the wider of keys and values.
-        is_float32: Whether products are; they are sums of single numbers, without tensor cores.
+        is_float32: Whether products are; each is three of TF32, and beyond 256 columns a sum of
+            single numbers, without tensor cores.
         is_8_bit: Whether keys and values are in 8 bits.
         is_small: Whether a program has 99 KiB of shared memory.
     """
     if is_float32:
         if width <= 64:
-            return ForwardTiles(64, 32, 8, 1)
-        return ForwardTiles(32, 32, 8, 1) if width <= 128 else ForwardTiles(16, 16, 8, 1)
+            return ForwardTiles(64, 32, 4, 2) if is_small else ForwardTiles(128, 64, 8, 2)
+        if width <= 128:
+            return ForwardTiles(32, 32, 4, 2)
+        if width <= 256:
+            return ForwardTiles(16, 32, 4, 1 if is_small else 2)
+        return ForwardTiles(16, 16, 8, 1)
     if width <= 128:
         return ForwardTiles(128, 32 if is_8_bit else 64, 8 if width > 64 else 4, 3)
     if width <= 256:

@@ -42,7 +42,7 @@ def key_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     """Of the kernel that holds keys and walks queries. Measured on an H200, here and below."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
-        return Tiles(16, 16, 8, 1) if widest > 128 else Tiles(32, 32, 8, 1)
+        return _float32_tiles(widest, Tiles(64, 32, 4, 1))
     by_tma = device.capability >= _HOPPER
     if device.is_small and widest > 128:
         return Tiles(32, 32, 4, 1)
@@ -55,7 +55,7 @@ def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     """Of the kernel that holds queries and walks keys."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
-        return Tiles(16, 16, 8, 1) if widest > 128 else Tiles(32, 32, 8, 1)
+        return _float32_tiles(widest, Tiles(32, 64, 4, 1))
     by_tma = device.capability >= _HOPPER
     if device.is_small and widest > 64:
         return Tiles(64, 32, 4, 2) if widest <= 128 else Tiles(32, 32, 4, 1)
@@ -65,6 +65,13 @@ def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
         return Tiles(64, 64, 4, 3, by_tma)
     is_long = problem.max_query_len >= 8192
     return Tiles(128, 64, 8, 3, by_tma) if is_long else Tiles(64, 64, 4, 2, by_tma)
+
+
+def _float32_tiles(widest: int, narrow: Tiles) -> Tiles:
+    """``narrow`` or, of wider heads, few enough rows for registers."""
+    if widest <= 64:
+        return narrow
+    return Tiles(32, 32, 4, 1) if widest <= 128 else Tiles(16, 16, 4, 1)
 
 
 def run_backward(
@@ -204,15 +211,10 @@ def make_launchers(kind: _Kind, keys: Tiles, queries: Tiles) -> _Launchers:
         "RAGGED": kind.is_ragged, "CAUSAL": kind.is_causal, "CAPPED": kind.is_capped,
         "TILTED": kind.is_tilted,
     }  # fmt: skip
-    precision = "ieee" if kind.dtype == torch.float32 else "tf32"
 
     def make(kernel: Any, types: dict[str, str], tiles: Tiles) -> Launcher:
         sizes = {"TILE_M": tiles.m, "TILE_N": tiles.n, "D": d, "DV": d_v}
-        more = {
-            "STAGES": tiles.num_stages,
-            "PRECISION": precision,
-            "TMA": kind.is_aligned and tiles.by_tma,
-        }
+        more = {"STAGES": tiles.num_stages, "TMA": kind.is_aligned and tiles.by_tma}
         return Launcher(kernel, types, {**constants, **sizes, **more}, num_warps=tiles.num_warps)
 
     return _Launchers(

@@ -110,7 +110,7 @@ def _walk_queries(
     HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """``num_tiles`` tiles of queries from ``first`` on; tile ``turn`` is ``jump`` rows further."""
     key = n0 + tl.arange(0, TILE_N)[:, None]
@@ -126,16 +126,16 @@ def _walk_queries(
             x = tl.load(lse2 + m + rows)[None, :]
             mean = tl.load(delta + m + rows)[None, :]
         qt = load_tile(q, m, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
-        s = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+        s = tl.dot(kt, tl.trans(qt), input_precision="tf32x3")
         dot_out = load_tile(d_out, m, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
-        dp = tl.dot(vt, tl.trans(dot_out), input_precision=PRECISION)
+        dp = tl.dot(vt, tl.trans(dot_out), input_precision="tf32x3")
         position = m + rows[None, :] + seq_len - query_len
         p, ds = differentiate(
             s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
             CAUSAL, CAPPED, TILTED, MASKED,
         )  # fmt: skip
-        dv = tl.dot(p.to(dot_out.dtype), dot_out, dv, input_precision=PRECISION)
-        dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision=PRECISION)
+        dv = tl.dot(p.to(dot_out.dtype), dot_out, dv, input_precision="tf32x3")
+        dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision="tf32x3")
     return dk, dv
 
 
@@ -175,7 +175,6 @@ def key_gradients_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """``dK`` and ``dV`` of one tile of keys. See the module, here and below."""
@@ -229,14 +228,14 @@ def key_gradients_kernel(
             some, (most - some) // TILE_M, 0, 0, n0, query_len, seq_len,
             scale, cap, slope2, window, q_token, do_token,
             HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, False,
-            TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+            TILE_M, TILE_N, D, DV, STAGES, TMA,
         )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, kt, vt, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
             lo, num_masked, first_masked, most - some, n0, query_len, seq_len,
             scale, cap, slope2, window, q_token, do_token,
             HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, True,
-            TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+            TILE_M, TILE_N, D, DV, STAGES, TMA,
         )  # fmt: skip
 
     # Store.
@@ -253,7 +252,7 @@ def _walk_keys(
     HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """``num_tiles`` tiles of keys from ``first`` on; tile ``turn`` is ``jump`` keys further."""
     position = m0 + tl.arange(0, TILE_M)[:, None] + seq_len - query_len
@@ -262,15 +261,15 @@ def _walk_keys(
         if MASKED:
             n += tl.where(i >= turn, jump, 0)
         kt = load_tile(k, n, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
-        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        s = tl.dot(qt, tl.trans(kt), input_precision="tf32x3")
         vt = load_tile(v, n, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
-        dp = tl.dot(dot_out, tl.trans(vt), input_precision=PRECISION)
+        dp = tl.dot(dot_out, tl.trans(vt), input_precision="tf32x3")
         key = n + tl.arange(0, TILE_N)[None, :]
         _, ds = differentiate(
             s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
             CAUSAL, CAPPED, TILTED, MASKED,
         )  # fmt: skip
-        dq = tl.dot(ds.to(kt.dtype), kt, dq, input_precision=PRECISION)
+        dq = tl.dot(ds.to(kt.dtype), kt, dq, input_precision="tf32x3")
     return dq
 
 
@@ -308,7 +307,6 @@ def query_gradients_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """``dQ`` of one tile of queries."""
@@ -364,13 +362,13 @@ def query_gradients_kernel(
         dq, qt, dot_out, x, mean, k, v, some, (most - some) // TILE_N, 0, 0, m0, query_len, seq_len,
         scale, cap, slope2, window, k_token, v_token,
         HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, False,
-        TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+        TILE_M, TILE_N, D, DV, STAGES, TMA,
     )  # fmt: skip
     dq = _walk_keys(
         dq, qt, dot_out, x, mean, k, v, lo, num_masked, first_masked, most - some,
         m0, query_len, seq_len, scale, cap, slope2, window, k_token, v_token,
         HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, True,
-        TILE_M, TILE_N, D, DV, STAGES, PRECISION, TMA,
+        TILE_M, TILE_N, D, DV, STAGES, TMA,
     )  # fmt: skip
 
     # Store.

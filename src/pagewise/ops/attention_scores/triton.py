@@ -51,6 +51,7 @@ from ...tiles.triton.line import (
     settle,
     wait_for_sent,
 )
+from ...tiles.triton.online_softmax import precision_of
 from .problem import Problem
 
 _LINE = 45 << 10  # bytes of a program's rows at most
@@ -103,7 +104,6 @@ def _score(
     BULK: tl.constexpr,
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     BITS: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth
@@ -156,7 +156,7 @@ def _score(
         q_tile = tl.load(q_at, mask=(row < num_rows)[:, None] & is_column, other=0.0)
         is_key = (key < num_keys - n)[:, None]
         k_tile = tl.load(k_at + n * k_row, mask=is_key & is_column, other=0.0)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=precision_of(D))
         if IS_SCALED:
             s *= scale
         x0, x1, x2, x3, x4, x5, x6, x7 = in_eights(s.to(scores.dtype.element_ty), T)
@@ -289,7 +289,6 @@ def make_launcher(
         "IS_ALIGNED": k_len * size % 16 == 0, "IS_SCALED": is_scaled, "IS_LONG": is_long,
         "BULK": has_bulk,
         "PREFETCH": has_bulk and has_sixteens and is_dense and not is_long, "STAGES": stages,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
     more = line + 2 * _ALIGN - 1  # it begins anywhere within 128 bytes, and they anywhere
     return Launcher(_score, types, constants, more_shared=more, num_warps=warps)

@@ -31,6 +31,7 @@ from ...tiles.triton.online_softmax import (
     fit_queries,
     merge,
     merge_first,
+    precision_of,
     scale_weights,
     tanh,
     weigh,
@@ -270,7 +271,7 @@ def decode_kernel(
                 mask=used[:, None] & (v_columns < V_SIZE)[None, :],
                 other=0.0,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile.to(DOT)), input_precision="ieee") * scale
+            s = tl.dot(q_tile, tl.trans(k_tile.to(DOT)), input_precision=precision_of(D, V)) * scale
             if SCALES == "token":
                 row = block * ks_block + slot * ks_slot + head * ks_head
                 s *= tl.load(k_scale + row, mask=used, other=0.0)[None, :]
@@ -285,7 +286,9 @@ def decode_kernel(
                 row = block * vs_block + slot * vs_slot + head * vs_head
                 v_scales = tl.load(v_scale + row, mask=used, other=0.0)
                 p, decay, unit = scale_weights(p, decay, v_scales, unit)
-            acc = tl.dot(p.to(DOT), v_tile.to(DOT), acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(
+                p.to(DOT), v_tile.to(DOT), acc * decay[:, None], input_precision=precision_of(D, V)
+            )
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 

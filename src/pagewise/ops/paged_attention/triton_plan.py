@@ -95,7 +95,7 @@ def make_gpu_plan(
         >>> make_gpu_plan(problem, DeviceInfo("cuda", 132, "NVIDIA H200")).path
         'decode'
     """
-    if problem.rows > (16 if _is_bulky(problem, device) else DECODE_ROWS):
+    if problem.rows > (16 if _is_bulky(problem) else DECODE_ROWS):
         return _plan_prefill(problem, device)
     tiles = choose_tiles(problem, device, hopper)
     pairs = problem.num_seqs * problem.num_kv_heads
@@ -116,10 +116,9 @@ def make_gpu_plan(
     )
 
 
-def _is_bulky(problem: Problem, device: DeviceInfo) -> bool:
+def _is_bulky(problem: Problem) -> bool:
     """Whether many rows of a decode tile leave no room for keys, or for their own results."""
-    has_little = 0 < device.shared_memory < 200 << 10
-    return problem.width > 256 or (is_float32(problem) and problem.width > 128 and has_little)
+    return problem.width > (128 if is_float32(problem) else 256)
 
 
 def _align(programs: int, pairs: int) -> int:

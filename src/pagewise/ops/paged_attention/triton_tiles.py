@@ -50,7 +50,7 @@ def choose_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> Tiles:
     found = _measured().get(device.name, {}).get(kind_of(problem, hopper))
     if found is not None:
         return Tiles(**found)
-    return _hopper_tiles(problem) if hopper else _portable_tiles(problem)
+    return _hopper_tiles(problem) if hopper else _portable_tiles(problem, device)
 
 
 def kind_of(problem: Problem, hopper: bool) -> str:
@@ -82,15 +82,14 @@ def _hopper_tiles(problem: Problem) -> Tiles:
     return Tiles(32, 4, 6, 1, 168, 88) if is_wide else Tiles(64, 4, 2, 2, 128, 80)
 
 
-def _portable_tiles(problem: Problem) -> Tiles:
+def _portable_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     """Such that a tile's rows, their results and its keys stay in registers."""
     width, has_many_rows = problem.width, problem.rows > 16
     is_8_bit = problem.kv_dtype.itemsize == 1
     if is_float32(problem):
-        is_converted = problem.kv_dtype.itemsize < 4  # on the way, in registers
-        if width <= 128:
-            return Tiles(16, 8, 1, 2) if is_converted else Tiles(32, 8, 2, 2)
-        return Tiles(16, 8, 1 if is_converted or has_many_rows else 2, 1)
+        if width > 256 or (width > 128 and device.is_small):
+            return Tiles(16, 8, 1, 1)
+        return Tiles(32, 4, 3 if width <= 64 else 2, 2)
     if width <= 128:
         # More warps where one would not hold its part of the rows or of the scales.
         num_stages = 2 if has_many_rows and is_8_bit else 3

@@ -47,7 +47,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
     out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     launcher = _attend(*kind, call.kinds)
-    programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks
+    programs = -(-problem.num_tokens // plan.forward_m) * problem.num_heads * plan.chunks
     launcher((programs, 1, 1), out, lse, *call.qkv, *call.added, problem.num_heads,
              *call.scalars(plan.chunks), *call.strides)  # fmt: skip
     return AttentionOutput(out, lse)
@@ -285,10 +285,11 @@ def _small(kernel: Any, types: tuple[Any, ...], constants: tuple[Any, ...]) -> L
 def _attend(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
     types = _types(problem, kinds, ("out", "lse"), ("q", "k", "v"), (), ("num_heads",))
     constants = {
-        **_features(problem), "KEPT": plan.kept, **_tiles(problem, plan.tile_m, plan.tiles),
+        **_features(problem), "KEPT": plan.kept, **_tiles(problem, plan.forward_m, plan.tiles),
         "STAGES": plan.stages,
     }  # fmt: skip
-    return Launcher(triton_forward.attend, types, constants, num_warps=_num_warps(plan))
+    num_warps = _num_warps(plan.forward_m)
+    return Launcher(triton_forward.attend, types, constants, num_warps=num_warps)
 
 
 @functools.lru_cache(maxsize=256)
@@ -300,7 +301,9 @@ def _one_tile_gradients(problem: Problem, plan: Plan, kinds: _Kinds, has_dlse: b
         "SUMS": problem.has_bias, "HAS_DLSE": has_dlse,
         **_tiles(problem, plan.tile_m, plan.tiles), "STAGES": plan.one_tile_stages,
     }  # fmt: skip
-    return Launcher(triton_one_tile.window_gradients, types, constants, num_warps=_num_warps(plan))
+    return Launcher(
+        triton_one_tile.window_gradients, types, constants, num_warps=_num_warps(plan.tile_m)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -317,7 +320,9 @@ def _row_gradients(
         "SUMS": problem.has_bias, "HAS_DLSE": has_dlse, "FIRST_KEY": first, "IS_LAST": is_last,
         **_tiles(problem, plan.tile_m, group), "STAGES": plan.stages,
     }  # fmt: skip
-    return Launcher(triton_backward.row_gradients, types, constants, num_warps=_num_warps(plan))
+    return Launcher(
+        triton_backward.row_gradients, types, constants, num_warps=_num_warps(plan.tile_m)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -329,7 +334,9 @@ def _column_gradients(problem: Problem, plan: Plan, kinds: _Kinds) -> Launcher:
         **_tiles(problem, plan.tile_m, tiles),
         "STAGES": plan.stages if len(tiles) == 1 else min(plan.stages, 2),
     }  # fmt: skip
-    return Launcher(triton_backward.column_gradients, types, constants, num_warps=_num_warps(plan))
+    return Launcher(
+        triton_backward.column_gradients, types, constants, num_warps=_num_warps(plan.tile_m)
+    )
 
 
 def _types(
@@ -369,5 +376,6 @@ def _tiles(problem: Problem, tile_m: int, tiles: tuple[int, ...]) -> dict[str, A
     return {"TILE_M": tile_m, "TILES": tiles, "D": d}
 
 
-def _num_warps(plan: Plan) -> int:
-    return 4 if plan.tile_m == 64 else 1
+def _num_warps(tile_m: int) -> int:
+    """A warp for each 16 rows, as tensor cores take them."""
+    return max(1, tile_m // 16)

@@ -14,6 +14,7 @@ from .problem import Problem
 __all__ = ["Plan", "cover", "make_plan"]
 
 _NOWHERE, _REGISTERS, _SHARED = 0, 1, 2
+_FEW_PAIRS = 512  # of windows and heads
 _MOST_SHARED = 232_448  # bytes of a program on Hopper
 _MOST_KEPT = 576
 """Tokens beyond which a row of bias no longer fits into registers beside its scores."""
@@ -23,6 +24,8 @@ _MOST_KEPT = 576
 class Plan:
     """Tiles of the three kernels, and how many programs of each share the windows."""
 
+    forward_m: int
+    """Rows of a tile of the forward kernel, whose programs share windows as ``chunks`` says."""
     tile_m: int
     tiles: tuple[int, ...]
     """Of the other side: keys, or rows for the gradients by columns."""
@@ -58,8 +61,12 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     groups = tuple(backward[at : at + 2] for at in range(0, len(backward), 2))
     can_keep = not is_wide and num_tokens <= _MOST_KEPT
     is_kept = can_keep and (problem.has_bias or len(tiles) == 1)
-    programs = -(-num_tokens // tile_m) * problem.num_heads
+    forward_m = _forward_rows(problem, tile_m)
+    programs, backward_programs = (
+        -(-num_tokens // rows) * problem.num_heads for rows in (forward_m, tile_m)
+    )
     return Plan(
+        forward_m=forward_m,
         tile_m=tile_m,
         tiles=tiles,
         groups=groups if problem.has_bias else (backward,),
@@ -68,8 +75,23 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         stages=_stages(problem, sum(tiles)),
         one_tile_stages=_one_tile_stages(problem, device, tile_m),
         chunks=_chunks(problem, 4 * device.num_workers // programs),
-        chunks_backward=_chunks(problem, 2 * device.num_workers // programs),
+        chunks_backward=_chunks(problem, 2 * device.num_workers // backward_programs),
     )
+
+
+def _forward_rows(problem: Problem, tile_m: int) -> int:
+    """Rows of a forward tile; measured on an H200."""
+    if _is_odd(problem):
+        return 128  # twice as many for each fetch of keys
+    is_few = problem.num_windows * problem.num_heads < _FEW_PAIRS
+    if is_few and problem.num_tokens > 64 and _row_bytes(problem) <= 64:
+        return 32  # or there are fewer programs than multiprocessors
+    return tile_m
+
+
+def _is_odd(problem: Problem) -> bool:
+    """Whether rows of several tiles can only be fetched in pieces of 4 bytes and fewer."""
+    return problem.num_tokens > 64 and problem.dtype.itemsize == 2 and problem.head_size % 4 > 0
 
 
 def cover(num_tokens: int, width: int) -> tuple[int, ...]:
@@ -109,6 +131,8 @@ def _chunks(problem: Problem, wanted: int) -> int:
 
 def _stages(problem: Problem, num_keys: int) -> int:
     """How many windows' keys and values may lie in shared memory at once."""
+    if problem.dtype == torch.float32 or _is_odd(problem):
+        return 1  # in registers: operands are split, or come in pieces of 4 bytes
     window = 2 * num_keys * _row_bytes(problem)
     return 3 if 3 * window <= 100_000 else 2 if 2 * window <= 100_000 else 1
 
@@ -121,11 +145,12 @@ def _one_tile_stages(problem: Problem, device: DeviceInfo, tile_m: int) -> int:
     """
     if problem.num_tokens > tile_m:
         return 0
+    most = 1 if problem.dtype == torch.float32 else 3
     tile = tile_m * _row_bytes(problem)
     made = 2 * tile_m**2 * problem.dtype.itemsize + 1024
     mask = 4 * tile_m**2 if problem.mask_dtype is not None else 0
     room = device.shared_memory or _MOST_SHARED
-    for stages in (3, 2):
+    for stages in range(most, 1, -1):
         if max(6 * tile, stages * (4 * tile + mask) + made) <= room:
             return stages
     return int(max(6 * tile, 4 * tile + made) <= room)

@@ -27,6 +27,7 @@ from .online_softmax import (
     exp2_of,
     finish,
     fit_queries,
+    precision_of,
     scale_weights,
     tanh,
     weigh,
@@ -99,7 +100,7 @@ def _walk(
         else:
             k_row, v_row = key.to(tl.int64) * k_slot, key.to(tl.int64) * v_slot
         k = _load_rows(k_cache, k_row, used, SIZE, D, MASKED)
-        s = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee") * score_scale
+        s = tl.dot(q, tl.trans(k.to(DOT)), input_precision=precision_of(D, V)) * score_scale
         if SCALED:
             at = k_scale + block * ks_block + slot * ks_slot
             s *= tl.load(at, mask=used, other=0.0)[None, :]
@@ -116,7 +117,7 @@ def _walk(
             scales = tl.load(at, mask=used, other=0.0)
             p, decay, unit = scale_weights(p, decay, scales, unit)
         v = _load_rows(v_cache, v_row, used, V_SIZE, V, MASKED)
-        acc = tl.dot(p.to(DOT), v.to(DOT), acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(DOT), v.to(DOT), acc * decay[:, None], input_precision=precision_of(D, V))
     return m, l, acc, unit
 
 

@@ -14,6 +14,15 @@ SMALLEST = tl.constexpr(-100)
 ROOM = tl.constexpr(14)  # a weight of 1 becomes 2 ** 14 in float16, so that small ones fit too
 
 
+@triton.constexpr_function
+def precision_of(*widths):
+    """How float32 is multiplied: three products of TF32, or one by one for heads too wide.
+
+    TF32's sums of 512 products have three times eager code's error, and its operands spill.
+    """
+    return "ieee" if max(widths) > 256 else "tf32x3"
+
+
 @triton.jit
 def weigh(s, m, l):
     """From a tile's scores ``[..., N]`` and a state: weights, the decay of ``acc``, new m and l."""
