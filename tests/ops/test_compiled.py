@@ -17,6 +17,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from pagewise.ops.copy_blocks import triton as copy_blocks  # noqa: E402
 from pagewise.ops.instance_norm import triton as instance_norm  # noqa: E402
 from pagewise.ops.merge_states import triton as merge_states  # noqa: E402
+from pagewise.ops.rms_norm import triton as rms_norm  # noqa: E402
+from pagewise.ops.rotary import triton as rotary  # noqa: E402
 from pagewise.ops.window_attention import triton_rows  # noqa: E402
 from pagewise.ops.write_kv import triton as write_kv  # noqa: E402
 
@@ -303,3 +305,34 @@ def test_instance_norm(chunks, dtype, residual, tmp_path):
             instance_norm.make_launcher(name, (dtype, dtype), residual, chunks, tile, 8), tmp_path
         )
         assert "ld.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("size", [72, 128, 1024, 5120, 16384])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(BF16, "rounded"), (F16, "scaled"), (F32, "shifted")], ids=str
+)
+def test_rms_norm(dtype, kind, size, tmp_path):
+    factor = 16 // dtype.itemsize
+    ptx = assert_fits(rms_norm.make_launcher(dtype, size, kind, factor, True), tmp_path)
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+
+
+def test_rms_norm_at_any_address(tmp_path):
+    assert_fits(rms_norm.make_launcher(BF16, 77, "rounded", 1, False), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "half", "is_shared"), [(128, 64, False), (80, 16, False), (64, 32, True)]
+)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_rotary(dtype, size, half, is_shared, tmp_path):
+    factor = 16 // dtype.itemsize
+    launcher = rotary.make_launcher(dtype, (16, 8), size, half, is_shared, factor, True)
+    ptx = assert_fits(launcher, tmp_path)
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+
+
+def test_rotary_at_any_address(tmp_path):
+    assert_fits(rotary.make_launcher(BF16, (7, 1), 1024, 511, False, 1, False), tmp_path)

@@ -1,0 +1,26 @@
+"""The same by torch's own operations, one after the other: what a Transformers norm runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from .problem import Problem
+
+__all__ = ["run", "supports"]
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Nothing is refused here."""
+    return None
+
+
+def run(x: Tensor, weight: Tensor, eps: float, kind: str) -> Tensor:
+    """``[..., size]`` like ``x``; float64 stays float64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if kind == "rounded":
+        return weight * y.to(x.dtype)
+    scale = weight.to(wide.dtype)
+    return (y * (1.0 + scale if kind == "shifted" else scale)).to(x.dtype)

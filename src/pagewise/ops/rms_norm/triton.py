@@ -1,0 +1,124 @@
+"""RMS norm on a GPU: a launch instead of eight.
+
+::
+
+    out[row] = x[row] / sqrt(mean(x[row] ** 2) + eps) * weight
+
+A program has ``TILE_M`` whole rows: one of a hidden state, several of heads, whose norms are
+narrow. It reads them once. Rows may lie apart (``fold``); those of ``out`` lie in the same order
+without gaps. Supports float32, float16 and bfloat16, rows of up to 16384 numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...shapes import Form, form
+from ...tiles.triton.launch import POINTERS, Launch, Launcher, refuse
+from .problem import Problem, Rows, fold
+
+TILE = 1024  # numbers of a program, where a row has no more
+WIDEST = 16384
+MOST_ROWS = 1 << 30
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    if not 0 < problem.size <= WIDEST:
+        return f"a row has {problem.size} numbers; 1 to {WIDEST} run"
+    if problem.num_rows > MOST_ROWS:
+        return f"there are {problem.num_rows} rows; {MOST_ROWS} and fewer run"
+    if not problem.is_regular:
+        return "no two strides lead to all rows of x"
+    if problem.weight_dtype != problem.dtype:
+        return f"weight is {problem.weight_dtype} and x is {problem.dtype}"
+    return refuse(device, x=problem.dtype)
+
+
+@triton.jit
+def _rms_norm(
+    out,  # [num_rows, SIZE]
+    x,  # [num_rows / inner, inner, SIZE], by two strides
+    weight,  # [SIZE]
+    num_rows,
+    inner,
+    outer_stride,
+    inner_stride,
+    eps,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE_M: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    column = tl.arange(0, W)
+    inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+
+    at = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    y = tl.load(x + at[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+
+    y *= tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)[:, None]
+    if KIND == "rounded":
+        y = y.to(out.dtype.element_ty).to(tl.float32)
+    if KIND == "shifted":
+        scale += 1.0
+    at = row.to(tl.int64) * SIZE
+    y = (y * scale[None, :]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] + column[None, :], y, mask=inside)
+
+
+def run(x: Tensor, weight: Tensor, eps: float, kind: str) -> Tensor:
+    """One launch over all rows."""
+    is_aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    launch, strides = _prepare(form(x), eps, kind, is_aligned)
+    out = x.new_empty_strided(x.shape, strides)
+    if launch is not None:
+        launch(out, x, weight.contiguous())
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    x: Any, eps: float, kind: str, is_aligned: bool
+) -> tuple[Launch | None, tuple[int, ...]]:
+    """All but the tensors, for an ``x`` of this form, and the strides of ``out``."""
+    x = Form(*x)
+    rows, size = fold(x.shape, x.strides), x.shape[-1]
+    assert rows is not None, "refused by supports"
+    if rows.num == 0:
+        return None, rows.out_strides
+    factor = math.gcd(16 // x.dtype.itemsize, size, rows.outer_stride, rows.inner_stride)
+    launcher = make_launcher(x.dtype, size, kind, factor, is_aligned)
+    return launcher.bind(_grid(rows, launcher), *rows[:4], eps), rows.out_strides
+
+
+def _grid(rows: Rows, launcher: Launcher) -> tuple[int, int, int]:
+    return -(-rows.num // launcher.constants["TILE_M"]), 1, 1
+
+
+@functools.lru_cache(maxsize=256)
+def make_launcher(
+    dtype: torch.dtype, size: int, kind: str, factor: int, is_aligned: bool
+) -> Launcher:
+    """The kernel for rows of ``size``, which begin at multiples of ``factor`` numbers."""
+    width = triton.next_power_of_2(size)
+    tile_m = max(1, TILE // width)
+    pointer = POINTERS[dtype] + ":16" * is_aligned
+    types = {
+        "out": f"{POINTERS[dtype]}:16", "x": pointer, "weight": pointer,
+        "num_rows": "i32", "inner": "i32",
+        "outer_stride": f"i64:{factor}", "inner_stride": f"i64:{factor}",
+        "eps": "fp32",
+    }  # fmt: skip
+    constants = {"SIZE": size, "KIND": kind, "TILE_M": tile_m, "W": width}
+    num_warps = min(16, max(1, tile_m * width // 256))
+    return Launcher(_rms_norm, types, constants, num_warps=num_warps)

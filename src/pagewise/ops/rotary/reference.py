@@ -1,0 +1,32 @@
+"""The same by torch's own operations: the formula."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from .problem import Problem
+
+__all__ = ["run", "supports"]
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Nothing is refused here."""
+    return None
+
+
+def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_shared: bool) -> tuple[Tensor, Tensor]:
+    """``[1, heads, num_tokens, head_size]`` each; float64 stays float64."""
+    if is_shared:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    turned, rest = x[..., : cos.shape[-1]].to(wide), x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    cos, sin = cos.unsqueeze(1).to(wide), sin.unsqueeze(1).to(wide)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned.to(x.dtype), rest), -1)
