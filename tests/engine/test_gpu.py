@@ -15,6 +15,7 @@ from pagewise import LLM, SamplingParams, demo
 from pagewise.engine.cuda_graphs import DecodeGraphs
 from pagewise.engine.sampler import SamplingInput, sample
 from pagewise.engine.step_inputs import StepInputs
+from pagewise.testing.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +68,28 @@ def test_the_demo_checkpoint_generates_what_transformers_does(recorded: LLM) -> 
             pad_token_id=0,
         )
         assert list(ours) == theirs[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "phi3", "deepseek_v3"])
+def test_models_with_norms_and_rotary_embeddings_of_ours_do_so_too(family: str) -> None:
+    model = tiny_model(family).to(CUDA)
+    llm = LLM(model, device="cuda", num_blocks=64, max_num_seqs=4)
+    assert any(name == "forward" for _, name, _ in llm.engine._runner.model._attributes)
+    prompts = [[5, 9, 20, 33], [70, 3], [8, 8, 41, 1, 12, 60, 11]]
+    params = replace(GREEDY, max_tokens=20, detokenize=False)
+    results = llm.generate(prompts, params, use_tqdm=False)
+    model.set_attn_implementation("eager")
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.tensor([prompt], device=CUDA)
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert list(result.outputs[0].token_ids) == theirs[0, len(prompt) :].tolist()
 
 
 def test_recorded_steps_generate_what_eager_ones_do(recorded: LLM, eager: LLM) -> None:

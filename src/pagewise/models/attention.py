@@ -9,6 +9,8 @@ length of one forward and no longer, so a model that was handed to us still gene
         model(...)                         module.pagewise_layer -> AttentionLayer
                                              write_kv(new keys and values)
                                              paged_attention(queries, all pages)
+
+On a GPU some modules' ``forward`` is ours in the same way (``fused``).
 """
 
 from __future__ import annotations
@@ -191,12 +193,15 @@ def collect_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @contextmanager
 def driven(
-    configs: Iterable[PreTrainedConfig], name: str, slots: Sequence[tuple[nn.Module, object]] = ()
+    configs: Iterable[PreTrainedConfig],
+    name: str,
+    attributes: Sequence[tuple[nn.Module, str, object]] = (),
 ) -> Iterator[None]:
-    """Make a model's configs name one attention function, and hang ``slots`` on its modules.
+    """Make a model's configs name one attention function, and its modules have ``attributes``.
 
-    The configs' padding token is out of the way, too: where there is one, 32 kinds of models look
-    for it in the input, which waits for the device, only to warn.
+    An attribute that a module has of its own already is somebody else's, and stays. The configs'
+    padding token is out of the way, too: where there is one, 32 kinds of models look for it in
+    the input, which waits for the device, only to warn.
     """
     # Written past the configs' own validation, which costs more than the rest of the switch.
     saved = []
@@ -208,17 +213,18 @@ def driven(
         values["_attn_implementation_internal"] = name
         if saved[-1][2] is not None:
             values["pad_token_id"] = None
-    for module, slot in slots:
-        module.__dict__[SLOT] = slot
     try:
+        for module, attribute, value in attributes:
+            module.__dict__.setdefault(attribute, value)
         yield
     finally:
         for values, implementation, pad_token_id in saved:
             values["_attn_implementation_internal"] = implementation
             if pad_token_id is not None:
                 values["pad_token_id"] = pad_token_id
-        for module, _ in slots:
-            module.__dict__.pop(SLOT, None)
+        for module, attribute, value in attributes:
+            if module.__dict__.get(attribute) is value:
+                del module.__dict__[attribute]
 
 
 def register() -> None:

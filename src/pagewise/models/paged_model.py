@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..errors import RequestError, ShapeError, UnsupportedError
 from ..kv_cache.storage import KVCache, LayerSpec
-from .attention import NAME, AttentionLayer, collect_configs, driven, register
+from .attention import NAME, SLOT, AttentionLayer, collect_configs, driven, register
 from .forward_batch import ForwardBatch
+from .fused import Replacement, find_impl, find_replacements
 from .loading import explained, read_model
 from .probe import describe_layers, record_calls, register_probe
 from .proof import make_sequences, prove
@@ -30,8 +31,9 @@ class PagedModel:
     """A Transformers model, driven step by step over a cache that is bound to it.
 
     ``load_model`` makes one and proves it. The Transformers model inside is not changed: its
-    attention is ours for the length of a ``forward``, so its own ``generate`` works between two
-    of them, though not during one, from another thread.
+    attention, and on a GPU its norms and rotary embeddings, are ours for the length of a
+    ``forward``, so its own ``generate`` works between two of them, though not during one, from
+    another thread.
 
     Attributes:
         name: The model's class, for messages.
@@ -53,6 +55,7 @@ class PagedModel:
         *,
         vocab_size: int,
         max_model_len: int | None,
+        replacements: Sequence[Replacement] = (),
     ) -> None:
         self.name = type(model).__name__
         self.config = model.config.get_text_config(decoder=True)
@@ -65,7 +68,7 @@ class PagedModel:
         self._model = model
         self._configs = collect_configs(model)
         self._modules = modules
-        self._slots = [(layer.module, layer) for layer in modules]
+        self._attributes = [*((layer.module, SLOT, layer) for layer in modules), *replacements]
         self._options, self._takes_rows = _read_signature(model)
         self._is_bound = False
 
@@ -110,8 +113,10 @@ class PagedModel:
             layer.step = step
         try:
             with (
-                torch.no_grad(), evaluating(self._model), driven(self._configs, NAME, self._slots)
-            ):  # fmt: skip
+                torch.no_grad(),
+                evaluating(self._model),
+                driven(self._configs, NAME, self._attributes),
+            ):
                 output = self._model(
                     input_ids=step.token_ids[None], position_ids=step.positions[None], **options
                 )
@@ -206,8 +211,17 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
         sequences = make_sequences(model, limit)
         calls, vocab_size = record_calls(model, sequences[0])
         modules, layers = describe_layers(model, calls, limit)
-        paged = PagedModel(model, modules, layers, vocab_size=vocab_size, max_model_len=limit)
-        prove(paged, model, [layer.module for layer in modules], sequences)
+        attention = [layer.module for layer in modules]
+        impl = find_impl(model.device, model.dtype)
+        paged = PagedModel(
+            model,
+            modules,
+            layers,
+            vocab_size=vocab_size,
+            max_model_len=limit,
+            replacements=[] if impl is None else find_replacements(model, attention, impl),
+        )
+        prove(paged, model, attention, sequences)
     return paged
 
 

@@ -90,7 +90,7 @@ def record_calls(model: PreTrainedModel, token_ids: Tensor) -> tuple[list[Attent
         UnsupportedError: The model gives no logits.
     """
     calls: list[AttentionCall] = []
-    slots = [(module, calls) for module in model.modules()]
+    slots = [(module, SLOT, calls) for module in model.modules()]
     with driven(collect_configs(model), PROBE, slots):
         output = model(input_ids=token_ids[None], use_cache=False, return_dict=True)
     logits = getattr(output, "logits", None)

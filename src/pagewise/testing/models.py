@@ -32,9 +32,10 @@ FAMILIES = (
 )
 """Families that run on a paged cache."""
 
-UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3")
+UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm")
 """More that run: with keys shared between layers, with layers that drop the keyword arguments
-that are meant for their attention, with values of another width than keys."""
+that are meant for their attention, with values of another width than keys, with a rotary embedding
+that turns neighbours."""
 
 REFUSED = ("bloom", "mamba", "qwen3_next", "bert")
 """Families that do not: other attention, no attention, some attention, attention both ways."""
@@ -119,6 +120,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
     },
+    "glm": {"head_dim": 16},
     "bloom": {},
     "mamba": {},
     "qwen3_next": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16},
