@@ -14,6 +14,7 @@ from .attention import AttentionCase
 from .cache_ops import CopyBlocksCase, WriteKVCase
 from .case import Case, Target, at_least, at_most
 from .engine import EngineCase
+from .generators import QWEN3
 from .gpu_attention import GpuBlockSizesCase, GpuDecodeCase, GpuPrefillCase
 from .gpu_inputs import Shape
 from .swin_unetr import SwinUnetrCase
@@ -206,6 +207,18 @@ GPU_CASES: tuple[Case, ...] = (
         )
     ),
 )
+ENGINE_CASES: tuple[Case, ...] = (
+    EngineCase(
+        "gpu-engine-qwen3-0.6b",
+        num_prompts=128,
+        shortest=100,
+        longest=1024,
+        device="cuda",
+        model=QWEN3,
+        dtype=torch.bfloat16,
+    ),
+    EngineCase("gpu-engine-64", device="cuda"),
+)
 VOLUME, IMAGE = (7, 7, 7), (7, 7)
 F16, BF16 = torch.float16, torch.bfloat16
 AHEAD_OF_PEERS = (at_least("x best peer", 1),)
@@ -296,7 +309,7 @@ WINDOW_CASES: tuple[Case, ...] = (
         for side, images in ((8, 64), (16, 32), (24, 16))
     ),
 )
-CASES += GPU_CASES + TILE_CASES + WINDOW_CASES
+CASES += GPU_CASES + ENGINE_CASES + TILE_CASES + WINDOW_CASES
 if find_spec("monai"):  # is no dependency
     CASES += SWIN_CASES
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from pagewise.errors import UnsupportedError
 
 from .case import Check, Measurement, Target
-from .generators import Generate, Prompts, continuous_batching, load_llm, ours, padded
+from .generators import BLOCK_SIZE, SHIPPED, Generate, Generators, Model, Prompts, load
 from .timing import Contestant, Times, ratio, take_turns
 
 __all__ = ["EngineCase"]
 
-PEERS = {"padded generate": padded, "continuous batching": continuous_batching}
+PEERS: dict[str, Callable[[Generators, Prompts, int], Prompts]] = {
+    "padded generate": Generators.padded,
+    "continuous batching": Generators.continuous_batching,
+}
 SMALL = 4  # prompts, and tokens of each, of a warm-up
+FEW_LAYERS, FEW_PROMPTS, FEW_TOKENS = 2, 16, 32  # of what is held against Transformers in float32
 FIRST_TOKEN, LAST_TOKEN = 1, 4095  # 0 ends a text
 
 
@@ -26,7 +37,8 @@ class EngineCase:
 
     Metrics: ``tokens/s``, new ones of ours; ``x PEER``, how many times as fast as a peer;
     ``KV waste``, the share of held cache slots that held no token, averaged over steps;
-    ``equal to PEER``, the share of prompts that got the peer's tokens.
+    ``equal to PEER``, the share of prompts that got the peer's tokens; on a GPU ``milliseconds a
+    step, 1 sequence``, what one sequence alone waits for a token.
     """
 
     name: str
@@ -36,33 +48,66 @@ class EngineCase:
     longest: int = 512
     max_tokens: int = 128
     device: str = "cpu"
+    model: Model = SHIPPED
+    dtype: torch.dtype = torch.float32
+    peers: tuple[str, ...] = tuple(PEERS)
 
     @property
     def about(self) -> str:
         """The problem in one line."""
         return (
             f"generate: {self.num_prompts} prompts of {self.shortest} to {self.longest} tokens, "
-            f"{self.max_tokens} new each, greedy, shipped checkpoint, float32"
+            f"{self.max_tokens} new each, greedy, {self.model.about}, "
+            f"{str(self.dtype).removeprefix('torch.')}"
         )
 
     def verify(self) -> list[Check]:
+        """The tokens are Transformers' own.
+
+        In 16 bits they need not be: there every other token may be a tie. Then the logits have
+        to pass the proof that comes with loading, and the tokens are those of a model of the
+        same sizes but for its few layers, in float32.
+        """
+        if self.dtype == torch.float32:
+            return [self._compare(self._load(), self._prompts(0), self.max_tokens)]
+        try:
+            self._load()
+        except UnsupportedError as error:
+            return [Check("logits of a few tokens", False, str(error))]
+        assert self.model.sizes is not None, "the shipped checkpoint runs in float32"
+        few = replace(self.model, sizes={**self.model.sizes, "num_hidden_layers": FEW_LAYERS})
+        small = Generators(few, torch.float32, self.device, **self._limits())
+        return [
+            Check("logits of a few tokens", True, "proven on loading"),
+            self._compare(small, self._prompts(0)[:FEW_PROMPTS], FEW_TOKENS),
+        ]
+
+    def _compare(self, loaded: Generators, prompts: Prompts, max_tokens: int) -> Check:
         """Every prompt gets the tokens of padded ``generate``, or of ``generate`` alone.
 
         A batch rounds otherwise than a prompt alone, which may tip a tie.
         """
-        prompts = self._prompts(0)
-        mine, theirs = (generate(prompts, self.max_tokens) for generate in (ours, padded))
+        mine, theirs = (generate(prompts, max_tokens) for generate in (loaded.ours, loaded.padded))
         differing = [i for i in range(len(prompts)) if mine[i] != theirs[i]]
-        wrong = [i for i in differing if padded([prompts[i]], self.max_tokens) != [mine[i]]]
+        wrong = [i for i in differing if loaded.padded([prompts[i]], max_tokens) != [mine[i]]]
         detail = f"{len(differing)} differ from padded generate, {len(wrong)} also from it alone"
-        return [Check(f"tokens of {len(prompts)} prompts", not wrong, f"{detail} {wrong}")]
+        return Check(f"tokens of {len(prompts)} prompts", not wrong, f"{detail} {wrong}")
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours and the peers in turns, each warmed up on a small run."""
-        generators: dict[str, Generate] = {"pagewise": ours, **PEERS}
+        """Time ours and the peers in turns, each warmed up on a small run.
+
+        On a GPU ours is so on a whole one, which records its decode steps.
+        """
+        loaded = self._load()
+        generators: dict[str, Generate] = {
+            "pagewise": loaded.ours,
+            **{name: partial(PEERS[name], loaded) for name in self.peers},
+        }
         for generate in generators.values():
             generate([prompt[:SMALL] for prompt in self._prompts(0)[:SMALL]], SMALL)
-        counts = load_llm().engine.counts
+        if self.device == "cuda":
+            loaded.ours(self._prompts(0), self.max_tokens)
+        counts = loaded.llm.engine.counts
         held, unused = counts.held_slots, counts.unused_slots
         results: dict[str, list[Prompts]] = {name: [] for name in generators}
         contestants = {
@@ -71,7 +116,34 @@ class EngineCase:
         }
         times = take_turns(contestants, repeats=repeats or 3, warmup=0)
         waste = (counts.unused_slots - unused) / (counts.held_slots - held)
-        return Measurement(times, {**self._metrics(times, results), "KV waste": waste})
+        metrics = {**self._metrics(times, results), "KV waste": waste}
+        if self.device == "cuda":
+            metrics["milliseconds a step, 1 sequence"] = self._time_step(loaded.ours)
+        return Measurement(times, metrics)
+
+    def _load(self) -> Generators:
+        return load(self.model, self.dtype, self.device, **self._limits())
+
+    def _limits(self) -> dict[str, int]:
+        """Our engine's defaults on a CPU; on a GPU they would leave the peers no memory."""
+        if self.device == "cpu":
+            return {}
+        longest = self.longest + self.max_tokens
+        blocks = self.num_prompts * -(-longest // BLOCK_SIZE)
+        return {"max_model_len": longest, "num_blocks": blocks, "max_num_seqs": self.num_prompts}
+
+    def _time_step(self, generate: Generate) -> float:
+        """What each further token of one prompt takes, in milliseconds."""
+
+        def seconds(turn: int, max_tokens: int) -> float:
+            prompts = self._prompts(turn)[:1]  # as long as any other turn's, and never seen
+            start = time.perf_counter()
+            generate(prompts, max_tokens)
+            return time.perf_counter() - start
+
+        seconds(-1, 2)  # records the step
+        found = [seconds(-turn, self.max_tokens) - seconds(-turn - 1, 1) for turn in (2, 4, 6)]
+        return 1e3 * statistics.median(found) / (self.max_tokens - 1)
 
     def _in_rounds(self, generate: Generate, results: list[Prompts]) -> Callable[[], None]:
         rounds = map(self._prompts, itertools.count(1))
@@ -92,7 +164,7 @@ class EngineCase:
     ) -> dict[str, float]:
         mine = times["pagewise"]
         metrics = {"tokens/s": self.num_prompts * self.max_tokens / mine.median}
-        for peer in PEERS:
+        for peer in self.peers:
             metrics[f"x {peer}"] = ratio(times[peer], mine)
             pairs = zip(_flat(results["pagewise"]), _flat(results[peer]), strict=True)
             equal = [a == b for a, b in pairs]

@@ -1,10 +1,11 @@
-"""Three ways to generate greedily from lists of token ids, on the shipped checkpoint in float32."""
+"""Three ways to generate greedily from lists of token ids: our engine, and Transformers' two."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from pagewise import LLM, SamplingParams
 from pagewise.demo import path
 
-__all__ = ["Generate", "Prompts", "continuous_batching", "load_llm", "ours", "padded"]
+__all__ = ["BLOCK_SIZE", "QWEN3", "SHIPPED", "Generate", "Generators", "Model", "Prompts", "load"]
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
@@ -23,69 +24,114 @@ NO_TOKEN = -1  # ends nothing; None would become the model's own end of text
 BLOCK_SIZE = 16
 
 
-@functools.cache
-def load_llm() -> LLM:
-    """Our engine."""
-    return LLM(dtype=torch.float32, block_size=BLOCK_SIZE)
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What generates."""
+
+    about: str
+    sizes: Mapping[str, Any] | None = None
+    """Of a ``Qwen3Config``, for random weights; ``None``: the shipped checkpoint."""
+
+    def load(self, dtype: torch.dtype, device: str) -> Any:
+        """The model as Transformers runs it; random weights are the same every time."""
+        from transformers import AutoModelForCausalLM, Qwen3Config
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # it warns of texts that never end, which is what we ask for
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+        if self.sizes is None:
+            return AutoModelForCausalLM.from_pretrained(path(), **options).to(device).eval()
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(Qwen3Config(**self.sizes), **options).eval()
 
 
-def ours(prompts: Prompts, max_tokens: int) -> Prompts:
-    """Our engine with its defaults; ids in, ids out, as the peers."""
-    params = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-    )
-    results = load_llm().generate(prompts, params, use_tqdm=False)
-    return [list(result.outputs[0].token_ids) for result in results]
+SHIPPED = Model("shipped checkpoint")
+QWEN3 = Model(
+    "Qwen3-0.6B's sizes, random weights",
+    {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)
 
 
-def padded(prompts: Prompts, max_tokens: int) -> Prompts:
-    """Transformers' ``generate`` on one batch, filled up to the longest prompt on the left."""
-    width = max(map(len, prompts))
-    gaps = [width - len(prompt) for prompt in prompts]
-    pairs = list(zip(prompts, gaps, strict=True))
-    tokens = _load_transformers().generate(
-        torch.tensor([[PAD] * gap + prompt for prompt, gap in pairs]),
-        attention_mask=torch.tensor([[0] * gap + [1] * len(prompt) for prompt, gap in pairs]),
-        generation_config=_greedy(max_tokens),
-    )
-    result: Prompts = tokens[:, width:].tolist()
-    return result
+class Generators:
+    """The three for one model.
 
+    Args:
+        model: What generates.
+        dtype: Type of its weights.
+        device: ``"cpu"`` or ``"cuda"``.
+        **options: Of our engine.
 
-def continuous_batching(prompts: Prompts, max_tokens: int) -> Prompts:
-    """Transformers' own continuous batching.
-
-    Its defaults take most of the memory and seconds to set it up, so it gets the blocks that it
-    needs. Small pages were the fastest of those tried (16, 64, 256), by 10 %.
+    Attributes:
+        llm: Our engine. It proves on loading that its logits are the model's own.
+        peer: The model as Transformers runs it.
     """
-    from transformers import ContinuousBatchingConfig
 
-    blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
-    results = _load_transformers().generate_batch(
-        prompts,
-        generation_config=_greedy(max_tokens),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=BLOCK_SIZE, num_blocks=2 * blocks, max_batch_tokens=2048
-        ),
-    )
-    return [list(result.generated_tokens) for result in results.values()]
+    def __init__(self, model: Model, dtype: torch.dtype, device: str, **options: Any) -> None:
+        self.peer = model.load(dtype, device)
+        source = None if model.sizes is None else self.peer
+        self.llm = LLM(source, dtype=dtype, device=device, block_size=BLOCK_SIZE, **options)
+
+    def ours(self, prompts: Prompts, max_tokens: int) -> Prompts:
+        """Our engine; ids in, ids out, as the peers."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        results = self.llm.generate(prompts, params, use_tqdm=False)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    def padded(self, prompts: Prompts, max_tokens: int) -> Prompts:
+        """Transformers' ``generate`` on one batch, filled up to the longest prompt on the left."""
+        width = max(map(len, prompts))
+        gaps = [width - len(prompt) for prompt in prompts]
+        pairs = list(zip(prompts, gaps, strict=True))
+        mask = [[0] * gap + [1] * len(prompt) for prompt, gap in pairs]
+        tokens = self.peer.generate(
+            torch.tensor([[PAD] * gap + prompt for prompt, gap in pairs], device=self.peer.device),
+            attention_mask=torch.tensor(mask, device=self.peer.device),
+            generation_config=self._greedy(max_tokens),
+        )
+        result: Prompts = tokens[:, width:].tolist()
+        return result
+
+    def continuous_batching(self, prompts: Prompts, max_tokens: int) -> Prompts:
+        """Transformers' own continuous batching.
+
+        Its defaults take most of the memory and seconds to set it up, so it gets the blocks that
+        it needs. Small pages were the fastest of those tried on a CPU (16, 64, 256), by 10 %.
+        """
+        from transformers import ContinuousBatchingConfig
+
+        blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
+        results = self.peer.generate_batch(
+            prompts,
+            generation_config=self._greedy(max_tokens),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=BLOCK_SIZE, num_blocks=2 * blocks, max_batch_tokens=2048
+            ),
+        )
+        return [list(result.generated_tokens) for result in results.values()]
+
+    def _greedy(self, max_tokens: int) -> Any:
+        config = copy.deepcopy(self.peer.generation_config)
+        config.do_sample, config.max_new_tokens = False, max_tokens
+        config.eos_token_id, config.pad_token_id = NO_TOKEN, PAD
+        return config
 
 
 @functools.cache
-def _load_transformers() -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it warns of texts that never end, which is what we ask for
-    model = AutoModelForCausalLM.from_pretrained(
-        path(), dtype=torch.float32, attn_implementation="sdpa"
-    )
-    return model.eval()
-
-
-def _greedy(max_tokens: int) -> Any:
-    config = copy.deepcopy(_load_transformers().generation_config)
-    config.do_sample, config.max_new_tokens = False, max_tokens
-    config.eos_token_id, config.pad_token_id = NO_TOKEN, PAD
-    return config
+def load(model: Model, dtype: torch.dtype, device: str, **options: Any) -> Generators:
+    """The generators of a model, once a process."""
+    return Generators(model, dtype, device, **options)

@@ -12,6 +12,8 @@ from benchmarks.attention import AttentionCase
 from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
 from benchmarks.document import fill
+from benchmarks.engine import EngineCase
+from benchmarks.generators import QWEN3
 from benchmarks.timing import Contestant, Times, ratio, take_turns
 from typer.testing import CliRunner
 
@@ -104,6 +106,43 @@ def test_small_cases_of_cache_operations_are_right_and_have_their_metrics(case):
     assert all(check.passed for check in case.verify())
     metrics = case.measure(repeats=None).metrics
     assert {"share of copy bandwidth", "host, microseconds"} <= metrics.keys()
+
+
+SMALL_MODEL = dataclasses.replace(
+    QWEN3,
+    sizes={
+        **QWEN3.sizes,
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 5000,
+    },
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_small_engine_case_with_random_weights_is_right_and_has_its_metrics(device):
+    case = EngineCase(
+        "tiny",
+        num_prompts=5,
+        shortest=3,
+        longest=20,
+        max_tokens=8,
+        device=device,
+        model=SMALL_MODEL,
+        dtype=torch.bfloat16,
+        peers=("padded generate",),
+    )
+    checks = case.verify()
+    assert [check.what for check in checks] == ["logits of a few tokens", "tokens of 5 prompts"]
+    assert all(check.passed for check in checks)
+    metrics = case.measure(repeats=1).metrics
+    assert {"tokens/s", "x padded generate", "KV waste"} <= metrics.keys()
+    assert ("milliseconds a step, 1 sequence" in metrics) == (device == "cuda")
+    assert "x continuous batching" not in metrics
 
 
 def test_a_small_attention_case_and_its_peers_are_right():
