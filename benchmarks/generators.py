@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -115,11 +116,15 @@ class Generators:
         from transformers import ContinuousBatchingConfig
 
         blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts)
+        names = signature(ContinuousBatchingConfig).parameters
+        page = (
+            "page_size" if "page_size" in names else "block_size"
+        )  # Transformers 5.17 and earlier
         results = self.peer.generate_batch(
             prompts,
             generation_config=self._greedy(max_tokens),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=BLOCK_SIZE, num_blocks=2 * blocks, max_batch_tokens=2048
+                **{page: BLOCK_SIZE}, num_blocks=2 * blocks, max_batch_tokens=2048
             ),
         )
         return [list(result.generated_tokens) for result in results.values()]

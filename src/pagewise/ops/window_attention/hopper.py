@@ -29,7 +29,7 @@ from .triton import KINDS
 __all__ = ["backward", "forward", "supports"]
 
 _FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 33, 1024, 64
-_FEWEST_PAIRS, _MANY_TOKENS = 256, 193  # programs make their bias first, which few do not repay
+_NARROW = 16
 _MOST_MARKED = 2048.0
 _LARGEST = 65_504.0  # of float16
 
@@ -54,15 +54,22 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         )
     if problem.num_tokens <= MOST_IN_ONE_TILE:
         return None
-    pairs = problem.num_windows * problem.num_heads
-    if problem.num_tokens < _MANY_TOKENS and pairs < _FEWEST_PAIRS:
+    pairs, fewest = problem.num_windows * problem.num_heads, _fewest_pairs(problem)
+    if pairs < fewest:
         return (
-            f"windows times heads are {pairs}; from {_FEWEST_PAIRS} on, or {_MANY_TOKENS} tokens, "
-            "this is faster than triton"
+            f"windows times heads are {pairs}; from {fewest} on, or with more tokens, this is "
+            "faster than triton"
         )
     if make_plan(problem, device) is None:
         return f"{problem.num_tokens} tokens of {problem.head_size} do not fit into shared memory"
     return None
+
+
+def _fewest_pairs(problem: Problem) -> int:
+    """Of windows and heads: programs make their bias first, which few do not repay."""
+    if problem.num_tokens < 193:
+        return 256
+    return 128 if problem.num_tokens <= 256 and problem.head_size <= _NARROW else 0
 
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
