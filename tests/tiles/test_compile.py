@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import warnings
 
 import numba.core.caching
@@ -15,3 +18,37 @@ def test_kernels_run_where_they_cannot_be_kept(monkeypatch):
     with warnings.catch_warnings():  # said once
         warnings.simplefilter("error")
         assert compile.entry()(lambda x: x + 1)(1) == 2
+
+
+KERNEL = """
+from pagewise.tiles.cpu.compile import entry
+from cpu_helper import factor
+
+@entry()
+def scale(x):
+    return factor() * x
+"""
+HELPER = """
+from pagewise.tiles.cpu.compile import inner
+
+@inner()
+def factor():
+    return {}
+"""
+
+
+def test_a_kept_kernel_is_compiled_anew_when_what_it_calls_changes(tmp_path):
+    (tmp_path / "cpu.py").write_text(KERNEL)
+    environment = os.environ | {"NUMBA_CACHE_DIR": os.fspath(tmp_path / "kept")}
+    command = [sys.executable, "-c", "import cpu; print(cpu.scale(7), cpu.scale.stats.cache_hits)"]
+
+    def run(factor):
+        (tmp_path / "cpu_helper.py").write_text(HELPER.format(factor))
+        found = subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        )
+        return found.stdout.strip().replace("Counter()", "0")
+
+    assert run(2).startswith("14 ")
+    assert "1}" in run(2)  # kept
+    assert run(3).startswith("21 ")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from numba import njit
@@ -36,12 +38,37 @@ def entry() -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
-            return compile_(cache=True)(function)
+            kernel = compile_(cache=True)(function)
         except RuntimeError:  # Numba has found no directory
             _warn()
             return compile_()(function)
+        return _follow_sources(kernel, Path(function.__code__.co_filename))
 
     return decorate
+
+
+def _follow_sources(kernel: Any, path: Path) -> Any:
+    """Have a kept kernel compiled anew when any file changes that it may be made of.
+
+    Numba looks at the one file that the kernel stands in: after an update of the package in place
+    it would go on with old helpers.
+    """
+    kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # no promise of Numba's
+    if kept is not None:
+        kept._source_stamp = (kept._source_stamp, _digest(path.parent))
+    return kernel
+
+
+@cache
+def _digest(folder: Path) -> str:
+    """Of the tiles, of a folder's own kernels, and of what both know of problems and types."""
+    sources = {
+        *Path(__file__).parent.glob("*.py"),
+        *folder.glob("cpu*.py"),
+        *folder.glob("problem.py"),
+        *folder.parent.glob("*.py"),
+    }
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
 
 
 @cache
