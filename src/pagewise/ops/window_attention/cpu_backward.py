@@ -12,12 +12,19 @@ import numpy as np
 
 from ...tiles.cpu.compile import entry, folded, inner
 from ...tiles.cpu.simd import LN_2, LOG2_E, take_number
-from .cpu_forward import load_keys, load_regions, load_tile, load_values, scores, sizes_of
+from .cpu_forward import (
+    load_bias,
+    load_keys,
+    load_regions,
+    load_tile,
+    load_values,
+    scores,
+    sizes_of,
+)
 from .cpu_rows import (
     ROWS,
     copy_rows,
     find_runs,
-    gather_bias,
     head_scale,
     inverse_norm,
     largest_inverse,
@@ -31,8 +38,7 @@ from .cpu_tiles import (
     accumulate,
     add_outer,
     inner_products,
-    mix,
-    mix_rows,
+    mix_window,
     score,
     soften_again,
     subtract_row,
@@ -132,23 +138,11 @@ def _weigh(x, z, w, given, window, slot, head, first, num_rows):
 
 
 @folded()
-def _mix(x, z, w, slot, num_rows):
-    """A tile's gradients of scores times a window's keys."""
-    if z.columns:
-        at = slot * x.num_tokens * z.columns
-        mix_rows(w.result, w.ds, num_rows, w.key_rows, at, x.num_tokens, z.width, z.columns)
-    else:
-        mix(w.result, w.ds, num_rows, w.keys, slot * z.depth * z.width, z.width, z.depth)
-
-
-@folded()
 def _differentiate_part(item, found, given, x, z, w):
     """One head of one part of the windows: its gradients, its share of the table's or bias's."""
-    head, share = item % x.num_heads, item
-    part = item // x.num_heads
+    head, part = item % x.num_heads, item // x.num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head)
     turn_table(w.table, x.table, x.table_size, head)
-    num_runs = find_runs(w.runs, x.offsets)
     held = -1  # the block whose bias is there, and its gradient
     end = x.num_windows * (part + 1) // x.parts
     for start in range(x.num_windows * part // x.parts, end, z.group):
@@ -161,11 +155,8 @@ def _differentiate_part(item, found, given, x, z, w):
             last = min(x.num_tokens, block + z.block)
             if block != held:
                 if held >= 0:
-                    _hand_back(found.dtable, w.dbias, x, share, held, z.block, z.width)
-                gather_bias(
-                    w.bias, w.table, x.table_size, x.offsets, w.runs, num_runs, block,
-                    last - block, z.width,
-                )  # fmt: skip
+                    _hand_back(found.dtable, w.dbias, x, item, held, z.block, z.width)
+                load_bias(x, z, w, block, last)
                 w.dbias[:] = 0
                 held = block
             for window in range(start, stop):
@@ -174,18 +165,18 @@ def _differentiate_part(item, found, given, x, z, w):
                     num_rows, bias_at = min(ROWS, last - first), (first - block) * z.width
                     scores(x, z, w, window, slot, head, first, num_rows, bias_at, scale * LOG2_E)
                     _weigh(x, z, w, given, window, slot, head, first, num_rows)
-                    _mix(x, z, w, slot, num_rows)
+                    mix_window(w.result, w.ds, w.key_rows, w.keys, slot, x, z, num_rows)
                     add_outer(w.dkeys, slot * z.depth * z.width, w.ds, w.rows, z.width, z.depth)
                     add_outer(w.dvalues, slot * z.depth * z.width, w.s, w.back, z.width, z.depth)
                     accumulate(w.dbias, bias_at, w.ds, num_rows * z.width)
-                    found.dscale[share] += _store_rows(
+                    found.dscale[item] += _store_rows(
                         found.dq, x, w, z.depth, z.columns or z.depth, window, head, first,
                         num_rows, scale,
                     )  # fmt: skip
         for window in range(start, stop):
             _store_keys(found, x, z, w, window - start, window, head)
     if held >= 0:
-        _hand_back(found.dtable, w.dbias, x, share, held, z.block, z.width)
+        _hand_back(found.dtable, w.dbias, x, item, held, z.block, z.width)
 
 
 @inner()
@@ -202,6 +193,7 @@ def differentiate(found, given, x):
     """All gradients of the parts that this thread gets hold of."""
     z = sizes_of(x, 4)
     room = z.group * z.depth * z.width
+    runs = np.empty(x.num_tokens + 1, np.int64)
     w = Scratch(
         np.empty(room, np.float32),
         np.empty(room, np.float32),
@@ -212,7 +204,7 @@ def differentiate(found, given, x):
         np.empty(z.group * z.width, np.float32),
         np.empty(z.group, np.int64),
         np.empty(x.table_size + 16, np.float32),
-        np.empty(x.num_tokens + 1, np.int64),
+        runs[: find_runs(runs, x.offsets) + 1],
         np.empty(z.block * z.width + 16, np.float32),
         np.empty(ROWS * z.width, np.float32),
         np.empty(ROWS * z.width, np.float32),

@@ -20,7 +20,7 @@ from .cpu_rows import (
     turn_table,
     write_row,
 )
-from .cpu_tiles import add_bias_and_mask, add_dense, mix, mix_rows, score, soften
+from .cpu_tiles import add_bias_and_mask, add_dense, mix_window, score, soften
 
 _GROUP_FLOATS = 65536
 """Room for a group's keys and values (and their gradients): a quarter of a 1 MiB cache."""
@@ -82,6 +82,13 @@ def load_values(values, slot, x, z, window, head):
     transpose(values, at, x.v, v_at, x.v_strides[2], x.num_tokens, z.width, x.size, z.depth)
 
 
+@folded()
+def load_bias(x, z, w, block, last):
+    """The bias of a block's rows, of the head that ``w.table`` holds."""
+    num_rows = last - block
+    gather_bias(w.bias, w.table, x.table_size, x.offsets, w.runs, block, num_rows, z.width)
+
+
 @inner()
 def load_tile(rows, x, x_at, x_token, first, num_rows, size, depth, scale, eps):
     """A tile's rows from token ``first`` on, zeros below them."""
@@ -105,16 +112,6 @@ def scores(x, z, w, window, slot, head, first, num_rows, bias_at, scale):
     if len(x.mask):
         row = window % x.num_masks * x.num_tokens + first
         add_dense(w.s, x.mask, row * x.num_tokens, num_rows, x.num_tokens, z.width)
-
-
-@folded()
-def _mix(x, z, w, slot, num_rows):
-    """A tile's weights times a window's values."""
-    if z.columns:
-        at = slot * x.num_tokens * z.columns
-        mix_rows(w.result, w.s, num_rows, w.values, at, x.num_tokens, z.width, z.columns)
-    else:
-        mix(w.result, w.s, num_rows, w.values, slot * z.depth * z.width, z.width, z.depth)
 
 
 @folded()
@@ -150,7 +147,6 @@ def _attend_part(item, out, lse, x, z, w):
     head, part = item % x.num_heads, item // x.num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head) * LOG2_E
     turn_table(w.table, x.table, x.table_size, head)
-    num_runs = find_runs(w.runs, x.offsets)
     held = -1  # the block whose bias is there
     end = x.num_windows * (part + 1) // x.parts
     for start in range(x.num_windows * part // x.parts, end, z.group):
@@ -160,17 +156,14 @@ def _attend_part(item, out, lse, x, z, w):
         for block in range(0, x.num_tokens, z.block):
             last = min(x.num_tokens, block + z.block)
             if block != held:
-                gather_bias(
-                    w.bias, w.table, x.table_size, x.offsets, w.runs, num_runs, block,
-                    last - block, z.width,
-                )  # fmt: skip
+                load_bias(x, z, w, block, last)
                 held = block
             for window in range(start, stop):
                 for first in range(block, last, ROWS):
                     num_rows, bias_at = min(ROWS, last - first), (first - block) * z.width
                     scores(x, z, w, window, window - start, head, first, num_rows, bias_at, scale)
                     soften(w.s, num_rows, w.stats, z.width)
-                    _mix(x, z, w, window - start, num_rows)
+                    mix_window(w.result, w.s, w.values, w.values, window - start, x, z, num_rows)
                     depth = z.columns or z.depth
                     _finish(out, lse, x, w.stats, w.result, depth, window, head, first, num_rows)
 
@@ -188,6 +181,7 @@ def _attend_parts(out, lse, x, z, w):
 def attend(out, lse, x):
     """The parts that this thread gets hold of."""
     z = sizes_of(x, 2)
+    runs = np.empty(x.num_tokens + 1, np.int64)
     w = Scratch(
         np.empty(z.group * z.depth * z.width, np.float32),
         np.empty(z.group * max(z.depth * z.width, z.columns * x.num_tokens), np.float32),
@@ -195,7 +189,7 @@ def attend(out, lse, x):
         np.empty(z.group * z.width, np.float32),
         np.empty(z.group, np.int64),
         np.empty(x.table_size + 16, np.float32),
-        np.empty(x.num_tokens + 1, np.int64),
+        runs[: find_runs(runs, x.offsets) + 1],
         np.empty(z.block * z.width + 16, np.float32),
         np.zeros(ROWS * z.width, np.float32),
         np.empty(ROWS * z.depth, np.float32),

@@ -219,12 +219,12 @@ def turn_table(into, table, table_size, head):
 
 
 @inner()
-def gather_bias(into, turned, table_size, offsets, runs, num_runs, first, num_rows, width):
+def gather_bias(into, turned, table_size, offsets, runs, first, num_rows, width):
     """Rows of a head's bias from ``turned`` (0 without a table), -inf past the last key.
 
     Runs are copied by sixteens: what is too much is written over, or lies behind the last row.
     """
-    num_tokens = len(offsets)
+    num_tokens, num_runs = len(offsets), len(runs) - 1
     centre = table_size - 1 - (table_size - 1) // 2
     for r in range(num_rows):
         at = r * width

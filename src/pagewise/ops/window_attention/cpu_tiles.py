@@ -160,6 +160,16 @@ def _mix_4x16(result, weights, r, values, at, d, num_tokens, width, depth):
     store(result, to + 3 * depth, add(a3, b3))
 
 
+@folded()
+def mix_window(result, weights, by_rows, by_columns, slot, x, z, num_rows):
+    """A tile of weights times the window in ``slot``, which lies as ``z.columns`` says."""
+    if z.columns:
+        at = slot * x.num_tokens * z.columns
+        mix_rows(result, weights, num_rows, by_rows, at, x.num_tokens, z.width, z.columns)
+    else:
+        mix(result, weights, num_rows, by_columns, slot * z.depth * z.width, z.width, z.depth)
+
+
 @inner()
 def add_outer(into, at, weights, rows, width, depth):
     """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: what ``mix`` and ``score`` hand back.
