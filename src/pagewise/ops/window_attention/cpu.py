@@ -30,6 +30,7 @@ from ...tiles.cpu.threads import run_together
 from ...tiles.state import AttentionOutput
 from .cpu_backward import Found, Given, differentiate
 from .cpu_forward import attend
+from .cpu_rows import AS_THEY_ARE
 from .problem import MAX_LOGIT_SCALE, Gradients
 from .reference import saturate
 
@@ -135,7 +136,7 @@ def _prepare(problem, x):
     numbers = [
         np.float32(x.softmax_scale),
         np.float32(x.mask_value * _LOG2_E),
-        np.float32(x.qk_norm_eps if problem.cosine else -1),
+        np.float32(x.qk_norm_eps) if problem.cosine else AS_THEY_ARE,
     ]
     parts = max(-(-_ITEMS // max(1, problem.num_heads)), problem.num_windows // _WINDOWS)
     parts = max(1, min(parts, problem.num_windows, _PARTS))

@@ -22,6 +22,7 @@ from .cpu_forward import (
     sizes_of,
 )
 from .cpu_rows import (
+    AS_THEY_ARE,
     ROWS,
     copy_rows,
     find_runs,
@@ -96,10 +97,9 @@ def _hand_back(dtable, dbias, x, share, first, block, width):
             at = (share * x.num_tokens + first + r) * x.num_tokens
             for n in range(x.num_tokens):
                 dtable[at + n] += dbias[r * width + n]
-    at = share * x.table_size
-    scatter_bias(
-        dtable, at, x.table_size, dbias, x.offsets, first, num_rows if x.table_size else 0, width
-    )
+    if x.table_size:
+        at = share * x.table_size
+        scatter_bias(dtable, at, x.table_size, dbias, x.offsets, first, num_rows, width)
 
 
 @folded()
@@ -122,7 +122,7 @@ def _weigh(x, z, w, given, window, slot, head, first, num_rows):
     at = window * given.dout_strides[0] + head * given.dout_strides[1]
     load_tile(
         w.back, given.dout, at, given.dout_strides[2], first, num_rows, x.size, z.depth,
-        np.float32(1), np.float32(-1),
+        np.float32(1), AS_THEY_ARE,
     )  # fmt: skip
     score(w.ds, w.back, num_rows, w.values, slot * z.depth * z.width, z.width, z.depth)
     at = ((window * x.num_tokens + first) * x.num_heads + head) * x.size

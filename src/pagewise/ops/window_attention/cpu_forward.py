@@ -9,6 +9,7 @@ import numpy as np
 from ...tiles.cpu.compile import entry, folded, inner
 from ...tiles.cpu.simd import LN_2, LOG2_E, add, load, log2, mul, splat, store, take_number
 from .cpu_rows import (
+    AS_THEY_ARE,
     ROWS,
     copy_rows,
     find_runs,
@@ -135,7 +136,7 @@ def _load_window(x, z, w, window, slot, head):
         v_at = window * x.v_strides[0] + head * x.v_strides[1]
         copy_rows(
             w.values, slot * x.num_tokens * z.columns, x.v, v_at, x.v_strides[2], x.num_tokens,
-            x.size, z.columns, np.float32(1), np.float32(-1),
+            x.size, z.columns, np.float32(1), AS_THEY_ARE,
         )  # fmt: skip
     else:
         load_values(w.values, slot, x, z, window, head)

@@ -35,6 +35,8 @@ from ...tiles.cpu.simd import (
 
 ROWS = 8
 """Queries of a tile: so many share what is read of keys and values from a second-level cache."""
+AS_THEY_ARE = np.float32(-1)
+"""The ``eps`` of rows that are not divided by their norms."""
 _AHEAD = 12
 """Tokens: their rows lie far apart in memory, and are asked for that much ahead of their use."""
 
@@ -187,7 +189,7 @@ def _column(x, at, width, number, factor):
 def copy_rows(into, at, x, x_at, x_token, num_rows, size, depth, scale, eps):
     """Tokens' rows one after another, ``[num_rows, depth]``, times ``scale``, zeros beside them.
 
-    Divided by their norms if ``eps`` is not negative.
+    Divided by their norms, unless ``eps`` is ``AS_THEY_ARE``.
     """
     for r in range(num_rows):
         row, to = x_at + r * x_token, at + r * depth
@@ -228,20 +230,18 @@ def gather_bias(into, turned, table_size, offsets, runs, first, num_rows, width)
     centre = table_size - 1 - (table_size - 1) // 2
     for r in range(num_rows):
         at = r * width
-        if table_size:
-            start = centre - offsets[first + r]
-            if 4 * num_runs > num_tokens:  # one by one; indices are known not to be negative
-                for n in range(num_tokens):
-                    into[np.uint64(at + n)] = turned[np.uint64(start + offsets[n])]
-                into[at + num_tokens : at + width] = -np.inf
-                continue
+        start = centre - offsets[first + r]
+        if not table_size:
+            into[at : at + num_tokens] = 0
+        elif 4 * num_runs > num_tokens:  # one by one; indices are known not to be negative
+            for n in range(num_tokens):
+                into[np.uint64(at + n)] = turned[np.uint64(start + offsets[n])]
+        else:
             for run in range(num_runs):
                 n = runs[run]
                 source = start + offsets[n]
                 for i in range(0, runs[run + 1] - n, 16):
                     store(into, at + n + i, load(turned, source + i))
-        else:
-            into[at : at + num_tokens] = 0
         into[at + num_tokens : at + width] = -np.inf
 
 
