@@ -50,13 +50,13 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         >>> torch.allclose(merged.lse, lses.logsumexp(0), atol=1e-6)
         True
     """
-    if impl == "auto" and wants_operator(outs):
-        if not torch.compiler.is_compiling():
-            _settle(*forms(outs=outs, lses=lses), True, impl)
-        return reference.run(outs, lses)  # whose operations are torch's
     if torch.compiler.is_compiling():
-        return call_uncompiled(merge_states, outs, lses, impl=impl)
+        if impl != "auto":
+            return call_uncompiled(merge_states, outs, lses, impl=impl)
+        return reference.run(outs, lses)  # whose operations are torch's
     module = _settle(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
+    if impl == "auto" and wants_operator(outs):
+        module = reference
     result: AttentionOutput = module.run(outs, lses)
     return result
 

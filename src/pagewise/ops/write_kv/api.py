@@ -76,20 +76,20 @@ def write_kv(
         >>> k_cache[0, 5, 0, 0], round(1 / k_scale[0, 5, 0].item())
         (tensor(127, dtype=torch.int8), 127)
     """
-    if wants_operator(k):
-        if not torch.compiler.is_compiling():  # nobody checks it later
-            _settle(
-                *forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping), impl
-            )
-            bind_scales(k_scale, v_scale, k_cache, v_cache)
-        write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, impl)
+    operands = k, v, k_cache, v_cache, slot_mapping
+    is_operator = wants_operator(k)
+    if is_operator and torch.compiler.is_compiling():  # what is compiled calls this, and checks
+        write(*operands, k_scale, v_scale, impl)
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     module = _settle(*tensors, impl)
     scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
+    if is_operator:
+        write(*operands, k_scale, v_scale, impl)
+        return
     if slot_mapping.device.type == "cpu" or is_debugging():
         _check_slots(slot_mapping.cpu(), k_cache.shape[0] * k_cache.shape[1])
-    module.run(k, v, k_cache, v_cache, slot_mapping, *scales)
+    module.run(*operands, *scales)
 
 
 @functools.lru_cache(maxsize=1024)
