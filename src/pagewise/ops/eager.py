@@ -35,6 +35,9 @@ __all__ = [
     "without_autocast",
 ]
 
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+"""Any other subclass of ``Tensor`` may watch operations, or have no data."""
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -111,13 +114,13 @@ def wants_operator(x: Tensor) -> bool:
     """Whether a call with it has to be an operator's: whoever takes part may have no data."""
     if torch.compiler.is_compiling():
         return True
-    if type(x) in (Tensor, torch.nn.Parameter):
+    if type(x) in _PLAIN_TYPES:
         return x.is_meta
     return isinstance(x, Tensor)
 
 
 def _is_special(x: Tensor) -> bool:
-    return is_batched(x) or type(x) not in (Tensor, torch.nn.Parameter)
+    return is_batched(x) or type(x) not in _PLAIN_TYPES
 
 
 def is_batched(x: Tensor) -> bool:
