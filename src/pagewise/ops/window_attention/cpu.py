@@ -13,8 +13,8 @@ windows, the parts' in theirs, and what the parts are depends on shapes alone: t
 same bits on any number of threads.
 
 Computes in float32; float16 and bfloat16 are converted as they are read and written. A dense bias
-or mask is read as it lies, and the gradient of a bias kept for each part; several biases are left
-to the reference.
+or mask is read where it lies if it is contiguous float32, and copied into that otherwise; the
+gradient of a bias is kept for each part. Several biases are left to the reference.
 """
 
 from __future__ import annotations

@@ -17,10 +17,17 @@ A sequence's keys are always cut at multiples of ``split_size``, partial states 
 merged from left to right, and tiles start at multiples of ``TILE_N``. So a row gets the same
 bits whether one thread walks the splits or many share them, and whoever else is in the batch.
 
-Few rows (decode) read keys and values straight from the pages, converting in registers. Many
-rows (prefill) first gather a tile into contiguous float32, once for all of them. Only slots of
-visible keys are read. ``forward_tile`` says where the scales of an 8-bit cache go.
+Few rows (decode) read keys and values straight from the pages, converting in registers, where
+heads fill whole vectors. Many rows (prefill) first gather a tile into contiguous scratch memory,
+converted once for all of them. Both add in one order, so over pages a row's bits do not depend on
+how many tokens are new, either.
 
+``attention`` may turn keys: of a sequence of more than ``FEW_ROWS`` rows, a tile is gathered as
+float32 columns for ``score_turned``, which is faster and adds in another order. So there a row
+among few has other bits than the same row among many. bfloat16 that is multiplied as it is stays
+unturned.
+
+Only slots of visible keys are read. ``forward_tile`` says where the scales of an 8-bit cache go.
 Keys that lie in a row are pages, too: one block a sequence, as long as need be.
 """
 

@@ -28,7 +28,10 @@ from .plan import HEADS_BY_KEY
 from .products import mix_tile, score_tile, score_turned
 from .simd import LOG2_E, load, load_half, prefetch, store, store_transposed
 
-FEW_ROWS = 16  # up to here keys are converted for every four rows; beyond, gathered once
+FEW_ROWS = 16
+"""Up to so many rows of an item convert keys and values for every four of them; for more these are
+gathered once. Of a sequence with more rows, keys may be turned into columns, which shows in its
+bits."""
 
 
 @inner()

@@ -2,7 +2,8 @@
 
 Scores and mixes come in two widths: four rows of queries at a time, and one row for the
 decode step of a model without grouped heads. Every sum is taken in the same order in both, so
-a row's result does not depend on how many rows travel with it.
+a row's result does not depend on how many rows travel with it. (Keys that were turned into columns
+go through ``products.score_turned``, which has an order of its own.)
 
 ============  ==================================  ==========================================
 name          computes                            in registers

@@ -70,7 +70,11 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is cut up. Only ``split_size`` and ``bf16_dot`` show in a result's bits."""
+    """How a problem is cut up. Only ``split_size`` and ``bf16_dot`` show in a result's bits.
+
+    Keys that ``attention`` turns into columns show as well, but no plan says so: how many rows a
+    sequence has decides.
+    """
 
     tile_m: int
     """Query rows (tokens × group) of one item of prefill work."""
