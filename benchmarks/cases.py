@@ -19,6 +19,7 @@ from .gpu_attention import GpuBlockSizesCase, GpuDecodeCase, GpuPrefillCase
 from .gpu_inputs import Shape
 from .swin_unetr import SwinUnetrCase
 from .tile_cases import TILE_CASES
+from .window_workloads import WindowWorkloadsCase, find_workloads
 from .windows import WindowCase
 
 __all__ = ["can_run", "find_cases"]
@@ -235,6 +236,9 @@ WINDOW_WORKLOADS: tuple[WindowSizes, ...] = (
     ("8x8x8", (64, 64, 64), (8, 8, 8), 3, 32, 1, F16),
 )
 WINDOW_CASES: tuple[Case, ...] = (
+    WindowWorkloadsCase(
+        "windows-all", tuple(find_workloads()), targets=(at_least("x SDPA at least", 1),)
+    ),
     WindowCase(
         "windows-cpu-343",
         (49, 49, 49),

@@ -27,7 +27,7 @@ from .gpu_peers import runs
 from .gpu_timing import time_gpu
 from .timing import Contestant, Times, ratio, take_turns
 
-__all__ = ["WindowCase"]
+__all__ = ["WindowCase", "WindowInputs", "gap"]
 
 _BACKENDS = {
     "sdpa, cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -56,6 +56,8 @@ class WindowCase:
     device: str = "cuda"
     cosine: bool = False
     """Whether as in Swin v2: rows divided by their norms, and a learned scale for each head."""
+    is_shifted: bool = True
+    """Whether the map was shifted: every other block's is not, and needs no mask."""
     has_compiled_peers: bool = False
     """Whether compiled eager code and FlexAttention take part, forward: each takes a while."""
 
@@ -65,21 +67,23 @@ class WindowCase:
         count = self.images * math.prod(g // w for g, w in zip(self.grid, self.window, strict=True))
         sizes = f"{count} × {self.num_heads} × {math.prod(self.window)} × {self.head_size}"
         cosine = "cosine, " if self.cosine else ""
-        return f"windows: {sizes}, {self.dtype}, {cosine}bias and regions, on {self.device}"
+        added = "bias and regions" if self.is_shifted else "bias"
+        return f"windows: {sizes}, {self.dtype}, {cosine}{added}, on {self.device}"
 
     def verify(self) -> list[Check]:
         """The first and the last windows, and their gradients, against float64."""
-        inputs = _Inputs(self)
-        picked = [*range(4), *range(len(inputs.regions) - 4, len(inputs.regions))]
+        inputs = WindowInputs(self)
+        picked = [*range(4), *range(inputs.num_masks - 4, inputs.num_masks)]
         found, exact, eager = (
             inputs.pick(picked).results(how) for how in ("ours", "float64", "eager")
         )
         checks = []
         for name, wanted in exact.items():
             unit = torch.finfo(self.dtype).eps
-            allowed = 2 * _gap(eager[name], wanted) + 4 * unit * wanted.abs().max().item()
-            gap = _gap(found[name], wanted)
-            checks.append(Check(name, gap <= allowed, f"error {gap:.1e}, allowed {allowed:.1e}"))
+            allowed = 2 * gap(eager[name], wanted) + 4 * unit * wanted.abs().max().item()
+            error = gap(found[name], wanted)
+            detail = f"error {error:.1e}, allowed {allowed:.1e}"
+            checks.append(Check(name, error <= allowed, detail))
         again = inputs.pick(picked).results("ours")
         same = all(torch.equal(found[name], again[name]) for name in found)
         checks.append(Check("two runs give the same bits", same, ""))
@@ -87,12 +91,12 @@ class WindowCase:
 
     def call(self) -> Callable[[], object]:
         """Ours, forward and backward, on its inputs: for a profiler."""
-        inputs = _Inputs(self)
+        inputs = WindowInputs(self)
         return inputs.both(inputs.ours)
 
     def measure(self, repeats: int | None) -> Measurement:
         """Forward, and forward with backward, of all; on a GPU by replayed graphs."""
-        inputs = _Inputs(self)
+        inputs = WindowInputs(self)
         calls = {"pagewise": inputs.ours, **inputs.peers()}
         compiled = inputs.compiled_peers() if self.has_compiled_peers else {}
         forward = self._time(
@@ -137,11 +141,12 @@ def _best(peers: dict[str, Times], ours: Times) -> float:
     return best.median / ours.median
 
 
-def _gap(found: Tensor, wanted: Tensor) -> float:
+def gap(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference of two numbers."""
     return (found.double() - wanted).abs().max().item()
 
 
-class _Inputs:
+class WindowInputs:
     """A call on random numbers: views of one packed tensor, as a model's linear layer leaves it."""
 
     def __init__(self, case: WindowCase) -> None:
@@ -153,9 +158,10 @@ class _Inputs:
         self.dtype = case.dtype
         self.offsets = rel_offsets(case.window).to(case.device)
         shift = tuple(n // 2 for n in case.window)
-        self.regions = shift_regions(case.grid, case.window, shift).to(case.device)
-        num_masks, num_tokens = self.regions.shape
-        size = (num_masks * case.images, num_tokens, 3, case.num_heads, case.head_size)
+        regions = shift_regions(case.grid, case.window, shift).to(case.device)
+        self.num_masks, num_tokens = regions.shape
+        self.regions = regions if case.is_shifted else None
+        size = (self.num_masks * case.images, num_tokens, 3, case.num_heads, case.head_size)
         packed = draw(*size).to(case.dtype)
         self.rows = [t.detach() for t in packed.permute(2, 0, 3, 1, 4).unbind(0)]
         self.table = draw(math.prod(2 * n - 1 for n in case.window), case.num_heads)
@@ -165,11 +171,11 @@ class _Inputs:
         self.dout = draw(*self.rows[0].shape).to(case.dtype)
         self.images = case.images
 
-    def pick(self, windows: list[int]) -> _Inputs:
+    def pick(self, windows: list[int]) -> WindowInputs:
         """The same on a few windows of the first image."""
-        few = object.__new__(_Inputs)
+        few = object.__new__(WindowInputs)
         few.__dict__ |= self.__dict__
-        few.images, few.regions = 1, self.regions[windows]
+        few.images, few.regions = 1, None if self.regions is None else self.regions[windows]
         few.rows, few.dout = [t[windows] for t in self.rows], self.dout[windows]
         return few
 
@@ -180,7 +186,9 @@ class _Inputs:
         return self.table[index.long()].permute(2, 0, 1).contiguous()
 
     def mask(self) -> Tensor:
-        """Dense, ``[windows, 1, num_tokens, num_tokens]``."""
+        """Dense, ``[windows, 1, num_tokens, num_tokens]``; a zero if nothing was shifted."""
+        if self.regions is None:
+            return torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.table.device)
         apart = self.regions[:, :, None] != self.regions[:, None, :]
         dense = torch.zeros(apart.shape, dtype=self.dtype, device=apart.device)
         return dense.masked_fill_(apart, -100.0).repeat(self.images, 1, 1)[:, None]
@@ -258,8 +266,9 @@ class _Inputs:
         """Eager code and FlexAttention as ``torch.compile`` makes them for this shape."""
         from torch.nn.attention.flex_attention import flex_attention
 
+        assert self.regions is not None, "these peers are for a shifted map"
         bias, mask, regions = self.bias().to(self.dtype), self.mask(), self.regions.int()
-        table, offsets, num_masks = self.table.detach(), self.offsets, len(self.regions)
+        table, offsets, num_masks = self.table.detach(), self.offsets, self.num_masks
         centre = (len(table) - 1) // 2
 
         def scaled(q: Tensor, *others: Tensor) -> Tensor:
@@ -280,7 +289,7 @@ class _Inputs:
         with torch.no_grad():
             return {name: call for name, call in calls.items() if runs(partial(call, *self.rows))}
 
-    def forward(self, call: Call) -> Callable[[], object]:
+    def forward(self, call: Call) -> Callable[[], Tensor]:
         """A call without gradients."""
 
         def timed() -> Tensor:

@@ -15,6 +15,8 @@ from benchmarks.document import fill
 from benchmarks.engine import EngineCase
 from benchmarks.generators import QWEN3
 from benchmarks.timing import Contestant, Times, ratio, take_turns
+from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
+from benchmarks.windows import WindowCase
 from typer.testing import CliRunner
 
 from pagewise.testing import PagedCase
@@ -143,6 +145,20 @@ def test_a_small_engine_case_with_random_weights_is_right_and_has_its_metrics(de
     assert {"tokens/s", "x padded generate", "KV waste"} <= metrics.keys()
     assert ("milliseconds a step, 1 sequence" in metrics) == (device == "cuda")
     assert "x continuous batching" not in metrics
+
+
+def test_window_workloads_are_whole_windows_and_right_with_and_without_a_shift():
+    workloads = list(find_workloads())
+    assert len({case.name for case in workloads}) == len(workloads) > 50
+    for case in workloads:
+        assert not any(side % size for side, size in zip(case.grid, case.window, strict=True))
+    several, one = (
+        WindowCase(str(side), (side, side), (4, 4), 2, 8, 2, torch.float32, device="cpu")
+        for side in (8, 4)
+    )
+    checks = WindowWorkloadsCase("small", (several, one), device="cpu").verify()
+    assert [check.what for check in checks] == ["8, shifted", "8", "4"]
+    assert all(check.passed for check in checks)
 
 
 def test_a_small_attention_case_and_its_peers_are_right():

@@ -1,0 +1,123 @@
+"""Every window workload of some models, forward, beside SDPA: is anybody faster anywhere?
+
+Heads of 30, as SwinIR and HAT have them, are none of SDPA's: they have cases of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from .case import Check, Measurement, Target
+from .gpu_timing import time_gpu
+from .timing import Times
+from .windows import WindowCase, WindowInputs, gap
+
+__all__ = ["WindowWorkloadsCase", "find_workloads"]
+
+_WORTH_IT = 10e-6
+_PICKED = 4
+_EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+
+
+@dataclass(frozen=True)
+class WindowWorkloadsCase:
+    """Each workload with a shifted map's regions, if it has several windows, and without.
+
+    Metrics: ``x SDPA, WORKLOAD``, how many times the time of SDPA's fastest backend with a dense
+    mask is ours; ``x SDPA at least``, the smallest of those of more than 10 µs; ``workloads``,
+    how many they are.
+    """
+
+    name: str
+    workloads: tuple[WindowCase, ...]
+    targets: tuple[Target, ...] = ()
+    device: str = "cuda"
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        return f"windows: {len(self.workloads)} workloads, shifted and not, forward"
+
+    def verify(self) -> list[Check]:
+        """Some windows of each against float64, computed among all of them."""
+        return [self._check(case) for case in self._forms()]
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Time ours and SDPA's backends by replayed graphs, cache cold."""
+        times: dict[str, Times] = {}
+        metrics: dict[str, float] = {}
+        for case in self._forms():
+            inputs = WindowInputs(case)
+            calls = {"pagewise": inputs.ours, **inputs.peers()}
+            found = {
+                name: time_gpu(inputs.forward(call), milliseconds=30)
+                for name, call in calls.items()
+                if name != "eager"
+            }
+            times |= {f"{name}, {case.name}": time for name, time in found.items()}
+            peers = [time.median for name, time in found.items() if name != "pagewise"]
+            if peers and max(*peers, found["pagewise"].median) > _WORTH_IT:
+                metrics[f"x SDPA, {case.name}"] = min(peers) / found["pagewise"].median
+        least = min(metrics.values())
+        return Measurement(times, {"x SDPA at least": least, "workloads": len(metrics), **metrics})
+
+    def _forms(self) -> Iterator[WindowCase]:
+        for case in self.workloads:
+            if case.grid != case.window:
+                yield replace(case, name=f"{case.name}, shifted")
+            yield replace(case, is_shifted=False)
+
+    def _check(self, case: WindowCase) -> Check:
+        inputs = WindowInputs(case)
+        count = min(_PICKED, inputs.num_masks)
+        few = inputs.pick(list(range(count)))
+        found = inputs.forward(inputs.ours)()[:count]
+        exact, eager = (few.results(how)["out"] for how in ("float64", "eager"))
+        allowed = 2 * gap(eager, exact) + 4 * _EPS[case.dtype] * exact.abs().max().item()
+        error = gap(found, exact)
+        return Check(case.name, error <= allowed, f"error {error:.1e}, allowed {allowed:.1e}")
+
+
+def find_workloads() -> Iterator[WindowCase]:
+    """The stages of models in use."""
+    yield from _unetr("SwinUNETR 24, 96³", (49, 28, 14, 6), 8, 1)
+    yield from _unetr("SwinUNETR 48, 96³", (49, 28, 14, 6), 16, 1)
+    yield from _unetr("SwinUNETR 48, 4 × 96³", (49, 28, 14, 6), 16, 4)
+    yield from _unetr("SwinUNETR 24, 128³", (70, 35, 21, 14), 8, 1)
+    yield from _unetr("SwinUNETR 48, 128³", (70, 35, 21, 14), 16, 1)
+    yield from _unetr("SwinUNETR 48, 2 × 128³", (70, 35, 21, 14), 16, 2)
+    yield from _swin("Swin-T, 224", (56, 28, 14, 7), 7, 3, 1)
+    yield from _swin("Swin-T, 128 × 224", (56, 28, 14, 7), 7, 3, 128)
+    yield from _swin("Swin-B, 64 × 224", (56, 28, 14, 7), 7, 4, 64)
+    yield from _swin("Swin-B, 32 × 384", (96, 48, 24, 12), 12, 4, 32)
+    yield from _swin("Swin v2-B, 32 × 256", (64, 32, 16, 8), 16, 4, 32, torch.bfloat16)
+    yield from _swin("Swin v2-B, 16 × 384", (96, 48, 24, 12), 24, 4, 16, torch.bfloat16)
+    yield WindowCase("Video Swin-T stage 1", (16, 56, 56), (8, 7, 7), 3, 32)
+    yield WindowCase("Video Swin-T stage 3", (16, 14, 14), (8, 7, 7), 12, 32)
+    yield WindowCase("ViT-B's windows of 14", (70, 70), (14, 14), 12, 64)
+    yield WindowCase("8 × 8 × 8", (64, 64, 64), (8, 8, 8), 3, 32)
+
+
+def _unetr(name: str, sides: tuple[int, ...], head_size: int, images: int) -> Iterator[WindowCase]:
+    """Stages of a volume that is padded to multiples of 7; a smaller one is one window."""
+    for stage, (side, num_heads) in enumerate(zip(sides, (3, 6, 12, 24), strict=True), 1):
+        window = (min(side, 7),) * 3
+        yield WindowCase(f"{name} stage {stage}", (side,) * 3, window, num_heads, head_size, images)
+
+
+def _swin(
+    name: str,
+    sides: tuple[int, ...],
+    window: int,
+    num_heads: int,
+    images: int,
+    dtype: torch.dtype = torch.float16,
+) -> Iterator[WindowCase]:
+    """Stages of an image, each with twice the heads of the one before."""
+    for stage, side in enumerate(sides, 1):
+        size = (min(side, window),) * 2
+        yield WindowCase(f"{name} stage {stage}", (side, side), size, num_heads, 32, images, dtype)
+        num_heads *= 2
