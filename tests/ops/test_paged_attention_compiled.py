@@ -178,10 +178,13 @@ def test_a_batch_of_many_short_prefills_fits_in_a_grid():
 
 @pytest.mark.parametrize(
     ("size", "query_len", "dtype"),
-    [(256, 512, BF16), (512, 1, F32), (512, 16, BF16), (512, 16, F32), (512, 512, BF16)],
+    [
+        (256, 512, BF16), (512, 1, F32), (512, 16, BF16), (512, 16, F32), (512, 512, BF16),
+        (64, 16, F32), (128, 1, F32), (128, 16, F32), (128, 512, F32), (256, 1, F32),
+    ],
     ids=str,
-)
-def test_wide_heads_fit_into_the_memory_of_small_gpus(size, query_len, dtype):
+)  # fmt: skip
+def test_tiles_fit_into_the_memory_of_small_gpus(size, query_len, dtype):
     question = problem(4, size, dtype, query_len=query_len, dtype=dtype)
     compiled = make_launcher(DECODE, question, device=SMALL).compile(GPUTarget("cuda", 89, 32))
     assert compiled.metadata.shared <= SMALL.shared_memory

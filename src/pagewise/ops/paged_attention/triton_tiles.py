@@ -89,7 +89,8 @@ def _portable_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
     if is_float32(problem):
         if width > 256 or (width > 128 and device.is_small):
             return Tiles(16, 8, 1, 1)
-        return Tiles(32, 4, 3 if width <= 64 else 2, 2)
+        num_stages = 3 if width <= 64 else 1 if has_many_rows and device.is_small else 2
+        return Tiles(32, 4, num_stages, 2)
     if width <= 128:
         # More warps where one would not hold its part of the rows or of the scales.
         num_stages = 2 if has_many_rows and is_8_bit else 3
