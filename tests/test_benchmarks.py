@@ -154,10 +154,10 @@ def test_window_workloads_are_whole_windows_and_right_with_and_without_a_shift()
         assert not any(side % size for side, size in zip(case.grid, case.window, strict=True))
     several, one = (
         WindowCase(str(side), (side, side), (4, 4), 2, 8, 2, torch.float32, device="cpu")
-        for side in (8, 4)
+        for side in (16, 4)
     )
     checks = WindowWorkloadsCase("small", (several, one), device="cpu").verify()
-    assert [check.what for check in checks] == ["8, shifted", "8", "4"]
+    assert [check.what for check in checks] == ["16, shifted", "16", "4"]
     assert all(check.passed for check in checks)
 
 

@@ -145,8 +145,10 @@ def test_whatever_its_class_a_norm_is_replaced():
     "make",
     [WithAnotherEps, OfGroups, Centred, Gated, WithMore, Wide, Waiting, with_a_forward_of_its_own,
      lambda: nn.LayerNorm(24), lambda: nn.LayerNorm(24, bias=False), lambda: nn.RMSNorm(24),
-     lambda: Norm().double(), lambda: nn.Linear(24, 1, bias=False)],
+     lambda: Norm().double(), lambda: nn.Linear(24, 1, bias=False),
+     lambda: torch.jit.script(nn.LayerNorm(24))],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_what_is_no_such_norm_is_left_alone(make):
     assert replaced(nn.Sequential(make())) == set()
 

@@ -127,6 +127,8 @@ def test_what_has_a_gradient_gets_the_references():
     x, weight = problem((1, 5, 72))
     (grad,) = torch.autograd.grad(rms_norm(x.requires_grad_(), weight, eps=EPS).sum(), x)
     assert grad.shape == x.shape
+    with pytest.raises(UnsupportedError, match="the reference alone"):
+        rms_norm(x, weight, eps=EPS, impl="triton")
 
 
 @pytest.mark.interpret

@@ -81,7 +81,7 @@ def find_replacements(
 
 def _own_forward(module: nn.Module) -> FunctionType | None:
     """The function of its class that a module runs; ``None`` if somebody put another before it."""
-    function = type(module).forward
+    function = getattr(type(module), "forward", None)  # a scripted module's class has none
     is_own = "forward" not in vars(module) and module._compiled_call_impl is None
     return function if is_own and isinstance(function, FunctionType) else None
 
@@ -149,7 +149,8 @@ def _replace_rotary(forward: FunctionType, impl: str) -> FunctionType | None:
         return None
 
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any) -> Any:
-        if not others and not options:
+        # Where angles have more digits than q, who says which type the result has?
+        if not others and not options and cos.dtype == q.dtype:
             try:
                 return rotate(q, k, cos, sin, is_shared=is_shared, impl=impl)
             except PagewiseError:  # what it does not take, the model's own function may

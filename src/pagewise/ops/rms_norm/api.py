@@ -51,7 +51,11 @@ def rms_norm(
         >>> rms_norm(torch.full((2, 4), 3.0), torch.arange(4.0), eps=0.0)[1]
         tensor([0., 1., 2., 3.])
     """
-    if impl == "auto" and (not is_plain(x, weight) or needs_gradient(x, weight)):
+    if impl != "reference" and needs_gradient(x, weight):
+        if impl != "auto":
+            raise UnsupportedError(f"the reference alone has a gradient, not impl={impl!r}")
+        impl = "reference"
+    if impl == "auto" and not is_plain(x, weight):
         impl = "reference"
     out: Tensor = _settle(*forms(x=x, weight=weight), kind, impl).run(x, weight, eps, kind)
     return out

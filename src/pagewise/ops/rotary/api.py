@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError
+from ...errors import ShapeError, UnsupportedError
 from ...shapes import Form, bind, check_device, check_dtype, forms
 from ..dispatch import choose
 from ..eager import is_plain, needs_gradient
@@ -55,7 +55,11 @@ def rotate(
         >>> rotate(q, q, 0 * quarter, quarter, is_shared=True)[0].flatten().tolist()
         [-2.0, 1.0, 9.0]
     """
-    if impl == "auto" and (not is_plain(q, k) or needs_gradient(q, k, cos, sin)):
+    if impl != "reference" and needs_gradient(q, k, cos, sin):
+        if impl != "auto":
+            raise UnsupportedError(f"the reference alone has a gradient, not impl={impl!r}")
+        impl = "reference"
+    if impl == "auto" and not is_plain(q, k):
         impl = "reference"
     module = _settle(*forms(q=q, k=k, cos=cos, sin=sin), is_shared, impl)
     found: tuple[Tensor, Tensor] = module.run(q, k, cos, sin, is_shared)

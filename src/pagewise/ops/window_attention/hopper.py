@@ -29,7 +29,7 @@ from .triton import KINDS
 __all__ = ["backward", "forward", "supports"]
 
 _FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 33, 1024, 64
-_NARROW = 16
+_NARROW = 16  # heads, of which few windows of some tokens are left to triton
 _MOST_MARKED = 2048.0
 _LARGEST = 65_504.0  # of float16
 
@@ -57,8 +57,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     pairs, fewest = problem.num_windows * problem.num_heads, _fewest_pairs(problem)
     if pairs < fewest:
         return (
-            f"windows times heads are {pairs}; from {fewest} on, or with more tokens, this is "
-            "faster than triton"
+            f"windows times heads are {pairs}; from {fewest} on, or with more or wider tokens, "
+            "this is faster than triton"
         )
     if make_plan(problem, device) is None:
         return f"{problem.num_tokens} tokens of {problem.head_size} do not fit into shared memory"

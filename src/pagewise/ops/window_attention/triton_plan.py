@@ -27,6 +27,7 @@ class Plan:
     forward_m: int
     """Rows of a tile of the forward kernel, whose programs share windows as ``chunks`` says."""
     tile_m: int
+    """Rows of a tile of the gradients' kernels, or columns."""
     tiles: tuple[int, ...]
     """Of the other side: keys, or rows for the gradients by columns."""
     groups: tuple[tuple[int, ...], ...]
@@ -84,7 +85,8 @@ def _forward_rows(problem: Problem, tile_m: int) -> int:
     if _is_odd(problem):
         return 128  # twice as many for each fetch of keys
     is_few = problem.num_windows * problem.num_heads < _FEW_PAIRS
-    if is_few and problem.num_tokens > 64 and _row_bytes(problem) <= 64:
+    most_bytes = 64 if problem.num_tokens < 193 else 32
+    if is_few and problem.num_tokens > 64 and _row_bytes(problem) <= most_bytes:
         return 32  # or there are fewer programs than multiprocessors
     return tile_m
 

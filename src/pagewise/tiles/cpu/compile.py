@@ -68,7 +68,8 @@ def _digest(folder: Path) -> str:
         *folder.glob("problem.py"),
         *folder.parent.glob("*.py"),
     }
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
+    texts = (path.read_bytes() for path in sorted(sources) if path.is_file())
+    return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 @cache
