@@ -31,7 +31,7 @@ def spoil_norms(monkeypatch):
 def test_the_gate_of_the_benchmark_can_fail(monkeypatch):
     """The encoder has no norms of this kind, and the blocks no attention: each fails for itself."""
     framework("monai.networks.nets")
-    case = SwinUnetrCase("tiny", (32, 32, 64), 12, device="cpu")
+    case = SwinUnetrCase("tiny", (32, 32, 32), 12, device="cpu")
     checks = case.verify()
     assert [check.what.split(",")[0] for check in checks] == 2 * ["encoder"] + 2 * [
         "residual blocks"
