@@ -51,18 +51,15 @@ def rms_norm(
         >>> rms_norm(torch.full((2, 4), 3.0), torch.arange(4.0), eps=0.0)[1]
         tensor([0., 1., 2., 3.])
     """
-    if impl != "reference" and needs_gradient(x, weight):
-        if impl != "auto":
-            raise UnsupportedError(f"the reference alone has a gradient, not impl={impl!r}")
-        impl = "reference"
     if impl == "auto" and not is_plain(x, weight):
         impl = "reference"
-    out: Tensor = _settle(*forms(x=x, weight=weight), kind, impl).run(x, weight, eps, kind)
+    module = _settle(*forms(x=x, weight=weight), needs_gradient(x, weight), kind, impl)
+    out: Tensor = module.run(x, weight, eps, kind)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(x: Any, weight: Any, kind: str, impl: str) -> Any:
+def _settle(x: Any, weight: Any, is_learned: bool, kind: str, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     x, weight = Form(*x), Form(*weight)
     if kind not in KINDS:
@@ -79,5 +76,6 @@ def _settle(x: Any, weight: Any, kind: str, impl: str) -> Any:
         is_regular=rows is not None,
         dtype=x.dtype,
         weight_dtype=weight.dtype,
+        needs_gradient=is_learned,
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)

@@ -19,6 +19,7 @@ class Problem(NamedTuple):
     """Whether two strides lead to every row, and a row's numbers are neighbours."""
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    needs_gradient: bool
 
 
 class Rows(NamedTuple):

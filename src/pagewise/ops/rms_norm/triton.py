@@ -32,6 +32,8 @@ MOST_ROWS = 1 << 30
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
+    if problem.needs_gradient:
+        return "a gradient is wanted; the reference has one"
     if not 0 < problem.size <= WIDEST:
         return f"a row has {problem.size} numbers; 1 to {WIDEST} run"
     if problem.num_rows > MOST_ROWS:

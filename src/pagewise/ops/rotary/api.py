@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError, UnsupportedError
+from ...errors import ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, forms
 from ..dispatch import choose
 from ..eager import is_plain, needs_gradient
@@ -55,19 +55,18 @@ def rotate(
         >>> rotate(q, q, 0 * quarter, quarter, is_shared=True)[0].flatten().tolist()
         [-2.0, 1.0, 9.0]
     """
-    if impl != "reference" and needs_gradient(q, k, cos, sin):
-        if impl != "auto":
-            raise UnsupportedError(f"the reference alone has a gradient, not impl={impl!r}")
-        impl = "reference"
     if impl == "auto" and not is_plain(q, k):
         impl = "reference"
-    module = _settle(*forms(q=q, k=k, cos=cos, sin=sin), is_shared, impl)
+    is_learned = needs_gradient(q, k, cos, sin)
+    module = _settle(*forms(q=q, k=k, cos=cos, sin=sin), is_learned, is_shared, impl)
     found: tuple[Tensor, Tensor] = module.run(q, k, cos, sin, is_shared)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(q: Any, k: Any, cos: Any, sin: Any, is_shared: bool, impl: str) -> Any:
+def _settle(
+    q: Any, k: Any, cos: Any, sin: Any, is_learned: bool, is_shared: bool, impl: str
+) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     q, k, cos, sin = (Form(*fields) for fields in (q, k, cos, sin))
     sizes = bind(
@@ -89,5 +88,6 @@ def _settle(q: Any, k: Any, cos: Any, sin: Any, is_shared: bool, impl: str) -> A
         num_rows=sizes["num_tokens"] * max(sizes["num_heads"], sizes["num_kv_heads"]),
         dtype=q.dtype,
         is_regular=all(x.strides[-1] == 1 or x.shape[-1] == 1 for x in (q, k, cos, sin)),
+        needs_gradient=is_learned,
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)

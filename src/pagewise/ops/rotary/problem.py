@@ -19,3 +19,4 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     is_regular: bool
     """Whether the numbers of every head, and of every token's angles, are neighbours."""
+    needs_gradient: bool

@@ -33,6 +33,8 @@ MOST_ROWS = 1 << 30
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
+    if problem.needs_gradient:
+        return "a gradient is wanted; the reference has one"
     if problem.size > WIDEST:
         return f"head_size is {problem.size}; {WIDEST} and less run"
     if problem.num_rows > MOST_ROWS:
