@@ -13,13 +13,12 @@ import torch
 from .case import Check, Measurement, Target
 from .gpu_timing import time_gpu
 from .timing import Times
-from .windows import WindowCase, WindowInputs, gap
+from .windows import WindowCase, WindowInputs, compare
 
 __all__ = ["WindowWorkloadsCase", "find_workloads"]
 
 _WORTH_IT = 10e-6
 _PICKED = 2
-_EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,7 @@ class WindowWorkloadsCase:
         few = inputs.pick(picked)
         found = inputs.forward(inputs.ours)()[picked]
         exact, eager = (few.results(how)["out"] for how in ("float64", "eager"))
-        allowed = 2 * gap(eager, exact) + 4 * _EPS[case.dtype] * exact.abs().max().item()
-        error = gap(found, exact)
-        return Check(case.name, error <= allowed, f"error {error:.1e}, allowed {allowed:.1e}")
+        return compare(case.name, found, exact, eager, case.dtype)
 
 
 def find_workloads() -> Iterator[WindowCase]:

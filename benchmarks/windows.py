@@ -27,7 +27,7 @@ from .gpu_peers import runs
 from .gpu_timing import time_gpu
 from .timing import Contestant, Times, ratio, take_turns
 
-__all__ = ["WindowCase", "WindowInputs", "gap"]
+__all__ = ["WindowCase", "WindowInputs", "compare"]
 
 _BACKENDS = {
     "sdpa, cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -77,13 +77,10 @@ class WindowCase:
         found, exact, eager = (
             inputs.pick(picked).results(how) for how in ("ours", "float64", "eager")
         )
-        checks = []
-        for name, wanted in exact.items():
-            unit = torch.finfo(self.dtype).eps
-            allowed = 2 * gap(eager[name], wanted) + 4 * unit * wanted.abs().max().item()
-            error = gap(found[name], wanted)
-            detail = f"error {error:.1e}, allowed {allowed:.1e}"
-            checks.append(Check(name, error <= allowed, detail))
+        checks = [
+            compare(name, found[name], wanted, eager[name], self.dtype)
+            for name, wanted in exact.items()
+        ]
         again = inputs.pick(picked).results("ours")
         same = all(torch.equal(found[name], again[name]) for name in found)
         checks.append(Check("two runs give the same bits", same, ""))
@@ -141,9 +138,11 @@ def _best(peers: dict[str, Times], ours: Times) -> float:
     return best.median / ours.median
 
 
-def gap(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference of two numbers."""
-    return (found.double() - wanted).abs().max().item()
+def compare(what: str, found: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> Check:
+    """At most twice as wrong as eager code in the same type, plus a rounding of the largest."""
+    error, eager_error = ((x.double() - exact).abs().max().item() for x in (found, eager))
+    allowed = 2 * eager_error + 4 * torch.finfo(dtype).eps * exact.abs().max().item()
+    return Check(what, error <= allowed, f"error {error:.1e}, allowed {allowed:.1e}")
 
 
 class WindowInputs:

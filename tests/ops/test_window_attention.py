@@ -1,5 +1,6 @@
 """window_attention against float64, forward and backward, on all that runs here."""
 
+import copy
 import itertools
 import math
 import warnings
@@ -154,14 +155,11 @@ def errors(found, expected):
 
 def shares_of_scale(inputs):
     """What all rows together add to a scale's gradient, whatever the sign: the sum is small."""
-    tensors = inputs.leaves(F64)
-    per_row = tensors["logit_scale"].detach()[None, :, None, None]
-    per_row = per_row.expand(*inputs.tensors["q"].shape[:3], 1).clone().requires_grad_()
-    result = eager(**tensors | {"logit_scale": per_row}, **inputs.options)
-    total = (result.out * inputs.dout.double()).sum()
-    if inputs.dlse is not None:
-        total = total + (result.lse * inputs.dlse.double()).sum()
-    (shares,) = torch.autograd.grad(total, per_row)
+    per_row = inputs.tensors["logit_scale"][None, :, None, None]
+    per_row = per_row.expand(*inputs.tensors["q"].shape[:3], 1).clone()
+    apart = copy.copy(inputs)
+    apart.tensors = inputs.tensors | {"logit_scale": per_row}
+    shares = apart.attend(None, F64, eager)["logit_scale"]
     return shares.abs().sum(dim=(0, 2, 3)).max().item()
 
 
