@@ -80,7 +80,7 @@ class EngineCase:
         small = Generators(few, torch.float32, self.device, **self._limits())
         return [
             Check("logits of a few tokens", True, "proven on loading"),
-            self._compare(small, self._prompts(0)[:FEW_PROMPTS], FEW_TOKENS),
+            self._compare(small, self._prompts(0)[:FEW_PROMPTS], min(FEW_TOKENS, self.max_tokens)),
         ]
 
     def _compare(self, loaded: Generators, prompts: Prompts, max_tokens: int) -> Check:

@@ -320,7 +320,7 @@ ON_HOPPER = [
     Case((15, 15), dtype=BF16, head_size=64),
     Case((7, 7, 7), dtype=F16, head_size=64, images=1),
     Case((16, 16), dtype=BF16, mask="many", mask_value=-2.0, head_size=32),
-    Case((16, 16), dtype=F16, **D16),
+    Case((16, 16), dtype=F16, **D16 | {"images": 11}),
     Case((16, 16), dtype=F16, mask="none", head_size=32),
     Case((16, 17), dtype=F16, **D16),
     Case((18, 18), dtype=F16, **D16),
