@@ -89,9 +89,14 @@ def reads_of_nothing(code, labels):
 
     ptxas has made such code where two loops multiply the same queries: it computed their
     descriptor before the first and used it in the second, and a branch leads past the first.
+    Half of a pair that is moved, and made anew before anything reads it, is left out.
     """
     written = _made_before(code, labels, lambda instruction: _uniform(instruction)[1])
-    return [code[at] for at, known in written.items() if _uniform(code[at])[0] - known]
+    return [
+        code[at]
+        for at, known in written.items()
+        if _uniform(code[at])[0] - known and not _is_idle_move(code, at)
+    ]
 
 
 def _made_before(code, labels, made):
@@ -137,6 +142,20 @@ def _uniform(instruction):
             else:
                 reads |= {register, register + (wide or "desc" in operand)}
     return frozenset(reads), frozenset(writes)
+
+
+def _is_idle_move(code, at):
+    """Whether it moves something to a uniform register that is overwritten before it is used."""
+    if not code[at].startswith("UMOV "):
+        return False
+    (moved,) = _uniform(code[at])[1]
+    for later in range(at + 1, len(code)):
+        reads, writes = _uniform(code[later])
+        if "BRA" in code[later] or (moved in reads and not _is_idle_move(code, later)):
+            return False
+        if moved in writes:
+            return not code[later].startswith("@")
+    return False
 
 
 def _spilled(instruction):
@@ -237,6 +256,19 @@ def test_a_register_that_nothing_was_written_to_is_found():
     assert len(reads_of_nothing(*read_listing(sent))) == 2  # UR9 is a coordinate
     all_four = UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP").replace("R180, gdesc", "gdesc")
     assert len(reads_of_nothing(*read_listing(all_four))) == 1  # UR9
+
+
+def test_a_move_of_nothing_that_is_overwritten_is_left_out():
+    def read_from(register, between="NOP"):
+        made = f"UIADD3 UR20, {register}, 0x1, URZ"
+        added = f"UMOV UR20, UR30 ;\n /*54*/ {between} ;\n /*58*/ {made} ;\n /*5a*/ STG.E"
+        listing = UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP").replace("STG.E", added)
+        return reads_of_nothing(*read_listing(listing))
+
+    assert not read_from("UR4")
+    assert not read_from("UR4", "UMOV UR21, UR20 ;\n /*56*/ UMOV UR21, URZ")
+    assert len(read_from("UR4", "UMOV UR21, UR20 ;\n /*56*/ UIADD3 UR22, UR21, 0x1, URZ")) == 1
+    assert [text.split()[0] for text in read_from("UR20")] == ["UMOV"]
 
 
 @pytest.mark.parametrize("word", [1, 2, 4, 8, 16])

@@ -90,14 +90,18 @@ def _compute_role(
             meet(form.WARPGROUPS)
         first_full = orders.read(tile_use, NUM_RIGHT)
         first_left = first_full + orders.read(tile_use, NUM_FULL)
-        # One loop, with the mask under a branch: between two ptxas lost the queries' descriptor.
-        for step in range(num_tiles - 1):
-            reach += TILE_N
-            masked = (step < first_full) | (step >= first_left)
-            p, acc, m, l = _attend_tile(
-                q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, masked, form, WG
-            )
-            use += 1
+        # Of tiles that need no mask a loop of their own would be faster, but in heads of up to 128
+        # ptxas loses the queries' descriptor between two loops.
+        state = (use, p, acc, m, l, reach)
+        what = (q, k_ring, v_ring, first_full, first_left, window, scale, form)
+        if WIDTH <= 128:
+            state = _walk(0, num_tiles - 1, None, state, what, WG)
+        else:
+            state = _walk(0, first_full, True, state, what, WG)
+            state = _walk(first_full, first_left, False, state, what, WG)
+            if form.HAS_WINDOW:
+                state = _walk(first_left, num_tiles - 1, True, state, what, WG)
+        use, p, acc, m, l, _ = state
         first = orders.read(tile_use, TOKEN)
         num_tokens = orders.read(tile_use, NUM_TOKENS)
         head = orders.read(tile_use, HEAD)
@@ -159,6 +163,21 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
     if has_next:
         k_ring.turns.release(0, use + 1)
     return s, acc
+
+
+@gluon.jit
+def _walk(first, end, MASKED: gl.constexpr, state, what, WG: gl.constexpr):
+    """Some tiles to the left; ``MASKED``: whether they need a mask, or None: those at the ends."""
+    use, p, acc, m, l, reach = state
+    q, k_ring, v_ring, first_full, first_left, window, scale, form = what
+    for step in range(first, end):
+        reach += k_ring.tiles.shape[1]
+        masked = (step < first_full) | (step >= first_left) if MASKED is None else MASKED
+        p, acc, m, l = _attend_tile(
+            q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, masked, form, WG
+        )
+        use += 1
+    return use, p, acc, m, l, reach
 
 
 @gluon.jit
@@ -301,7 +320,6 @@ def forward_kernel(
     # scalars
     num_seqs,
     block_rows,
-    num_rows,
     num_heads,
     group,
     num_tiles,
@@ -344,7 +362,7 @@ def forward_kernel(
         STAGED, TAKE_TURNS,
     )  # fmt: skip
     batch = Batch(
-        cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows, num_rows,
+        cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
         num_tiles, seq_tiles, section, num_heads // PACK, group, window,
     )  # fmt: skip
     q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS, WARPGROUPS)

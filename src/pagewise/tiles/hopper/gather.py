@@ -57,7 +57,7 @@ def gather_tiles(pages, ring, use, begin, end, keys, form):
     """Bring tiles of keys or values from the right to the left; the ring's next use."""
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     FINDING: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    table, _, seq_len, _, _, kv_head = keys
+    table, _, seq_len, _, kv_head = keys
     key = (end - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
     block = gl.load(table + key // form.BLOCK_SIZE, key < seq_len, other=0)
     for n in range(end - 1, begin - 1, -1):

@@ -113,7 +113,7 @@ def attend(
     tiles, seq_tiles, section = _schedule(
         form, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
     )
-    sources, block_rows, num_rows, strides = _gathered(k, v) if form.gathers else _boxed(k, v, form)
+    sources, block_rows, strides = _gathered(k, v) if form.gathers else _boxed(k, v, form)
     make_launcher(form)(
         (min(num_programs, tiles), 1, 1),
         written,
@@ -126,7 +126,6 @@ def attend(
         lengths if block_tables is None else block_tables,
         cu_seqlens_q.shape[0] - 1,
         block_rows,
-        num_rows,
         num_heads,
         group,
         tiles,
@@ -178,23 +177,24 @@ def _schedule(
     return pairs * seq_tiles, seq_tiles, max(1, min([*fitting[:1], pairs]))
 
 
-_Sources = tuple[tuple[Any, Any], int, int, tuple[int, ...]]
-"""Keys and values, rows from block to block, number of rows, strides: as the kernel takes them."""
+_Sources = tuple[tuple[Any, Any], int, tuple[int, ...]]
+"""Keys and values, from block to block in rows or groups of them, strides: as the kernel takes."""
 
 
 def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
     """Keys and values whose boxes are copied by descriptors."""
     k, v = _line_up(k, v)
-    block_rows = k.stride(0) // k.stride(1)
+    # Of one block alone the stride says nothing.
+    block_rows = k.stride(0) // k.stride(1) if k.shape[0] > 1 else k.shape[1]
     num_rows = (k.shape[0] - 1) * block_rows + k.shape[1]
     sources = _describe(k, num_rows, form), _describe(v, num_rows, form)
-    return sources, block_rows if form.block_size else 0, num_rows, ()
+    return sources, block_rows // UNIT if form.has_atoms else block_rows, ()
 
 
 def _gathered(k: Tensor, v: Tensor) -> _Sources:
     """Keys and values whose rows are copied one by one."""
     assert all(map(is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
-    return (k, v), 0, 0, tuple(stride // UNIT for x in (k, v) for stride in x.stride()[:3])
+    return (k, v), 0, tuple(stride // UNIT for x in (k, v) for stride in x.stride()[:3])
 
 
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ def make_launcher(form: Form) -> GluonLauncher:
         "lengths": "*i32",
         "block_tables": "*i32",
     }
-    scalars = "num_seqs block_rows num_rows num_heads group num_tiles seq_tiles section window"
+    scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section window"
     types |= dict.fromkeys(scalars.split(), "i32")
     types |= {"scale": "fp32", "table_stride": "i32"}
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}

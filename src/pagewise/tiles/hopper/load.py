@@ -95,7 +95,7 @@ def _next_tile(batch, turn, form):
     exists = (number < batch.num_tiles) & (token < query_len)
     table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
     kv_head = head * form.PACK // batch.group
-    keys = (table, k_start, seq_len, batch.block_rows, batch.num_rows, kv_head)
+    keys = (table, k_start, seq_len, batch.block_rows, kv_head)
     return exists, q_start, query_len, token, head, keys
 
 
@@ -185,8 +185,10 @@ def _load_tiles(source, ring, use, begin, end, keys, form):
     if form.GATHER:
         use = gather_tiles(source, ring, use, begin, end, keys, form)
     else:
-        for n in range(end - 1, begin - 1, -1):
-            _load_tile(source, ring, use, n * TILE_N, keys, form)
+        key = end * TILE_N
+        for _ in range(end - begin):
+            key -= TILE_N
+            _load_tile(source, ring, use, key, keys, form)
             use += 1
     return use
 
@@ -195,16 +197,12 @@ def _load_tiles(source, ring, use, begin, end, keys, form):
 def _load_tile(desc, ring, use, key, keys, form):
     """Start the copies of a tile of keys or values, in boxes; past the end it gets zeros."""
     BOXES: gl.constexpr = ring.tiles.shape[1] // form.BOX
-    BATCH: gl.constexpr = BOXES if BOXES < 4 else 4
-    rows = _find_rows(keys, key, BATCH, form)
+    rows = _find_rows(keys, key, BOXES, form)  # asked for while the slot is still in use
     ring.turns.wait_empty(0, use)
     ready = ring.expect(use)
     tile = ring.tile(use, 0)
-    for first in gl.static_range(0, BOXES, BATCH):
-        if first > 0:
-            rows = _find_rows(keys, key + first * form.BOX, BATCH, form)
-        for i in gl.static_range(BATCH):
-            _load_box(desc, tile, first + i, keys[5], rows[i], ready, form)
+    for i in gl.static_range(BOXES):
+        _load_box(desc, tile, i, keys[4], rows[i], ready, form)
 
 
 @gluon.jit
@@ -215,7 +213,7 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, ready, form):
         boxes = tile._reinterpret(
             tile.dtype, [BOXES, 1, form.BOX // 8, CHUNKS, 8, COLUMNS], desc.layout
         )
-        where = [kv_head, row // 8, 0, 0, 0]
+        where = [kv_head, row, 0, 0, 0]
         tma.async_copy_global_to_shared(desc, where, ready, boxes.index(INDEX))
     else:
         SHARE: gl.constexpr = desc.block_shape[1]  # chunks of a box
@@ -229,16 +227,15 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, ready, form):
 
 @gluon.jit
 def _find_rows(keys, key, COUNT: gl.constexpr, form):
-    """The rows where neighbouring boxes start; for one beyond the last key, a row of nothing."""
-    table, k_start, seq_len, block_rows, num_rows, _ = keys
+    """Where neighbouring boxes start, in rows or groups of them; before all where no key is."""
+    table, k_start, seq_len, block_rows, _ = keys
+    UNIT: gl.constexpr = 8 if form.ATOMS else 1
     rows = ()
     for i in gl.static_range(COUNT):
         at = key + i * form.BOX
         row = k_start + at
         if form.BLOCK_SIZE > 0:
-            row = num_rows
-            if at < seq_len:
-                block = gl.load(table + at // form.BLOCK_SIZE)
-                row = block * block_rows + at % form.BLOCK_SIZE
+            block = gl.load(table + at // form.BLOCK_SIZE, at < seq_len, other=-1)
+            row = block * block_rows + at % form.BLOCK_SIZE // UNIT
         rows = rows + (row,)  # type: ignore[assignment] # noqa: RUF005
     return rows

@@ -25,8 +25,7 @@ class Batch:
     block_tables: gl.tensor  # pointer to [num_seqs, max_blocks_per_seq]
     table_stride: gl.tensor
     num_seqs: gl.tensor
-    block_rows: gl.tensor  # rows of the cache from one block to the next
-    num_rows: gl.tensor  # of the cache
+    block_rows: gl.tensor  # rows of the cache, or groups of eight, from one block to the next
     num_tiles: gl.tensor
     seq_tiles: gl.tensor  # tiles of a sequence; of a batch of unequal ones, tiles of all
     section: gl.tensor  # pairs of sequence and head
@@ -43,7 +42,6 @@ class Batch:
         table_stride,
         num_seqs,
         block_rows,
-        num_rows,
         num_tiles,
         seq_tiles,
         section,
@@ -57,7 +55,6 @@ class Batch:
         self.table_stride = table_stride
         self.num_seqs = num_seqs
         self.block_rows = block_rows
-        self.num_rows = num_rows
         self.num_tiles = num_tiles
         self.seq_tiles = seq_tiles
         self.section = section
