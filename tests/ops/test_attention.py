@@ -340,6 +340,14 @@ def test_all_cases_match_float64_on_a_gpu(case, dtype, impl):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [16, 40, 72, 96, 112, 136, 160, 192, 240])
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_of_any_size_on_hopper(size, causal):
+    lengths = (70, 300, 9, 129), (70, 700, 600, 257)
+    check(Case(*lengths, 4, 2, head_size=size, causal=causal, dtype=BF16), "hopper")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_sequences_match_torch_on_a_gpu(causal):
     q, k, v, d = (torch.randn(2, 2100, h, 128, dtype=BF16, device="cuda") for h in (8, 2, 2, 8))

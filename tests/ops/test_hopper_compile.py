@@ -30,6 +30,7 @@ from pagewise.ops.window_attention.hopper_plan import (  # noqa: E402
 )
 from pagewise.ops.window_attention.problem import Problem  # noqa: E402
 from pagewise.tiles.hopper.launch import make_launcher, refuse  # noqa: E402
+from pagewise.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
 from pagewise.tiles.hopper.tiling import TILINGS, Form, tiling_of  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -45,6 +46,9 @@ FORMS = [
     (Form(BF16, 256, 16, True, False, True, 1), 16),
     (Form(BF16, 192, 64, True, False, False, 2), 16),
     (Form(BF16, 80, 16, True, False, False, 8), 24),
+    (Form(BF16, 96, 16, True, False, True, 1), 0),
+    (Form(F16, 96, 0, False, True, False, 1), 24),
+    (Form(F16, 48, 16, True, False, True, 1), 48),
     (Form(BF16, 64, 16, True, False, True, 1), 48),
     (Form(F16, 64, 0, False, False, True, 1), 40),
     # rows gathered one by one
@@ -98,15 +102,18 @@ def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
     assert used["STACK"] <= memory + SLACK, used
     code = disassemble(compiled, tmp_path)
     loops = loops_that_multiply(code)
-    assert len(loops) == form.tiling.warpgroups  # one each
+    # One each; of wide heads one for tiles that need no mask, too, and for those after them.
+    kinds = form.causal + 1 + form.has_window if form.tiling.width == 256 else 1
+    assert len(loops) == kinds * form.tiling.warpgroups
     tile_n, width = form.tiling.tile_n, form.tiling.width
+    parts = [part_size(form.head_size, part) for part in range(num_parts(form.head_size))]
     for body in loops:
         text = "\n".join(body)
         assert "PRMT" not in text  # weights lie as products take them
         assert len(re.findall(r"\b(LDL|STL)", text)) <= (24 if width == 64 else 0)
         products = re.findall(r"HGMMA\.64x(\d+)x16", text)
         assert sorted(map(int, products)) == sorted(
-            [tile_n] * (width // 16) + [width] * (tile_n // 16)
+            [tile_n] * (sum(parts) // 16) + parts * (tile_n // 16)
         )
     gathering = loops_with("LDGSTS", code)
     assert len(gathering) == (2 if form.gathers else 0)  # keys, values
@@ -115,6 +122,21 @@ def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
         assert all(".BYPASS.128 " in text for text in copies)
         assert len(copies) == tile_n * width // 8 // 64  # by 64 threads, eight elements each
         assert not re.search(r"\b(LDL|STL)", "\n".join(body))
+
+
+def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
+    sizes = {
+        size: [part_size(size, i) for i in range(num_parts(size))] for size in range(8, 257, 8)
+    }
+    for size, parts in sizes.items():
+        assert size <= sum(parts) <= tiling_of(size).width
+        assert parts == sorted(parts, reverse=True)
+        assert [part_start(size, i) for i in range(len(parts))] == [0, parts[0]][: len(parts)]
+    some = (8, 32, 40, 56, 64, 72, 96, 112, 136, 160, 176, 200)
+    assert [sizes[size] for size in some] == [
+        *([16], [32], [32, 16], [64], [64], [64, 16], [64, 32], [128]),
+        *([128, 16], [128, 32], [128, 64], [256]),
+    ]
 
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():

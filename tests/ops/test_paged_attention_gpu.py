@@ -130,6 +130,18 @@ def test_rows_of_small_blocks_are_gathered(case, dtype):
     assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [8, 24, 32, 48, 56, 72, 80, 96, 112, 144, 160, 176, 192, 200])
+@pytest.mark.parametrize("block_size", [2, 16, 128])
+def test_heads_of_any_size_are_multiplied_in_parts(size, block_size):
+    lengths = (70, 300, 9, 129), (70, 700, 600, 257)
+    case = PagedCase(*lengths, 4, 2, head_size=size, block_size=block_size, dtype=BF16)
+    inputs = make_inputs(case)
+    there = inputs.to("cuda")
+    result = there.attend(impl="hopper_prefill", out=there.out)
+    assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
+
+
 MANY_TILES = [
     PagedCase((64,) * 37 + (40, 33, 1), (64,) * 20 + (200,) * 20, 16, 4, head_size=112),
     PagedCase((16,) * 70 + (9, 1), (40,) * 72, 24, 3, head_size=72, block_size=4),

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gather import GATHERING_WARPS, make_pages
-from .layouts import product_layout, wide_rows
+from .layouts import num_parts, part_size, part_start, product_layout, wide_rows
 from .load import (
     COLUMNS,
     HEAD,
@@ -62,7 +62,6 @@ def _compute_role(
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     WIDTH: gl.constexpr = k_ring.tiles.shape[2]
     S_LAYOUT: gl.constexpr = product_layout(TILE_N)
-    O_LAYOUT: gl.constexpr = product_layout(WIDTH)
     if form.TAKE_TURNS and WG == form.WARPGROUPS - 1:
         pass_turn(0)
     tile_use = 0
@@ -72,8 +71,7 @@ def _compute_role(
     if num_tiles > 0:
         k_ring.turns.wait_full(0, use)
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
-    k = k_ring.operand(use, form.ATOMS).permute((1, 0))
-    s = warpgroup_mma(q_ring.tile(tile_use, WG), k, s, use_acc=False, is_async=True)
+    s = _score(q_ring.tile(tile_use, WG), k_ring.operand(use, form.ATOMS), s, form)
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.turns.release(0, use)
@@ -81,7 +79,7 @@ def _compute_role(
     while num_tiles > 0:
         q = q_ring.tile(tile_use, WG)
         p = pack(weights, q.dtype)
-        acc = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
+        acc = _no_results(form)
         last = orders.read(tile_use, LAST)
         if not form.GATHER and last < TILE_N:
             v_ring.turns.wait_full(0, use)
@@ -97,7 +95,8 @@ def _compute_role(
         if WIDTH <= 128:
             state = _walk(0, num_tiles - 1, None, state, what, WG)
         else:
-            state = _walk(0, first_full, True, state, what, WG)
+            if form.CAUSAL:
+                state = _walk(0, first_full, True, state, what, WG)
             state = _walk(first_full, first_left, False, state, what, WG)
             if form.HAS_WINDOW:
                 state = _walk(first_left, num_tiles - 1, True, state, what, WG)
@@ -116,7 +115,7 @@ def _compute_role(
             q_ring.tile(tile_use, WG), k_ring, v_ring, use, p, acc, num_tiles > 0, form, WG
         )
         weights, reach, next_m, next_l = _begin(s, orders, tile_use, window, scale, form, WG)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = _wait_for(acc)
         v_ring.turns.release(0, use)
         use += 1
         _finish(
@@ -143,6 +142,58 @@ def _begin(s, orders, tile_use, window, scale, form, WG: gl.constexpr):
 
 
 @gluon.jit
+def _no_results(form):
+    """Sums of values that nothing was added to: one for each part of a head's columns."""
+    acc = ()
+    for i in gl.static_range(num_parts(form.HEAD_SIZE)):
+        acc = acc + (_zeros(part_size(form.HEAD_SIZE, i)),)  # type: ignore[assignment] # noqa: RUF005
+    return acc
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+
+
+@gluon.jit
+def _wait_for(acc):
+    """Wait until the products with values are done."""
+    done = warpgroup_mma_wait(0, deps=acc)
+    if len(acc) == 1:
+        done = (done,)
+    return done
+
+
+@gluon.jit
+def _part(tile, form, I: gl.constexpr):
+    """Some columns of a tile."""
+    SIZE: gl.constexpr = part_size(form.HEAD_SIZE, I)
+    if tile.shape[1] > SIZE:
+        tile = tile.slice(part_start(form.HEAD_SIZE, I), SIZE, dim=1)
+    return tile
+
+
+@gluon.jit
+def _score(q, k, s, form):
+    """Begin the product of queries and keys."""
+    for i in gl.static_range(num_parts(form.HEAD_SIZE)):
+        k_part = _part(k, form, i).permute((1, 0))
+        s = warpgroup_mma(_part(q, form, i), k_part, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _add_values(p, v, acc, form):
+    """Begin to add the values of a tile, weighted by ``pack``'s pairs."""
+    sums = ()
+    for i in gl.static_range(num_parts(form.HEAD_SIZE)):
+        weights = unpack(p, v.dtype, gl.DotOperandLayout(0, acc[i].type.layout, 2))
+        part = warpgroup_mma(weights, _part(v, form, i), acc[i], is_async=True)
+        sums = sums + (part,)  # type: ignore[assignment] # noqa: RUF005
+    return sums
+
+
+@gluon.jit
 def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
     """Scores of the keys of the next use; the product with this use's values goes on."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
@@ -152,11 +203,9 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
         k_ring.turns.wait_full(0, use + 1)
     if form.TAKE_TURNS:
         take_turn(WG)
-    k = k_ring.operand(use + 1, form.ATOMS).permute((1, 0))
-    s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+    s = _score(q, k_ring.operand(use + 1, form.ATOMS), s, form)
     v_ring.turns.wait_full(0, use)
-    weights = unpack(p, q.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    acc = warpgroup_mma(weights, v_ring.operand(use, form.ATOMS), acc, is_async=True)
+    acc = _add_values(p, v_ring.operand(use, form.ATOMS), acc, form)
     if form.TAKE_TURNS:
         pass_turn((WG + 1) % form.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -187,16 +236,23 @@ def _attend_tile(
 ):  # fmt: skip
     """One step to the left: this use's values, and the softmax of the next use's scores."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
-    O_LAYOUT: gl.constexpr = acc.type.layout
     s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, form, WG)
     if masked:
         s = hide(s, reach, window, TILE_N, form.CAUSAL, form.HAS_WINDOW)
     weights, decay, m, l = weigh(s, m, l, scale)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = _wait_for(acc)
     v_ring.turns.release(0, use)
-    decay = gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    acc = acc * decay[:, None]
-    return pack(weights, q.dtype), acc, m, l
+    return pack(weights, q.dtype), _times(acc, decay), m, l
+
+
+@gluon.jit
+def _times(acc, factor):
+    """Sums of values times a number for each row."""
+    products = ()
+    for i in gl.static_range(len(acc)):
+        each = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout), assert_trivial=True)
+        products = products + (acc[i] * each[:, None],)  # type: ignore[assignment] # noqa: RUF005
+    return products
 
 
 @gluon.jit
@@ -228,12 +284,15 @@ def _finish(
     at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
     value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
     gl.store(lse + at, value, token < num_tokens)
-    share = gl.convert_layout(gl.where(empty, 0.0, 1.0 / l), gl.SliceLayout(1, acc.type.layout))
-    result = (acc * share[:, None]).to(out.dtype.element_ty)
+    result = _times(acc, gl.where(empty, 0.0, 1.0 / l))
     if form.STAGED and num_tokens >= (WG + 1) * TOKENS:
         _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
     else:
-        _store(out, token_stride, head_stride, first, num_tokens, head, result, form, WG)
+        for i in gl.static_range(len(result)):
+            _store(
+                out, token_stride, head_stride, first, num_tokens, head, result[i], form,
+                part_start(form.HEAD_SIZE, i), WG,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -246,7 +305,8 @@ def _send(staged, result, token, head, form, WG: gl.constexpr):
         tile.dtype, [CHUNKS, ROWS // form.PACK, form.PACK, COLUMNS], desc.layout
     )
     tma.store_wait(0)
-    tile.store(result)
+    for i in gl.static_range(len(result)):
+        _part(tile, form, i).store(result[i].to(tile.dtype))
     fence_async_shared()
     for c in gl.static_range(CHUNKS):
         tma.async_copy_shared_to_global(desc, [token, head, c * COLUMNS], boxes.index(c))
@@ -254,20 +314,22 @@ def _send(staged, result, token, head, form, WG: gl.constexpr):
 
 @gluon.jit
 def _store(
-    out, token_stride, head_stride, first, num_tokens, head, result, form, WG: gl.constexpr
+    out, token_stride, head_stride, first, num_tokens, head, result, form, START: gl.constexpr,
+    WG: gl.constexpr,
 ):  # fmt: skip
-    """Write the rows of results that are a sequence's."""
+    """Write the rows of some columns of results that are a sequence's."""
     WIDTH: gl.constexpr = result.shape[1]
     PACK: gl.constexpr = form.PACK
     WIDE: gl.constexpr = wide_rows(WIDTH)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     token = WG * (ROWS // PACK) + row // PACK
     at = (first + token).to(gl.int64) * token_stride + (head * PACK + row % PACK) * head_stride
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
+    column = START + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
     inside = (token < num_tokens)[:, None]
-    if WIDTH != form.HEAD_SIZE:
+    if START + WIDTH > form.HEAD_SIZE:
         inside = inside & (column < form.HEAD_SIZE)
-    gl.store(out + at[:, None] + column, gl.convert_layout(result, WIDE), inside)
+    result = gl.convert_layout(result.to(out.dtype.element_ty), WIDE)
+    gl.store(out + at[:, None] + column, result, inside)
 
 
 @gluon.jit

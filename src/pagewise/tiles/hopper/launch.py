@@ -218,7 +218,7 @@ def _describe(x: Tensor, num_rows: int, form: Form) -> Described:
     """Keys or values ``[num_blocks, block_size, num_kv_heads, head_size]`` in boxes of rows."""
     _, row, head, _ = x.stride()
     size = x.shape[3]
-    chunks, columns = (size // _COLUMNS, _COLUMNS) if size % _COLUMNS == 0 else (1, size)
+    chunks, columns = (size // _COLUMNS, _COLUMNS) if form.chunks > 1 else (1, size)
     if form.has_atoms:
         shape = [x.shape[2], num_rows // 8, chunks, 8, columns]
         strides = [head, 8 * row, _COLUMNS, row, 1]

@@ -3,7 +3,40 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["product_layout", "wide_rows"]
+__all__ = ["num_parts", "part_size", "part_start", "product_layout", "wide_rows"]
+
+
+@gluon.constexpr_function
+def _parts(head_size):
+    """What a head's columns are multiplied in: powers of two, one, or two that waste less.
+
+    A head of 96 is 64 and 32, one of 112 is 128.
+    """
+    columns = -(-int(head_size) // 16) * 16  # a product takes sixteen at a time
+    first = 1 << (columns.bit_length() - 1)
+    rest = columns - first
+    if rest == 0:
+        return (first,)
+    second = 1 << (rest - 1).bit_length()
+    return (first, second) if second < first else (2 * first,)
+
+
+@gluon.constexpr_function
+def num_parts(head_size):
+    """How many products take a head's columns: 1 or 2."""
+    return len(_parts(head_size))
+
+
+@gluon.constexpr_function
+def part_size(head_size, part):
+    """The columns of a part."""
+    return _parts(head_size)[int(part)]
+
+
+@gluon.constexpr_function
+def part_start(head_size, part):
+    """The columns before a part."""
+    return sum(_parts(head_size)[: int(part)])
 
 
 @gluon.constexpr_function

@@ -76,15 +76,21 @@ class Form:
     @property
     def has_atoms(self) -> bool:
         """Whether a copy brings all columns of its rows, eight rows at a time."""
-        return self.block_size > 0 and self.head_size % _COLUMNS == 0 and not self.gathers
+        is_one_part = self.head_size in (64, 128, 256)
+        return self.block_size > 0 and is_one_part and not self.gathers
+
+    @property
+    def chunks(self) -> int:
+        """How many times 64 columns a copy brings."""
+        is_whole = self.box == self.tiling.tile_n and self.head_size % _COLUMNS == 0
+        return self.tiling.width // _COLUMNS if self.has_atoms or is_whole else 1
 
     @property
     def boxes(self) -> list[int]:
         """The shape of a copy, as the descriptors of keys and values say it."""
-        chunks = self.tiling.width // _COLUMNS
         if self.has_atoms:
-            return [1, self.box // 8, chunks, 8, _COLUMNS]
-        return [1, chunks if self.head_size % _COLUMNS == 0 else 1, self.box, _COLUMNS]
+            return [1, self.box // 8, self.chunks, 8, _COLUMNS]
+        return [1, self.chunks, self.box, _COLUMNS]
 
 
 def tiling_of(head_size: int) -> Tiling:
