@@ -4,7 +4,8 @@
 
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
     keys of a tile = boxes of min(block_size, tile) rows, straight from their pages by TMA
-                     where block_size is a multiple of 16; otherwise row by row by cp.async
+                     where block_size is a multiple of 16, or 8 and a head 128 or 256;
+                     otherwise row by row by cp.async
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 any block size, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi, sinks and 8-bit

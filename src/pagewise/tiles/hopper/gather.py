@@ -33,7 +33,7 @@ class Pages:
     block: gl.tensor  # strides, in units
     slot: gl.tensor
     head: gl.tensor
-    places: gl.shared_memory_descriptor  # int64 [TILE_N], in units
+    places: gl.shared_memory_descriptor  # uint32 [TILE_N], in units
 
     @gluon.constexpr_function
     def __init__(self, base, block, slot, head, places):
@@ -48,7 +48,7 @@ class Pages:
 def make_pages(base, block, slot, head, TILE_N: gl.constexpr):
     """Pages whose rows are gathered, tiles of ``TILE_N`` at a time."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places = gl.allocate_shared_memory(gl.int64, [TILE_N], LAYOUT)
+    places = gl.allocate_shared_memory(gl.uint32, [TILE_N], LAYOUT)
     return Pages(base, block, slot, head, places)
 
 
@@ -58,16 +58,18 @@ def gather_tiles(pages, ring, use, begin, end, keys, form):
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     FINDING: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     table, _, seq_len, _, kv_head = keys
+    # Past the end comes the last key again: it has no weight, and is no NaN that was not there.
     key = (end - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
-    block = gl.load(table + key // form.BLOCK_SIZE, key < seq_len, other=0)
+    key = gl.minimum(key, gl.maximum(seq_len - 1, 0))
+    block = gl.load(table + key // form.BLOCK_SIZE, seq_len > 0, other=0)
     for n in range(end - 1, begin - 1, -1):
-        place = block.to(gl.int64) * pages.block + key % form.BLOCK_SIZE * pages.slot
-        pages.places.store(place + kv_head * pages.head)
+        place = block * pages.block + key % form.BLOCK_SIZE * pages.slot + kv_head * pages.head
+        pages.places.store(place.to(gl.uint32, bitcast=True))
         if n > begin:
-            key -= TILE_N
+            key = (n - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
             block = gl.load(table + key // form.BLOCK_SIZE)
         ring.turns.wait_empty(0, use)
-        _copy_rows(pages, ring.tile(use, 0), seq_len - n * TILE_N, form)
+        _copy_rows(pages, ring.tile(use, 0), seq_len > 0, form)
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
@@ -78,19 +80,17 @@ def gather_tiles(pages, ring, use, begin, end, keys, form):
 
 
 @gluon.jit
-def _copy_rows(pages, tile, num_rows, form):
-    """Start the copies of a tile whose places are known; it gets zeros from ``num_rows`` on."""
+def _copy_rows(pages, tile, is_there, form):
+    """Start the copies of a tile whose places are known; it gets zeros if there is no key."""
     TILE_N: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
-    AT_ONCE: gl.constexpr = 32 if form.WARPGROUPS == 2 else 16  # as registers allow
+    AT_ONCE: gl.constexpr = 64  # as registers allow
     COPYING: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, AT_ONCE, gl.SliceLayout(1, COPYING))[:, None]
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, COPYING))[None, :]
+    there = gl.full([AT_ONCE, WIDTH], is_there, gl.int1, COPYING)
+    if WIDTH != form.HEAD_SIZE:
+        there = there & (column < form.HEAD_SIZE)
     for first in gl.static_range(0, TILE_N, AT_ONCE):
-        place = pages.places.slice(first, AT_ONCE).load(gl.SliceLayout(1, COPYING))[:, None]
-        there = first + row < num_rows
-        if WIDTH != form.HEAD_SIZE:
-            there = there & (column < form.HEAD_SIZE)
-        async_copy.async_copy_global_to_shared(
-            tile.slice(first, AT_ONCE), pages.base + column + place * UNIT, there
-        )
+        place = pages.places.slice(first, AT_ONCE).load(gl.SliceLayout(1, COPYING))
+        at = pages.base + column + place.to(gl.int64)[:, None] * UNIT
+        async_copy.async_copy_global_to_shared(tile.slice(first, AT_ONCE), at, there)

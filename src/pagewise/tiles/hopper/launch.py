@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from typing import Any
@@ -192,9 +193,17 @@ def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
 
 
 def _gathered(k: Tensor, v: Tensor) -> _Sources:
-    """Keys and values whose rows are copied one by one."""
+    """Keys and values whose rows are copied one by one, their places counted in 32 bits."""
     assert all(map(is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
-    return (k, v), 0, tuple(stride // UNIT for x in (k, v) for stride in x.stride()[:3])
+    if any(_span(x) >= UNIT << 32 for x in (k, v)):  # 64 GiB
+        k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+    strides = (stride // UNIT for x in (k, v) for stride in x.stride()[:3])
+    return (k, v), 0, tuple(ctypes.c_int32(stride).value for stride in strides)
+
+
+def _span(x: Tensor) -> int:
+    """Elements from its first row to its last."""
+    return sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
 
 
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,7 +265,7 @@ def make_launcher(form: Form) -> GluonLauncher:
     types |= {"scale": "fp32", "table_stride": "i32"}
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
-    types |= dict.fromkeys(strides if form.gathers else [], "i64")
+    types |= dict.fromkeys(strides if form.gathers else [], "i32")
     constants = dict.fromkeys([] if form.gathers else strides, 0)
     constants |= {
         "HEAD_SIZE": form.head_size,

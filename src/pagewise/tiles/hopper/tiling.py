@@ -62,7 +62,9 @@ class Form:
 
     @property
     def gathers(self) -> bool:
-        """Whether keys and values come row by row: boxes of eight rows and fewer are slower."""
+        """Whether keys and values come row by row: where boxes are of few rows, or small."""
+        if self.block_size == UNIT and self.head_size in (2 * _COLUMNS, 4 * _COLUMNS):
+            return False
         return self.block_size % (2 * UNIT) != 0
 
     @property
@@ -76,8 +78,8 @@ class Form:
     @property
     def has_atoms(self) -> bool:
         """Whether a copy brings all columns of its rows, eight rows at a time."""
-        is_one_part = self.head_size in (64, 128, 256)
-        return self.block_size > 0 and is_one_part and not self.gathers
+        is_power_of_2 = self.head_size in (_COLUMNS, 2 * _COLUMNS, 4 * _COLUMNS)
+        return self.block_size > 0 and is_power_of_2 and not self.gathers
 
     @property
     def chunks(self) -> int:
