@@ -4,8 +4,7 @@
 
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
     keys of a tile = boxes of min(block_size, tile) rows, straight from their pages by TMA
-                     where block_size is a multiple of 16, or 8 and a head 128 or 256;
-                     otherwise row by row by cp.async
+                     where that is faster; otherwise row by row by cp.async (``tiling.gathers``)
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 any block size, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi, sinks and 8-bit
@@ -34,11 +33,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
     if reason is None and not problem.is_plain:
         reason = "scores are capped or biased, or there are sinks; plain ones run"
-    if reason is None and problem.block_size % 16 and not problem.is_aligned:
-        reason = (
-            f"k_cache has block_size={problem.block_size} and rows of the caches do not begin at "
-            "multiples of 16 bytes; with such rows multiples of 16 run"
-        )
+    if reason is None and not problem.is_aligned:
+        reason = "rows of the caches do not begin at multiples of 16 bytes"
     if reason is None and problem.rows <= DECODE_ROWS:
         reason = f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
     return reason

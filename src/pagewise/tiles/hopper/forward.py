@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gather import GATHERING_WARPS, make_pages
-from .layouts import num_parts, part_size, part_start, product_layout, wide_rows
+from .layouts import num_parts, part_of, part_size, part_start, product_layout, wide_rows
 from .load import (
     COLUMNS,
     HEAD,
@@ -165,20 +165,11 @@ def _wait_for(acc):
 
 
 @gluon.jit
-def _part(tile, form, I: gl.constexpr):
-    """Some columns of a tile."""
-    SIZE: gl.constexpr = part_size(form.HEAD_SIZE, I)
-    if tile.shape[1] > SIZE:
-        tile = tile.slice(part_start(form.HEAD_SIZE, I), SIZE, dim=1)
-    return tile
-
-
-@gluon.jit
 def _score(q, k, s, form):
     """Begin the product of queries and keys."""
     for i in gl.static_range(num_parts(form.HEAD_SIZE)):
-        k_part = _part(k, form, i).permute((1, 0))
-        s = warpgroup_mma(_part(q, form, i), k_part, s, use_acc=i > 0, is_async=True)
+        k_part = part_of(k, form.HEAD_SIZE, i).permute((1, 0))
+        s = warpgroup_mma(part_of(q, form.HEAD_SIZE, i), k_part, s, use_acc=i > 0, is_async=True)
     return s
 
 
@@ -188,7 +179,7 @@ def _add_values(p, v, acc, form):
     sums = ()
     for i in gl.static_range(num_parts(form.HEAD_SIZE)):
         weights = unpack(p, v.dtype, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-        part = warpgroup_mma(weights, _part(v, form, i), acc[i], is_async=True)
+        part = warpgroup_mma(weights, part_of(v, form.HEAD_SIZE, i), acc[i], is_async=True)
         sums = sums + (part,)  # type: ignore[assignment] # noqa: RUF005
     return sums
 
@@ -306,7 +297,7 @@ def _send(staged, result, token, head, form, WG: gl.constexpr):
     )
     tma.store_wait(0)
     for i in gl.static_range(len(result)):
-        _part(tile, form, i).store(result[i].to(tile.dtype))
+        part_of(tile, form.HEAD_SIZE, i).store(result[i].to(tile.dtype))
     fence_async_shared()
     for c in gl.static_range(CHUNKS):
         tma.async_copy_shared_to_global(desc, [token, head, c * COLUMNS], boxes.index(c))

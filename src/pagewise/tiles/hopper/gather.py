@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.core import _aggregate as aggregate
 
+from .layouts import num_parts, part_of, part_size, part_start
 from .names import barrier
 
 __all__ = ["GATHERING_WARPS", "Pages", "gather_tiles", "make_pages"]
@@ -82,15 +83,27 @@ def gather_tiles(pages, ring, use, begin, end, keys, form):
 @gluon.jit
 def _copy_rows(pages, tile, is_there, form):
     """Start the copies of a tile whose places are known; it gets zeros if there is no key."""
+    for i in gl.static_range(num_parts(form.HEAD_SIZE)):
+        _copy_part(pages, tile, is_there, form.HEAD_SIZE, i)
+
+
+@gluon.jit
+def _copy_part(pages, tile, is_there, HEAD_SIZE: gl.constexpr, PART: gl.constexpr):
+    """Start the copies of some columns."""
     TILE_N: gl.constexpr = tile.shape[0]
-    WIDTH: gl.constexpr = tile.shape[1]
-    AT_ONCE: gl.constexpr = 64  # as registers allow
-    COPYING: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [gl.num_warps(), 1], [1, 0])
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, COPYING))[None, :]
-    there = gl.full([AT_ONCE, WIDTH], is_there, gl.int1, COPYING)
-    if WIDTH != form.HEAD_SIZE:
-        there = there & (column < form.HEAD_SIZE)
+    SIZE: gl.constexpr = part_size(HEAD_SIZE, PART)
+    START: gl.constexpr = part_start(HEAD_SIZE, PART)
+    LANES: gl.constexpr = min(8, SIZE // UNIT)
+    AT_ONCE: gl.constexpr = min(TILE_N, 512 // LANES)  # as registers allow
+    COPYING: gl.constexpr = gl.BlockedLayout(
+        [1, UNIT], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    column = START + gl.arange(0, SIZE, gl.SliceLayout(0, COPYING))[None, :]
+    there = gl.full([AT_ONCE, SIZE], is_there, gl.int1, COPYING)
+    if START + SIZE > HEAD_SIZE:
+        there = there & (column < HEAD_SIZE)
     for first in gl.static_range(0, TILE_N, AT_ONCE):
         place = pages.places.slice(first, AT_ONCE).load(gl.SliceLayout(1, COPYING))
         at = pages.base + column + place.to(gl.int64)[:, None] * UNIT
-        async_copy.async_copy_global_to_shared(tile.slice(first, AT_ONCE), at, there)
+        part = part_of(tile.slice(first, AT_ONCE), HEAD_SIZE, PART)
+        async_copy.async_copy_global_to_shared(part, at, there)

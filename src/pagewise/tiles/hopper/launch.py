@@ -74,9 +74,9 @@ def attend(
         out: ``[num_tokens, num_heads, head_size]``, last dimension contiguous, here and below.
         lse: ``[num_tokens, num_heads]`` float32, contiguous.
         q: As ``out``.
-        k: ``[num_blocks, block_size, num_kv_heads, head_size]``; where ``block_size`` is no
-            multiple of 16, every row begins at a multiple of 16 bytes. Or, without
-            ``block_tables``, ragged ``[num_keys, num_kv_heads, head_size]``.
+        k: ``[num_blocks, block_size, num_kv_heads, head_size]``, every row beginning at a
+            multiple of 16 bytes. Or, without ``block_tables``, ragged
+            ``[num_keys, num_kv_heads, head_size]``, any rows.
         v: As ``k``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``.
         lengths: int32 ``[num_seqs]``, keys of each sequence; of ragged ones ``cu_seqlens_k``,

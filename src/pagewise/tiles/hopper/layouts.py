@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["num_parts", "part_size", "part_start", "product_layout", "wide_rows"]
+__all__ = ["num_parts", "part_of", "part_size", "part_start", "product_layout", "wide_rows"]
 
 
 @gluon.constexpr_function
@@ -37,6 +37,15 @@ def part_size(head_size, part):
 def part_start(head_size, part):
     """The columns before a part."""
     return sum(_parts(head_size)[: int(part)])
+
+
+@gluon.jit
+def part_of(tile, HEAD_SIZE: gl.constexpr, PART: gl.constexpr):
+    """The columns of a part of a tile in shared memory."""
+    SIZE: gl.constexpr = part_size(HEAD_SIZE, PART)
+    if tile.shape[1] > SIZE:
+        tile = tile.slice(part_start(HEAD_SIZE, PART), SIZE, dim=1)
+    return tile
 
 
 @gluon.constexpr_function

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TILINGS", "UNIT", "Form", "Tiling", "tiling_of"]
+__all__ = ["TILINGS", "UNIT", "Form", "Tiling", "gathers", "tiling_of"]
 
 UNIT = 8  # rows of an atom; elements of 16 bytes
 _COLUMNS = 64  # of an atom
+_LONG_ROWS = (2 * _COLUMNS, 4 * _COLUMNS)
+_LONG_PAGE = 64
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,8 @@ class Form:
 
     @property
     def gathers(self) -> bool:
-        """Whether keys and values come row by row: where boxes are of few rows, or small."""
-        if self.block_size == UNIT and self.head_size in (2 * _COLUMNS, 4 * _COLUMNS):
-            return False
-        return self.block_size % (2 * UNIT) != 0
+        """Whether keys and values come row by row."""
+        return gathers(self.head_size, self.block_size)
 
     @property
     def box(self) -> int:
@@ -78,7 +78,7 @@ class Form:
     @property
     def has_atoms(self) -> bool:
         """Whether a copy brings all columns of its rows, eight rows at a time."""
-        is_power_of_2 = self.head_size in (_COLUMNS, 2 * _COLUMNS, 4 * _COLUMNS)
+        is_power_of_2 = self.head_size in (_COLUMNS, *_LONG_ROWS)
         return self.block_size > 0 and is_power_of_2 and not self.gathers
 
     @property
@@ -93,6 +93,19 @@ class Form:
         if self.has_atoms:
             return [1, self.box // 8, self.chunks, 8, _COLUMNS]
         return [1, self.chunks, self.box, _COLUMNS]
+
+
+def gathers(head_size: int, block_size: int) -> bool:
+    """Whether keys and values come row by row, which small boxes are slower than.
+
+    A box is a page's rows of one head, or a part of them, and goes whole where a row is one of
+    256 or 512 bytes; of other rows it takes a copy for every 64 columns, or is half as large.
+    """
+    if block_size == 0:
+        return False
+    if head_size in _LONG_ROWS:
+        return block_size != UNIT and block_size % (2 * UNIT) != 0
+    return block_size % (2 * UNIT) != 0 or block_size < _LONG_PAGE
 
 
 def tiling_of(head_size: int) -> Tiling:
