@@ -193,6 +193,14 @@ GPU_CASES: tuple[Case, ...] = (
         )
     ),
     *(
+        GpuPrefillCase(
+            f"gpu-prefill-1x16384-size-{size}",
+            (16384,),
+            replace(LLAMA, num_heads=heads, num_kv_heads=heads, head_size=size),
+        )
+        for size, heads in ((80, 16), (96, 16), (192, 8))
+    ),
+    *(
         GpuBlockSizesCase(
             f"gpu-prefill-blocks-{name}",
             lengths,
