@@ -36,7 +36,10 @@ PAGED = {
     "decode-triton": ("triton", LONG),
     "prefill": ("hopper_prefill", SEVERAL),
     "prefill-narrow": ("hopper_prefill", SEVERAL | {"head_size": 64}),
+    "prefill-wide": ("hopper_prefill", SEVERAL | {"head_size": 256, "sliding_window": 50}),
+    "prefill-in-parts": ("hopper_prefill", SEVERAL | {"head_size": 80, "block_size": 64}),
     "prefill-gathering": ("hopper_prefill", SEVERAL | {"block_size": 1}),
+    "prefill-gathering-parts": ("hopper_prefill", SEVERAL | {"head_size": 96}),
     "prefill-triton": ("triton", SEVERAL),
 }
 
