@@ -30,13 +30,14 @@ from pagewise.tiles.state import AttentionOutput
 
 LONG: dict[str, Any] = {"query_lens": (1, 1, 1), "seq_lens": (150, 700, 33)}
 SEVERAL: dict[str, Any] = {"query_lens": (70, 130), "seq_lens": (70, 150)}
+LONGER: dict[str, Any] = {"query_lens": (70, 130), "seq_lens": (400, 600), "sliding_window": 300}
 PAGED = {
     "decode": ("hopper", LONG),
     "decode-8-bit": ("hopper", LONG | {"kv_dtype": torch.float8_e4m3fn, "scales": "token"}),
     "decode-triton": ("triton", LONG),
     "prefill": ("hopper_prefill", SEVERAL),
     "prefill-narrow": ("hopper_prefill", SEVERAL | {"head_size": 64}),
-    "prefill-wide": ("hopper_prefill", SEVERAL | {"head_size": 256, "sliding_window": 50}),
+    "prefill-wide": ("hopper_prefill", LONGER | {"head_size": 256}),
     "prefill-in-parts": ("hopper_prefill", SEVERAL | {"head_size": 80, "block_size": 64}),
     "prefill-gathering": ("hopper_prefill", SEVERAL | {"block_size": 1}),
     "prefill-gathering-parts": ("hopper_prefill", SEVERAL | {"head_size": 96}),

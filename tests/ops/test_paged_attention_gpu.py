@@ -112,6 +112,16 @@ SMALL_BLOCKS = [
     ),
     *(PagedCase((150, 70), (150, 333), 4, 2, head_size=128, block_size=b) for b in (3, 5, 12, 100)),
     *(PagedCase((200,), (200,), 8, 1, head_size=d, block_size=1) for d in (8, 72, 136, 248)),
+    *(
+        PagedCase((150, 70), (700, 333), 4, 2, head_size=128, block_size=b)
+        for b in (24, 48, 80, 96)
+    ),
+    *(PagedCase((150, 70), (700, 333), 4, 2, head_size=80, block_size=b) for b in (48, 96, 192)),
+    *(
+        PagedCase((200, 70), (900, 400), 4, 2, head_size=d, block_size=b, sliding_window=300)
+        for d in (192, 256)
+        for b in (1, 16)
+    ),
     PagedCase((200, 70), (700, 300), 4, 4, head_size=128, block_size=1, sliding_window=100),
     PagedCase((200, 70), (700, 300), 6, 2, head_size=64, block_size=2, sliding_window=300),
     PagedCase((200, 70), (300, 301), 8, 2, head_size=128, block_size=1, causal=False),
@@ -123,7 +133,7 @@ SMALL_BLOCKS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL_BLOCKS, ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_rows_of_small_blocks_are_gathered(case, dtype):
+def test_rows_of_odd_blocks_and_of_small_boxes(case, dtype):
     inputs = make_inputs(replace(case, dtype=dtype))
     there = inputs.to("cuda")
     result = there.attend(impl="hopper_prefill", out=there.out)
@@ -390,9 +400,11 @@ def test_a_cache_of_more_elements_than_32_bits_count():
 
 
 @pytest.mark.gpu
-def test_gathered_rows_of_a_cache_of_more_elements_than_32_bits_count():
-    num_blocks = (1 << 31) // (8 * 128) + 100
-    cache = torch.zeros(num_blocks, 1, 8, 128, dtype=BF16, device="cuda")
+@pytest.mark.parametrize("elements", [1 << 31, 1 << 34, 1 << 35])
+def test_gathered_rows_of_a_cache_of_more_elements_than_32_bits_count(elements):
+    """Of 16 bytes each 32 bits count up to 2³⁵ elements, of which sign bits leave a half."""
+    num_blocks = elements // (8 * 128) + 100
+    cache = torch.empty(num_blocks, 1, 8, 128, dtype=BF16, device="cuda")
     cache[-100:].normal_()
     table = torch.arange(num_blocks - 100, num_blocks, device="cuda").int()[None]
     q = torch.randn(90, 8, 128, dtype=BF16, device="cuda")

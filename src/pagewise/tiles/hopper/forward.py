@@ -12,10 +12,11 @@ a tile's last product goes with the next tile's first::
     computing    S2 softmax │ S1 O2 softmax │ S0 O1 softmax │ S1' O0 softmax' │ S0' O1' ...
 
 While one warpgroup does a softmax, another multiplies. Keys and values come in boxes of ``BOX``
-rows: a page, a part of one, or, of ragged tensors, a tile. Pages that make no boxes are gathered
-row by row, by two warps for keys and two for values. Results that fill a warpgroup's rows go back
+rows: a page, a part of one, or, of ragged tensors, a tile. Where boxes would be small, rows are
+gathered, by two warps for keys and two for values. Results that fill a warpgroup's rows go back
 by way of shared memory, too, where they are ``STAGED``. What lies past a sequence's end is read as
-zeros or, inside its last box, overwritten with zeros: no NaN comes into a product.
+zeros, or overwritten with zeros inside its last box, or, gathered, as the last key again: no NaN
+that a sequence does not have comes into a product.
 """
 
 from triton.experimental import gluon
@@ -199,7 +200,7 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
     acc = _add_values(p, v_ring.operand(use, form.ATOMS), acc, form)
     if form.TAKE_TURNS:
         pass_turn((WG + 1) % form.WARPGROUPS)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = warpgroup_mma_wait(num_parts(form.HEAD_SIZE), deps=(s,))  # all but the values' products
     if has_next:
         k_ring.turns.release(0, use + 1)
     return s, acc

@@ -1,14 +1,15 @@
-"""Copies of rows that lie apart: keys and values of blocks that are too small for a box each.
+"""Copies of rows one by one: keys and values where boxes would be small (``tiling.gathers``).
 
-Every lane copies 16 bytes at a time, and eight lanes 64 columns of a row. A row's place is found
-by one thread, which asked for the block a tile before, and told through shared memory::
+Every lane copies 16 bytes at a time. A row's place is found by one thread, which asked for the
+block a tile before, and told through shared memory::
 
-    a thread, two rows of a tile       block id ─▶ place ─▶ shared memory
-    eight lanes, a row                 place ─▶ a copy for every 64 columns
+    a thread, a row or two of a tile     block id ─▶ place ─▶ shared memory
+    two, four or eight lanes, a row      place ─▶ copies of a part of its columns
 
 The copies write as threads do, products read as the copy engine writes: so the threads wait for
 their copies, make them visible to it, and one says that the tile is there; whoever computes sees
-no difference. What lies past a sequence's end or a head's width is not read, but zeros.
+no difference. Past a sequence's end comes its last key again, or zeros if it has none; columns
+past a head's width are zeros as far as products take them.
 """
 
 from triton.experimental import gluon
@@ -31,10 +32,10 @@ class Pages:
     """Keys or values of all blocks, and room for where a tile's rows begin."""
 
     base: gl.tensor  # pointer to [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
-    block: gl.tensor  # strides, in units
+    block: gl.tensor  # strides, in units, of the type that places are computed in
     slot: gl.tensor
     head: gl.tensor
-    places: gl.shared_memory_descriptor  # uint32 [TILE_N], in units
+    places: gl.shared_memory_descriptor  # uint32 or int64 [TILE_N], in units
 
     @gluon.constexpr_function
     def __init__(self, base, block, slot, head, places):
@@ -49,7 +50,8 @@ class Pages:
 def make_pages(base, block, slot, head, TILE_N: gl.constexpr):
     """Pages whose rows are gathered, tiles of ``TILE_N`` at a time."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places = gl.allocate_shared_memory(gl.uint32, [TILE_N], LAYOUT)
+    PLACE: gl.constexpr = gl.uint32 if block.dtype == gl.int32 else gl.int64
+    places = gl.allocate_shared_memory(PLACE, [TILE_N], LAYOUT)
     return Pages(base, block, slot, head, places)
 
 
@@ -65,12 +67,13 @@ def gather_tiles(pages, ring, use, begin, end, keys, form):
     block = gl.load(table + key // form.BLOCK_SIZE, seq_len > 0, other=0)
     for n in range(end - 1, begin - 1, -1):
         place = block * pages.block + key % form.BLOCK_SIZE * pages.slot + kv_head * pages.head
-        pages.places.store(place.to(gl.uint32, bitcast=True))
+        pages.places.store(place.to(pages.places.dtype, bitcast=True))
         if n > begin:
             key = (n - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
             block = gl.load(table + key // form.BLOCK_SIZE)
         ring.turns.wait_empty(0, use)
-        _copy_rows(pages, ring.tile(use, 0), seq_len > 0, form)
+        for part in gl.static_range(num_parts(form.HEAD_SIZE)):
+            _copy_part(pages, ring.tile(use, 0), seq_len > 0, form.HEAD_SIZE, part)
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
@@ -81,20 +84,13 @@ def gather_tiles(pages, ring, use, begin, end, keys, form):
 
 
 @gluon.jit
-def _copy_rows(pages, tile, is_there, form):
-    """Start the copies of a tile whose places are known; it gets zeros if there is no key."""
-    for i in gl.static_range(num_parts(form.HEAD_SIZE)):
-        _copy_part(pages, tile, is_there, form.HEAD_SIZE, i)
-
-
-@gluon.jit
 def _copy_part(pages, tile, is_there, HEAD_SIZE: gl.constexpr, PART: gl.constexpr):
-    """Start the copies of some columns."""
+    """Start the copies of a part of a tile's columns."""
     TILE_N: gl.constexpr = tile.shape[0]
     SIZE: gl.constexpr = part_size(HEAD_SIZE, PART)
     START: gl.constexpr = part_start(HEAD_SIZE, PART)
     LANES: gl.constexpr = min(8, SIZE // UNIT)
-    AT_ONCE: gl.constexpr = min(TILE_N, 512 // LANES)  # as registers allow
+    AT_ONCE: gl.constexpr = 64  # as registers allow
     COPYING: gl.constexpr = gl.BlockedLayout(
         [1, UNIT], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )

@@ -16,7 +16,7 @@ from ..triton.launch import POINTERS, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
-from .tiling import TILINGS, UNIT, Form, Tiling, tiling_of
+from .tiling import TILINGS, UNIT, Form, Tiling, gathers, tiling_of
 
 __all__ = [
     "attend",
@@ -109,12 +109,13 @@ def attend(
         has_window=sliding_window is not None,
         uniform=q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
         pack=_pack(group, max_query_len, tiling_of(q.shape[2])),
+        is_far=gathers(q.shape[2], block_size) and _is_far(k, v),
     )
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles, section = _schedule(
         form, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
     )
-    sources, block_rows, strides = _gathered(k, v) if form.gathers else _boxed(k, v, form)
+    sources, block_rows, strides = (_gathered if form.gathers else _boxed)(k, v, form)
     make_launcher(form)(
         (min(num_programs, tiles), 1, 1),
         written,
@@ -192,18 +193,21 @@ def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
     return sources, block_rows // UNIT if form.has_atoms else block_rows, ()
 
 
-def _gathered(k: Tensor, v: Tensor) -> _Sources:
-    """Keys and values whose rows are copied one by one, their places counted in 32 bits."""
+def _gathered(k: Tensor, v: Tensor, form: Form) -> _Sources:
+    """Keys and values whose rows are copied one by one."""
     assert all(map(is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
-    if any(_span(x) >= UNIT << 32 for x in (k, v)):  # 64 GiB
-        k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-    strides = (stride // UNIT for x in (k, v) for stride in x.stride()[:3])
-    return (k, v), 0, tuple(ctypes.c_int32(stride).value for stride in strides)
+    units = (stride // UNIT for x in (k, v) for stride in x.stride()[:3])
+    # Places in 32 bits may wrap round, and strides likewise.
+    return (k, v), 0, tuple(n if form.is_far else ctypes.c_int32(n).value for n in units)
 
 
-def _span(x: Tensor) -> int:
-    """Elements from its first row to its last."""
-    return sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+def _is_far(*caches: Tensor) -> bool:
+    """Whether rows are 64 GiB apart: more units than 32 bits count, as in a pool of all layers."""
+    spans = (
+        sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+        for x in caches
+    )
+    return max(spans) >= UNIT << 32
 
 
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +269,7 @@ def make_launcher(form: Form) -> GluonLauncher:
     types |= {"scale": "fp32", "table_stride": "i32"}
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
-    types |= dict.fromkeys(strides if form.gathers else [], "i32")
+    types |= dict.fromkeys(strides if form.gathers else [], "i64" if form.is_far else "i32")
     constants = dict.fromkeys([] if form.gathers else strides, 0)
     constants |= {
         "HEAD_SIZE": form.head_size,

@@ -2,8 +2,8 @@
 
 One warp finds the tiles of queries, tells the computing warpgroups what they need to know of
 each, and loads queries and keys; another finds the same tiles and loads values. Copies are made
-by the tensor memory accelerator, which needs a descriptor and a place, and no registers; those
-of small blocks by two warps each instead of one (``gather``).
+by the tensor memory accelerator, which needs a descriptor and a place, and no registers; where
+they would be small, rows are copied by two warps each instead of one (``gather``).
 """
 
 from triton.experimental import gluon
@@ -227,7 +227,7 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, ready, form):
 
 @gluon.jit
 def _find_rows(keys, key, COUNT: gl.constexpr, form):
-    """Where neighbouring boxes start, in rows or groups of them; before all where no key is."""
+    """Where neighbouring boxes start, in rows or groups of them; of no page: before all rows."""
     table, k_start, seq_len, block_rows, _ = keys
     UNIT: gl.constexpr = 8 if form.ATOMS else 1
     rows = ()

@@ -11,7 +11,7 @@ __all__ = ["TILINGS", "UNIT", "Form", "Tiling", "gathers", "tiling_of"]
 UNIT = 8  # rows of an atom; elements of 16 bytes
 _COLUMNS = 64  # of an atom
 _LONG_ROWS = (2 * _COLUMNS, 4 * _COLUMNS)
-_LONG_PAGE = 64
+_LONG_BOX = 64
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Form:
     """Whether all sequences have the same number of queries."""
     pack: int
     """Heads of a KV head that lie in one tile."""
+    is_far: bool = False
+    """Whether places of rows take 64 bits, where they are gathered."""
 
     @property
     def tiling(self) -> Tiling:
@@ -105,7 +107,7 @@ def gathers(head_size: int, block_size: int) -> bool:
         return False
     if head_size in _LONG_ROWS:
         return block_size != UNIT and block_size % (2 * UNIT) != 0
-    return block_size % (2 * UNIT) != 0 or block_size < _LONG_PAGE
+    return block_size & -block_size < _LONG_BOX
 
 
 def tiling_of(head_size: int) -> Tiling:
