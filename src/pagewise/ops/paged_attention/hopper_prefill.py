@@ -3,13 +3,14 @@
 ::
 
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
-    keys of a tile = boxes of min(block_size, tile) rows, straight from their pages by TMA
+    keys of a tile = boxes of a page's rows, or a part of them, straight from their pages by TMA,
                      where that is faster; otherwise row by row by cp.async (``tiling.gathers``)
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
-any block size, causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi, sinks and 8-bit
-caches are for the Triton kernels, and so are few new tokens a sequence: a tile of theirs would
-be nearly empty, and nobody else would help to walk their keys.
+any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows,
+log-sum-exp. Soft caps, ALiBi, sinks and 8-bit caches are for the Triton kernels, and so are few
+new tokens a sequence: a tile of theirs would be nearly empty, and nobody else would help to walk
+their keys.
 """
 
 from __future__ import annotations
