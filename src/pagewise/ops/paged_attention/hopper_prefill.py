@@ -4,7 +4,7 @@
 
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
     keys of a tile = boxes of a page's rows, or a part of them, straight from their pages by TMA,
-                     where that is faster; otherwise row by row by cp.async (``tiling.gathers``)
+                     where that is faster; otherwise row by row by cp.async (``Form.gathers``)
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows,
@@ -24,7 +24,7 @@ from ...tiles.state import AttentionOutput
 from .plan import Plan
 from .problem import Options, PagedBatch, Problem
 from .triton import pack
-from .triton_plan import DECODE_ROWS
+from .triton_plan import DECODE_ROWS, refuse_unaligned
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -34,8 +34,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
     if reason is None and not problem.is_plain:
         reason = "scores are capped or biased, or there are sinks; plain ones run"
-    if reason is None and not problem.is_aligned:
-        reason = "rows of the caches do not begin at multiples of 16 bytes"
+    if reason is None:
+        reason = refuse_unaligned(problem)
     if reason is None and problem.rows <= DECODE_ROWS:
         reason = f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
     return reason

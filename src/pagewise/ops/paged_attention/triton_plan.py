@@ -12,7 +12,7 @@ from ...tiles.forward_tiles import choose_forward_tiles
 from .problem import Problem
 from .triton_tiles import choose_tiles, is_float32
 
-__all__ = ["GpuPlan", "make_gpu_plan", "power_of_2", "refuse_hopper"]
+__all__ = ["GpuPlan", "make_gpu_plan", "power_of_2", "refuse_hopper", "refuse_unaligned"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -72,6 +72,11 @@ def refuse_hopper(problem: Problem) -> str | None:
         return f"{problem.rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
     if problem.width > 256:
         return f"a head of {problem.width} is wider than 256"
+    return refuse_unaligned(problem)
+
+
+def refuse_unaligned(problem: Problem) -> str | None:
+    """Why rows of the caches cannot be copied 16 bytes at a time, or None if they can."""
     unit = 16 // problem.kv_dtype.itemsize
     if problem.head_size % unit or problem.v_head_size % unit or not problem.is_aligned:
         return "rows of the caches do not begin at multiples of 16 bytes"

@@ -1,4 +1,4 @@
-"""Copies of rows one by one: keys and values where boxes would be small (``tiling.gathers``).
+"""Copies of rows one by one: keys and values where boxes would be small (``Form.gathers``).
 
 Every lane copies 16 bytes at a time. A row's place is found by one thread, which asked for the
 block a tile before, and told through shared memory::

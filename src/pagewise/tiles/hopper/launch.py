@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -16,7 +17,7 @@ from ..triton.launch import POINTERS, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
-from .tiling import TILINGS, UNIT, Form, Tiling, gathers, tiling_of
+from .tiling import TILINGS, UNIT, Form, Tiling, tiling_of
 
 __all__ = [
     "attend",
@@ -109,8 +110,9 @@ def attend(
         has_window=sliding_window is not None,
         uniform=q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
         pack=_pack(group, max_query_len, tiling_of(q.shape[2])),
-        is_far=gathers(q.shape[2], block_size) and _is_far(k, v),
     )
+    if form.gathers and _is_far(k, v):
+        form = dataclasses.replace(form, is_far=True)
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles, section = _schedule(
         form, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs

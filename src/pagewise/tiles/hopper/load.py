@@ -229,13 +229,13 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, ready, form):
 def _find_rows(keys, key, COUNT: gl.constexpr, form):
     """Where neighbouring boxes start, in rows or groups of them; of no page: before all rows."""
     table, k_start, seq_len, block_rows, _ = keys
-    UNIT: gl.constexpr = 8 if form.ATOMS else 1
+    GROUP: gl.constexpr = 8 if form.ATOMS else 1
     rows = ()
     for i in gl.static_range(COUNT):
         at = key + i * form.BOX
         row = k_start + at
         if form.BLOCK_SIZE > 0:
             block = gl.load(table + at // form.BLOCK_SIZE, at < seq_len, other=-1)
-            row = block * block_rows + at % form.BLOCK_SIZE // UNIT
+            row = block * block_rows + at % form.BLOCK_SIZE // GROUP
         rows = rows + (row,)  # type: ignore[assignment] # noqa: RUF005
     return rows

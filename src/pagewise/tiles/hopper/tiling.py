@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TILINGS", "UNIT", "Form", "Tiling", "gathers", "tiling_of"]
+__all__ = ["TILINGS", "UNIT", "Form", "Tiling", "tiling_of"]
 
 UNIT = 8  # rows of an atom; elements of 16 bytes
 _COLUMNS = 64  # of an atom
-_LONG_ROWS = (2 * _COLUMNS, 4 * _COLUMNS)
-_LONG_BOX = 64
+_LONG_ROWS = (2 * _COLUMNS, 4 * _COLUMNS)  # head sizes
+_LONG_BOX = 64  # rows
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,17 @@ class Form:
 
     @property
     def gathers(self) -> bool:
-        """Whether keys and values come row by row."""
-        return gathers(self.head_size, self.block_size)
+        """Whether keys and values come row by row, which small boxes are slower than.
+
+        A box is a page's rows of one head, or a part of them, and goes whole where a row is one
+        of 256 or 512 bytes; of other rows it takes a copy for every 64 columns, or is half as
+        large.
+        """
+        if self.block_size == 0:
+            return False
+        if self.head_size in _LONG_ROWS:
+            return self.block_size != UNIT and self.block_size % (2 * UNIT) != 0
+        return self.block_size & -self.block_size < _LONG_BOX
 
     @property
     def box(self) -> int:
@@ -95,19 +104,6 @@ class Form:
         if self.has_atoms:
             return [1, self.box // 8, self.chunks, 8, _COLUMNS]
         return [1, self.chunks, self.box, _COLUMNS]
-
-
-def gathers(head_size: int, block_size: int) -> bool:
-    """Whether keys and values come row by row, which small boxes are slower than.
-
-    A box is a page's rows of one head, or a part of them, and goes whole where a row is one of
-    256 or 512 bytes; of other rows it takes a copy for every 64 columns, or is half as large.
-    """
-    if block_size == 0:
-        return False
-    if head_size in _LONG_ROWS:
-        return block_size != UNIT and block_size % (2 * UNIT) != 0
-    return block_size & -block_size < _LONG_BOX
 
 
 def tiling_of(head_size: int) -> Tiling:
