@@ -55,6 +55,8 @@ FORMS = [
     (Form(BF16, 64, 64, True, False, True, 1), 48),
     (Form(BF16, 64, 16, True, False, True, 1), 72),
     (Form(F16, 64, 0, False, False, True, 1), 40),
+    (Form(BF16, 64, 64, True, True, False, 1, has_sinks=True), 80),
+    (Form(BF16, 128, 16, True, False, True, 1, has_sinks=True), 0),
     # rows gathered one by one
     (Form(F16, 112, 8, True, True, False, 64), 80),  # takes the most shared memory
     (Form(BF16, 128, 1, True, False, True, 1), 0),

@@ -153,6 +153,21 @@ def test_heads_of_any_size_are_multiplied_in_parts(size, block_size):
     check_prefill(PagedCase(*lengths, 4, 2, head_size=size, block_size=block_size, dtype=BF16))
 
 
+WITH_SINKS = [
+    PagedCase((70, 300, 9, 129), (70, 700, 600, 257), 16, 2, head_size=64, sliding_window=128),
+    PagedCase((70, 9, 0), (700, 600, 5), 16, 2, head_size=64),
+    PagedCase((300, 70), (900, 400), 4, 2, head_size=128, block_size=1, sliding_window=100),
+    PagedCase((200,), (333,), 2, 2, head_size=256),
+    PagedCase((80, 90), (3, 0), 4, 2, head_size=96, causal=False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WITH_SINKS, ids=str)
+def test_prefill_with_sinks(case):
+    check_prefill(replace(case, dtype=BF16, has_sinks=True))
+
+
 MANY_TILES = [
     PagedCase((64,) * 37 + (40, 33, 1), (64,) * 20 + (200,) * 20, 16, 4, head_size=112),
     PagedCase((16,) * 70 + (9, 1), (40,) * 72, 24, 3, head_size=72, block_size=4),

@@ -1,7 +1,7 @@
 """Attention on Hopper: the forward kernel of ``tiles.hopper`` over keys and values in a row.
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
-causal or not, sliding windows, log-sum-exp. Soft caps, ALiBi and sinks are for Triton's kernels;
+causal or not, sliding windows, sinks, log-sum-exp. Soft caps and ALiBi are for Triton's kernels;
 gradients are in ``hopper_backward``.
 """
 
@@ -20,7 +20,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
     reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
     if reason is None and not problem.is_plain:
-        reason = "scores are capped or biased, or there are sinks; plain ones run"
+        reason = "scores are capped or biased; plain ones run"
     return reason
 
 
@@ -46,5 +46,6 @@ def run(
         softmax_scale=options.softmax_scale,
         causal=options.causal,
         sliding_window=options.sliding_window,
+        sinks=options.sinks,
     )
     return AttentionOutput(out.view(*shape, out.shape[-1]), lse.view(shape))

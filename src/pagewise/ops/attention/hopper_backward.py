@@ -34,7 +34,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.is_ragged:
         return "the batch is ragged; dense ones run"
     if not problem.is_plain:
-        return "scores are capped or biased, or there are sinks; plain ones run"
+        return "scores are capped or biased; plain ones run"
     if not problem.num_tokens or not problem.max_seq_len:
         return "there are no queries or no keys"
     return None

@@ -52,7 +52,7 @@ class Problem:
     dtype: torch.dtype
     is_ragged: bool
     is_plain: bool
-    """Whether scores are neither capped nor biased, and there are no sinks."""
+    """Whether scores are neither capped nor biased."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows,
-log-sum-exp. Soft caps, ALiBi, sinks and 8-bit caches are for the Triton kernels, and so are few
+sinks, log-sum-exp. Soft caps, ALiBi and 8-bit caches are for the Triton kernels, and so are few
 new tokens a sequence: a tile of theirs would be nearly empty, and nobody else would help to walk
 their keys.
 """
@@ -33,7 +33,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if reason is None and problem.kv_dtype != problem.q_dtype:
         reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
     if reason is None and not problem.is_plain:
-        reason = "scores are capped or biased, or there are sinks; plain ones run"
+        reason = "scores are capped or biased; plain ones run"
     if reason is None:
         reason = refuse_unaligned(problem)
     if reason is None and problem.rows <= DECODE_ROWS:
@@ -68,5 +68,6 @@ def run(
         softmax_scale=options.softmax_scale,
         causal=options.causal,
         sliding_window=options.sliding_window,
+        sinks=options.sinks,
     )
     return AttentionOutput(out, lse)

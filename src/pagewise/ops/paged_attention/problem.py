@@ -204,7 +204,7 @@ class Problem:
     is_aligned: bool = True
     """Whether every token's head begins at a multiple of 16 bytes in both caches."""
     is_plain: bool = True
-    """Whether scores are neither capped nor biased, and there are no sinks."""
+    """Whether scores are neither capped nor biased."""
 
     def __hash__(self) -> int:
         """Computed once: a call looks several things up by its problem."""

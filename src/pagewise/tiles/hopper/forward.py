@@ -52,11 +52,12 @@ from .softmax import hide, meet, pack, pass_turn, take_turn, unpack, weigh
 __all__ = ["forward_kernel"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def _compute_role(
-    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form, WG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its rows of every tile."""
@@ -120,8 +121,8 @@ def _compute_role(
         v_ring.turns.release(0, use)
         use += 1
         _finish(
-            out, staged, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
-            m, l, form, WG,
+            out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
+            head, acc, m, l, form, WG,
         )  # fmt: skip
         m = next_m
         l = next_l
@@ -264,19 +265,22 @@ def _clear_rows(tile, first, form):
 
 @gluon.jit
 def _finish(
-    out, staged, lse, num_heads, token_stride, head_stride, first, num_tokens, head, acc, m, l,
-    form, WG: gl.constexpr,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
+    m, l, form, WG: gl.constexpr,
 ):  # fmt: skip
-    """Divide, and write a warpgroup's rows of ``out`` and ``lse``."""
+    """Add the sinks, divide, and write a warpgroup's rows of ``out`` and ``lse``."""
     PACK: gl.constexpr = form.PACK
     TOKENS: gl.constexpr = ROWS // PACK
-    empty = l == 0.0
     row = gl.arange(0, ROWS, m.type.layout)
     token = WG * TOKENS + row // PACK
     at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
+    decay = 1.0
+    if form.HAS_SINKS:
+        m, l, decay = _add_sinks(m, l, gl.load(sinks + head * PACK + row % PACK))
+    empty = l == 0.0
     value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
     gl.store(lse + at, value, token < num_tokens)
-    result = _times(acc, gl.where(empty, 0.0, 1.0 / l))
+    result = _times(acc, gl.where(empty, 0.0, decay / l))
     if form.STAGED and num_tokens >= (WG + 1) * TOKENS:
         _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
     else:
@@ -285,6 +289,16 @@ def _finish(
                 out, token_stride, head_stride, first, num_tokens, head, result[i], form,
                 part_start(form.HEAD_SIZE, i), WG,
             )  # fmt: skip
+
+
+@gluon.jit
+def _add_sinks(m, l, sinks):
+    """The state of a softmax with one more logit for each row, and what its sums decay by."""
+    sinks *= LOG2_E
+    new_m = gl.maximum(m, sinks)
+    pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
+    decay = gl.exp2(m - pivot)
+    return new_m, l * decay + gl.exp2(sinks - pivot), decay
 
 
 @gluon.jit
@@ -326,33 +340,33 @@ def _store(
 
 @gluon.jit
 def _compute_role_0(
-    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form, 0,
     )  # fmt: skip
 
 
 @gluon.jit
 def _compute_role_1(
-    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form, 1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _compute_role_2(
-    out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form, 2,
     )  # fmt: skip
 
@@ -367,6 +381,7 @@ def forward_kernel(
     q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 / PACK, PACK, 64]
     k,  # [num_blocks, block_size, num_kv_heads, head_size] in boxes of [1, BOX, 1, 64]; or pointers
     v,
+    sinks,  # [num_heads] float32, where it HAS_SINKS
     # metadata
     cu_seqlens_q,  # [num_seqs + 1]
     lengths,  # [num_seqs] keys of each sequence; or, of ragged ones, cu_seqlens_k [num_seqs + 1]
@@ -396,6 +411,7 @@ def forward_kernel(
     BLOCK_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
     UNIFORM: gl.constexpr,
     WIDTH: gl.constexpr,
     PACK: gl.constexpr,
@@ -412,8 +428,8 @@ def forward_kernel(
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     form = Form(
-        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW, UNIFORM,
-        STAGED, TAKE_TURNS,
+        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW, HAS_SINKS,
+        UNIFORM, STAGED, TAKE_TURNS,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -434,7 +450,7 @@ def forward_kernel(
         v = make_pages(v, v_block, v_slot, v_head, TILE_N)
     fence_async_shared()
     compute = (
-        out, staged, lse, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
         orders, q_ring, k_ring, v_ring, form,
     )  # fmt: skip
     # What the others leave of a multiprocessor's registers, which go round in eights.

@@ -68,6 +68,7 @@ def attend(
     softmax_scale: float,
     causal: bool,
     sliding_window: int | None,
+    sinks: Tensor | None,
 ) -> None:
     """Fill ``out`` and ``lse``.
 
@@ -88,12 +89,13 @@ def attend(
         softmax_scale: Multiplies ``q · k``.
         causal: Whether a query sees only keys at or before its own.
         sliding_window: How many keys a query sees; ``None``: all.
+        sinks: ``[num_heads]``, floating, or ``None``: one more logit in each head's softmax.
     """
     if not q.numel():
         return
     if not k.numel():
         out.zero_()
-        lse.fill_(-math.inf)
+        lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks)
         return
     if softmax_scale <= 0:  # the largest product has to be the largest score
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
@@ -110,6 +112,7 @@ def attend(
         has_window=sliding_window is not None,
         uniform=q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
         pack=_pack(group, max_query_len, tiling_of(q.shape[2])),
+        has_sinks=sinks is not None,
     )
     if form.gathers and _is_far(k, v):
         form = dataclasses.replace(form, is_far=True)
@@ -125,6 +128,7 @@ def attend(
         lse,
         q,
         *sources,
+        None if sinks is None else sinks.float().contiguous(),
         cu_seqlens_q,
         lengths,
         lengths if block_tables is None else block_tables,
@@ -262,6 +266,7 @@ def make_launcher(form: Form) -> GluonLauncher:
         "q_desc": rows,
         "k": source,
         "v": source,
+        "sinks": "*fp32",
         "cu_seqlens_q": "*i32",
         "lengths": "*i32",
         "block_tables": "*i32",
@@ -278,6 +283,7 @@ def make_launcher(form: Form) -> GluonLauncher:
         "BLOCK_SIZE": form.block_size,
         "CAUSAL": form.causal,
         "HAS_WINDOW": form.has_window,
+        "HAS_SINKS": form.has_sinks,
         "UNIFORM": form.uniform,
         "WIDTH": tiling.width,
         "PACK": form.pack,

@@ -44,6 +44,7 @@ class Form:
     WARPGROUPS: gl.constexpr
     CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
+    HAS_SINKS: gl.constexpr
     UNIFORM: gl.constexpr
     STAGED: gl.constexpr
     TAKE_TURNS: gl.constexpr
@@ -60,6 +61,7 @@ class Form:
         WARPGROUPS,
         CAUSAL,
         HAS_WINDOW,
+        HAS_SINKS,
         UNIFORM,
         STAGED,
         TAKE_TURNS,
@@ -73,6 +75,7 @@ class Form:
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.UNIFORM = gl.constexpr(UNIFORM)
         self.STAGED = gl.constexpr(STAGED)
         self.TAKE_TURNS = gl.constexpr(TAKE_TURNS)
