@@ -1,7 +1,5 @@
 """A step filled up with empty sequences computes the same for the others."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -52,48 +50,6 @@ def test_empty_sequences_change_no_logits_and_write_nothing(family, num_seqs):
     torch.testing.assert_close(logits[:3], expected)
     for layer, old in zip((*cache.k, *cache.v), before, strict=True):
         torch.testing.assert_close(layer, old)  # written again, after a product of other shape
-
-
-def test_decoding_sequences_apart_change_no_logits():
-    """On a CPU a row's bits do not depend on its batch, so the two ways are equal."""
-    model = load_model(tiny_model("llama"))
-    tables = np.array([[7, 2, 5], [1, 0, 0], [8, 4, 0]], np.int32)
-    starts = np.array([0, 1, 2, 6], np.int32)
-    inputs = StepInputs(
-        token_ids=np.arange(6) + 3,
-        positions=np.array([10, 1, 2, 3, 4, 5]),
-        slot_mapping=np.array([5 * 4 + 2, 4 + 1, 8 * 4 + 2, 8 * 4 + 3, 4 * 4, 4 * 4 + 1]),
-        logits_rows=np.array([0, 1, 5]),
-        seq_lens=np.array([11, 2, 6], np.int32),
-        starts=starts,
-        block_tables=tables,
-    )
-    results = []
-    for num_decodes in (0, 1, 2):
-        cache = KVCache(model.layers, num_blocks=9, block_size=BLOCK_SIZE)
-        for layer in (*cache.k, *cache.v):
-            layer.normal_(generator=torch.Generator().manual_seed(0))
-        model.bind(cache)
-        step = replace(inputs.send(CPU), num_decodes=num_decodes)
-        parts = [(batch.num_seqs, batch.max_query_len) for _, batch in step.parts]
-        assert parts == [[(3, 4)], [(1, 1), (2, 4)], [(2, 1), (1, 4)]][num_decodes]
-        results.append(model.forward(step).clone())
-    for apart in results[1:]:
-        assert torch.equal(apart, results[0])
-
-
-def test_on_a_gpu_decoding_sequences_at_the_front_are_attended_to_apart(monkeypatch):
-    inputs = decode_inputs(np.array([[7], [1], [3]], np.int32), [2, 3, 4])
-    sent = "pagewise.engine.step_inputs."
-    monkeypatch.setattr(sent + "pack", lambda arrays, device: torch.zeros(1))
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
-    monkeypatch.setattr(sent + "unpack", lambda packed, arrays: map(torch.from_numpy, arrays))
-    gpu = torch.device("cuda", 0)
-    assert len(inputs.send(gpu).parts) == 1
-    for starts, expected in (([0, 1, 2, 9], 2), ([0, 4, 5, 6], 0), ([0, 1, 5, 6], 1)):
-        mixed = replace(inputs, starts=np.array(starts, np.int32))
-        assert mixed.send(gpu).num_decodes == expected
-        assert mixed.send(CPU).num_decodes == 0
 
 
 def test_only_one_new_token_a_sequence_with_its_logits_is_a_decode_step():

@@ -22,6 +22,11 @@ from pagewise.tiles.state import AttentionOutput
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
 from pagewise.ops.paged_attention import hopper, hopper_prefill
+from pagewise.ops.paged_attention.checks import describe, form_of
+from pagewise.ops.paged_attention.hopper import SPECIALISED
+from pagewise.ops.paged_attention.problem import Options
+from pagewise.ops.paged_attention.triton import DECODE, prepare_short
+from pagewise.ops.paged_attention.triton_plan import power_of_2, short_len
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 ON_GPU = torch.cuda.is_available()
@@ -31,6 +36,8 @@ IMPLEMENTATIONS = [
     pytest.param("triton", marks=pytest.mark.interpret),
     pytest.param("hopper", marks=pytest.mark.gpu),
 ]
+MIXING = [IMPLEMENTATIONS[0], pytest.param("hopper_prefill", marks=pytest.mark.gpu)]
+OPTIONS = Options(0.125)
 
 
 def attend(inputs, impl, **changes):
@@ -168,6 +175,65 @@ def test_prefill_with_sinks(case):
     check_prefill(replace(case, dtype=BF16, has_sinks=True))
 
 
+MIXED = [
+    PagedCase((1, 300, 4, 1, 0, 17), (20000, 700, 5000, 3, 100, 900), 8, 2, head_size=128),
+    PagedCase((1, 1, 200, 16), (3000, 70, 200, 16), 2, 2, head_size=64, has_sinks=True),
+    PagedCase((200, 1, 2), (900, 4000, 500), 12, 2, head_size=96, sliding_window=300),
+    PagedCase((2, 70), (3000, 80), 20, 1, head_size=128, block_size=1),  # not shared out
+    PagedCase((1, 90, 0), (0, 30, 0), 4, 4, head_size=256, causal=False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MIXED, ids=str)
+@pytest.mark.parametrize("impl", ["triton", "hopper_prefill"])
+def test_mixed_batches(case, impl):
+    inputs = make_inputs(replace(case, dtype=BF16))
+    there = inputs.to("cuda")
+    first = there.attend(impl=impl, out=there.out)
+    assert_matches(AttentionOutput(*(tensor.cpu() for tensor in first)), inputs)
+    assert_same_bits(there.attend(impl=impl), first)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "case",
+    [
+        PagedCase((1, 40, 0, 9, 3), (150, 45, 7, 20, 3), 4, 2, head_size=8, has_sinks=True),
+        PagedCase((3, 40, 2), (70, 45, 90), 6, 2, head_size=8, sliding_window=20),
+        PagedCase((2, 6), (70, 8), 17, 1, head_size=8),  # a group that decode has no room for
+    ],
+    ids=str,
+)
+def test_tiny_mixed_batches(case):
+    inputs = make_inputs(replace(case, dtype=F16))
+    assert_matches(attend(inputs, "triton"), inputs)
+
+
+def test_every_sequence_of_a_mixed_batch_is_one_kernel_s():
+    """Decode takes what has up to ``ROWS // GROUP`` new tokens, prefill what has more than it."""
+    for group in range(1, 18):
+        problem = make_inputs(PagedCase((1, 100), (5, 100), group, 1)).problem
+        most = short_len(problem)
+        assert most == 16 // group
+        assert not most or power_of_2(most * group) // group == most
+        assert not short_len(
+            replace(problem, num_tokens=100 * problem.num_seqs)
+        )  # all have as many
+
+
+@pytest.mark.parametrize("impl", ["hopper_prefill", "triton"])
+def test_short_sequences_of_a_mixed_batch_share_programs(impl):
+    inputs = make_inputs(PagedCase((1, 100), (5000, 100), 8, 2, head_size=64, dtype=BF16))
+    form = form_of(describe(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, OPTIONS, None))
+    decode = SPECIALISED if impl == "hopper_prefill" else DECODE
+    call = prepare_short(inputs.problem, form, None, decode)
+    assert call.launch.launcher.kernel is decode.function
+    assert call.launch.grid[0] > 1
+    even = replace(inputs.problem, num_tokens=100 * inputs.problem.num_seqs)
+    assert prepare_short(even, form, None, decode) is None
+
+
 MANY_TILES = [
     PagedCase((64,) * 37 + (40, 33, 1), (64,) * 20 + (200,) * 20, 16, 4, head_size=112),
     PagedCase((16,) * 70 + (9, 1), (40,) * 72, 24, 3, head_size=72, block_size=4),
@@ -253,6 +319,13 @@ def test_with_splits_at_fixed_keys_a_sequence_does_not_depend_on_its_neighbours(
     lengths = (2500, 1, 700, 64) if ON_GPU else (150, 1, 70, 64)
     inputs = make_inputs(PagedCase((1,) * 4, lengths, dtype=F16))
     assert_same_alone(inputs, impl, range(4), **({} if ON_GPU else {"split_size": 64}))
+
+
+@pytest.mark.parametrize("impl", MIXING)
+def test_in_a_mixed_batch_neither(impl):
+    lengths = (9000, 3, 700, 300) if ON_GPU else (150, 3, 90, 60)
+    inputs = make_inputs(PagedCase((1, 3, 70, 2), lengths, dtype=F16, head_size=16))
+    assert_same_alone(inputs, impl, range(4))
 
 
 @pytest.mark.gpu

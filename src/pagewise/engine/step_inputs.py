@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,14 +79,8 @@ class StepInputs:
         else:
             packed = pack(self.arrays, device).to(device, non_blocking=True)
             tensors = unpack(packed, self.arrays)
-        counts = np.diff(self.starts)
-        batch = make_batch(
-            tensors, max_query_len=int(counts.max()), max_seq_len=int(self.seq_lens.max())
-        )
-        if device.type == "cpu" or batch.batch.max_query_len == 1:
-            return batch
-        # A GPU shares a sequence's keys out over programs where there are few rows, and only there.
-        return replace(batch, num_decodes=int(np.argmax(counts > 1)))
+        most = int(np.diff(self.starts).max())
+        return make_batch(tensors, max_query_len=most, max_seq_len=int(self.seq_lens.max()))
 
 
 def make_batch(tensors: Sequence[Tensor], *, max_query_len: int, max_seq_len: int) -> ForwardBatch:

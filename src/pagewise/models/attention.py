@@ -141,21 +141,18 @@ def attend(
         write_kv(
             k, v, k_cache, v_cache, step.slot_mapping, k_scale=layer.k_scale, v_scale=layer.v_scale
         )
-    out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
-    for rows, batch in step.parts:
-        paged_attention(
-            q[rows],
-            k_cache,
-            v_cache,
-            batch,
-            softmax_scale=scaling,
-            sliding_window=sliding_window,
-            logits_soft_cap=softcap,
-            sinks=s_aux,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
-            out=out[rows],
-        )
+    out, _ = paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        step.batch,
+        softmax_scale=scaling,
+        sliding_window=sliding_window,
+        logits_soft_cap=softcap,
+        sinks=s_aux,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+    )
     return out.unsqueeze(0), None
 
 

@@ -46,7 +46,7 @@ def run(
         (tiles, problem.num_kv_heads * (len(q) > 0), 1),
         out, lse, q, k, v, starts, key_starts, starts,
         _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse,
-        problem.num_seqs, problem.num_kv_heads,
+        problem.num_seqs, problem.num_kv_heads, 0,
         options.softmax_scale, options.logits_soft_cap or 0.0,
         window_of(options.sliding_window), 0,
         *strides[:4], 0, *strides[4:6], 0, *strides[6:], *(0,) * 7,
@@ -78,8 +78,8 @@ def make_launcher(
         "out": POINTERS[dtype] + ":16", "lse": "*fp32:16", "q": given, "k_cache": given,
         "v_cache": given, **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
-        "num_seqs": "i32", "num_kv_heads": "i32", "softmax_scale": "fp32", "soft_cap": "fp32",
-        "window": "i32", "block_size": "i32", **dict.fromkeys(strides, stride),
+        "num_seqs": "i32", "num_kv_heads": "i32", "short": "i32", "softmax_scale": "fp32",
+        "soft_cap": "fp32", "window": "i32", "block_size": "i32", **dict.fromkeys(strides, stride),
     }  # fmt: skip
     tile_m, tile_n, num_warps, num_stages = choose_forward_tiles(
         max(head_size, v_head_size), is_float32=dtype == torch.float32, is_small=is_small

@@ -159,8 +159,8 @@ def attend_role(
     step = 0
     while item < end_item:
         seq_len, first_token, query_len, items, head, first, count, low, high = segment(
-            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N, SPLIT_TILES,
-            SPLITS_FIXED,
+            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, ROWS // GROUP, TILE_N,
+            SPLIT_TILES, SPLITS_FIXED,
         )  # fmt: skip
         position = seq_len - query_len + row // GROUP
         row_end = gl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
@@ -313,13 +313,14 @@ def decode_kernel(
     # How much work there is, and which part of it is ours.
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seqs = gl.arange(0, SEQS, layout=line)
+    MOST: gl.constexpr = ROWS // GROUP
     counts = num_kv_heads * count_items(
-        seq_lens, cu_seqlens_q, seqs, num_seqs, window, TILE_N, SPLIT_TILES
+        seq_lens, cu_seqlens_q, seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
     )
     total = gl.sum(counts, 0)
     for start in range(SEQS, num_seqs, SEQS):
         total += num_kv_heads * gl.sum(count_items(
-            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, TILE_N, SPLIT_TILES
+            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
         ), 0)  # fmt: skip
     programs = gl.minimum(gl.num_programs(0), total)
     if JOINED and total < SHORT // TILE_N * gl.num_programs(0):
@@ -337,7 +338,7 @@ def decode_kernel(
         running = gl.max(ends, 0)
         for start in range(SEQS, num_seqs, SEQS):
             counts = num_kv_heads * count_items(
-                seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, TILE_N, SPLIT_TILES
+                seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
             )
             ends = running + gl.associative_scan(counts, 0, add)
             passed = ends <= item
@@ -384,7 +385,8 @@ def decode_kernel(
                     seq, before, item, end_item, num_kv_heads, window, block_size,
                     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
-                    SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, SPLIT_TILES, SPLITS_FIXED,
+                    SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_TILES,
+                    SPLITS_FIXED,
                 )),
             ],
             worker_num_warps=[FETCH_WARPS],

@@ -28,7 +28,8 @@ def fetch_role(
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLITS_FIXED: gl.constexpr,
+    SCALES: gl.constexpr, MOST: gl.constexpr, SPLIT_TILES: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr,
 ):  # fmt: skip
     """Bring every tile of our items into the ring, in order."""
     k_ring, v_ring, ks_ring, vs_ring = rings
@@ -53,8 +54,8 @@ def fetch_role(
     step = 0
     while item < end_item:
         seq_len, _, query_len, items, head, _, count, low, high = segment(
-            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N, SPLIT_TILES,
-            SPLITS_FIXED,
+            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, MOST, TILE_N,
+            SPLIT_TILES, SPLITS_FIXED,
         )  # fmt: skip
         first_key = gl.maximum(seq_len - query_len - window + 1, 0)
         table = block_tables + seq.to(gl.int64) * table_stride

@@ -10,10 +10,13 @@ Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows,
 sinks, log-sum-exp. Soft caps, ALiBi and 8-bit caches are for the Triton kernels, and so are few
 new tokens a sequence: a tile of theirs would be nearly empty, and nobody else would help to walk
-their keys.
+their keys. In a mixed batch they are left to a launch of ``hopper_decode`` beside this one's.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,10 +24,10 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.hopper.launch import attend, refuse
 from ...tiles.state import AttentionOutput
-from .plan import Plan
-from .problem import Options, PagedBatch, Problem
-from .triton import pack
-from .triton_plan import DECODE_ROWS, refuse_unaligned
+from .hopper import SPECIALISED
+from .problem import CallForm, Options, PagedBatch, Problem
+from .triton import Call, pack, prepare_short
+from .triton_plan import DECODE_ROWS, GpuPlan, refuse_unaligned, short_len
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -41,19 +44,28 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return reason
 
 
-def run(
+def prepare(
+    problem: Problem, form: CallForm, plan: GpuPlan | None = None
+) -> Callable[..., AttentionOutput]:
+    """Settle who computes a mixed batch's few rows."""
+    return functools.partial(_run, problem, prepare_short(problem, form, plan, SPECIALISED))
+
+
+def _run(
     problem: Problem,
+    short: Call | None,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     batch: PagedBatch,
     options: Options,
     out: Tensor,
-    plan: Plan | None = None,
 ) -> AttentionOutput:
     """Fill ``out``."""
     batch = pack(batch)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if short is not None:
+        short(q, k_cache, v_cache, batch, options, out, lse)
     attend(
         out,
         lse,
@@ -69,5 +81,6 @@ def run(
         causal=options.causal,
         sliding_window=options.sliding_window,
         sinks=options.sinks,
+        short=short_len(problem),
     )
     return AttentionOutput(out, lse)

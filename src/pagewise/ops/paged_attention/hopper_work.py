@@ -20,14 +20,22 @@ def _key_tiles(seq_len, query_len, window, TILE_N: gl.constexpr):
 
 
 @gluon.jit
+def _keep_short(seq_len, query_len, MOST: gl.constexpr):
+    """A sequence with more new tokens is not ours: it has none, and no keys."""
+    return gl.where(query_len <= MOST, seq_len, 0), gl.where(query_len <= MOST, query_len, 0)
+
+
+@gluon.jit
 def count_items(
-    seq_lens, cu_seqlens_q, seq, num_seqs, window, TILE_N: gl.constexpr, SPLIT_TILES: gl.constexpr
-):
+    seq_lens, cu_seqlens_q, seq, num_seqs, window, MOST: gl.constexpr, TILE_N: gl.constexpr,
+    SPLIT_TILES: gl.constexpr,
+):  # fmt: skip
     """Pieces of work of one KV head of each sequence: tiles, or splits. At least one: it writes."""
     is_seq = seq < num_seqs
     seq_len = gl.load(seq_lens + seq, mask=is_seq, other=0)
     start = gl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
     query_len = gl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - start
+    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
     first, end = _key_tiles(seq_len, query_len, window, TILE_N)
     count = (end + SPLIT_TILES - 1) // SPLIT_TILES - first // SPLIT_TILES
     return gl.where(is_seq, gl.maximum(count, 1), 0)
@@ -41,13 +49,14 @@ def add(a, b):
 
 @gluon.jit
 def segment(
-    seq_lens, cu_seqlens_q, seq, before, item, end_item, window, TILE_N: gl.constexpr,
-    SPLIT_TILES: gl.constexpr, SPLITS_FIXED: gl.constexpr,
+    seq_lens, cu_seqlens_q, seq, before, item, end_item, window, MOST: gl.constexpr,
+    TILE_N: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLITS_FIXED: gl.constexpr,
 ):  # fmt: skip
     """The piece of one KV head that comes next on the line."""
     seq_len = gl.load(seq_lens + seq)
     first_token = gl.load(cu_seqlens_q + seq)
     query_len = gl.load(cu_seqlens_q + seq + 1) - first_token
+    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
     first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
     first_split = first_tile // SPLIT_TILES
     items = gl.maximum((end_tile + SPLIT_TILES - 1) // SPLIT_TILES - first_split, 1)

@@ -19,7 +19,7 @@ from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, refu
 from ...tiles.triton.workspace import borrow
 from .problem import CallForm, Options, PagedBatch, Problem
 from .triton_decode import decode_kernel
-from .triton_plan import MERGED_AT_ONCE, GpuPlan, make_gpu_plan, power_of_2
+from .triton_plan import MERGED_AT_ONCE, GpuPlan, make_gpu_plan, power_of_2, short_len
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
@@ -72,6 +72,8 @@ class Call:
     """Sizes of what ``borrow`` gives."""
     is_packed: bool
     """Whether the small arrays lie as the kernels read them, all in a row and of their types."""
+    short: Call | None = None
+    """For the sequences of a mixed batch that this one's kernel leaves out."""
 
     def __call__(
         self,
@@ -81,11 +83,15 @@ class Call:
         batch: PagedBatch,
         options: Options,
         out: Tensor,
+        lse: Tensor | None = None,
     ) -> AttentionOutput:
-        """Launch."""
-        lse = q.new_empty_strided(self.lse_shape, (self.lse_shape[1], 1), dtype=torch.float32)
+        """Launch; without an ``lse`` it makes one."""
+        if lse is None:
+            lse = q.new_empty_strided(self.lse_shape, (self.lse_shape[1], 1), dtype=torch.float32)
         if not self.lse_shape[0]:
             return AttentionOutput(out, lse)
+        if self.short is not None:
+            self.short(q, k_cache, v_cache, batch, options, out, lse)
         _, _, _, _, slopes, sinks, k_scale, v_scale = options
         if not self.is_packed:
             batch, slopes, sinks = pack(batch), _floats(slopes), _floats(sinks)
@@ -118,6 +124,7 @@ def prepare(
     numbers = {
         "num_seqs": problem.num_seqs,
         "num_kv_heads": problem.num_kv_heads,
+        "short": short_len(problem),
         "max_splits": max_splits,
         "softmax_scale": form.softmax_scale,
         "soft_cap": form.logits_soft_cap or 0.0,
@@ -125,7 +132,9 @@ def prepare(
         "block_size": problem.block_size,
         **strides,
     }
+    short = None
     if kernel is PREFILL:
+        short = prepare_short(problem, form, plan)
         # As many tiles as there can be, however the tokens are spread over sequences. On x: along
         # y there are at most 65535.
         tiles = problem.num_tokens * problem.group // plan.tile_m + problem.num_seqs
@@ -136,7 +145,19 @@ def prepare(
         sums = slots * launcher.constants["ROWS"]
         grid, scratch = (plan.num_programs, 1, 1), (sums * launcher.constants["V"], 2 * sums, pairs)
     launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
-    return Call(launch, (problem.num_tokens, problem.num_heads), scratch, _is_packed(form))
+    return Call(launch, (problem.num_tokens, problem.num_heads), scratch, _is_packed(form), short)
+
+
+def prepare_short(
+    problem: Problem, form: CallForm, plan: GpuPlan | None, decode: Kernel = DECODE
+) -> Call | None:
+    """The launch for a mixed batch's sequences of up to ``short_len``; None if it is not mixed."""
+    if not short_len(problem):
+        return None
+    short = replace(problem, max_query_len=short_len(problem))
+    device, is_fixed = DeviceInfo.of(form.q.device), plan is not None and plan.split_size > 0
+    own = make_gpu_plan(short, device, batch_invariant=is_fixed, hopper=decode is not DECODE)
+    return prepare(short, form, own, decode)
 
 
 def _find_launcher(
@@ -219,7 +240,7 @@ def _types(
         **dict.fromkeys(("parts", "part_sums"), "*fp32:16"),
         **dict.fromkeys(("lse", "alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
         **dict.fromkeys(("arrivals", "block_tables", "seq_lens", "cu_seqlens_q"), "*i32"),
-        **dict.fromkeys(("num_seqs", "num_kv_heads", "max_splits"), "i32"),
+        **dict.fromkeys(("num_seqs", "num_kv_heads", "short", "max_splits"), "i32"),
         **dict.fromkeys(("softmax_scale", "soft_cap"), "fp32"),
         **dict.fromkeys(("window", "block_size"), "i32"),
         **dict.fromkeys(strides, "i64"),

@@ -46,13 +46,21 @@ def _key_tiles(seq_len, query_len, window, TILE_N: tl.constexpr):
 
 
 @triton.jit
+def _keep_short(seq_len, query_len, MOST: tl.constexpr):
+    """A sequence with more new tokens is not ours: it has none, and no keys."""
+    return tl.where(query_len <= MOST, seq_len, 0), tl.where(query_len <= MOST, query_len, 0)
+
+
+@triton.jit
 def _count_items(
-    seq_lens, cu_seqlens_q, seq, mask, window, TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr
-):
+    seq_lens, cu_seqlens_q, seq, mask, window, MOST: tl.constexpr, TILE_N: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+):  # fmt: skip
     """Pieces of work of one KV head of each sequence: tiles, or splits. At least one: it writes."""
     seq_len = tl.load(seq_lens + seq, mask=mask, other=0)
     start = tl.load(cu_seqlens_q + seq, mask=mask, other=0)
     query_len = tl.load(cu_seqlens_q + seq + 1, mask=mask, other=0) - start
+    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
     first, end = _key_tiles(seq_len, query_len, window, TILE_N)
     count = tl.cdiv(end, SPLIT_TILES) - first // SPLIT_TILES
     return tl.where(mask, tl.maximum(count, 1), 0)
@@ -170,14 +178,15 @@ def decode_kernel(
 ):  # fmt: skip
     """See the module."""
     # How much work there is, and which part of it is ours.
+    MOST: tl.constexpr = ROWS // GROUP
     seqs = tl.arange(0, SEQS)
     counts = num_kv_heads * _count_items(
-        seq_lens, cu_seqlens_q, seqs, seqs < num_seqs, window, TILE_N, SPLIT_TILES
+        seq_lens, cu_seqlens_q, seqs, seqs < num_seqs, window, MOST, TILE_N, SPLIT_TILES
     )
     total = tl.sum(counts)
     for start in range(SEQS, num_seqs, SEQS):
         total += num_kv_heads * tl.sum(_count_items(
-            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, TILE_N,
+            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, MOST, TILE_N,
             SPLIT_TILES,
         ))  # fmt: skip
     programs = tl.minimum(tl.num_programs(0), total)
@@ -195,7 +204,7 @@ def decode_kernel(
     running = tl.max(ends)
     for start in range(SEQS, num_seqs, SEQS):
         ends = running + tl.cumsum(num_kv_heads * _count_items(
-            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, TILE_N,
+            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, MOST, TILE_N,
             SPLIT_TILES,
         ))  # fmt: skip
         passed = (ends <= item) & (start + seqs < num_seqs)
@@ -212,6 +221,7 @@ def decode_kernel(
         seq_len = tl.load(seq_lens + seq)
         first_token = tl.load(cu_seqlens_q + seq)
         query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+        seq_len, query_len = _keep_short(seq_len, query_len, MOST)
         first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
         first_split = first_tile // SPLIT_TILES
         items = tl.maximum(tl.cdiv(end_tile, SPLIT_TILES) - first_split, 1)

@@ -12,7 +12,14 @@ from ...tiles.forward_tiles import choose_forward_tiles
 from .problem import Problem
 from .triton_tiles import choose_tiles, is_float32
 
-__all__ = ["GpuPlan", "make_gpu_plan", "power_of_2", "refuse_hopper", "refuse_unaligned"]
+__all__ = [
+    "GpuPlan",
+    "make_gpu_plan",
+    "power_of_2",
+    "refuse_hopper",
+    "refuse_unaligned",
+    "short_len",
+]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -21,6 +28,9 @@ DECODE_ROWS = 64
 
 HOPPER_ROWS = 16
 """Up to here by ``hopper_decode``."""
+
+SHORT_ROWS = 16
+"""Up to so many rows a sequence of a mixed batch is decode's, and no tile of prefill's."""
 
 SPLIT_SIZE = 1024
 """Keys of one partial state where a result must not depend on the batch."""
@@ -101,7 +111,7 @@ def make_gpu_plan(
         'decode'
     """
     if problem.rows > (16 if _is_bulky(problem) else DECODE_ROWS):
-        return _plan_prefill(problem, device)
+        return _plan_prefill(problem, device, batch_invariant)
     tiles = choose_tiles(problem, device, hopper)
     pairs = problem.num_seqs * problem.num_kv_heads
     num_programs = _align(tiles.programs * device.num_workers, pairs)
@@ -144,14 +154,24 @@ def _align(programs: int, pairs: int) -> int:
     return fitting if fitting >= 0.9 * programs and pairs <= 4 * programs else programs
 
 
-def _plan_prefill(problem: Problem, device: DeviceInfo) -> GpuPlan:
+def short_len(problem: Problem) -> int:
+    """New tokens up to which a sequence of a prefill is left to decode; 0: all have as many.
+
+    A tile of prefill's would be nearly empty, and one program would walk all keys.
+    """
+    is_mixed = problem.num_tokens < problem.num_seqs * problem.max_query_len
+    return SHORT_ROWS // problem.group if is_mixed else 0
+
+
+def _plan_prefill(problem: Problem, device: DeviceInfo, batch_invariant: bool) -> GpuPlan:
     tiles = choose_forward_tiles(
         problem.width,
         is_float32=is_float32(problem),
         is_8_bit=problem.kv_dtype.itemsize == 1,
         is_small=device.is_small,
     )
-    return GpuPlan("prefill", *tiles, num_programs=0)
+    split_size = SPLIT_SIZE if batch_invariant else 0  # of short sequences
+    return GpuPlan("prefill", *tiles, num_programs=0, split_size=split_size)
 
 
 def power_of_2(size: int) -> int:

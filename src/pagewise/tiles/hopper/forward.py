@@ -394,6 +394,7 @@ def forward_kernel(
     num_tiles,
     seq_tiles,
     section,
+    short,
     window,
     scale,
     # strides
@@ -433,7 +434,7 @@ def forward_kernel(
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
-        num_tiles, seq_tiles, section, num_heads // PACK, group, window,
+        num_tiles, seq_tiles, section, num_heads // PACK, group, short, window,
     )  # fmt: skip
     q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)

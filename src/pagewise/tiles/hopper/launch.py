@@ -69,6 +69,7 @@ def attend(
     causal: bool,
     sliding_window: int | None,
     sinks: Tensor | None,
+    short: int = 0,
 ) -> None:
     """Fill ``out`` and ``lse``.
 
@@ -90,6 +91,7 @@ def attend(
         causal: Whether a query sees only keys at or before its own.
         sliding_window: How many keys a query sees; ``None``: all.
         sinks: ``[num_heads]``, floating, or ``None``: one more logit in each head's softmax.
+        short: Sequences with up to so many queries are another launch's: nothing is written there.
     """
     if not q.numel():
         return
@@ -139,6 +141,7 @@ def attend(
         tiles,
         seq_tiles,
         section,
+        short,
         window_of(sliding_window),
         softmax_scale * _LOG2_E,
         0 if block_tables is None else block_tables.stride(0),
@@ -271,7 +274,7 @@ def make_launcher(form: Form) -> GluonLauncher:
         "lengths": "*i32",
         "block_tables": "*i32",
     }
-    scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section window"
+    scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section short window"
     types |= dict.fromkeys(scalars.split(), "i32")
     types |= {"scale": "fp32", "table_stride": "i32"}
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}

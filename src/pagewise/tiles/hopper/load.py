@@ -95,7 +95,7 @@ def _next_tile(batch, turn, form):
     if form.BLOCK_SIZE == 0:
         k_start = seq_len
         seq_len = gl.load(batch.lengths + seq + 1) - k_start
-    exists = (number < batch.num_tiles) & (token < query_len)
+    exists = (number < batch.num_tiles) & (token < query_len) & (query_len > batch.short)
     table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
     kv_head = head * form.PACK // batch.group
     keys = (table, k_start, seq_len, batch.block_rows, kv_head)

@@ -31,6 +31,7 @@ class Batch:
     section: gl.tensor  # pairs of sequence and head
     num_heads: gl.tensor  # head groups: tiles beside each other that take the same tokens
     group: gl.tensor  # query heads that share a KV head
+    short: gl.tensor  # sequences with up to so many queries are another kernel's
     window: gl.tensor
 
     @gluon.constexpr_function
@@ -47,6 +48,7 @@ class Batch:
         section,
         num_heads,
         group,
+        short,
         window,
     ):
         self.cu_seqlens_q = cu_seqlens_q
@@ -60,6 +62,7 @@ class Batch:
         self.section = section
         self.num_heads = num_heads
         self.group = group
+        self.short = short
         self.window = window
 
 

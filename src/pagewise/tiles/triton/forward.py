@@ -135,7 +135,9 @@ def forward_kernel(
     sinks,  # float32 [num_heads]
     k_scale,  # float32 [num_kv_heads] or [num_blocks, block_size, num_kv_heads]
     v_scale,  # likewise
-    num_seqs, num_kv_heads, softmax_scale, soft_cap, window, block_size,
+    num_seqs, num_kv_heads,
+    short,  # sequences with up to so many new tokens are another kernel's
+    softmax_scale, soft_cap, window, block_size,
     out_token, out_head, q_token, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
@@ -153,6 +155,8 @@ def forward_kernel(
         return
     first_token = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    if query_len <= short:
+        return
     if PAGED:
         seq_len = tl.load(seq_lens + seq)
         table = block_tables + seq.to(tl.int64) * table_stride
