@@ -288,6 +288,8 @@ LARGE = [
     Case((600,), (600,), 1, 1, 32, batch=1, causal=True),  # cut into pieces
     Case((600,), (600,), 3, 1, 32, batch=1, sliding_window=100),
     Case((90,), (120,), 4, 2, 64, batch=1, logits_soft_cap=5.0, has_alibi=True, causal=True),
+    Case((90,), (120,), 4, 2, 128, batch=2, logits_soft_cap=30.0, causal=True),
+    Case((70, 0, 90), (200, 9, 0), 4, 2, 256, logits_soft_cap=1.0, has_alibi=True),
     Case((150,), (190,), 4, 2, 64, batch=2, causal=True, sliding_window=128, has_sinks=True),
     Case((70, 0, 90), (200, 9, 0), 4, 2, 128, has_sinks=True),
 ]

@@ -96,8 +96,8 @@ def test_hopper_takes_what_it_is_for():
     decode = [hopper.supports(problem, H200) is None for problem in problems]
     prefill = [hopper_prefill.supports(problem, H200) is None for problem in problems]
     assert decode == [p.rows <= 16 and p.width <= 256 for p in problems]
-    features = [p.rows > 64 and p.is_plain and p.kv_dtype == BF16 for p in problems]
-    assert prefill == [f and p.width <= 256 for f, p in zip(features, problems, strict=True)]
+    many = [p.rows > 64 and p.width <= 256 and p.kv_dtype == BF16 for p in problems]
+    assert prefill == many
     assert sum(decode) >= 19
     assert sum(prefill) >= 20
 
@@ -143,6 +143,32 @@ def check_prefill(case):
     there = inputs.to("cuda")
     result = there.attend(impl="hopper_prefill", out=there.out)
     assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
+
+
+BENT = [
+    *(
+        PagedCase((200, 70, 9), (700, 333, 9), 8, 2, head_size=d, logits_soft_cap=cap)
+        for d in (64, 96, 128, 256)
+        for cap in (0.01, 1.0, 30.0)
+    ),
+    *(PagedCase((200, 70, 9), (700, 333, 9), 8, 2, head_size=d, has_alibi=True) for d in (40, 128)),
+    *(
+        PagedCase(
+            (200, 70, 9), (3000, 333, 9), 6, 2, head_size=d, block_size=b, sliding_window=150,
+            logits_soft_cap=5.0, has_alibi=True, has_sinks=True, softmax_scale=scale,
+        )
+        for d, b, scale in ((64, 1, 0.5), (128, 16, -0.5), (192, 64, 0.2), (256, 8, 0.0))
+    ),
+    PagedCase((200, 70), (300, 333), 8, 1, head_size=128, has_alibi=True, causal=False),
+    PagedCase((80, 90), (3, 0), 4, 2, head_size=64, has_alibi=True, logits_soft_cap=2.0),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BENT, ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_caps_and_biases_of_many_tokens_on_hopper(case, dtype):
+    check_prefill(replace(case, dtype=dtype))
 
 
 @pytest.mark.gpu

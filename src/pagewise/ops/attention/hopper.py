@@ -1,8 +1,8 @@
 """Attention on Hopper: the forward kernel of ``tiles.hopper`` over keys and values in a row.
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
-causal or not, sliding windows, sinks, log-sum-exp. Soft caps and ALiBi are for Triton's kernels;
-gradients are in ``hopper_backward``.
+causal or not, sliding windows, soft caps, ALiBi, sinks, log-sum-exp. Gradients are in
+``hopper_backward``; of capped or biased scores they are Triton's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from .problem import Lengths, Options, Problem, in_a_row
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
     reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
-    if reason is None and not problem.is_plain:
-        reason = "scores are capped or biased; plain ones run"
     return reason
 
 
@@ -46,6 +44,8 @@ def run(
         softmax_scale=options.softmax_scale,
         causal=options.causal,
         sliding_window=options.sliding_window,
+        logits_soft_cap=options.logits_soft_cap,
+        alibi_slopes=options.alibi_slopes,
         sinks=options.sinks,
     )
     return AttentionOutput(out.view(*shape, out.shape[-1]), lse.view(shape))

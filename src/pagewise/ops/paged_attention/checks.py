@@ -140,7 +140,6 @@ def check(forms: CallForm) -> Problem:
         kv_dtype=forms.k_cache.dtype,
         scale_kind=find_kind(forms.k_scale, forms.v_scale, forms.k_cache, forms.v_cache),
         is_aligned=forms.has_aligned_caches and all(stride % row_unit == 0 for stride in rows),
-        is_plain=forms.alibi_slopes is None and forms.logits_soft_cap is None,
     )
 
 

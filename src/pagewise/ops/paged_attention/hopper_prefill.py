@@ -7,10 +7,10 @@
                      where that is faster; otherwise row by row by cp.async (``Form.gathers``)
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
-any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows,
-sinks, log-sum-exp. Soft caps, ALiBi and 8-bit caches are for the Triton kernels, and so are few
-new tokens a sequence: a tile of theirs would be nearly empty, and nobody else would help to walk
-their keys. In a mixed batch they are left to a launch of ``hopper_decode`` beside this one's.
+any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
+caps, ALiBi, sinks, log-sum-exp. 8-bit caches are for the Triton kernels, and so are few new tokens
+a sequence: a tile of theirs would be nearly empty, and nobody else would help to walk their keys.
+In a mixed batch they are left to a launch of ``hopper_decode`` beside this one's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     reason = refuse(device, problem.q_dtype, problem.head_size, problem.v_head_size)
     if reason is None and problem.kv_dtype != problem.q_dtype:
         reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
-    if reason is None and not problem.is_plain:
-        reason = "scores are capped or biased; plain ones run"
     if reason is None:
         reason = refuse_unaligned(problem)
     if reason is None and problem.rows <= DECODE_ROWS:
@@ -80,6 +78,8 @@ def _run(
         softmax_scale=options.softmax_scale,
         causal=options.causal,
         sliding_window=options.sliding_window,
+        logits_soft_cap=options.logits_soft_cap,
+        alibi_slopes=options.alibi_slopes,
         sinks=options.sinks,
         short=short_len(problem),
     )

@@ -203,8 +203,6 @@ class Problem:
     """What has a scale of its own: ``"head"``, ``"token"`` (a token's KV head), or ``"none"``."""
     is_aligned: bool = True
     """Whether every token's head begins at a multiple of 16 bytes in both caches."""
-    is_plain: bool = True
-    """Whether scores are neither capped nor biased."""
 
     def __hash__(self) -> int:
         """Computed once: a call looks several things up by its problem."""

@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .finish import finish, times
 from .gather import GATHERING_WARPS, make_pages
-from .layouts import num_parts, part_of, part_size, part_start, product_layout, wide_rows
+from .layouts import num_parts, part_of, part_size, product_layout
 from .load import (
     COLUMNS,
     HEAD,
@@ -47,17 +48,16 @@ from .load import (
 )
 from .ring import make_ring
 from .schedule import Batch, make_orders
-from .softmax import hide, meet, pack, pass_turn, take_turn, unpack, weigh
+from .softmax import Scoring, cap, hide, lean, meet, pack, pass_turn, take_turn, unpack, weigh
 
 __all__ = ["forward_kernel"]
 
-LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def _compute_role(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
     orders, q_ring, k_ring, v_ring, form, WG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its rows of every tile."""
@@ -77,7 +77,8 @@ def _compute_role(
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.turns.release(0, use)
-    weights, reach, m, l = _begin(s, orders, tile_use, window, scale, form, WG)
+    slope = _find_slope(scoring, num_tiles > 0, orders, tile_use, form)
+    weights, reach, m, l = _begin(s, orders, tile_use, scoring, slope, form, WG)
     while num_tiles > 0:
         q = q_ring.tile(tile_use, WG)
         p = pack(weights, q.dtype)
@@ -93,7 +94,7 @@ def _compute_role(
         # Of tiles that need no mask a loop of their own would be faster, but in heads of up to 128
         # ptxas loses the queries' descriptor between two loops.
         state = (use, p, acc, m, l, reach)
-        what = (q, k_ring, v_ring, first_full, first_left, window, scale, form)
+        what = (q, k_ring, v_ring, first_full, first_left, scoring, slope, form)
         if WIDTH <= 128:
             state = _walk(0, num_tiles - 1, None, state, what, WG)
         else:
@@ -116,11 +117,12 @@ def _compute_role(
         s, acc = _multiply(
             q_ring.tile(tile_use, WG), k_ring, v_ring, use, p, acc, num_tiles > 0, form, WG
         )
-        weights, reach, next_m, next_l = _begin(s, orders, tile_use, window, scale, form, WG)
+        slope = _find_slope(scoring, num_tiles > 0, orders, tile_use, form)
+        weights, reach, next_m, next_l = _begin(s, orders, tile_use, scoring, slope, form, WG)
         acc = _wait_for(acc)
         v_ring.turns.release(0, use)
         use += 1
-        _finish(
+        finish(
             out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
             head, acc, m, l, form, WG,
         )  # fmt: skip
@@ -131,16 +133,38 @@ def _compute_role(
 
 
 @gluon.jit
-def _begin(s, orders, tile_use, window, scale, form, WG: gl.constexpr):
+def _begin(s, orders, tile_use, scoring, slope, form, WG: gl.constexpr):
     """From the scores of a row's rightmost keys to weights, and the state of the softmax."""
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     reach = gl.arange(0, ROWS, ROW) // form.PACK
     reach += orders.read(tile_use, REACH) + WG * (ROWS // form.PACK)
-    s = hide(s, reach, window, orders.read(tile_use, LAST), form.CAUSAL, form.HAS_WINDOW)
+    s = _bend(s, reach, scoring, slope, form)
+    s = hide(s, reach, scoring.window, orders.read(tile_use, LAST), form.CAUSAL, form.HAS_WINDOW)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
-    weights, _, m, l = weigh(s, m, l, scale)
+    weights, _, m, l = weigh(s, m, l, scoring.scale)
     return weights, reach, m, l
+
+
+@gluon.jit
+def _find_slope(scoring, exists, orders, tile_use, form):
+    """ALiBi's slope for each row of a tile, in units of its scores; 0.0 if there are none."""
+    slope = 0.0
+    if form.HAS_ALIBI:
+        at = gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(form.TILE_N))) % form.PACK
+        at += orders.read(tile_use, HEAD) * form.PACK
+        slope = gl.load(scoring.slopes + at, exists, other=0.0) * (LOG2_E / scoring.scale)
+    return slope
+
+
+@gluon.jit
+def _bend(s, reach, scoring, slope, form):
+    """Products capped and biased: scores but for ``scale``."""
+    if form.HAS_CAP:
+        s = cap(s, scoring.inner)
+    if form.HAS_ALIBI:
+        s = lean(s, reach, slope)
+    return s
 
 
 @gluon.jit
@@ -211,12 +235,12 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, form, WG: gl.constexpr):
 def _walk(first, end, MASKED: gl.constexpr, state, what, WG: gl.constexpr):
     """Some tiles to the left; ``MASKED``: whether they need a mask, or None: those at the ends."""
     use, p, acc, m, l, reach = state
-    q, k_ring, v_ring, first_full, first_left, window, scale, form = what
+    q, k_ring, v_ring, first_full, first_left, scoring, slope, form = what
     for step in range(first, end):
         reach += k_ring.tiles.shape[1]
         masked = (step < first_full) | (step >= first_left) if MASKED is None else MASKED
         p, acc, m, l = _attend_tile(
-            q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, masked, form, WG
+            q, k_ring, v_ring, use, p, acc, m, l, reach, scoring, slope, masked, form, WG
         )
         use += 1
     return use, p, acc, m, l, reach
@@ -224,28 +248,19 @@ def _walk(first, end, MASKED: gl.constexpr, state, what, WG: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(
-    q, k_ring, v_ring, use, p, acc, m, l, reach, window, scale, masked, form,
+    q, k_ring, v_ring, use, p, acc, m, l, reach, scoring, slope, masked, form,
     WG: gl.constexpr,
 ):  # fmt: skip
     """One step to the left: this use's values, and the softmax of the next use's scores."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, form, WG)
+    s = _bend(s, reach, scoring, slope, form)
     if masked:
-        s = hide(s, reach, window, TILE_N, form.CAUSAL, form.HAS_WINDOW)
-    weights, decay, m, l = weigh(s, m, l, scale)
+        s = hide(s, reach, scoring.window, TILE_N, form.CAUSAL, form.HAS_WINDOW)
+    weights, decay, m, l = weigh(s, m, l, scoring.scale)
     acc = _wait_for(acc)
     v_ring.turns.release(0, use)
-    return pack(weights, q.dtype), _times(acc, decay), m, l
-
-
-@gluon.jit
-def _times(acc, factor):
-    """Sums of values times a number for each row."""
-    products = ()
-    for i in gl.static_range(len(acc)):
-        each = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout), assert_trivial=True)
-        products = products + (acc[i] * each[:, None],)  # type: ignore[assignment] # noqa: RUF005
-    return products
+    return pack(weights, q.dtype), times(acc, decay), m, l
 
 
 @gluon.jit
@@ -264,109 +279,34 @@ def _clear_rows(tile, first, form):
 
 
 @gluon.jit
-def _finish(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
-    m, l, form, WG: gl.constexpr,
-):  # fmt: skip
-    """Add the sinks, divide, and write a warpgroup's rows of ``out`` and ``lse``."""
-    PACK: gl.constexpr = form.PACK
-    TOKENS: gl.constexpr = ROWS // PACK
-    row = gl.arange(0, ROWS, m.type.layout)
-    token = WG * TOKENS + row // PACK
-    at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
-    decay = 1.0
-    if form.HAS_SINKS:
-        m, l, decay = _add_sinks(m, l, gl.load(sinks + head * PACK + row % PACK))
-    empty = l == 0.0
-    value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
-    gl.store(lse + at, value, token < num_tokens)
-    result = _times(acc, gl.where(empty, 0.0, decay / l))
-    if form.STAGED and num_tokens >= (WG + 1) * TOKENS:
-        _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
-    else:
-        for i in gl.static_range(len(result)):
-            _store(
-                out, token_stride, head_stride, first, num_tokens, head, result[i], form,
-                part_start(form.HEAD_SIZE, i), WG,
-            )  # fmt: skip
-
-
-@gluon.jit
-def _add_sinks(m, l, sinks):
-    """The state of a softmax with one more logit for each row, and what its sums decay by."""
-    sinks *= LOG2_E
-    new_m = gl.maximum(m, sinks)
-    pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
-    decay = gl.exp2(m - pivot)
-    return new_m, l * decay + gl.exp2(sinks - pivot), decay
-
-
-@gluon.jit
-def _send(staged, result, token, head, form, WG: gl.constexpr):
-    """Leave results that fill a tile to the copy engine, by way of shared memory."""
-    desc, tiles = staged
-    tile = tiles.index(WG)
-    CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
-    boxes = tile._reinterpret(
-        tile.dtype, [CHUNKS, ROWS // form.PACK, form.PACK, COLUMNS], desc.layout
-    )
-    tma.store_wait(0)
-    for i in gl.static_range(len(result)):
-        part_of(tile, form.HEAD_SIZE, i).store(result[i].to(tile.dtype))
-    fence_async_shared()
-    for c in gl.static_range(CHUNKS):
-        tma.async_copy_shared_to_global(desc, [token, head, c * COLUMNS], boxes.index(c))
-
-
-@gluon.jit
-def _store(
-    out, token_stride, head_stride, first, num_tokens, head, result, form, START: gl.constexpr,
-    WG: gl.constexpr,
-):  # fmt: skip
-    """Write the rows of some columns of results that are a sequence's."""
-    WIDTH: gl.constexpr = result.shape[1]
-    PACK: gl.constexpr = form.PACK
-    WIDE: gl.constexpr = wide_rows(WIDTH)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    token = WG * (ROWS // PACK) + row // PACK
-    at = (first + token).to(gl.int64) * token_stride + (head * PACK + row % PACK) * head_stride
-    column = START + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
-    inside = (token < num_tokens)[:, None]
-    if START + WIDTH > form.HEAD_SIZE:
-        inside = inside & (column < form.HEAD_SIZE)
-    result = gl.convert_layout(result.to(out.dtype.element_ty), WIDE)
-    gl.store(out + at[:, None] + column, result, inside)
-
-
-@gluon.jit
 def _compute_role_0(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
         orders, q_ring, k_ring, v_ring, form, 0,
     )  # fmt: skip
 
 
 @gluon.jit
 def _compute_role_1(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
         orders, q_ring, k_ring, v_ring, form, 1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _compute_role_2(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
     orders, q_ring, k_ring, v_ring, form,
 ):  # fmt: skip
     _compute_role(
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
         orders, q_ring, k_ring, v_ring, form, 2,
     )  # fmt: skip
 
@@ -381,6 +321,7 @@ def forward_kernel(
     q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 / PACK, PACK, 64]
     k,  # [num_blocks, block_size, num_kv_heads, head_size] in boxes of [1, BOX, 1, 64]; or pointers
     v,
+    slopes,  # [num_heads] float32, where it HAS_ALIBI
     sinks,  # [num_heads] float32, where it HAS_SINKS
     # metadata
     cu_seqlens_q,  # [num_seqs + 1]
@@ -396,7 +337,8 @@ def forward_kernel(
     section,
     short,
     window,
-    scale,
+    scale,  # of products, or under a cap of their hyperbolic tangents
+    inner,  # of products under a cap
     # strides
     table_stride,
     token_stride,
@@ -412,6 +354,8 @@ def forward_kernel(
     BLOCK_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     UNIFORM: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -429,13 +373,14 @@ def forward_kernel(
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     form = Form(
-        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW, HAS_SINKS,
-        UNIFORM, STAGED, TAKE_TURNS,
+        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, TILE_N, WARPGROUPS, CAUSAL, HAS_WINDOW,
+        HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, TAKE_TURNS,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
         num_tiles, seq_tiles, section, num_heads // PACK, group, short, window,
     )  # fmt: skip
+    scoring = Scoring(window, scale, inner, slopes)
     q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
@@ -451,7 +396,7 @@ def forward_kernel(
         v = make_pages(v, v_block, v_slot, v_head, TILE_N)
     fence_async_shared()
     compute = (
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, window, scale,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
         orders, q_ring, k_ring, v_ring, form,
     )  # fmt: skip
     # What the others leave of a multiprocessor's registers, which go round in eights.

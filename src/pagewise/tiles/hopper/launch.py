@@ -68,6 +68,8 @@ def attend(
     softmax_scale: float,
     causal: bool,
     sliding_window: int | None,
+    logits_soft_cap: float | None,
+    alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     short: int = 0,
 ) -> None:
@@ -90,6 +92,8 @@ def attend(
         softmax_scale: Multiplies ``q · k``.
         causal: Whether a query sees only keys at or before its own.
         sliding_window: How many keys a query sees; ``None``: all.
+        logits_soft_cap: Scores become ``cap * tanh(score / cap)``; ``None``: no cap.
+        alibi_slopes: ``[num_heads]``, floating, or ``None``: times how far a key lies behind.
         sinks: ``[num_heads]``, floating, or ``None``: one more logit in each head's softmax.
         short: Sequences with up to so many queries are another launch's: nothing is written there.
     """
@@ -114,6 +118,8 @@ def attend(
         has_window=sliding_window is not None,
         uniform=q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
         pack=_pack(group, max_query_len, tiling_of(q.shape[2])),
+        has_cap=logits_soft_cap is not None,
+        has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
     )
     if form.gathers and _is_far(k, v):
@@ -130,7 +136,8 @@ def attend(
         lse,
         q,
         *sources,
-        None if sinks is None else sinks.float().contiguous(),
+        _floats(alibi_slopes),
+        _floats(sinks),
         cu_seqlens_q,
         lengths,
         lengths if block_tables is None else block_tables,
@@ -143,7 +150,8 @@ def attend(
         section,
         short,
         window_of(sliding_window),
-        softmax_scale * _LOG2_E,
+        (softmax_scale if logits_soft_cap is None else logits_soft_cap) * _LOG2_E,
+        0.0 if logits_soft_cap is None else softmax_scale / logits_soft_cap,
         0 if block_tables is None else block_tables.stride(0),
         written.stride(0),
         written.stride(1),
@@ -151,6 +159,11 @@ def attend(
     )
     if written is not out:
         out.copy_(written)
+
+
+def _floats(biases: Tensor | None) -> Tensor | None:
+    """ALiBi's slopes or sinks as the kernel reads them."""
+    return None if biases is None else biases.float().contiguous()
 
 
 def _pack(group: int, max_query_len: int, tiling: Tiling) -> int:
@@ -269,6 +282,7 @@ def make_launcher(form: Form) -> GluonLauncher:
         "q_desc": rows,
         "k": source,
         "v": source,
+        "slopes": "*fp32",
         "sinks": "*fp32",
         "cu_seqlens_q": "*i32",
         "lengths": "*i32",
@@ -276,7 +290,7 @@ def make_launcher(form: Form) -> GluonLauncher:
     }
     scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section short window"
     types |= dict.fromkeys(scalars.split(), "i32")
-    types |= {"scale": "fp32", "table_stride": "i32"}
+    types |= {"scale": "fp32", "inner": "fp32", "table_stride": "i32"}
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
     types |= dict.fromkeys(strides if form.gathers else [], "i64" if form.is_far else "i32")
@@ -286,6 +300,8 @@ def make_launcher(form: Form) -> GluonLauncher:
         "BLOCK_SIZE": form.block_size,
         "CAUSAL": form.causal,
         "HAS_WINDOW": form.has_window,
+        "HAS_CAP": form.has_cap,
+        "HAS_ALIBI": form.has_alibi,
         "HAS_SINKS": form.has_sinks,
         "UNIFORM": form.uniform,
         "WIDTH": tiling.width,

@@ -41,9 +41,12 @@ class Form:
     ATOMS: gl.constexpr
     GATHER: gl.constexpr
     PACK: gl.constexpr
+    TILE_N: gl.constexpr
     WARPGROUPS: gl.constexpr
     CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
+    HAS_CAP: gl.constexpr
+    HAS_ALIBI: gl.constexpr
     HAS_SINKS: gl.constexpr
     UNIFORM: gl.constexpr
     STAGED: gl.constexpr
@@ -58,9 +61,12 @@ class Form:
         ATOMS,
         GATHER,
         PACK,
+        TILE_N,
         WARPGROUPS,
         CAUSAL,
         HAS_WINDOW,
+        HAS_CAP,
+        HAS_ALIBI,
         HAS_SINKS,
         UNIFORM,
         STAGED,
@@ -72,9 +78,12 @@ class Form:
         self.ATOMS = gl.constexpr(ATOMS)
         self.GATHER = gl.constexpr(GATHER)
         self.PACK = gl.constexpr(PACK)
+        self.TILE_N = gl.constexpr(TILE_N)
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
+        self.HAS_CAP = gl.constexpr(HAS_CAP)
+        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.UNIFORM = gl.constexpr(UNIFORM)
         self.STAGED = gl.constexpr(STAGED)

@@ -2,8 +2,55 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
 
-__all__ = ["hide", "meet", "pack", "pass_turn", "take_turn", "unpack", "weigh"]
+__all__ = [
+    "Scoring",
+    "cap",
+    "hide",
+    "lean",
+    "meet",
+    "pack",
+    "pass_turn",
+    "take_turn",
+    "unpack",
+    "weigh",
+]
+
+
+@aggregate
+class Scoring:
+    """What makes scores of products."""
+
+    window: gl.tensor
+    scale: gl.tensor  # of products, or under a cap of their hyperbolic tangents; in powers of two
+    inner: gl.tensor  # of products under a cap
+    slopes: gl.tensor  # pointer to [num_heads] float32
+
+    @gluon.constexpr_function
+    def __init__(self, window, scale, inner, slopes):
+        self.window = window
+        self.scale = scale
+        self.inner = inner
+        self.slopes = slopes
+
+
+@gluon.jit
+def cap(s, inner):
+    """The hyperbolic tangent of products times a factor, by the unit for it: within 2 ** -11."""
+    asm: gl.constexpr = "tanh.approx.f32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [s * inner], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def lean(s, reach, slope):
+    """Scores and a bias, a row's slope times how far a key lies behind the row's own, ``reach``."""
+    key = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    # A thread's columns are its lane's first, two bits of it, and constants, which a product
+    # takes as they are. Converted whole they would fill registers, or the exponentials' unit.
+    first = (key & 6).to(gl.float32)[None, :] - reach.to(gl.float32)[:, None]
+    further = (key & ~6).to(gl.float32)
+    return s + gl.fma(slope[:, None], further[None, :], slope[:, None] * first)
 
 
 @gluon.jit

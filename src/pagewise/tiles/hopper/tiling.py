@@ -56,6 +56,8 @@ class Form:
     """Whether all sequences have the same number of queries."""
     pack: int
     """Heads of a KV head that lie in one tile."""
+    has_cap: bool = False
+    has_alibi: bool = False
     has_sinks: bool = False
     is_far: bool = False
     """Whether places of rows take 64 bits, where they are gathered."""

@@ -1,0 +1,98 @@
+"""The end of a tile of attention on Hopper: sinks, the division, and results on their way out."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from .layouts import part_of, part_start, wide_rows
+from .load import COLUMNS, ROWS
+
+__all__ = ["finish", "times"]
+
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def times(acc, factor):
+    """Sums of values times a number for each row."""
+    products = ()
+    for i in gl.static_range(len(acc)):
+        each = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout), assert_trivial=True)
+        products = products + (acc[i] * each[:, None],)  # type: ignore[assignment] # noqa: RUF005
+    return products
+
+
+@gluon.jit
+def finish(
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
+    m, l, form, WG: gl.constexpr,
+):  # fmt: skip
+    """Add the sinks, divide, and write a warpgroup's rows of ``out`` and ``lse``."""
+    PACK: gl.constexpr = form.PACK
+    TOKENS: gl.constexpr = ROWS // PACK
+    row = gl.arange(0, ROWS, m.type.layout)
+    token = WG * TOKENS + row // PACK
+    at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
+    decay = 1.0
+    if form.HAS_SINKS:
+        m, l, decay = _add_sinks(m, l, gl.load(sinks + head * PACK + row % PACK))
+    empty = l == 0.0
+    value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
+    gl.store(lse + at, value, token < num_tokens)
+    result = times(acc, gl.where(empty, 0.0, decay / l))
+    if form.STAGED and num_tokens >= (WG + 1) * TOKENS:
+        _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
+    else:
+        for i in gl.static_range(len(result)):
+            _store(
+                out, token_stride, head_stride, first, num_tokens, head, result[i], form,
+                part_start(form.HEAD_SIZE, i), WG,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _add_sinks(m, l, sinks):
+    """The state of a softmax with one more logit for each row, and what its sums decay by."""
+    sinks *= LOG2_E
+    new_m = gl.maximum(m, sinks)
+    pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
+    decay = gl.exp2(m - pivot)
+    return new_m, l * decay + gl.exp2(sinks - pivot), decay
+
+
+@gluon.jit
+def _send(staged, result, token, head, form, WG: gl.constexpr):
+    """Leave results that fill a tile to the copy engine, by way of shared memory."""
+    desc, tiles = staged
+    tile = tiles.index(WG)
+    CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
+    boxes = tile._reinterpret(
+        tile.dtype, [CHUNKS, ROWS // form.PACK, form.PACK, COLUMNS], desc.layout
+    )
+    tma.store_wait(0)
+    for i in gl.static_range(len(result)):
+        part_of(tile, form.HEAD_SIZE, i).store(result[i].to(tile.dtype))
+    fence_async_shared()
+    for c in gl.static_range(CHUNKS):
+        tma.async_copy_shared_to_global(desc, [token, head, c * COLUMNS], boxes.index(c))
+
+
+@gluon.jit
+def _store(
+    out, token_stride, head_stride, first, num_tokens, head, result, form, START: gl.constexpr,
+    WG: gl.constexpr,
+):  # fmt: skip
+    """Write the rows of some columns of results that are a sequence's."""
+    WIDTH: gl.constexpr = result.shape[1]
+    PACK: gl.constexpr = form.PACK
+    WIDE: gl.constexpr = wide_rows(WIDTH)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    token = WG * (ROWS // PACK) + row // PACK
+    at = (first + token).to(gl.int64) * token_stride + (head * PACK + row % PACK) * head_stride
+    column = START + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
+    inside = (token < num_tokens)[:, None]
+    if START + WIDTH > form.HEAD_SIZE:
+        inside = inside & (column < form.HEAD_SIZE)
+    result = gl.convert_layout(result.to(out.dtype.element_ty), WIDE)
+    gl.store(out + at[:, None] + column, result, inside)
