@@ -36,6 +36,7 @@ DECODE = PagedCase(
 SKEWED = (20000, 8000, 2500, 1500, 500, 200, 60, 8)  # as many keys as DECODE has
 PREFILL = replace(DECODE, query_lens=(2048,), seq_lens=(2048,))
 
+AHEAD_OF_PEERS = (at_least("x best peer", 1),)
 COPY_SPEED = (at_least("share of copy bandwidth", 0.9),)
 
 CASES: tuple[Case, ...] = (
@@ -201,6 +202,15 @@ GPU_CASES: tuple[Case, ...] = (
         for size, heads in ((80, 16), (96, 16), (192, 8))
     ),
     *(
+        GpuPrefillCase(
+            f"gpu-prefill-1x8192-cap-size-{size}",
+            (8192,),
+            replace(LLAMA, num_heads=16, head_size=size, logits_soft_cap=50.0),
+            targets=AHEAD_OF_PEERS,
+        )
+        for size in (128, 256)
+    ),
+    *(
         GpuBlockSizesCase(
             f"gpu-prefill-blocks-{name}",
             lengths,
@@ -230,7 +240,6 @@ ENGINE_CASES: tuple[Case, ...] = (
 )
 VOLUME, IMAGE = (7, 7, 7), (7, 7)
 F16, BF16 = torch.float16, torch.bfloat16
-AHEAD_OF_PEERS = (at_least("x best peer", 1),)
 WindowSizes = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int, torch.dtype]
 WINDOW_WORKLOADS: tuple[WindowSizes, ...] = (
     ("unetr-fs24-128-s1", (70, 70, 70), VOLUME, 3, 8, 1, F16),

@@ -36,13 +36,15 @@ class Shape:
     block_size: int = 16
     kv_dtype: torch.dtype = torch.bfloat16
     scales: str | None = None
+    logits_soft_cap: float | None = None
 
     def __str__(self) -> str:
         """In words."""
         kept = str(self.kv_dtype).removeprefix("torch.")
         kept += f" with a scale for each {self.scales}" if self.scales else ""
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
-        return f"{heads}, blocks of {self.block_size}, {kept}"
+        capped = f", capped at {self.logits_soft_cap:g}" if self.logits_soft_cap else ""
+        return f"{heads}, blocks of {self.block_size}, {kept}{capped}"
 
     @property
     def bytes_per_key(self) -> int:
@@ -86,7 +88,7 @@ class Inputs:
         """The call."""
         return paged_attention(
             self.q, self.k_cache, self.v_cache, self.batch, causal=self.causal,
-            **self.scales, **options,
+            logits_soft_cap=self.shape.logits_soft_cap, **self.scales, **options,
         )  # fmt: skip
 
     def in_order(self) -> Inputs:
@@ -147,6 +149,7 @@ def check_against_float64(
         kv_dtype=shape.kv_dtype,
         scales=shape.scales,
         causal=causal,
+        logits_soft_cap=shape.logits_soft_cap,
     )
     inputs = make_inputs(case)
     expected = oracle(inputs)

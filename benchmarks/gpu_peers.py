@@ -1,4 +1,7 @@
-"""Who computes the same on a GPU with torch alone; other libraries are in ``libraries``."""
+"""Who computes the same on a GPU with torch alone; other libraries are in ``libraries``.
+
+SDPA knows no soft cap; FlexAttention does.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Peers = dict[str, Callable[[], Any]]
 def decode_peers(inputs: Inputs) -> Peers:
     """Who reads the pages alone; SDPA over contiguous keys and values, a group's heads as rows.
 
-    SDPA also with a gather.
+    SDPA also with a gather, and FlexAttention over contiguous keys and values.
     """
     from .reading import make_reader  # Triton's
 
@@ -38,28 +41,34 @@ def decode_peers(inputs: Inputs) -> Peers:
 
 def _sdpa_peers(inputs: Inputs) -> Peers:
     q, k, v = inputs.dense()
-    q = q.view(*k.shape[:2], -1, q.shape[-1])
-    peers = {f"sdpa {name}": _call(backend, q, k, v) for name, backend in _BACKENDS.items()}
+    rows = q.view(*k.shape[:2], -1, q.shape[-1])
+    peers = {f"sdpa {name}": _call(backend, rows, k, v) for name, backend in _BACKENDS.items()}
 
     def gather() -> Tensor:
         _, keys, values = inputs.dense()
-        return sdpa(q, keys, values)
+        return sdpa(rows, keys, values)
 
-    peers["gather + sdpa"] = gather
+    peers |= {"gather + sdpa": gather, "flex": _flex(q, k, v)}
     return {name: peer for name, peer in peers.items() if runs(peer)}
 
 
 def prefill_peers(inputs: Inputs) -> Peers:
-    """SDPA by each of its backends, over contiguous keys and values, and FlexAttention."""
+    """SDPA by each of its backends, over contiguous keys and values, and FlexAttention.
+
+    SDPA by cuDNN also with a gather.
+    """
     q, k, v = inputs.dense()
-    peers = {
-        f"sdpa {name}": _call(
-            backend, q, k, v, is_causal=inputs.causal, enable_gqa=q.shape[1] > k.shape[1]
-        )
-        for name, backend in _BACKENDS.items()
-    }
-    flex = _flex(q, k, v, inputs.causal)
-    return {name: peer for name, peer in (*peers.items(), ("flex", flex)) if runs(peer)}
+    soft_cap = inputs.shape.logits_soft_cap
+    peers: Peers = {"flex": _flex(q, k, v, causal=inputs.causal, soft_cap=soft_cap)}
+    if soft_cap is None:
+        how = {"is_causal": inputs.causal, "enable_gqa": q.shape[1] > k.shape[1]}
+        peers |= {f"sdpa {name}": _call(of, q, k, v, **how) for name, of in _BACKENDS.items()}
+
+        def gather() -> Tensor:
+            return _call(_BACKENDS["cudnn"], *inputs.dense(), **how)()
+
+        peers["gather + sdpa cudnn"] = gather
+    return {name: peer for name, peer in peers.items() if runs(peer)}
 
 
 def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor]:
@@ -70,15 +79,22 @@ def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor
     return call
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Any]:
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, soft_cap: float | None = None
+) -> Callable[[], Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
-    length = q.shape[2]
-    mask = None
+    length, mask, bend = q.shape[2], None, None
     if causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, "cuda")
-    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1])
+    if soft_cap is not None:
+
+        def bend(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return soft_cap * torch.tanh(score / soft_cap)
+
+    is_grouped = q.shape[1] > k.shape[1]
+    return lambda: compiled(q, k, v, score_mod=bend, block_mask=mask, enable_gqa=is_grouped)
 
 
 def runs(call: Callable[[], Any]) -> bool:

@@ -41,6 +41,8 @@ class _Pages:
     max_query_len: int
     max_seq_len: int
     causal: bool
+    soft_cap: float
+    """0.0: none, as all of them say it."""
 
     @property
     def is_decode(self) -> bool:
@@ -63,6 +65,7 @@ def find_libraries(inputs: Inputs) -> dict[str, Call]:
     pages = _Pages(
         inputs.q, inputs.k_cache, inputs.v_cache, batch.block_tables.where(used, 0),
         batch.seq_lens, batch.cu_seqlens_q, batch.max_query_len, batch.max_seq_len, inputs.causal,
+        inputs.shape.logits_soft_cap or 0.0,
     )  # fmt: skip
     expected, found = inputs.attend().out, {}
     for name, (module, make) in _LIBRARIES.items():
@@ -86,17 +89,20 @@ def _flash_attn(library: Any, pages: _Pages) -> Call:
         return lambda: library.flash_attn_with_kvcache(
             pages.q[:, None], pages.k_cache, pages.v_cache,
             cache_seqlens=pages.seq_lens, block_table=pages.tables, causal=pages.causal,
+            softcap=pages.soft_cap,
         )[:, 0]  # fmt: skip
     key_starts = torch.nn.functional.pad(pages.seq_lens.cumsum(0).int(), (1, 0))
     return lambda: library.flash_attn_varlen_func(
         pages.q, pages.k_cache, pages.v_cache, pages.starts, key_starts,
         pages.max_query_len, pages.max_seq_len, causal=pages.causal, block_table=pages.tables,
+        softcap=pages.soft_cap,
     )  # fmt: skip
 
 
 def _flash_attn_3(library: Any, pages: _Pages) -> Call:
     shared = {
         "cache_seqlens": pages.seq_lens, "page_table": pages.tables, "causal": pages.causal,
+        "softcap": pages.soft_cap,
     }  # fmt: skip
     if pages.is_decode:
         return lambda: library.flash_attn_with_kvcache(
@@ -117,16 +123,19 @@ def _flashinfer(library: Any, pages: _Pages) -> Call:
     indptr = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0))
     last = pages.seq_lens - (counts - 1) * block_size
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-    types = {"q_data_type": pages.q.dtype, "kv_data_type": pages.k_cache.dtype}
+    shared = {
+        "q_data_type": pages.q.dtype, "kv_data_type": pages.k_cache.dtype,
+        "logits_soft_cap": pages.soft_cap or None,
+    }  # fmt: skip
     if pages.is_decode:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True
         )
-        wrapper.plan(indptr, indices, last, *pages.sizes, **types)
+        wrapper.plan(indptr, indices, last, *pages.sizes, **shared)
     else:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(
-            pages.starts, indptr, indices, last, *pages.sizes, causal=pages.causal, **types
+            pages.starts, indptr, indices, last, *pages.sizes, causal=pages.causal, **shared
         )
     return lambda: wrapper.run(pages.q, (pages.k_cache, pages.v_cache))
 
@@ -140,7 +149,8 @@ def _vllm(library: Any, pages: _Pages) -> Call:
             cu_seqlens_q=pages.starts, max_seqlen_q=pages.max_query_len,
             seqused_k=pages.seq_lens, max_seqlen_k=pages.max_seq_len,
             softmax_scale=pages.q.shape[-1] ** -0.5, causal=pages.causal, window_size=(-1, -1),
-            block_table=pages.tables, softcap=0.0, q_descale=None, k_descale=None, v_descale=None,
+            block_table=pages.tables, softcap=pages.soft_cap,
+            q_descale=None, k_descale=None, v_descale=None,
         )  # fmt: skip
         return out
 

@@ -1,6 +1,7 @@
 """Other libraries' kernels as peers: what they are handed, shown by stand-ins that use it."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,14 @@ SHAPE = Shape(num_heads=4, num_kv_heads=2, head_size=32, block_size=8)
 LENGTHS = (37, 8, 20)
 
 
-def attend(q, k_cache, v_cache, tables, lengths, starts, *, causal=True):
-    """What a library would compute; a table of poison would not do."""
+def attend(q, k_cache, v_cache, tables, lengths, starts, *, softcap, causal=True):
+    """What a library would compute; a table of poison would not do. A cap of 0.0 is none."""
     assert 0 <= int(tables.min()) <= int(tables.max()) < len(k_cache)
     longest = int((starts[1:] - starts[:-1]).max())
     batch = PagedBatch(tables, lengths, starts, longest, int(lengths.max()))
-    return paged_attention(q, k_cache, v_cache, batch, causal=causal, impl="reference").out
+    return paged_attention(
+        q, k_cache, v_cache, batch, causal=causal, logits_soft_cap=softcap or None, impl="reference"
+    ).out
 
 
 def one_each(lengths):
@@ -28,29 +31,33 @@ def one_each(lengths):
 
 class FlashAttention2:
     @staticmethod
-    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens, block_table, causal, softcap
+    ):
         starts = one_each(cache_seqlens)
-        found = attend(q[:, 0], k_cache, v_cache, block_table, cache_seqlens, starts)
+        found = attend(
+            q[:, 0], k_cache, v_cache, block_table, cache_seqlens, starts, softcap=softcap
+        )
         return found[:, None]
 
     @staticmethod
-    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, causal, block_table):
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, causal, block_table, softcap):
         lengths = cu_k[1:] - cu_k[:-1]
         assert (max_q, max_k) == (max(LENGTHS), max(LENGTHS))
-        return attend(q, k, v, block_table, lengths, cu_q, causal=causal)
+        return attend(q, k, v, block_table, lengths, cu_q, causal=causal, softcap=softcap)
 
 
 class FlashAttention3:
     @staticmethod
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, *, cache_seqlens, page_table, causal, cu_seqlens_q=None,
+        q, k_cache, v_cache, *, cache_seqlens, page_table, causal, softcap, cu_seqlens_q=None,
         max_seqlen_q=None,
     ):  # fmt: skip
+        keys = k_cache, v_cache, page_table, cache_seqlens
         if cu_seqlens_q is None:
-            starts = one_each(cache_seqlens)
-            return attend(q[:, 0], k_cache, v_cache, page_table, cache_seqlens, starts)[:, None]
+            return attend(q[:, 0], *keys, one_each(cache_seqlens), softcap=softcap)[:, None]
         assert max_seqlen_q == max(LENGTHS)
-        return attend(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, causal=causal)
+        return attend(q, *keys, cu_seqlens_q, causal=causal, softcap=softcap)
 
 
 class Wrapper:
@@ -59,7 +66,7 @@ class Wrapper:
     def __init__(self, workspace, layout, use_tensor_cores=True):
         assert layout == "NHD"
 
-    def plan(self, *arrays, q_data_type, kv_data_type, causal=True):
+    def plan(self, *arrays, q_data_type, kv_data_type, logits_soft_cap, causal=True):
         *starts, indptr, indices, last, heads, kv_heads, size, block_size = arrays
         assert (heads, kv_heads, size, block_size) == (4, 2, 32, 8)
         assert 1 <= int(last.min()) <= int(last.max()) <= block_size
@@ -67,10 +74,10 @@ class Wrapper:
         self.tables = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
         self.lengths = (indptr[1:] - indptr[:-1] - 1) * block_size + last
         self.starts = starts[0] if starts else one_each(self.lengths)
-        self.causal = causal
+        self.how = {"causal": causal, "softcap": logits_soft_cap}
 
     def run(self, q, caches):
-        return attend(q, *caches, self.tables, self.lengths, self.starts, causal=self.causal)
+        return attend(q, *caches, self.tables, self.lengths, self.starts, **self.how)
 
 
 FlashInfer = SimpleNamespace(
@@ -85,7 +92,8 @@ class VLLM:
         causal, window_size, block_table, softcap, q_descale, k_descale, v_descale,
     ):  # fmt: skip
         assert softmax_scale == 32**-0.5
-        out.copy_(attend(q, k, v, block_table, seqused_k, cu_seqlens_q, causal=causal))
+        how = {"causal": causal, "softcap": softcap}
+        out.copy_(attend(q, k, v, block_table, seqused_k, cu_seqlens_q, **how))
 
 
 STAND_INS = {
@@ -106,9 +114,11 @@ def install(monkeypatch, stand_ins):
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_every_library_is_handed_the_same_problem(monkeypatch, decode):
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_every_library_is_handed_the_same_problem(monkeypatch, decode, cap):
     install(monkeypatch, STAND_INS)
-    inputs = Inputs(LENGTHS, SHAPE, decode=decode, device="cpu")
+    shape = replace(SHAPE, logits_soft_cap=cap)
+    inputs = Inputs(LENGTHS, shape, decode=decode, device="cpu")
     found = libraries.find_libraries(inputs)
     assert found.keys() == STAND_INS.keys()
     expected = inputs.attend(impl="reference").out
