@@ -99,7 +99,10 @@ def refuse_learned_scale(softmax_scale: Any) -> None:
 
 def default_scale(q: Tensor) -> float:
     """``head_size ** -0.5``; for tensors that are to be refused, a number."""
-    return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0
+    try:
+        return float(q.size(-1) ** -0.5)
+    except (IndexError, ZeroDivisionError):
+        return 1.0
 
 
 def is_size(value: Any, *, least: int = 0, bits: int = 31) -> bool:

@@ -138,9 +138,6 @@ def paged_attention(
         raise
     if is_debugging() and q.is_cuda:
         check_on_host(problem, batch, k_cache.shape[0])
-    if out is None:
-        tokens, heads, width = problem.num_tokens, problem.num_heads, problem.v_head_size
-        out = q.new_empty_strided((tokens, heads, width), (heads * width, width, 1))
     return run(q, k_cache, v_cache, batch, options, out)
 
 

@@ -22,6 +22,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def run(problem, q, k_cache, v_cache, batch, options, out, plan=None):
     """Check the values of the batch's integers, and attend."""
     plan = plan or make_plan(problem, DeviceInfo.of(q.device))
+    out = q.new_empty(problem.out_sizes) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     k_scale, v_scale = (
         None if scale is None else scale.expand(k_cache.shape[:3])

@@ -57,9 +57,10 @@ def _run(
     v_cache: Tensor,
     batch: PagedBatch,
     options: Options,
-    out: Tensor,
+    out: Tensor | None,
 ) -> AttentionOutput:
     """Fill ``out``."""
+    out = q.new_empty(problem.out_sizes) if out is None else out
     batch = pack(batch)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if short is not None:

@@ -213,6 +213,11 @@ class Problem:
         return int(known)
 
     @property
+    def out_sizes(self) -> tuple[int, int, int]:
+        """Of the result."""
+        return self.num_tokens, self.num_heads, self.v_head_size
+
+    @property
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads

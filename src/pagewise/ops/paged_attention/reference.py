@@ -27,10 +27,11 @@ def run(
     v_cache: Tensor,
     batch: PagedBatch,
     options: Options,
-    out: Tensor,
+    out: Tensor | None,
     plan: Plan | None = None,
 ) -> AttentionOutput:
     """Fill ``out``, computed in float32, or in float64 for float64 queries."""
+    out = q.new_empty(problem.out_sizes) if out is None else out
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import Form
+from ...tiles.memory import new_rows
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
 from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, refuse, window_of
@@ -67,7 +68,7 @@ class Call:
     """All of a call that is the same for calls of one form."""
 
     launch: Launch
-    lse_shape: tuple[int, int]
+    out_sizes: tuple[int, int, int]
     scratch: tuple[int, int, int] | None
     """Sizes of what ``borrow`` gives."""
     is_packed: bool
@@ -82,22 +83,29 @@ class Call:
         v_cache: Tensor,
         batch: PagedBatch,
         options: Options,
-        out: Tensor,
+        out: Tensor | None,
         lse: Tensor | None = None,
     ) -> AttentionOutput:
-        """Launch; without an ``lse`` it makes one."""
+        """Launch; where nothing is given to write to it makes something."""
+        device = q.get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(q, k_cache, v_cache, batch, options, out, lse)
+        tokens, heads, width = self.out_sizes
+        if out is None:
+            out = new_rows(device, self.out_sizes, (heads * width, width, 1), q.dtype)
         if lse is None:
-            lse = q.new_empty_strided(self.lse_shape, (self.lse_shape[1], 1), dtype=torch.float32)
-        if not self.lse_shape[0]:
+            lse = new_rows(device, (tokens, heads), (heads, 1), torch.float32)
+        if not tokens:
             return AttentionOutput(out, lse)
         if self.short is not None:
             self.short(q, k_cache, v_cache, batch, options, out, lse)
         _, _, _, _, slopes, sinks, k_scale, v_scale = options
         if not self.is_packed:
             batch, slopes, sinks = pack(batch), _floats(slopes), _floats(sinks)
-        scratch = borrow(q.get_device(), self.scratch) if self.scratch else ()
-        self.launch(
-            out, lse, *scratch, q, k_cache, v_cache, batch.block_tables, batch.seq_lens,
+        scratch = borrow(device, self.scratch) if self.scratch else ()
+        self.launch.here(
+            device, out, lse, *scratch, q, k_cache, v_cache, batch.block_tables, batch.seq_lens,
             batch.cu_seqlens_q, slopes, sinks, k_scale, v_scale,
         )  # fmt: skip
         return AttentionOutput(out, lse)
@@ -145,7 +153,7 @@ def prepare(
         sums = slots * launcher.constants["ROWS"]
         grid, scratch = (plan.num_programs, 1, 1), (sums * launcher.constants["V"], 2 * sums, pairs)
     launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
-    return Call(launch, (problem.num_tokens, problem.num_heads), scratch, _is_packed(form), short)
+    return Call(launch, problem.out_sizes, scratch, _is_packed(form), short)
 
 
 def prepare_short(

@@ -138,8 +138,7 @@ def _begin(s, orders, tile_use, scoring, slope, form, WG: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     reach = gl.arange(0, ROWS, ROW) // form.PACK
     reach += orders.read(tile_use, REACH) + WG * (ROWS // form.PACK)
-    s = _bend(s, reach, scoring, slope, form)
-    s = hide(s, reach, scoring.window, orders.read(tile_use, LAST), form.CAUSAL, form.HAS_WINDOW)
+    s = _bend(s, reach, orders.read(tile_use, LAST), scoring, slope, True, form)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
     weights, _, m, l = weigh(s, m, l, scoring.scale)
@@ -158,12 +157,16 @@ def _find_slope(scoring, exists, orders, tile_use, form):
 
 
 @gluon.jit
-def _bend(s, reach, scoring, slope, form):
-    """Products capped and biased: scores but for ``scale``."""
+def _bend(s, reach, last, scoring, slope, masked, form):
+    """Products capped, biased and masked: scores but for ``scale``."""
     if form.HAS_CAP:
+        if masked:  # what is NaN there would take its neighbours with it
+            s = hide(s, reach, scoring.window, last, 0.0, form.CAUSAL, form.HAS_WINDOW)
         s = cap(s, scoring.inner)
     if form.HAS_ALIBI:
         s = lean(s, reach, slope)
+    if masked:
+        s = hide(s, reach, scoring.window, last, float("-inf"), form.CAUSAL, form.HAS_WINDOW)
     return s
 
 
@@ -254,9 +257,7 @@ def _attend_tile(
     """One step to the left: this use's values, and the softmax of the next use's scores."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, form, WG)
-    s = _bend(s, reach, scoring, slope, form)
-    if masked:
-        s = hide(s, reach, scoring.window, TILE_N, form.CAUSAL, form.HAS_WINDOW)
+    s = _bend(s, reach, TILE_N, scoring, slope, masked, form)
     weights, decay, m, l = weigh(s, m, l, scoring.scale)
     acc = _wait_for(acc)
     v_ring.turns.release(0, use)

@@ -168,13 +168,17 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Launch on the current stream of the first tensor's device; None is never looked at."""
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self.here(device, *tensors)
+        else:
+            self.here(device, *tensors)
+
+    def here(self, device: int, *tensors: Any) -> None:
+        """The same where it is known that this device is the current one."""
         if INTERPRETED:
             self.launcher.kernel[self.grid](*tensors, *self._rest)
-            return
-        device = tensors[0].get_device()
-        if device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                self(*tensors)
             return
         loaded = self._loaded.get(device)
         if loaded is None:

@@ -19,7 +19,8 @@ _outgrown: list[_Memory] = []
 def borrow(device: int, sizes: _Sizes) -> _Memory:
     """Two lots of floats that hold anything, and int32 zeros, which a launch must leave as zeros.
 
-    ``device`` is a tensor's ``get_device()``, ``sizes`` are how many of each, at least. A stream
+    ``device`` is a tensor's ``get_device()`` and, if it is a GPU, the current one, whose stream may
+    be capturing, or not. ``sizes`` are how many of each, at least. A stream
     has one workspace, since its launches follow each other; it grows, and is kept. All CUDA
     graphs of a device share another one: like those that use cuBLAS, they must not be replayed at
     the same time, nor may branches of one graph that run side by side both borrow. It grows
@@ -28,9 +29,6 @@ def borrow(device: int, sizes: _Sizes) -> _Memory:
     """
     if device < 0:  # the interpreter's
         return _find(device, 0, sizes) or _make(device, 0, sizes)
-    if device != torch._C._cuda_getDevice():  # whose stream may be capturing, or not
-        with torch.cuda.device(device):
-            return borrow(device, sizes)
     if torch.cuda.is_current_stream_capturing():
         return _find(device, _GRAPHS, sizes) or _allocate(device, sizes)
     stream = torch._C._cuda_getCurrentRawStream(device)
