@@ -137,7 +137,8 @@ def _flashinfer(library: Any, pages: _Pages) -> Call:
         wrapper.plan(
             pages.starts, indptr, indices, last, *pages.sizes, causal=pages.causal, **shared
         )
-    return lambda: wrapper.run(pages.q, (pages.k_cache, pages.v_cache))
+    out = torch.empty_like(pages.q)  # else it fills one with zeros first
+    return lambda: wrapper.run(pages.q, (pages.k_cache, pages.v_cache), out=out)
 
 
 def _vllm(library: Any, pages: _Pages) -> Call:

@@ -76,8 +76,9 @@ class Wrapper:
         self.starts = starts[0] if starts else one_each(self.lengths)
         self.how = {"causal": causal, "softcap": logits_soft_cap}
 
-    def run(self, q, caches):
-        return attend(q, *caches, self.tables, self.lengths, self.starts, **self.how)
+    def run(self, q, caches, out):
+        found = attend(q, *caches, self.tables, self.lengths, self.starts, **self.how)
+        return out.copy_(found)
 
 
 FlashInfer = SimpleNamespace(

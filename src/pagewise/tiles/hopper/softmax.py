@@ -72,11 +72,11 @@ def cap(s, inner):
 def lean(s, reach, slope):
     """Scores and a bias, a row's slope times how far a key lies behind the row's own, ``reach``."""
     key = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    # A thread's columns are its lane's first, two bits of it, and constants, which a product
-    # takes as they are. Converted whole they would fill registers, or the exponentials' unit.
+    # A thread's columns are its lane's first, two bits of it, and constants, which a sum takes as
+    # they are. Converted whole they would fill registers, or the exponentials' unit.
     first = (key & 6).to(gl.float32)[None, :] - reach.to(gl.float32)[:, None]
     further = (key & ~6).to(gl.float32)
-    return s + gl.fma(slope[:, None], further[None, :], slope[:, None] * first)
+    return gl.fma(slope[:, None], first + further[None, :], s)
 
 
 @gluon.jit
