@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .machine import PEERS
+
 __all__ = ["fill"]
 
 _TABLE = re.compile(r"(<!-- table: (\S+) (\S+) \|(.*?)-->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
@@ -47,7 +49,9 @@ def _table(match: re.Match[str], results: Path) -> str:
 def _caption(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['cpu']}"
-    used = ["torch"] + ["triton"] * (versions.get("triton") is not None and "gpu" in machine)
+    used = ["torch"]
+    if "gpu" in machine:
+        used += [name for name in ("triton", *PEERS) if versions.get(name) is not None]
     with_ = ", ".join(f"{name} {versions[name]}" for name in used)
     return f"{where}, {with_}, {result['date'][:10]}:"
 

@@ -18,8 +18,10 @@ import torch
 __all__ = ["READ_BYTES", "Bystanders", "describe", "read_all"]
 
 READ_BYTES = 1 << 30
+PEERS = ("flashinfer-python", "flash-attn", "vllm")
+"""Packages with kernels that take part where they are installed."""
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
-_PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy")
+_PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy", *PEERS)
 
 
 def describe() -> dict[str, Any]:
