@@ -84,7 +84,7 @@ def _flex(
 ) -> Callable[[], Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled = torch.compile(flex_attention)
+    compiled = torch.compile(flex_attention, dynamic=False)  # else a cap becomes an input
     length, mask, bend = q.shape[2], None, None
     if causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, "cuda")
