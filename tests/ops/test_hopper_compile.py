@@ -29,7 +29,7 @@ from pagewise.ops.window_attention.hopper_plan import (  # noqa: E402
     make_rows_plan,
 )
 from pagewise.ops.window_attention.problem import Problem  # noqa: E402
-from pagewise.tiles.hopper.launch import make_launcher, refuse  # noqa: E402
+from pagewise.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagewise.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
 from pagewise.tiles.hopper.tiling import TILINGS, Form, tiling_of  # noqa: E402
 
@@ -167,6 +167,11 @@ def test_every_tiling_has_a_kernel_that_is_compiled_here():
     assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]
+
+
+def test_caps_that_would_show_rounding_are_refused():
+    assert refuse_cap(None) is refuse_cap(0.01) is refuse_cap(64) is None
+    assert refuse_cap(1e9) == "logits_soft_cap is 1e+09; up to 64 runs"
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ BENT = [
     *(
         PagedCase((200, 70, 9), (700, 333, 9), 8, 2, head_size=d, logits_soft_cap=cap)
         for d in (64, 96, 128, 256)
-        for cap in (0.01, 1.0, 30.0)
+        for cap in (0.01, 1.0, 50.0)
     ),
     *(PagedCase((200, 70, 9), (700, 333, 9), 8, 2, head_size=d, has_alibi=True) for d in (40, 128)),
     *(

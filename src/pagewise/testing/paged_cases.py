@@ -163,6 +163,7 @@ class PagedInputs:
             q_dtype=self.q.dtype,
             kv_dtype=self.k_cache.dtype,
             scale_kind=bind_scales(k_scale, v_scale, self.k_cache, self.v_cache)[0],
+            logits_soft_cap=self.options.get("logits_soft_cap"),
         )
 
     def attend(self, **changes: Any) -> AttentionOutput:

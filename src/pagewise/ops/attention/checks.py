@@ -54,6 +54,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
         dtype=q.dtype,
         is_ragged=is_ragged,
         is_plain=options.logits_soft_cap is None and options.alibi_slopes is None,
+        logits_soft_cap=options.logits_soft_cap,
     )
 
 

@@ -1,7 +1,7 @@
 """Attention on Hopper: the forward kernel of ``tiles.hopper`` over keys and values in a row.
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
-causal or not, sliding windows, soft caps, ALiBi, sinks, log-sum-exp. Gradients are in
+causal or not, sliding windows, soft caps up to 64, ALiBi, sinks, log-sum-exp. Gradients are in
 ``hopper_backward``; of capped or biased scores they are Triton's.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...tiles.hopper.launch import attend, refuse
+from ...tiles.hopper.launch import attend, refuse, refuse_cap
 from ...tiles.state import AttentionOutput
 from .problem import Lengths, Options, Problem, in_a_row
 
@@ -19,7 +19,7 @@ from .problem import Lengths, Options, Problem, in_a_row
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
     reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
-    return reason
+    return reason or refuse_cap(problem.logits_soft_cap)
 
 
 def run(

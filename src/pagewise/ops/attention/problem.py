@@ -53,6 +53,7 @@ class Problem:
     is_ragged: bool
     is_plain: bool
     """Whether scores are neither capped nor biased."""
+    logits_soft_cap: float | None = None
 
     @property
     def kv_dtype(self) -> torch.dtype:

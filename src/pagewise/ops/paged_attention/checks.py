@@ -140,6 +140,7 @@ def check(forms: CallForm) -> Problem:
         kv_dtype=forms.k_cache.dtype,
         scale_kind=find_kind(forms.k_scale, forms.v_scale, forms.k_cache, forms.v_cache),
         is_aligned=forms.has_aligned_caches and all(stride % row_unit == 0 for stride in rows),
+        logits_soft_cap=forms.logits_soft_cap,
     )
 
 

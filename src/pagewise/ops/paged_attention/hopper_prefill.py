@@ -8,9 +8,9 @@
 
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
-caps, ALiBi, sinks, log-sum-exp. 8-bit caches are for the Triton kernels, and so are few new tokens
-a sequence: a tile of theirs would be nearly empty, and nobody else would help to walk their keys.
-In a mixed batch they are left to a launch of ``hopper_decode`` beside this one's.
+caps up to 64, ALiBi, sinks, log-sum-exp. 8-bit caches are for the Triton kernels, and so are few
+new tokens a sequence: a tile of theirs would be nearly empty, and nobody else would help to walk
+their keys. In a mixed batch they are left to a launch of ``hopper_decode`` beside this one's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...tiles.hopper.launch import attend, refuse
+from ...tiles.hopper.launch import attend, refuse, refuse_cap
 from ...tiles.state import AttentionOutput
 from .hopper import SPECIALISED
 from .problem import CallForm, Options, PagedBatch, Problem
@@ -32,7 +32,8 @@ from .triton_plan import DECODE_ROWS, GpuPlan, refuse_unaligned, short_len
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    reason = refuse(device, problem.q_dtype, problem.head_size, problem.v_head_size)
+    sizes = problem.head_size, problem.v_head_size
+    reason = refuse(device, problem.q_dtype, *sizes) or refuse_cap(problem.logits_soft_cap)
     if reason is None and problem.kv_dtype != problem.q_dtype:
         reason = f"q is {problem.q_dtype} but k_cache is {problem.kv_dtype}; equal types run"
     if reason is None:

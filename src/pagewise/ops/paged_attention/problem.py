@@ -203,6 +203,7 @@ class Problem:
     """What has a scale of its own: ``"head"``, ``"token"`` (a token's KV head), or ``"none"``."""
     is_aligned: bool = True
     """Whether every token's head begins at a multiple of 16 bytes in both caches."""
+    logits_soft_cap: float | None = None
 
     def __hash__(self) -> int:
         """Computed once: a call looks several things up by its problem."""

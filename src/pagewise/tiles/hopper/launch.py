@@ -23,11 +23,13 @@ __all__ = [
     "attend",
     "make_launcher",
     "refuse",
+    "refuse_cap",
     "refuse_device",
 ]
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
+_LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
 _SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
 
 
@@ -50,6 +52,13 @@ def refuse(device: DeviceInfo, dtype: torch.dtype, head_size: int, v_head_size: 
         return f"head_size is {head_size} and v_head_size {v_head_size}; equal sizes run"
     if head_size % 8 or head_size > TILINGS[-1].width:
         return f"head_size is {head_size}; multiples of 8 up to {TILINGS[-1].width} run"
+    return None
+
+
+def refuse_cap(logits_soft_cap: float | None) -> str | None:
+    """Why the forward kernel cannot cap scores so, or None if it can."""
+    if logits_soft_cap is not None and logits_soft_cap > _LARGEST_CAP:
+        return f"logits_soft_cap is {logits_soft_cap:g}; up to {_LARGEST_CAP} runs"
     return None
 
 
