@@ -55,9 +55,9 @@ FORMS = [
     (Form(BF16, 64, 64, True, False, True, 1), 48),
     (Form(BF16, 64, 16, True, False, True, 1), 72),
     (Form(F16, 64, 0, False, False, True, 1), 40),
-    (Form(BF16, 64, 64, True, True, False, 1, has_cap=True, has_sinks=True), 144),
+    (Form(BF16, 64, 64, True, True, False, 1, has_cap=True, has_sinks=True), 80),
     (Form(BF16, 64, 16, True, False, True, 1, has_alibi=True), 72),
-    (Form(BF16, 128, 16, True, False, True, 1, has_cap=True, has_alibi=True, has_sinks=True), 0),
+    (Form(BF16, 128, 16, True, False, True, 1, has_cap=True, has_alibi=True, has_sinks=True), 8),
     # rows gathered one by one
     (Form(F16, 112, 8, True, True, False, 64), 80),  # takes the most shared memory
     (Form(BF16, 128, 1, True, False, True, 1), 0),
@@ -116,11 +116,11 @@ def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
     assert len(loops) == kinds * form.tiling.warpgroups
     tile_n, width = form.tiling.tile_n, form.tiling.width
     parts = [part_size(form.head_size, part) for part in range(num_parts(form.head_size))]
-    few_registers = 0 if width > 64 else 38 if form.has_cap or form.has_alibi else 24
+    most_moved = 0 if width > 64 else 52 if form.has_cap else 30 if form.has_alibi else 24
     for body in loops:
         text = "\n".join(body)
         assert "PRMT" not in text  # weights lie as products take them
-        assert len(re.findall(r"\b(LDL|STL)", text)) <= few_registers
+        assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved
         products = re.findall(r"HGMMA\.64x(\d+)x16", text)
         assert sorted(map(int, products)) == sorted(
             [tile_n] * (sum(parts) // 16) + parts * (tile_n // 16)
