@@ -21,7 +21,7 @@ def choose(device, dtype=torch.float16):
 
 def test_a_gpu_that_is_too_old_is_told_once():
     old = DeviceInfo("cuda", 80, "Tesla V100", capability=(7, 0))
-    with pytest.warns(RuntimeWarning, match=r"V100.*7\.0.*need 8\.0.*reference"):
+    with pytest.warns(RuntimeWarning, match=r"V100.*7\.0; 8\.0 and later run; the reference"):
         assert choose(old).__name__.endswith("reference")
     # Not again: warnings are errors here.
     dispatch.choose(PACKAGE, IMPLEMENTATIONS, Problem(torch.bfloat16, False), old, "auto")
@@ -33,6 +33,20 @@ def test_a_gpu_without_triton_is_told(monkeypatch):
     monkeypatch.setattr(dispatch, "_load", dispatch._load.__wrapped__)
     with pytest.warns(RuntimeWarning, match="Triton is not installed"):
         choose(DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0)))
+
+
+def test_a_gpu_that_cannot_convert_an_element_type_is_told():
+    pytest.importorskip("triton")
+    from pagewise.ops.paged_attention import api, problem
+
+    half, code = torch.float16, torch.float8_e4m3fn
+    question = problem.Problem(8, 8, 1, 100, 8, 2, 128, 128, 16, half, code, "head")
+    ampere = DeviceInfo("cuda", 108, "NVIDIA A100", capability=(8, 0))
+    dispatch.choose.cache_clear()
+    dispatch._warn_of.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"A100.*float8_e4m3fn.*e5m2 and int8 run; the ref"):
+        name, _ = api._choose(question, ampere, "auto")
+    assert name == "reference"
 
 
 def test_a_call_that_only_the_reference_can_run_is_no_matter_of_the_gpu():

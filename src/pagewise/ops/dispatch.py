@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from ..device import DeviceInfo
@@ -16,6 +17,9 @@ __all__ = ["choose", "explain"]
 _HOMES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
 """The kind of device that an implementation is for, by the first word of its name: elsewhere it is
 not even imported."""
+
+_NEW_ENOUGH = (9, 0)
+"""The compute capability of a GPU that has whatever a kernel asks for."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -33,27 +37,35 @@ def choose(
         reason = _find_reason(package, name, problem, device, impl == name)
         if reason is None:
             if reasons and name == "reference" and device.kind == "cuda":
-                _warn_of(device)
+                why = _blame(package, names, problem, device)
+                if why is not None:
+                    _warn_of(device, why)
             return _load(package, name)
         reasons.append(f"{name} cannot run this: {reason}")
     raise UnsupportedError("; ".join(reasons) + ". Use impl='auto'" * (impl != "auto"))
 
 
-@functools.cache
-def _warn_of(device: DeviceInfo) -> None:
-    """Say once why a GPU runs none of the kernels, if it is not the call's doing."""
-    why = None
+def _blame(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str | None:
+    """Why a GPU runs none of the kernels, if it is not the call's doing: a newer one would."""
     if importlib.util.find_spec("triton") is None:
-        why = "Triton is not installed"
-    elif device.capability < (8, 0):
-        why = "its compute capability is {}.{}, and they need 8.0".format(*device.capability)
-    if why is not None:
-        warnings.warn(
-            f"pagewise's kernels cannot run on this GPU ({device.name}), since {why}: the "
-            "reference runs instead, which is slow and waits for the GPU",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+        return "Triton is not installed"
+    newer = replace(device, capability=max(device.capability, _NEW_ENOUGH))
+    for name in reversed(names):  # who asks for least comes last
+        reason = _find_reason(package, name, problem, device, False)
+        if reason is not None and _find_reason(package, name, problem, newer, False) is None:
+            return reason
+    return None
+
+
+@functools.cache
+def _warn_of(device: DeviceInfo, why: str) -> None:
+    """Say so, once."""
+    warnings.warn(
+        f"none of pagewise's kernels can run this on this GPU ({device.name}): {why}; the "
+        "reference runs instead, which is slow and waits for the GPU",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 def explain(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str:
