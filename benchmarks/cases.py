@@ -151,6 +151,10 @@ GPU_CASES: tuple[Case, ...] = (
         replace(LLAMA, num_heads=16, num_kv_heads=2, head_size=256),
         _share(0.86),
     ),
+    *(
+        GpuDecodeCase(f"gpu-decode-size-{size}", (4096,) * 64, replace(LLAMA, head_size=size))
+        for size in (80, 96)
+    ),
     GpuDecodeCase("gpu-decode-e4m3-64x4096", (4096,) * 64, E4M3, _share(0.84)),
     GpuDecodeCase("gpu-decode-e4m3-16x32768", (32768,) * 16, E4M3, _share(0.90)),
     GpuDecodeCase(

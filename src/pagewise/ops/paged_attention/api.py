@@ -62,7 +62,7 @@ def paged_attention(
             reference, with caches like it). Queries of all
             sequences, in the order of ``batch.cu_seqlens_q``. Last dimension contiguous, here and
             below; other strides are free.
-        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, same types, or
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any of these types, or
             float8_e4m3fn, float8_e5m2 or int8 with scales. The keys of the new tokens are already
             in it (see ``write_kv``). ``block_size`` 1 to 256, ``head_size`` a multiple of 8 up to
             512, ``num_kv_heads`` any divisor of ``num_heads``.
