@@ -75,6 +75,18 @@ def test_io_says_where_tiles_stop_paying(run):
     assert re.search(r"^least time .* on NVIDIA H200 SXM$", out, re.MULTILINE)
 
 
+def test_io_counts_groups_values_and_either_loop(run):
+    """64 keys stay while 1024 queries pass with their results: by hand."""
+    sizes = ["--head-size", "192", "--v-head-size", "128", "--group", "8", "--outer", "kv"]
+    code, out, _ = run("explain", "io", *sizes, "--tiles", "64", "--lengths", "64,1024")
+    assert code == 0
+    assert "8 query heads a KV head, head size 192 and 128 of values" in out
+    once = 8 * (1024 * (192 + 128) * 2 + 16 * 1024 * ((192 + 2 * 128) * 2 + 4 * 4))
+    assert re.search(rf"^tiles of 64 rows +{once / 1e6:.3g} MB", out, re.MULTILINE), out
+    compulsory = 1024 * (8 * (192 + 128) * 2 + (192 + 128) * 2 + 8 * 4)
+    assert re.search(rf"^compulsory +{compulsory / 1e6:.3g} MB", out, re.MULTILINE), out
+
+
 def test_windows_counts_a_layer_of_swin_unetr(run):
     args = "--grid 48,48,48 --window 7,7,7 --num-heads 3 --head-size 16 --machine h200-measured"
     code, out, _ = run("explain", "windows", *args.split())
@@ -106,6 +118,9 @@ def test_windows_counts_a_layer_of_swin_unetr(run):
         ("io --tiles x", "--tiles x: expected some whole numbers"),
         ("io --dtype int8", "int8"),
         ("io --num-heads 0 --machine h200", "num_heads is 0"),
+        ("io --group 3 --machine h200", "--num-heads 16: expected a multiple of --group 3"),
+        ("io --group 0", "num_heads is 0"),
+        ("io --outer both", "both"),
         ("windows --head-size 0", "head_size is 0"),
         ("windows --num-images -1", "num_images is -1, expected at least 1"),
         ("windows --grid 14,14 --window 7,7,7", "differ in their number of axes"),

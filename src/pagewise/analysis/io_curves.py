@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import RequestError
 from .attention_io import (
@@ -70,11 +71,14 @@ def io_curves(
     causal: bool = False,
     element_bytes: int = 2,
     on_chip_bytes: int = 232_448,
+    v_head_size: int | None = None,
+    group: int = 1,
+    outer: Literal["q", "kv"] = "q",
 ) -> IoCurves:
-    """Count one head's bytes for each of some query tiles.
+    """Count one KV head's bytes for each of some query tiles.
 
     Args:
-        head_size: Of keys and values.
+        head_size: Of keys, and of values if nothing else is said.
         tiles_m: Rows of query tiles to compare.
         tile_n: Keys of a K/V tile.
         shortest: Where the range of lengths begins.
@@ -82,6 +86,9 @@ def io_curves(
         causal: Whether tiles that nobody sees are skipped; standard attention skips none.
         element_bytes: Of an element.
         on_chip_bytes: What one program may hold; by default a Hopper GPU's.
+        v_head_size: Of values.
+        group: Query heads of the KV head.
+        outer: What stays while the other passes: query tiles, or K/V tiles (``tiled``).
 
     Raises:
         RequestError: The range is empty, or there are no tiles, or too many of them.
@@ -97,21 +104,25 @@ def io_curves(
         raise RequestError(
             f"tiles of {list(tiles_m)} rows: expected up to {MOST_CURVES} sizes, such as 64, 128"
         )
-    most = -(-longest // min(tiles_m))
+    least = min(tiles_m) if outer == "q" else tile_n
+    most = -(-longest // least)
     if most > MOST_TILES:
         raise RequestError(
-            f"{longest} queries in tiles of {min(tiles_m)} are {most:,} tiles, expected at most "
+            f"{longest} rows in tiles of {least} are {most:,} tiles, expected at most "
             f"{MOST_TILES:,}: use larger tiles or shorter lengths"
         )
 
     def shape(length: int) -> AttentionShape:
-        return AttentionShape(length, head_size, causal=causal, element_bytes=element_bytes)
+        return AttentionShape(
+            length, head_size, v_head_size=v_head_size or head_size, num_heads=group,
+            num_kv_heads=1, causal=causal, element_bytes=element_bytes,
+        )  # fmt: skip
 
     lengths = _lengths(shortest, longest)
     base = _curve("standard", lambda n: standard(shape(n)).bytes, lengths)
     curves = []
     for tile_m in tiles_m:
-        count = _counter(shape, tile_m, tile_n)
+        count, staying = _counter(shape, tile_m, tile_n, outer), tile_m if outer == "q" else tile_n
         curves.append(
             Curve(
                 f"tiles of {tile_m} rows",
@@ -119,12 +130,14 @@ def io_curves(
                 tuple(map(count, lengths)),
                 tile_m,
                 tile_bytes(shape(1), tile_m, tile_n),
-                _worse_from(count, base.count, tile_m, shortest, longest),
+                _worse_from(
+                    count, base.count, tile_m if outer == "q" else tile_n, shortest, longest
+                ),
             )
         )
     return IoCurves(
-        f"Bytes of {'causal ' * causal}attention, head size {head_size}, "
-        f"{element_bytes} bytes an element",
+        f"Bytes of {'causal ' * causal}attention, {_title(shape(1))}"
+        f"{element_bytes} bytes an element{', K/V tiles stay' * (outer == 'kv')}",
         lengths,
         base,
         _curve("compulsory", lambda n: compulsory(shape(n)).bytes, lengths),
@@ -133,14 +146,20 @@ def io_curves(
     )
 
 
+def _title(shape: AttentionShape) -> str:
+    group = f"{shape.num_heads} query heads a KV head, " * (shape.num_heads > 1)
+    values = f" and {shape.v_head_size} of values" * (shape.v_head_size != shape.head_size)
+    return f"{group}head size {shape.head_size}{values}, "
+
+
 def _curve(name: str, count: Callable[[int], int], lengths: Sequence[int]) -> Curve:
     return Curve(name, count, tuple(map(count, lengths)))
 
 
 def _counter(
-    shape: Callable[[int], AttentionShape], tile_m: int, tile_n: int
+    shape: Callable[[int], AttentionShape], tile_m: int, tile_n: int, outer: Literal["q", "kv"]
 ) -> Callable[[int], int]:
-    return lambda length: tiled(shape(length), tile_m, tile_n).bytes
+    return lambda length: tiled(shape(length), tile_m, tile_n, outer=outer).bytes
 
 
 def _lengths(shortest: int, longest: int) -> tuple[int, ...]:
@@ -153,13 +172,13 @@ def _lengths(shortest: int, longest: int) -> tuple[int, ...]:
 def _worse_from(
     count: Callable[[int], int],
     base: Callable[[int], int],
-    tile_m: int,
+    tile: int,
     shortest: int,
     longest: int,
 ) -> int | None:
-    """Look down from the longest, one number of query tiles after the other.
+    """Look down from the longest, one number of tiles that stay after the other.
 
-    For a fixed number of query tiles the tiled bytes are concave in the length and the standard
+    For a fixed number of them the tiled bytes are concave in the length and the standard
     ones convex, so a difference that is positive at both ends is positive between them.
     """
 
@@ -168,7 +187,7 @@ def _worse_from(
 
     end = longest
     while end >= shortest:
-        start = max(shortest, (end - 1) // tile_m * tile_m + 1)
+        start = max(shortest, (end - 1) // tile * tile + 1)
         if not (is_worse(start) and is_worse(end)):
             best = next(length for length in range(end, start - 1, -1) if not is_worse(length))
             return best + 1 if best < longest else None

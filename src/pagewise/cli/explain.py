@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +35,7 @@ IO = """
 [bold]Examples[/bold]
   pagewise explain io --head-size 64 --tiles 32,64,128
   pagewise explain io --lengths 256,65536 --causal --machine a100 --out io.svg
+  pagewise explain io --head-size 192 --v-head-size 128 --group 8 --outer kv
 """
 WINDOWS = """
 [bold]Examples[/bold]
@@ -40,6 +43,14 @@ WINDOWS = """
   pagewise explain windows --grid 48,48,48 --window 7,7,7 --shift 3,3,3 --num-heads 3 \\
       --head-size 16 --machine h200
 """
+
+
+class LoopName(str, Enum):
+    """The outer of two loops over tiles."""
+
+    q = "q"
+    kv = "kv"
+
 
 Out = Annotated[Path, option(None, "FILE", "Where to draw: a name ending in .png or .svg.")]
 MachineName = Annotated[
@@ -99,6 +110,11 @@ def io(
     lengths: Annotated[str, option(None, "A,B", "Shortest and longest sequence.")] = "64,16384",
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
     dtype: Element = ElementName.bfloat16,
+    v_head_size: Annotated[int | None, option(None, "N", "Of values, if another.")] = None,
+    group: Annotated[int, option(None, "N", "Query heads of a KV head.")] = 1,
+    outer: Annotated[
+        LoopName, option(None, "q|kv", "Which tiles stay while the others pass.")
+    ] = LoopName.q,
     num_heads: Annotated[int, option(None, "N", "Of the problem whose least times to add.")] = 16,
     machine: MachineName = None,
     out: Out = Path("io.png"),
@@ -123,19 +139,25 @@ def io(
         longest=longest,
         causal=causal,
         element_bytes=element_bytes,
+        v_head_size=v_head_size,
+        group=group,
+        outer=outer.value,
         **on_chip,
     )
     chip = "chip" if on_chip else "a Hopper GPU's chip"
     rows = {"resident": f"K and V of a head fit on {chip} up to {curves.longest_resident:,} keys"}
     shape = AttentionShape(
-        longest, head_size, num_heads=num_heads, causal=causal, element_bytes=element_bytes
-    )
+        longest, head_size, v_head_size=v_head_size or head_size, num_heads=num_heads,
+        causal=causal, element_bytes=element_bytes,
+    )  # fmt: skip
     if known is not None:
-        work = attention_work(shape, dtype=dtype.value)
+        if num_heads % group:
+            raise RequestError(f"--num-heads {num_heads}: expected a multiple of --group {group}")
+        work = attention_work(replace(shape, num_kv_heads=num_heads // group), dtype=dtype.value)
         rows |= {"heads": f"{num_heads}", **_roof_rows(work, known)}
     save(draw_io(curves), out)
     console = Console(highlight=False)
-    console.print(f"[bold]{curves.title}[/bold]\n\nOne head of {longest:,} queries and keys:\n")
+    console.print(f"[bold]{curves.title}[/bold]\n\nOne KV head of {longest:,} queries and keys:\n")
     console.print(_io_table(curves))
     console.print()
     console.print(aligned({**rows, "picture": str(out)}))
