@@ -31,6 +31,7 @@ from pagewise.tiles.state import AttentionOutput
 LONG: dict[str, Any] = {"query_lens": (1, 1, 1), "seq_lens": (150, 700, 33)}
 SEVERAL: dict[str, Any] = {"query_lens": (70, 130), "seq_lens": (70, 150)}
 LONGER: dict[str, Any] = {"query_lens": (70, 130), "seq_lens": (400, 600), "sliding_window": 300}
+BENT: dict[str, Any] = {"logits_soft_cap": 30.0, "has_alibi": True, "has_sinks": True}
 PAGED = {
     "decode": ("hopper", LONG),
     "decode-8-bit": ("hopper", LONG | {"kv_dtype": torch.float8_e4m3fn, "scales": "token"}),
@@ -41,6 +42,9 @@ PAGED = {
     "prefill-in-parts": ("hopper_prefill", SEVERAL | {"head_size": 80, "block_size": 64}),
     "prefill-gathering": ("hopper_prefill", SEVERAL | {"block_size": 1}),
     "prefill-gathering-parts": ("hopper_prefill", SEVERAL | {"head_size": 96}),
+    "prefill-bent": ("hopper_prefill", SEVERAL | BENT),
+    "prefill-bent-wide": ("hopper_prefill", LONGER | BENT | {"head_size": 256}),
+    "mixed": ("hopper_prefill", {"query_lens": (70, 1, 3), "seq_lens": (150, 700, 33)}),
     "prefill-triton": ("triton", SEVERAL),
 }
 

@@ -122,7 +122,8 @@ def io_curves(
     base = _curve("standard", lambda n: standard(shape(n)).bytes, lengths)
     curves = []
     for tile_m in tiles_m:
-        count, staying = _counter(shape, tile_m, tile_n, outer), tile_m if outer == "q" else tile_n
+        count = _counter(shape, tile_m, tile_n, outer)
+        staying = tile_m if outer == "q" else tile_n
         curves.append(
             Curve(
                 f"tiles of {tile_m} rows",
@@ -130,9 +131,7 @@ def io_curves(
                 tuple(map(count, lengths)),
                 tile_m,
                 tile_bytes(shape(1), tile_m, tile_n),
-                _worse_from(
-                    count, base.count, tile_m if outer == "q" else tile_n, shortest, longest
-                ),
+                _worse_from(count, base.count, staying, shortest, longest),
             )
         )
     return IoCurves(
