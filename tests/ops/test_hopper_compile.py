@@ -171,7 +171,8 @@ def test_every_tiling_has_a_kernel_that_is_compiled_here():
 
 def test_caps_that_would_show_rounding_are_refused():
     assert refuse_cap(None) is refuse_cap(0.01) is refuse_cap(64) is None
-    assert refuse_cap(1e9) == "logits_soft_cap is 1e+09; up to 64 runs"
+    assert refuse_cap(1e9) == "logits_soft_cap is 1e+09; 1e-06 to 64 run"
+    assert refuse_cap(1e-40) == "logits_soft_cap is 1e-40; 1e-06 to 64 run"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ __all__ = [
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
+_SMALLEST_CAP = 1e-6  # scores are divided by it in float32
 _LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
 _SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
 
@@ -57,8 +58,8 @@ def refuse(device: DeviceInfo, dtype: torch.dtype, head_size: int, v_head_size: 
 
 def refuse_cap(logits_soft_cap: float | None) -> str | None:
     """Why the forward kernel cannot cap scores so, or None if it can."""
-    if logits_soft_cap is not None and logits_soft_cap > _LARGEST_CAP:
-        return f"logits_soft_cap is {logits_soft_cap:g}; up to {_LARGEST_CAP} runs"
+    if logits_soft_cap is not None and not _SMALLEST_CAP <= logits_soft_cap <= _LARGEST_CAP:
+        return f"logits_soft_cap is {logits_soft_cap:g}; {_SMALLEST_CAP:g} to {_LARGEST_CAP} run"
     return None
 
 
