@@ -36,10 +36,10 @@ def decode_peers(inputs: Inputs) -> Peers:
     if len(set(inputs.seq_lens)) > 1:
         return {}
     reader: Peers = {"reading alone": make_reader(inputs.k_cache, inputs.v_cache, inputs.batch)}
-    return reader | ({} if inputs.shape.scales else _sdpa_peers(inputs))
+    return reader | ({} if inputs.shape.scales else _dense_peers(inputs))
 
 
-def _sdpa_peers(inputs: Inputs) -> Peers:
+def _dense_peers(inputs: Inputs) -> Peers:
     q, k, v = inputs.dense()
     rows = q.view(*k.shape[:2], -1, q.shape[-1])
     peers = {f"sdpa {name}": _call(backend, rows, k, v) for name, backend in _BACKENDS.items()}

@@ -34,11 +34,8 @@ class FlashAttention2:
     def flash_attn_with_kvcache(
         q, k_cache, v_cache, *, cache_seqlens, block_table, causal, softcap
     ):
-        starts = one_each(cache_seqlens)
-        found = attend(
-            q[:, 0], k_cache, v_cache, block_table, cache_seqlens, starts, softcap=softcap
-        )
-        return found[:, None]
+        keys = k_cache, v_cache, block_table, cache_seqlens
+        return attend(q[:, 0], *keys, one_each(cache_seqlens), softcap=softcap)[:, None]
 
     @staticmethod
     def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, causal, block_table, softcap):

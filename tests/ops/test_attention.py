@@ -408,7 +408,7 @@ def test_rows_beyond_a_sequence_have_no_weights(has_d_lse):
     from pagewise.ops.attention.triton_backward import prepare
 
     device = "cuda" if ON_GPU else "cpu"
-    problem = Problem(2, 10, 5, 5, 3, 3, 24, 24, F32, False, True)
+    problem = Problem(2, 10, 5, 5, 3, 3, 24, 24, F32, False)
     out, d_out = torch.randn(2, 2, 5, 3, 24, device=device)
     lse, d_lse = torch.randn(2, 2, 5, 3, device=device)
     lse[1, 2] = -math.inf  # a row that sees no key

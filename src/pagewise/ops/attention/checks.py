@@ -53,7 +53,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
         v_head_size=sizes["v_head_size"],
         dtype=q.dtype,
         is_ragged=is_ragged,
-        is_plain=options.logits_soft_cap is None and options.alibi_slopes is None,
+        has_alibi=options.alibi_slopes is not None,
         logits_soft_cap=options.logits_soft_cap,
     )
 

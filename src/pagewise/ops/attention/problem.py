@@ -51,9 +51,13 @@ class Problem:
     v_head_size: int
     dtype: torch.dtype
     is_ragged: bool
-    is_plain: bool
-    """Whether scores are neither capped nor biased."""
+    has_alibi: bool = False
     logits_soft_cap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are neither capped nor biased."""
+        return self.logits_soft_cap is None and not self.has_alibi
 
     @property
     def kv_dtype(self) -> torch.dtype:

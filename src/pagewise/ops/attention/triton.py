@@ -14,7 +14,7 @@ from ...device import DeviceInfo
 from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
-from ...tiles.triton.launch import POINTERS, Launcher, refuse, window_of
+from ...tiles.triton.launch import POINTERS, Launcher, as_floats, refuse, window_of
 from .problem import Lengths, Options, Problem, in_a_row
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -56,7 +56,8 @@ def run(
 
 def _floats(biases: Tensor | None, other: Tensor) -> Tensor:
     """As the kernel reads them; something else to point at if there are none."""
-    return other if biases is None else biases.detach().float().contiguous()
+    given = as_floats(biases)
+    return other if given is None else given
 
 
 @functools.lru_cache(maxsize=256)

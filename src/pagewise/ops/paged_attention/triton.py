@@ -16,7 +16,15 @@ from ...shapes import Form
 from ...tiles.memory import new_rows
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
-from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, refuse, window_of
+from ...tiles.triton.launch import (
+    INTERPRETED,
+    POINTERS,
+    Launch,
+    Launcher,
+    as_floats,
+    refuse,
+    window_of,
+)
 from ...tiles.triton.workspace import borrow
 from .problem import CallForm, Options, PagedBatch, Problem
 from .triton_decode import decode_kernel
@@ -102,7 +110,7 @@ class Call:
             self.short(q, k_cache, v_cache, batch, options, out, lse)
         _, _, _, _, slopes, sinks, k_scale, v_scale = options
         if not self.is_packed:
-            batch, slopes, sinks = pack(batch), _floats(slopes), _floats(sinks)
+            batch, slopes, sinks = pack(batch), as_floats(slopes), as_floats(sinks)
         scratch = borrow(device, self.scratch) if self.scratch else ()
         self.launch.here(
             device, out, lse, *scratch, q, k_cache, v_cache, batch.block_tables, batch.seq_lens,
@@ -307,8 +315,3 @@ def _dot(problem: Problem) -> Any:
     if problem.kv_dtype.itemsize == 1:
         return tl.float32 if problem.q_dtype == torch.float32 else tl.float16
     return _DOTS[problem.q_dtype if problem.q_dtype == problem.kv_dtype else torch.float32]
-
-
-def _floats(biases: Tensor | None) -> Tensor | None:
-    """ALiBi's slopes or sinks as the kernels read them."""
-    return None if biases is None else biases.float().contiguous()

@@ -6,11 +6,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .layouts import part_of, part_start, wide_rows
 from .load import COLUMNS, ROWS
+from .softmax import LOG2_E
 
 __all__ = ["finish", "times"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit

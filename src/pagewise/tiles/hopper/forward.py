@@ -48,11 +48,21 @@ from .load import (
 )
 from .ring import make_ring
 from .schedule import Batch, make_orders
-from .softmax import Scoring, cap, hide, lean, meet, pack, pass_turn, take_turn, unpack, weigh
+from .softmax import (
+    LOG2_E,
+    Scoring,
+    cap,
+    hide,
+    lean,
+    meet,
+    pack,
+    pass_turn,
+    take_turn,
+    unpack,
+    weigh,
+)
 
 __all__ = ["forward_kernel"]
-
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -77,7 +87,7 @@ def _compute_role(
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.turns.release(0, use)
-    slope = _find_slope(scoring, num_tiles > 0, orders, tile_use, form)
+    slope = _find_slope(s, scoring, num_tiles > 0, orders, tile_use, form)
     weights, reach, m, l = _begin(s, orders, tile_use, scoring, slope, form, WG)
     while num_tiles > 0:
         q = q_ring.tile(tile_use, WG)
@@ -117,7 +127,7 @@ def _compute_role(
         s, acc = _multiply(
             q_ring.tile(tile_use, WG), k_ring, v_ring, use, p, acc, num_tiles > 0, form, WG
         )
-        slope = _find_slope(scoring, num_tiles > 0, orders, tile_use, form)
+        slope = _find_slope(s, scoring, num_tiles > 0, orders, tile_use, form)
         weights, reach, next_m, next_l = _begin(s, orders, tile_use, scoring, slope, form, WG)
         acc = _wait_for(acc)
         v_ring.turns.release(0, use)
@@ -146,11 +156,11 @@ def _begin(s, orders, tile_use, scoring, slope, form, WG: gl.constexpr):
 
 
 @gluon.jit
-def _find_slope(scoring, exists, orders, tile_use, form):
+def _find_slope(s, scoring, exists, orders, tile_use, form):
     """ALiBi's slope for each row of a tile, in units of its scores; 0.0 if there are none."""
     slope = 0.0
     if form.HAS_ALIBI:
-        at = gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(form.TILE_N))) % form.PACK
+        at = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)) % form.PACK
         at += orders.read(tile_use, HEAD) * form.PACK
         slope = gl.load(scoring.slopes + at, exists, other=0.0) * (LOG2_E / scoring.scale)
     return slope
@@ -374,7 +384,7 @@ def forward_kernel(
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     form = Form(
-        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, TILE_N, WARPGROUPS, CAUSAL, HAS_WINDOW,
+        HEAD_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, TAKE_TURNS,
     )  # fmt: skip
     batch = Batch(

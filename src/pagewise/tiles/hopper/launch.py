@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...device import DeviceInfo
-from ..triton.launch import POINTERS, is_aligned, window_of
+from ..triton.launch import POINTERS, as_floats, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
@@ -146,8 +146,8 @@ def attend(
         lse,
         q,
         *sources,
-        _floats(alibi_slopes),
-        _floats(sinks),
+        as_floats(alibi_slopes),
+        as_floats(sinks),
         cu_seqlens_q,
         lengths,
         lengths if block_tables is None else block_tables,
@@ -169,11 +169,6 @@ def attend(
     )
     if written is not out:
         out.copy_(written)
-
-
-def _floats(biases: Tensor | None) -> Tensor | None:
-    """ALiBi's slopes or sinks as the kernel reads them."""
-    return None if biases is None else biases.float().contiguous()
 
 
 def _pack(group: int, max_query_len: int, tiling: Tiling) -> int:

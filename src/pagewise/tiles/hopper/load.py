@@ -41,7 +41,6 @@ class Form:
     ATOMS: gl.constexpr
     GATHER: gl.constexpr
     PACK: gl.constexpr
-    TILE_N: gl.constexpr
     WARPGROUPS: gl.constexpr
     CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
@@ -61,7 +60,6 @@ class Form:
         ATOMS,
         GATHER,
         PACK,
-        TILE_N,
         WARPGROUPS,
         CAUSAL,
         HAS_WINDOW,
@@ -78,7 +76,6 @@ class Form:
         self.ATOMS = gl.constexpr(ATOMS)
         self.GATHER = gl.constexpr(GATHER)
         self.PACK = gl.constexpr(PACK)
-        self.TILE_N = gl.constexpr(TILE_N)
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 __all__ = [
+    "LOG2_E",
     "Scoring",
     "cap",
     "hide",

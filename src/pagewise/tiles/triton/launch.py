@@ -27,6 +27,7 @@ __all__ = [
     "POINTERS",
     "Launch",
     "Launcher",
+    "as_floats",
     "is_aligned",
     "refuse",
     "window_of",
@@ -65,6 +66,11 @@ def is_aligned(x: Tensor) -> bool:
     """Whether every row begins at a multiple of 16 bytes."""
     unit = 16 // x.element_size()
     return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
+
+
+def as_floats(biases: Tensor | None) -> Tensor | None:
+    """ALiBi's slopes or sinks as kernels read them."""
+    return None if biases is None else biases.detach().float().contiguous()
 
 
 def window_of(sliding_window: int | None) -> int:

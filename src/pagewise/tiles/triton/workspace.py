@@ -20,12 +20,12 @@ def borrow(device: int, sizes: _Sizes) -> _Memory:
     """Two lots of floats that hold anything, and int32 zeros, which a launch must leave as zeros.
 
     ``device`` is a tensor's ``get_device()`` and, if it is a GPU, the current one, whose stream may
-    be capturing, or not. ``sizes`` are how many of each, at least. A stream
-    has one workspace, since its launches follow each other; it grows, and is kept. All CUDA
-    graphs of a device share another one: like those that use cuBLAS, they must not be replayed at
-    the same time, nor may branches of one graph that run side by side both borrow. It grows
-    beside that of eager calls; a graph that is captured before any eager call of its size gets
-    its own, and sets it to zero at every replay.
+    be capturing, or not. ``sizes`` are how many of each, at least. A stream has one workspace,
+    since its launches follow each other; it grows, and is kept. All CUDA graphs of a device share
+    another one: like those that use cuBLAS, they must not be replayed at the same time, nor may
+    branches of one graph that run side by side both borrow. It grows beside that of eager calls; a
+    graph that is captured before any eager call of its size gets its own, and sets it to zero at
+    every replay.
     """
     if device < 0:  # the interpreter's
         return _find(device, 0, sizes) or _make(device, 0, sizes)
