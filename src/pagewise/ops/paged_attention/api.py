@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...shapes import is_debugging
+from ...shapes import is_debugging, recogniser
 from ...tiles.state import AttentionOutput
 from ..attention_checks import check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
 from ..eager import call_uncompiled, wants_operator
 from . import operator
-from .checks import check, check_kinds, check_plan, check_scalars, describe, form_of
+from .checks import (
+    alignment,
+    check,
+    check_kinds,
+    check_plan,
+    check_scalars,
+    describe,
+    form_of,
+    forms_of,
+)
 from .plan import Plan, make_plan
 from .problem import Options, PagedBatch, Problem
 from .triton_plan import make_gpu_plan
@@ -123,22 +132,58 @@ def paged_attention(
     sliding_window, tensors = whole_window(sliding_window), (alibi_slopes, sinks, k_scale, v_scale)
     if causal is not True and causal is not False:  # 1 would be looked up as True
         check_flag("causal", causal)
+    numbers = causal, sliding_window, logits_soft_cap
     try:
-        scale = default_scale(q) if softmax_scale is None else softmax_scale
-        options = Options._make((scale, causal, sliding_window, logits_soft_cap, *tensors))
         if wants_operator(q) and plan is None:
+            options = _fill(q, softmax_scale, *numbers, *tensors)
             if q.is_meta:  # nobody checks it later
                 _settle(describe(q, k_cache, v_cache, batch, options, out), plan, impl)
             return AttentionOutput(*operator.attend(q, k_cache, v_cache, batch, options, out, impl))
-        description = describe(q, k_cache, v_cache, batch, options, out)
-        problem, run = _settle(description, plan, impl)
+        place = _place_of(batch.kind, softmax_scale, *numbers, *forms_of(*tensors, out), plan, impl)
+        known = place[0]
+        if known is None or not known.serves(q, k_cache, v_cache, out):
+            options = _fill(q, softmax_scale, *numbers, *tensors)
+            known = place[0] = _Known(
+                recogniser(q, k_cache, v_cache), alignment(q, k_cache, v_cache, out),
+                options.softmax_scale,
+                *_settle(describe(q, k_cache, v_cache, batch, options, out), plan, impl),
+            )  # fmt: skip
     except (AttributeError, TypeError):  # asked for only then: a call is to cost little
         check_kinds(q, k_cache, v_cache, batch, tensors, out)
         check_scalars(softmax_scale, plan, impl)
         raise
     if is_debugging() and q.is_cuda:
-        check_on_host(problem, batch, k_cache.shape[0])
-    return run(q, k_cache, v_cache, batch, options, out)
+        check_on_host(known.problem, batch, k_cache.shape[0])
+    options = Options._make((known.softmax_scale, *numbers, *tensors))
+    return known.run(q, k_cache, v_cache, batch, options, out)
+
+
+def _fill(q: Tensor, softmax_scale: float | None, *others: Any) -> Options:
+    return Options._make((default_scale(q) if softmax_scale is None else softmax_scale, *others))
+
+
+class _Known(NamedTuple):
+    """A call that was checked, and who runs all that are like it."""
+
+    recognises: Callable[..., bool]
+    alignment: tuple[bool, bool]
+    softmax_scale: float
+    problem: Problem
+    run: Callable[..., AttentionOutput]
+
+    def serves(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
+        """Whether a call with the same key is like it."""
+        is_like = self.recognises(q, k_cache, v_cache)
+        return is_like and self.alignment == alignment(q, k_cache, v_cache, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _place_of(*key: Any) -> list[_Known | None]:
+    """For the last call with this key: of all but ``q``, the caches, and where tensors begin.
+
+    To describe those takes longer than to compare them with the last call's: layers are alike.
+    """
+    return [None]
 
 
 @functools.lru_cache(maxsize=1024)

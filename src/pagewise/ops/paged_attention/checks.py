@@ -40,17 +40,11 @@ def describe(
 ) -> tuple[Any, ...]:
     """A call's form as a key, quickly made; ``form_of`` makes it legible."""
     scale, causal, window, cap, slopes, sinks, k_scale, v_scale = options
-    caches = k_cache.data_ptr() | v_cache.data_ptr()
-    rows = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
     return (
         form(q),
         form(k_cache),
         form(v_cache),
-        None if out is None else form(out),
-        None if slopes is None else form(slopes),
-        None if sinks is None else form(sinks),
-        None if k_scale is None else form(k_scale),
-        None if v_scale is None else form(v_scale),
+        *forms_of(slopes, sinks, k_scale, v_scale, out),
         batch.forms,
         batch.max_query_len,
         batch.max_seq_len,
@@ -58,9 +52,20 @@ def describe(
         causal,
         window,
         cap,
-        caches % 16 == 0,
-        (caches | rows) % 16 == 0,
+        *alignment(q, k_cache, v_cache, out),
     )
+
+
+def forms_of(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Of tensors that a call seldom has; None for those that it has not."""
+    return tuple([None if tensor is None else form(tensor) for tensor in tensors])
+
+
+def alignment(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> tuple[bool, bool]:
+    """Whether both caches begin at multiples of 16 bytes, and whether ``q`` and ``out`` do, too."""
+    caches = k_cache.data_ptr() | v_cache.data_ptr()
+    rows = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
+    return caches % 16 == 0, (caches | rows) % 16 == 0
 
 
 def check_kinds(

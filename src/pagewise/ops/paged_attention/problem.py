@@ -127,10 +127,20 @@ class PagedBatch:
         """Of its tensors (``shapes.form``), asked for once: an engine's layers share a batch."""
         return form(self.block_tables), form(self.seq_lens), form(self.cu_seqlens_q)
 
+    @functools.cached_property
+    def kind(self) -> object:
+        """One for all batches of the same forms and bounds: a key that is soon compared."""
+        return _kind_of(self.forms, self.max_query_len, self.max_seq_len)
+
     @property
     def num_seqs(self) -> int:
         """How many sequences the batch has."""
         return self.seq_lens.shape[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of(*_: Any) -> object:
+    return object()
 
 
 def _integers(name: str, numbers: Any) -> array[int]:
@@ -164,11 +174,11 @@ class CallForm(NamedTuple):
     q: Form
     k_cache: Form
     v_cache: Form
-    out: Form | None
     alibi_slopes: Form | None
     sinks: Form | None
     k_scale: Form | None
     v_scale: Form | None
+    out: Form | None
     block_tables: Form
     seq_lens: Form
     cu_seqlens_q: Form

@@ -29,7 +29,7 @@ def borrow(device: int, sizes: _Sizes) -> _Memory:
     """
     if device < 0:  # the interpreter's
         return _find(device, 0, sizes) or _make(device, 0, sizes)
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return _find(device, _GRAPHS, sizes) or _allocate(device, sizes)
     stream = torch._C._cuda_getCurrentRawStream(device)
     memory = _find(device, stream, sizes)
