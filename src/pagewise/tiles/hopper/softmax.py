@@ -82,14 +82,14 @@ def lean(s, reach, slope):
 
 
 @gluon.jit
-def hide(s, reach, window, last, other, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr):
-    """Another number where a row sees no key: ``reach`` is its own, ``last`` the number of keys."""
+def hide(s, reach, window, last, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """-inf where a row sees no key: ``reach`` is its own position, ``last`` the number of keys."""
     N: gl.constexpr = s.shape[1]
     key = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
     seen = key <= gl.minimum(reach, last - 1)[:, None] if CAUSAL else key < last
     if HAS_WINDOW:
         seen = seen & (key > (reach - window)[:, None])
-    return gl.where(seen, s, other)
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
