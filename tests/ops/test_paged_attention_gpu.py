@@ -377,6 +377,30 @@ def test_a_sequence_alone_and_among_200_others(new_tokens, impl):
     assert_same_alone(inputs, impl, (0, 7, 100, 200))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_a_prompt_alone_and_among_others(size, cap):
+    """Rows past a sequence's end in a tile are the next one's, and so may have no part in it."""
+    lengths = (70, 1500, 133, 64)
+    inputs = make_inputs(
+        PagedCase((70, 300, 133, 1), lengths, 4, 2, size, logits_soft_cap=cap, dtype=BF16)
+    )
+    assert_same_alone(inputs, "hopper_prefill", range(4))
+
+
+@pytest.mark.parametrize("impl", MIXING)
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_bits_do_not_depend_on_unused_slots(impl, cap):
+    inputs = make_inputs(PagedCase((1, 40, 70), (150, 50, 77), dtype=F16, logits_soft_cap=cap))
+    expected = attend(inputs, impl)
+    for number in (0.0, 3.0, torch.inf):
+        changed = {
+            name: getattr(inputs, name).nan_to_num(nan=number) for name in ("k_cache", "v_cache")
+        }
+        assert_same_bits(attend(inputs.replace(**changed), impl), expected)
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize("seq_len", [20, 150])
 def test_a_nan_that_a_row_sees_shows_in_its_result_and_in_no_other(seq_len):

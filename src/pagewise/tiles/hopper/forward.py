@@ -170,11 +170,13 @@ def _find_slope(s, scoring, exists, orders, tile_use, form):
 def _bend(s, reach, last, scoring, slope, masked, form):
     """Products capped, biased and masked: scores but for ``scale``."""
     if form.HAS_CAP:
+        if masked:
+            s = hide(s, reach, scoring.window, last, 0.0, form.CAUSAL, form.HAS_WINDOW)
         s = cap(s, scoring.inner)
     if form.HAS_ALIBI:
         s = lean(s, reach, slope)
     if masked:
-        s = hide(s, reach, scoring.window, last, form.CAUSAL, form.HAS_WINDOW)
+        s = hide(s, reach, scoring.window, last, float("-inf"), form.CAUSAL, form.HAS_WINDOW)
     return s
 
 

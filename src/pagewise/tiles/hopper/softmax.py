@@ -38,35 +38,43 @@ class Scoring:
         self.slopes = slopes
 
 
-# (2 ** x - 1) / (2 ** x + 1) for four numbers by one reciprocal, that of a product. From x = 30 on
-# the result is 1, and up to there the product is a number. A divisor that is NaN becomes 2 ** 31,
-# so that only its own result shows it. 0f3F800000 is 1.0, 0fBF800000 -1.0.
+# (2 ** x - 1) / (2 ** x + 1) for eight numbers, as they lie in a thread: two columns, the same of
+# the row eight below, then the next columns of both. Four of a row have one reciprocal, that of
+# their product. Rows may not: one past a sequence's end is another's. From x = 30 on the result is
+# 1, and up to there the product is a number. 0f3F800000 is 1.0, 0fBF800000 -1.0.
 _TANH = gl.constexpr(
-    "{ .reg .f32 a, b, c, d, ab, cd, r;"
+    "{ .reg .f32 r, ab, cd, a, b, c, d;"
     + "".join(
-        f"min.NaN.f32 ${i}, ${4 + i}, 0f41F00000; ex2.approx.ftz.f32 ${i}, ${i};"
-        f"add.f32 {x}, ${i}, 0f3F800000; min.f32 {x}, {x}, 0f4F000000;"
-        f"add.f32 ${i}, ${i}, 0fBF800000;"
-        for i, x in enumerate("abcd")
+        "".join(
+            f"min.NaN.f32 ${i}, ${8 + i}, 0f41F00000; ex2.approx.ftz.f32 ${i}, ${i};"
+            f"add.f32 {x}, ${i}, 0f3F800000; add.f32 ${i}, ${i}, 0fBF800000;"
+            for i, x in zip(four, "abcd", strict=True)
+        )
+        + "mul.f32 ab, a, b; mul.f32 cd, c, d; mul.f32 r, ab, cd; rcp.approx.ftz.f32 r, r;"
+        "mul.f32 cd, r, cd; mul.f32 ab, r, ab;"
+        + "".join(
+            f"mul.f32 {x}, {rest}, {x}; mul.f32 ${i}, ${i}, {x};"
+            for i, x, rest in zip(four, "badc", ("cd", "cd", "ab", "ab"), strict=True)
+        )
+        for four in ((0, 1, 4, 5), (2, 3, 6, 7))
     )
-    + """
-    mul.f32 ab, a, b; mul.f32 cd, c, d;
-    mul.f32 r, ab, cd; rcp.approx.ftz.f32 r, r;
-    mul.f32 cd, r, cd; mul.f32 ab, r, ab;
-    mul.f32 b, cd, b; mul.f32 a, cd, a; mul.f32 d, ab, d; mul.f32 c, ab, c;
-    mul.f32 $0, $0, b; mul.f32 $1, $1, a; mul.f32 $2, $2, d; mul.f32 $3, $3, c; }"""
+    + "}"
 )
+_EIGHT_FROM_EIGHT = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 
 @gluon.jit
 def cap(s, inner):
     """The hyperbolic tangent of products times a factor, to 2 ** -23.
 
+    A number's last bit may depend on others of its row, so none of them may be anybody's but the
+    row's own: those that it does not see have to be hidden before.
+
     ``tanh.approx`` is faster, and 2 ** -11 off: six times what tests allow weights of 16 bits.
     """
     powers = s * (inner * (2 * LOG2_E))
     return gl.inline_asm_elementwise(
-        _TANH, "=&f,=&f,=&f,=&f,f,f,f,f", [powers], gl.float32, is_pure=True, pack=4
+        _TANH, _EIGHT_FROM_EIGHT, [powers], gl.float32, is_pure=True, pack=8
     )
 
 
@@ -82,14 +90,14 @@ def lean(s, reach, slope):
 
 
 @gluon.jit
-def hide(s, reach, window, last, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr):
-    """-inf where a row sees no key: ``reach`` is its own position, ``last`` the number of keys."""
+def hide(s, reach, window, last, other, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """Another number where a row sees no key: ``reach`` is its own, ``last`` the number of keys."""
     N: gl.constexpr = s.shape[1]
     key = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
     seen = key <= gl.minimum(reach, last - 1)[:, None] if CAUSAL else key < last
     if HAS_WINDOW:
         seen = seen & (key > (reach - window)[:, None])
-    return gl.where(seen, s, float("-inf"))
+    return gl.where(seen, s, other)
 
 
 @gluon.jit
