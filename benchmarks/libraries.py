@@ -1,7 +1,9 @@
 """Peers that are no part of torch: other libraries' kernels over the same pages, if installed.
 
-FlashInfer plans on the host first, untimed; the others have no plan. A library that refuses a
-problem, or finds another result than ours, takes no part, and a warning says why.
+FlashInfer plans on the host first, untimed; the others have no plan. It alone is handed caches of
+8 bits, and no scales, which cost it nothing so: those of keys are in its queries, and its result
+lacks those of values. A library that refuses a problem, or finds another result than ours, takes
+no part, and a warning says why.
 """
 
 from __future__ import annotations
@@ -57,18 +59,20 @@ class _Pages:
 
 def find_libraries(inputs: Inputs) -> dict[str, Call]:
     """Calls by name, each returning ``[num_tokens, num_heads, head_size]``."""
-    if inputs.scales or inputs.k_cache.dtype != inputs.q.dtype:
+    if inputs.shape.scales == "token":  # none has them
         return {}
+    libraries = {name: _LIBRARIES[name] for name in _TAKING_CODES} if inputs.scales else _LIBRARIES
+    q, expected = _without_scales(inputs, inputs.attend().out)
     batch = inputs.batch
     used = torch.arange(batch.block_tables.shape[1], device=inputs.q.device)
     used = used[None] < -(-batch.seq_lens // inputs.shape.block_size)[:, None]
     pages = _Pages(
-        inputs.q, inputs.k_cache, inputs.v_cache, batch.block_tables.where(used, 0),
+        q, inputs.k_cache, inputs.v_cache, batch.block_tables.where(used, 0),
         batch.seq_lens, batch.cu_seqlens_q, batch.max_query_len, batch.max_seq_len, inputs.causal,
         inputs.shape.logits_soft_cap or 0.0,
     )  # fmt: skip
-    expected, found = inputs.attend().out, {}
-    for name, (module, make) in _LIBRARIES.items():
+    found = {}
+    for name, (module, make) in libraries.items():
         if find_spec(module.partition(".")[0]) is None:
             continue
         try:
@@ -82,6 +86,17 @@ def find_libraries(inputs: Inputs) -> dict[str, Call]:
         else:
             warnings.warn(f"{name} takes no part: its result is {gap:.2g} off", stacklevel=2)
     return found
+
+
+def _without_scales(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries that hold the scales of keys, and a result without those of values."""
+    if not inputs.scales:
+        return inputs.q, out
+    k_scale, v_scale = (
+        inputs.scales[name].repeat_interleave(inputs.q.shape[1] // inputs.k_cache.shape[2])[:, None]
+        for name in ("k_scale", "v_scale")
+    )
+    return (inputs.q * k_scale).to(inputs.q.dtype), out / v_scale
 
 
 def _flash_attn(library: Any, pages: _Pages) -> Call:
@@ -164,3 +179,4 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "flash_attn 3": ("flash_attn_interface", _flash_attn_3),
     "vllm triton": ("vllm.attention.ops.triton_unified_attention", _vllm),
 }
+_TAKING_CODES = ("flashinfer",)

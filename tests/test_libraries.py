@@ -20,9 +20,10 @@ def attend(q, k_cache, v_cache, tables, lengths, starts, *, softcap, causal=True
     assert 0 <= int(tables.min()) <= int(tables.max()) < len(k_cache)
     longest = int((starts[1:] - starts[:-1]).max())
     batch = PagedBatch(tables, lengths, starts, longest, int(lengths.max()))
-    return paged_attention(
-        q, k_cache, v_cache, batch, causal=causal, logits_soft_cap=softcap or None, impl="reference"
-    ).out
+    how = {"causal": causal, "logits_soft_cap": softcap or None}
+    if k_cache.dtype != q.dtype:
+        how |= dict.fromkeys(("k_scale", "v_scale"), torch.ones(()))
+    return paged_attention(q, k_cache, v_cache, batch, **how, impl="reference").out
 
 
 def one_each(lengths):
@@ -150,7 +151,19 @@ def test_a_library_that_refuses_or_is_wrong_takes_no_part_and_a_warning_says_why
     assert "vllm triton takes no part: blocks of 8 are too small" in messages
 
 
-def test_caches_of_eight_bits_have_no_peers(monkeypatch):
+@pytest.mark.parametrize("decode", [True, False])
+def test_one_is_handed_caches_of_eight_bits_without_scales(monkeypatch, decode):
     install(monkeypatch, STAND_INS)
-    shape = Shape(4, 2, 32, 8, torch.int8, "head")
+    shape = Shape(4, 2, 32, 8, torch.float8_e4m3fn, "head")
+    inputs = Inputs(LENGTHS, shape, decode=decode, device="cpu")
+    ((name, call),) = libraries.find_libraries(inputs).items()
+    assert name == "flashinfer"
+    scales = inputs.scales["v_scale"].repeat_interleave(2)[:, None]
+    expected = inputs.attend(impl="reference").out
+    torch.testing.assert_close(call() * scales, expected, atol=2e-2, rtol=2e-2, check_dtype=False)
+
+
+def test_scales_of_tokens_have_no_peers(monkeypatch):
+    install(monkeypatch, STAND_INS)
+    shape = Shape(4, 2, 32, 8, torch.float8_e4m3fn, "token")
     assert libraries.find_libraries(Inputs(LENGTHS, shape, decode=True, device="cpu")) == {}
