@@ -84,6 +84,7 @@ def _flex(
 ) -> Callable[[], Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch.compiler.reset()  # after eight lengths it would not compile any more
     compiled = torch.compile(flex_attention, dynamic=False)  # else a cap becomes an input
     length, mask, bend = q.shape[2], None, None
     if causal:

@@ -36,6 +36,7 @@ def _read(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two that holds them
     TILE: tl.constexpr,
 ):
     """One tile of one head."""
@@ -45,8 +46,9 @@ def _read(
     keys = tile * TILE + tl.arange(0, TILE)
     blocks = tl.load(block_tables + seq * table_stride + keys // BLOCK_SIZE).to(tl.int64)
     rows = ((blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * HEADS + head) * WORDS
-    at = rows[:, None] + tl.arange(0, WORDS)[None, :]
-    words = tl.load(k_cache + at) ^ tl.load(v_cache + at)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    at, inside = rows[:, None] + columns, columns < WORDS
+    words = tl.load(k_cache + at, inside, other=0) ^ tl.load(v_cache + at, inside, other=0)
     total = tl.reduce(tl.reduce(words, 1, _xor), 0, _xor)
     if total == 123_456_789:
         tl.store(out, total)
@@ -56,12 +58,13 @@ def make_reader(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Callable
     """A call that reads the keys and values that decoding reads of sequences of one length.
 
     Raises:
-        ValueError: The length is no multiple of a tile, or a row of a head no power of two.
+        ValueError: The length is no multiple of a tile.
     """
     k_words, v_words = k_cache.view(torch.int32), v_cache.view(torch.int32)
     _, block_size, num_heads, width = k_words.shape
-    tile = _WORDS // (2 * width)
-    if batch.max_seq_len % tile or width & (width - 1):
+    columns = triton.next_power_of_2(width)
+    tile = _WORDS // (2 * columns)
+    if batch.max_seq_len % tile:
         raise ValueError(f"{batch.max_seq_len} keys of {width} words: not in tiles of {tile}")
     num_seqs, num_tiles = len(batch.seq_lens), batch.max_seq_len // tile
     out = torch.zeros(1, dtype=torch.int32, device=k_cache.device)
@@ -69,7 +72,7 @@ def make_reader(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Callable
     def read() -> None:
         _read[(num_seqs * num_tiles * num_heads,)](
             out, k_words, v_words, batch.block_tables, num_tiles, batch.block_tables.stride(0),
-            block_size, num_heads, width, tile, num_warps=4,
+            block_size, num_heads, width, columns, tile, num_warps=4,
         )  # fmt: skip
 
     return read

@@ -150,7 +150,8 @@ class TiledCase:
     def _flex(self) -> Attend:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        compiled: Any = torch.compile(flex_attention)
+        torch.compiler.reset()  # after eight lengths it would not compile any more
+        compiled: Any = torch.compile(flex_attention, dynamic=False)
         size = self.length
         mask = None
         if self.causal:
