@@ -48,7 +48,7 @@ def verify(names: Names = None) -> None:
 @app.command()
 def run(
     names: Names = None,
-    out: Annotated[str | None, typer.Option(help="Write results/NAME.json.")] = None,
+    out: Annotated[str | None, typer.Option(help="Write into results/NAME.json.")] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
@@ -57,22 +57,19 @@ def run(
     ] = None,
 ) -> None:
     """Verify, then time. A case that is wrong gets no speed."""
-    records, is_right = [], True
+    records: dict[str, report.Record | None] = {}
     for case in _find_here(names):
         checks = _verify(case)
+        records[case.name] = None
         if all(check.passed for check in checks):
             bystanders = Bystanders()
             measurement = case.measure(repeats)
             others = bystanders.share
             report.print_measurement(console, case, measurement, others)
-            records.append(report.record(case, checks, measurement, others))
-            if out is not None:  # after every case: a long run may be cut off
-                report.write(RESULTS / f"{out}.json", records)
-        else:
-            is_right = False
-    if out is not None:
-        report.write(RESULTS / f"{out}.json", records)
-    if not is_right:
+            records[case.name] = report.record(case, checks, measurement, others)
+        if out is not None:  # after every case: a long run may be cut off
+            report.write(RESULTS / f"{out}.json", records)
+    if None in records.values():
         raise typer.Exit(1)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine import PEERS
+from .report import days
 
 __all__ = ["fill"]
 
@@ -43,17 +44,17 @@ def _table(match: re.Match[str], results: Path) -> str:
     lines.append(["---", *["---:"] * len(names)])
     lines += [[case["about"], *(_cell(case, name) for name in names)] for case in cases]
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{head}\n{_caption(result)}\n\n{rows}\n{end}"
+    return f"{head}\n{_caption(result['machine'], cases)}\n\n{rows}\n{end}"
 
 
-def _caption(result: dict[str, Any]) -> str:
-    machine, versions = result["machine"], result["versions"]
+def _caption(machine: dict[str, Any], cases: list[dict[str, Any]]) -> str:
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['cpu']}"
-    used = ["torch"]
-    if "gpu" in machine:
-        used += [name for name in ("triton", *PEERS) if versions.get(name) is not None]
-    with_ = ", ".join(f"{name} {versions[name]}" for name in used)
-    return f"{where}, {with_}, {result['date'][:10]}:"
+    names = ("torch", "triton", *PEERS) if "gpu" in machine else ("torch",)
+    used = []
+    for name in names:
+        found = sorted({case["versions"].get(name) for case in cases} - {None})
+        used += [f"{name} {' and '.join(found)}"] if found else []
+    return f"{where}, {', '.join(used)}, {days(cases)}:"
 
 
 def _cell(case: dict[str, Any], name: str) -> str:

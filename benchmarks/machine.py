@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["READ_BYTES", "Bystanders", "describe", "read_all"]
+__all__ = ["READ_BYTES", "Bystanders", "describe", "describe_run", "read_all"]
 
 READ_BYTES = 1 << 30
 PEERS = ("flashinfer-python", "flash-attn", "vllm")
@@ -25,18 +25,22 @@ _PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy", *P
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions, commit and date, as they go into a result."""
+    """The machine, as it goes into a record."""
     return {
-        "machine": {
-            "cpu": _cpu_name(),
-            "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-            "system": f"{platform.system()} {platform.machine()}",
-            **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
-        },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
+    }
+
+
+def describe_run() -> dict[str, Any]:
+    """Commit, date and versions, as they go into a record of a case."""
+    return {
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **_versions()},
     }
 
 

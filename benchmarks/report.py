@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .case import Case, Check, Measurement
-from .machine import describe
+from .machine import describe, describe_run
 from .timing import Times
 
-__all__ = ["compare", "print_cases", "print_checks", "print_measurement", "record", "write"]
+__all__ = ["compare", "days", "print_cases", "print_checks", "print_measurement", "record", "write"]
 
 Record = dict[str, Any]
 
@@ -62,6 +62,7 @@ def record(case: Case, checks: Sequence[Check], measurement: Measurement, others
     return {
         "name": case.name,
         "about": case.about,
+        **describe_run(),
         "share_of_other_processes": others,
         "checks": [check._asdict() for check in checks],
         "times": {name: _summary(times) for name, times in measurement.times.items()},
@@ -73,10 +74,17 @@ def record(case: Case, checks: Sequence[Check], measurement: Measurement, others
     }
 
 
-def write(path: Path, records: Sequence[Record]) -> None:
-    """Write a result, with the machine that it is from."""
+def write(path: Path, records: Mapping[str, Record | None]) -> None:
+    """Write cases into a record by name; what it has of others on the same machine stays.
+
+    Of a case that is wrong, None, nothing does.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {**describe(), "cases": list(records)}
+    machine, cases = describe(), dict(records)
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if before.get("machine") == machine:
+        cases = {case["name"]: case for case in before["cases"]} | cases
+    result = {"machine": machine, "cases": [case for case in cases.values() if case is not None]}
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -84,8 +92,9 @@ def compare(console: Console, before: Path, after: Path) -> None:
     """Print two results side by side: our times and the metrics of the cases they share."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in (before, after)]
     for path, result in zip((before, after), results, strict=True):
+        commits = ", ".join(sorted({str(case["commit"]) for case in result["cases"]}))
         console.print(
-            f"{path.stem}: {result['commit']}, {result['machine']['cpu']}, {result['date']}"
+            f"{path.stem}: {commits}, {result['machine']['cpu']}, {days(result['cases'])}"
         )
     table = Table("case", "what", before.stem, after.stem, "ratio", box=None)
     for column in table.columns[2:]:
@@ -99,6 +108,12 @@ def compare(console: Console, before: Path, after: Path) -> None:
             first = name if what == shared[0] else ""
             table.add_row(first, what, f"{old:.4g}", f"{new:.4g}", change)
     console.print(table)
+
+
+def days(cases: Sequence[Record]) -> str:
+    """When cases were measured: a day, or the first and the last."""
+    found = sorted({case["date"][:10] for case in cases})
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def _values(case: Record) -> dict[str, float]:

@@ -203,22 +203,52 @@ def test_an_archive_knows_its_commit(monkeypatch, tmp_path):
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
     (tmp_path / "benchmarks" / "archived.txt").write_text("0123abcd\n")
-    assert machine.describe()["commit"] == "0123abcd"
+    assert machine.describe_run()["commit"] == "0123abcd"
     (tmp_path / "benchmarks" / "archived.txt").write_text("$Format:%H$\n")
-    assert machine.describe()["commit"] is None  # no repository there
+    assert machine.describe_run()["commit"] is None  # no repository there
 
 
 def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
     assert run("run", "--out", "one", "--repeats", "3").exit_code == 0
     result = json.loads((tmp_path / "one.json").read_text())
-    assert set(result) == {"machine", "versions", "commit", "date", "cases"}
+    assert set(result) == {"machine", "cases"}
     assert {"cpu", "cores"} <= set(result["machine"])
-    assert {"torch", "numba", "transformers", "python"} <= set(result["versions"])
     [case] = result["cases"]
+    assert {"commit", "date"} <= set(case)
+    assert {"torch", "numba", "transformers", "python"} <= set(case["versions"])
     assert case["targets"] == [{"metric": "seconds", "bound": 2.0, "sign": "<=", "reached": True}]
     assert 0 <= case["share_of_other_processes"] <= 1
     assert case["times"]["pagewise"]["repeats"] == 3
     assert str(Path.home()) not in json.dumps(result)
+
+
+def test_a_run_of_some_cases_keeps_what_a_record_has_of_others(run, tmp_path):
+    path = tmp_path / "all.json"
+
+    def names():
+        return [case["name"] for case in json.loads(path.read_text())["cases"]]
+
+    run("run", "--out", "all", present=(Fake("one"), Fake("two")))
+    run("run", "--out", "all", present=(Fake("two"), Fake("three")))
+    assert names() == ["one", "two", "three"]
+    run("run", "--out", "all", present=(Fake("two", is_right=False),))
+    assert names() == ["one", "three"]
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"machine": {"cpu": "another"}}))
+    run("run", "--out", "all", present=(Fake("four"),))
+    assert names() == ["four"]
+
+
+def test_a_table_says_when_its_cases_were_measured(tmp_path):
+    one = {
+        "name": "a-1", "about": "one", "date": "2026-01-02T03:04:05", "versions": {"torch": "2.1"},
+        "times": {}, "metrics": {"x": 1.5}, "targets": [],
+    }  # fmt: skip
+    two = one | {"date": "2026-01-04T00:00:00", "versions": {"torch": "2.2"}}
+    record = {"machine": {"cpu": "CPU", "cores": 2}, "cases": [one, two]}
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    page = fill("<!-- table: r a- | x -->\n<!-- end -->", tmp_path)
+    assert "2 cores of an CPU, torch 2.1 and 2.2, 2026-01-02 to 2026-01-04:" in page
 
 
 def test_compare_prints_both_results_and_their_ratio(run, tmp_path):
