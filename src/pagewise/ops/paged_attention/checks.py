@@ -27,6 +27,7 @@ from ..scales import LARGEST_CODE, find_kind
 from .plan import CpuPlan, GpuPlan
 from .problem import CallForm, Options, PagedBatch, Problem
 
+_NO_FORMS = (None,) * 5
 _CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables")  # in their last dimension
 
 
@@ -56,8 +57,17 @@ def describe(
     )
 
 
-def forms_of(*tensors: Tensor | None) -> tuple[Any, ...]:
+def forms_of(
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Any, ...]:
     """Of tensors that a call seldom has; None for those that it has not."""
+    if slopes is sinks is k_scale is v_scale is out is None:
+        return _NO_FORMS
+    tensors = slopes, sinks, k_scale, v_scale, out
     return tuple([None if tensor is None else form(tensor) for tensor in tensors])
 
 

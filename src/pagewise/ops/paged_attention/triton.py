@@ -76,7 +76,9 @@ class Call:
     """All of a call that is the same for calls of one form."""
 
     launch: Launch
-    out_sizes: tuple[int, int, int]
+    out_rows: tuple[tuple[int, int, int], tuple[int, int, int]]
+    """Sizes and strides of the result where it is made here."""
+    lse_rows: tuple[tuple[int, int], tuple[int, int]]
     scratch: tuple[int, int, int] | None
     """Sizes of what ``borrow`` gives."""
     is_packed: bool
@@ -99,12 +101,11 @@ class Call:
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(q, k_cache, v_cache, batch, options, out, lse)
-        tokens, heads, width = self.out_sizes
         if out is None:
-            out = new_rows(device, self.out_sizes, (heads * width, width, 1), q.dtype)
+            out = new_rows(device, *self.out_rows, q.dtype)
         if lse is None:
-            lse = new_rows(device, (tokens, heads), (heads, 1), torch.float32)
-        if not tokens:
+            lse = new_rows(device, *self.lse_rows, torch.float32)
+        if not self.lse_rows[0][0]:  # no tokens
             return AttentionOutput(out, lse)
         if self.short is not None:
             self.short(q, k_cache, v_cache, batch, options, out, lse)
@@ -161,7 +162,10 @@ def prepare(
         sums = slots * launcher.constants["ROWS"]
         grid, scratch = (plan.num_programs, 1, 1), (sums * launcher.constants["V"], 2 * sums, pairs)
     launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
-    return Call(launch, problem.out_sizes, scratch, _is_packed(form), short)
+    tokens, heads, width = problem.out_sizes
+    out_rows = problem.out_sizes, (heads * width, width, 1)
+    lse_rows = (tokens, heads), (heads, 1)
+    return Call(launch, out_rows, lse_rows, scratch, _is_packed(form), short)
 
 
 def prepare_short(
