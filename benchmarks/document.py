@@ -49,7 +49,9 @@ def _table(match: re.Match[str], results: Path) -> str:
 
 def _caption(machine: dict[str, Any], cases: list[dict[str, Any]]) -> str:
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['cpu']}"
-    names = ("torch", "triton", *PEERS) if "gpu" in machine else ("torch",)
+    there = {name for case in cases for name in case["times"]}
+    peers = [package for peer, package in PEERS.items() if peer in there]
+    names = ["torch", "triton", *peers] if "gpu" in machine else ["torch"]
     used = []
     for name in names:
         found = sorted({case["versions"].get(name) for case in cases} - {None})

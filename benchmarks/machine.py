@@ -18,10 +18,10 @@ import torch
 __all__ = ["READ_BYTES", "Bystanders", "describe", "describe_run", "read_all"]
 
 READ_BYTES = 1 << 30
-PEERS = ("flashinfer-python", "flash-attn", "vllm")
-"""Packages with kernels that take part where they are installed."""
+PEERS = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn", "vllm triton": "vllm"}
+"""Packages with kernels that take part where they are installed, by their contestants."""
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
-_PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy", *PEERS)
+_PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
 
 
 def describe() -> dict[str, Any]:
