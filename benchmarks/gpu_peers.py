@@ -29,7 +29,7 @@ Peers = dict[str, Callable[[], Any]]
 def decode_peers(inputs: Inputs) -> Peers:
     """Who reads the pages alone; SDPA over contiguous keys and values, a group's heads as rows.
 
-    SDPA also with a gather, and FlexAttention over contiguous keys and values.
+    SDPA also with a gather, and FlexAttention over contiguous keys and values; under a cap alone.
     """
     from .reading import make_reader  # Triton's
 
@@ -41,14 +41,17 @@ def decode_peers(inputs: Inputs) -> Peers:
 
 def _dense_peers(inputs: Inputs) -> Peers:
     q, k, v = inputs.dense()
-    rows = q.view(*k.shape[:2], -1, q.shape[-1])
-    peers = {f"sdpa {name}": _call(backend, rows, k, v) for name, backend in _BACKENDS.items()}
+    soft_cap = inputs.shape.logits_soft_cap
+    peers: Peers = {"flex": _flex(q, k, v, soft_cap=soft_cap)}
+    if soft_cap is None:
+        rows = q.view(*k.shape[:2], -1, q.shape[-1])
+        peers |= {f"sdpa {name}": _call(backend, rows, k, v) for name, backend in _BACKENDS.items()}
 
-    def gather() -> Tensor:
-        _, keys, values = inputs.dense()
-        return sdpa(rows, keys, values)
+        def gather() -> Tensor:
+            _, keys, values = inputs.dense()
+            return sdpa(rows, keys, values)
 
-    peers |= {"gather + sdpa": gather, "flex": _flex(q, k, v)}
+        peers["gather + sdpa"] = gather
     return {name: peer for name, peer in peers.items() if runs(peer)}
 
 

@@ -31,7 +31,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: gpus.streams[index], raising=False
     )
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", gpus.is_capturing)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", gpus.is_capturing)
     return gpus
 
 

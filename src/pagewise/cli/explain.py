@@ -110,7 +110,7 @@ def io(
     lengths: Annotated[str, option(None, "A,B", "Shortest and longest sequence.")] = "64,16384",
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
     dtype: Element = ElementName.bfloat16,
-    v_head_size: Annotated[int | None, option(None, "N", "Of values, if another.")] = None,
+    v_head_size: Annotated[int | None, option(None, "N", "Of values, if another.", min=1)] = None,
     group: Annotated[int, option(None, "N", "Query heads of a KV head.")] = 1,
     outer: Annotated[
         LoopName, option(None, "q|kv", "Which tiles stay while the others pass.")
