@@ -93,6 +93,19 @@ def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
     assert "setmaxnreg" in ptx
 
 
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
+@pytest.mark.parametrize(
+    ("size", "kv_dtype", "scales", "spilled"),
+    [(192, INT8, "token", 80), (256, E4M3, "token", 64), (256, E4M3, "head", 0)],
+    ids=str,
+)
+def test_decode_of_wide_heads_of_eight_bits_on_hopper(
+    size, kv_dtype, scales, spilled, features, tmp_path
+):
+    question = problem(2, size, kv_dtype, scales)
+    assert_fits(make_launcher(SPECIALISED, question, features=features), tmp_path, spilled)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)], ids=str)
 def test_e4m3_is_refused_where_triton_does_not_compile_it(capability):
     device = DeviceInfo("cuda", 108, "a GPU", capability=capability)
