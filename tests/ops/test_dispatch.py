@@ -37,7 +37,7 @@ def test_a_gpu_without_triton_is_told(monkeypatch):
 
 def test_a_gpu_that_cannot_convert_an_element_type_is_told():
     pytest.importorskip("triton")
-    from pagewise.ops.paged_attention import api, problem
+    from pagewise.ops.paged_attention import problem, settled
 
     half, code = torch.float16, torch.float8_e4m3fn
     question = problem.Problem(8, 8, 1, 100, 8, 2, 128, 128, 16, half, code, "head")
@@ -45,7 +45,7 @@ def test_a_gpu_that_cannot_convert_an_element_type_is_told():
     dispatch.choose.cache_clear()
     dispatch._warn_of.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"A100.*float8_e4m3fn.*e5m2 and int8 run; the ref"):
-        name, _ = api._choose(question, ampere, "auto")
+        name, _ = settled.choose_for(question, ampere, "auto")
     assert name == "reference"
 
 

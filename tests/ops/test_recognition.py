@@ -1,11 +1,18 @@
 """What a call looks up instead of being checked again."""
 
+import copy
+import gc
 import pickle
+import weakref
+from dataclasses import fields
+from fractions import Fraction
 
 import pytest
 import torch
 
 from pagewise import PagedBatch, ShapeError, paged_attention, shapes
+from pagewise.errors import DTypeError
+from pagewise.ops.paged_attention import api, settled
 from pagewise.shapes import recogniser
 
 FORMS = {
@@ -89,15 +96,67 @@ def test_a_call_like_a_good_one_is_checked():
         paged_attention(**good | {"batch": longer})
 
 
-def test_batches_of_one_form_are_one_kind():
-    one, other = decode()["batch"], decode()["batch"]
-    assert one.kind is other.kind
-    assert PagedBatch.decode(one.block_tables, one.seq_lens, 6).kind is not one.kind
-    assert PagedBatch.decode(one.block_tables[:1], one.seq_lens[:1], 5).kind is not one.kind
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_calls_are_recognised_in_any_mode(mode, monkeypatch):
+    batch = decode()["batch"]
+    with mode():
+        for _ in range(2):  # the second learns what a call looks like in this mode
+            paged_attention(**decode(batch=batch))
+        monkeypatch.setattr(api, "settle", None)
+        paged_attention(**decode(batch=batch))
 
 
-def test_a_used_batch_can_be_pickled():
+def test_a_form_is_learned_when_it_comes_again(monkeypatch):
+    learned = []
+    monkeypatch.setattr(settled, "recogniser", lambda *x: learned.append(x) or recogniser(*x))
+    batch = decode()["batch"]
+    one, other = (decode(batch=batch, q=torch.randn(2, heads, 24)) for heads in (4, 8))
+    for call in (one, other, one, other):  # of a model whose layers differ
+        with pytest.raises(ShapeError, match="head_size=16"):
+            paged_attention(**call)
+    one, other = (decode(batch=batch, q=torch.randn(2, heads, 16)) for heads in (4, 8))
+    for call in (one, other, one, other):
+        paged_attention(**call)
+    assert not learned
+    for _ in range(3):
+        paged_attention(**other)
+    assert len(learned) == 1
+
+
+def test_a_scale_is_the_call_s_own():
+    call = decode()
+    expected = paged_attention(**call, impl="reference").out
+    with pytest.raises(TypeError):
+        paged_attention(**call, softmax_scale=Fraction(1, 4), impl="reference")
+    for scale in (0.25, None):
+        assert torch.equal(
+            paged_attention(**call, softmax_scale=scale, impl="reference").out, expected
+        )
+
+
+def test_what_is_refused_is_not_kept():
+    call, large = decode(), torch.zeros(1000)
+    for name in ("softmax_scale", "logits_soft_cap", "plan"):
+        with pytest.raises(DTypeError):
+            paged_attention(**call, **{name: large})
+    assert not call["batch"].calls
+    known = weakref.ref(large)
+    del large
+    gc.collect()
+    assert known() is None
+
+
+def test_a_batch_remembers_some_calls():
+    call = decode()
+    for at in range(150):
+        paged_attention(**call, softmax_scale=1 + at / 100)
+    assert 0 < len(call["batch"].calls) <= 64
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_a_used_batch_can_be_copied(copied):
     arguments = decode()
     expected = paged_attention(**arguments).out
-    copy = pickle.loads(pickle.dumps(arguments["batch"]))
-    assert torch.equal(paged_attention(**arguments | {"batch": copy}).out, expected)
+    batch = copied(arguments["batch"])
+    assert vars(batch).keys() == {field.name for field in fields(batch)}
+    assert torch.equal(paged_attention(**arguments | {"batch": batch}).out, expected)

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...shapes import is_debugging, recogniser
+from ...shapes import is_debugging
 from ...tiles.state import AttentionOutput
 from ..attention_checks import check_flag, default_scale, whole_window
-from ..dispatch import choose, explain
+from ..dispatch import explain
 from ..eager import call_uncompiled, wants_operator
 from . import operator
-from .checks import (
-    alignment,
-    check,
-    check_kinds,
-    check_plan,
-    check_scalars,
-    describe,
-    form_of,
-    forms_of,
-)
+from .checks import check, check_kinds, check_scalars, describe, form_of, forms_of
 from .plan import Plan, make_plan
 from .problem import Options, PagedBatch, Problem
+from .settled import IMPLEMENTATIONS, Settled, choose_for, settle
 from .triton_plan import make_gpu_plan
-
-IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
-"""In the order in which ``impl="auto"`` tries them."""
 
 
 def paged_attention(
@@ -137,73 +124,31 @@ def paged_attention(
         if wants_operator(q) and plan is None:
             options = _fill(q, softmax_scale, *numbers, *tensors)
             if q.is_meta:  # nobody checks it later
-                _settle(describe(q, k_cache, v_cache, batch, options, out), plan, impl)
+                settle(describe(q, k_cache, v_cache, batch, options, out), plan, impl)
             return AttentionOutput(*operator.attend(q, k_cache, v_cache, batch, options, out, impl))
-        place = _place_of(batch.kind, softmax_scale, *numbers, *forms_of(*tensors, out), plan, impl)
-        known = place[0]
-        if known is None or not known.serves(q, k_cache, v_cache, out):
+        key = softmax_scale, *numbers, *forms_of(*tensors, out), plan, impl
+        last = batch.calls.get(key)
+        if last is not None and last.serves(q, k_cache, v_cache, out):
+            call: Settled = last
+        else:
             options = _fill(q, softmax_scale, *numbers, *tensors)
-            known = place[0] = _Known(
-                recogniser(q, k_cache, v_cache), alignment(q, k_cache, v_cache, out),
-                options.softmax_scale,
-                *_settle(describe(q, k_cache, v_cache, batch, options, out), plan, impl),
-            )  # fmt: skip
+            description = describe(q, k_cache, v_cache, batch, options, out)
+            call = settle(description, plan, impl)
+            if last is call:  # and will come again
+                call.learn(q, k_cache, v_cache)
+            batch.remember(key, call)
     except (AttributeError, TypeError):  # asked for only then: a call is to cost little
         check_kinds(q, k_cache, v_cache, batch, tensors, out)
         check_scalars(softmax_scale, plan, impl)
         raise
     if is_debugging() and q.is_cuda:
-        check_on_host(known.problem, batch, k_cache.shape[0])
-    options = Options._make((known.softmax_scale, *numbers, *tensors))
-    return known.run(q, k_cache, v_cache, batch, options, out)
+        check_on_host(call.problem, batch, k_cache.shape[0])
+    scale = call.softmax_scale if softmax_scale is None else softmax_scale
+    return call.run(q, k_cache, v_cache, batch, Options._make((scale, *numbers, *tensors)), out)
 
 
 def _fill(q: Tensor, softmax_scale: float | None, *others: Any) -> Options:
     return Options._make((default_scale(q) if softmax_scale is None else softmax_scale, *others))
-
-
-class _Known(NamedTuple):
-    """A call that was checked, and who runs all that are like it."""
-
-    recognises: Callable[..., bool]
-    alignment: tuple[bool, bool]
-    softmax_scale: float
-    problem: Problem
-    run: Callable[..., AttentionOutput]
-
-    def serves(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
-        """Whether a call with the same key is like it."""
-        is_like = self.recognises(q, k_cache, v_cache)
-        return is_like and self.alignment == alignment(q, k_cache, v_cache, out)
-
-
-@functools.lru_cache(maxsize=1024)
-def _place_of(*key: Any) -> list[_Known | None]:
-    """For the last call with this key: of all but ``q``, the caches, and where tensors begin.
-
-    To describe those takes longer than to compare them with the last call's: layers are alike.
-    """
-    return [None]
-
-
-@functools.lru_cache(maxsize=1024)
-def _settle(
-    description: tuple[Any, ...], plan: Plan | None, impl: str
-) -> tuple[Problem, Callable[..., AttentionOutput]]:
-    """Check a call, choose who runs it, and prepare what can be: once for all calls of a form."""
-    form = form_of(description)
-    problem = check(form)
-    name, module = _choose(problem, DeviceInfo.of(form.q.device), impl)
-    check_plan(plan, name)
-    if hasattr(module, "prepare"):
-        return problem, module.prepare(problem, form, plan)
-    return problem, functools.partial(module.run, problem, plan=plan)
-
-
-def _choose(problem: Problem, device: DeviceInfo, impl: str) -> tuple[str, Any]:
-    """The name of the implementation that runs, and its module."""
-    module = choose(__package__, IMPLEMENTATIONS, problem, device, impl)
-    return module.__name__.rpartition(".")[2], module
 
 
 def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
@@ -292,7 +237,7 @@ def plan_paged_attention(
     """
     impl = options.pop("impl", "auto")
     problem, device = _describe(q, k_cache, v_cache, batch, options), DeviceInfo.of(q.device)
-    name, _ = _choose(problem, device, impl)
+    name, _ = choose_for(problem, device, impl)
     if name in ("hopper", "hopper_prefill", "triton"):
         hopper = name == "hopper"
         return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=hopper)

@@ -17,6 +17,8 @@ from ...shapes import Form, check_tensors, form
 
 __all__ = ["CallForm", "Options", "PagedBatch", "Problem"]
 
+_MOST_CALLS = 64
+
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
@@ -128,19 +130,24 @@ class PagedBatch:
         return form(self.block_tables), form(self.seq_lens), form(self.cu_seqlens_q)
 
     @functools.cached_property
-    def kind(self) -> object:
-        """One for all batches of the same forms and bounds: a key that is soon compared."""
-        return _kind_of(self.forms, self.max_query_len, self.max_seq_len)
+    def calls(self) -> dict[Any, Any]:
+        """What was settled for calls with it, by what they had beside tensors of any form."""
+        return {}
+
+    def remember(self, key: Any, call: Any) -> None:
+        """Settle it for the next call with this key."""
+        if len(self.calls) >= _MOST_CALLS:  # of somebody who tries one scale after another
+            self.calls.clear()
+        self.calls[key] = call
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors and bounds: what was found out about them is asked anew of a copy."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def num_seqs(self) -> int:
         """How many sequences the batch has."""
         return self.seq_lens.shape[0]
-
-
-@functools.lru_cache(maxsize=1024)
-def _kind_of(*_: Any) -> object:
-    return object()
 
 
 def _integers(name: str, numbers: Any) -> array[int]:
