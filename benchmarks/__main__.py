@@ -13,7 +13,7 @@ from . import report
 from .case import Case, Check
 from .cases import can_run, find_cases
 from .document import fill
-from .machine import Bystanders
+from .machine import Bystanders, describe_run
 
 RESULTS = Path(__file__).parent / "results"
 PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
@@ -57,6 +57,10 @@ def run(
     ] = None,
 ) -> None:
     """Verify, then time. A case that is wrong gets no speed."""
+    path = None if out is None else RESULTS / f"{out}.json"
+    if path is not None and report.is_of_another_machine(path):
+        raise typer.BadParameter(f"{path.name} is of another machine: choose another --out")
+    order, circumstances = [case.name for case in find_cases([])], describe_run()
     records: dict[str, report.Record | None] = {}
     for case in _find_here(names):
         checks = _verify(case)
@@ -66,9 +70,9 @@ def run(
             measurement = case.measure(repeats)
             others = bystanders.share
             report.print_measurement(console, case, measurement, others)
-            records[case.name] = report.record(case, checks, measurement, others)
-        if out is not None:  # after every case: a long run may be cut off
-            report.write(RESULTS / f"{out}.json", records)
+            records[case.name] = report.record(case, checks, measurement, others, circumstances)
+        if path is not None:  # after every case: a long run may be cut off
+            report.write(path, records, order)
     if None in records.values():
         raise typer.Exit(1)
 

@@ -54,7 +54,7 @@ def _caption(machine: dict[str, Any], cases: list[dict[str, Any]]) -> str:
     names = ["torch", "triton", *peers] if "gpu" in machine else ["torch"]
     used = []
     for name in names:
-        found = sorted({case["versions"].get(name) for case in cases} - {None})
+        found = {case["versions"][name]: None for case in cases if case["versions"].get(name)}
         used += [f"{name} {' and '.join(found)}"] if found else []
     return f"{where}, {', '.join(used)}, {days(cases)}:"
 

@@ -5,6 +5,7 @@ SDPA knows no soft cap; FlexAttention does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from .gpu_inputs import Inputs
 
-__all__ = ["Peers", "decode_peers", "prefill_peers", "runs"]
+__all__ = ["Peers", "compile_flex", "decode_peers", "prefill_peers", "runs"]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -29,7 +30,8 @@ Peers = dict[str, Callable[[], Any]]
 def decode_peers(inputs: Inputs) -> Peers:
     """Who reads the pages alone; SDPA over contiguous keys and values, a group's heads as rows.
 
-    SDPA also with a gather, and FlexAttention over contiguous keys and values; under a cap alone.
+    SDPA also with a gather, and FlexAttention over contiguous keys and values; where scores are
+    capped, FlexAttention alone.
     """
     from .reading import make_reader  # Triton's
 
@@ -85,20 +87,30 @@ def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, soft_cap: float | None = None
 ) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch.compiler.reset()  # after eight lengths it would not compile any more
-    compiled = torch.compile(flex_attention, dynamic=False)  # else a cap becomes an input
-    length, mask, bend = q.shape[2], None, None
-    if causal:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, "cuda")
+    attend, bend = compile_flex(q.shape[2] if causal else None, "cuda"), None
     if soft_cap is not None:
 
         def bend(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return soft_cap * torch.tanh(score / soft_cap)
 
     is_grouped = q.shape[1] > k.shape[1]
-    return lambda: compiled(q, k, v, score_mod=bend, block_mask=mask, enable_gqa=is_grouped)
+    return lambda: attend(q, k, v, score_mod=bend, enable_gqa=is_grouped)
+
+
+def compile_flex(causal_length: int | None, device: str) -> Callable[..., Any]:
+    """FlexAttention for one length: compiled for any, as it would be the second time, it is slow.
+
+    ``causal_length`` is that of a causal square, None of what has no mask.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # after eight lengths it would not compile any more
+    compiled: Any = torch.compile(flex_attention, dynamic=False)  # nor is a cap an input so
+    mask = None
+    if causal_length is not None:
+        size = causal_length
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, device)
+    return functools.partial(compiled, block_mask=mask)
 
 
 def runs(call: Callable[[], Any]) -> bool:

@@ -1,8 +1,8 @@
 """Peers that are no part of torch: other libraries' kernels over the same pages, if installed.
 
 FlashInfer plans on the host first, untimed; the others have no plan. It alone is handed caches of
-8 bits, and no scales, which cost it nothing so: those of keys are in its queries, and its result
-lacks those of values. A library that refuses a problem, or finds another result than ours, takes
+8 bits, and is spared their scales: those of keys are in its queries, and its result lacks those of
+values. A library that refuses a problem, or finds another result than ours, takes
 no part, and a warning says why.
 """
 
@@ -61,7 +61,9 @@ def find_libraries(inputs: Inputs) -> dict[str, Call]:
     """Calls by name, each returning ``[num_tokens, num_heads, head_size]``."""
     if inputs.shape.scales == "token":  # none has them
         return {}
-    libraries = {name: _LIBRARIES[name] for name in _TAKING_CODES} if inputs.scales else _LIBRARIES
+    libraries = (
+        {name: _LIBRARIES[name] for name in _TAKE_EIGHT_BITS} if inputs.scales else _LIBRARIES
+    )
     q, expected = _without_scales(inputs, inputs.attend().out)
     batch = inputs.batch
     used = torch.arange(batch.block_tables.shape[1], device=inputs.q.device)
@@ -179,4 +181,4 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "flash_attn 3": ("flash_attn_interface", _flash_attn_3),
     "vllm triton": ("vllm.attention.ops.triton_unified_attention", _vllm),
 }
-_TAKING_CODES = ("flashinfer",)
+_TAKE_EIGHT_BITS = ("flashinfer",)

@@ -18,7 +18,12 @@ import torch
 __all__ = ["READ_BYTES", "Bystanders", "describe", "describe_run", "read_all"]
 
 READ_BYTES = 1 << 30
-PEERS = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn", "vllm triton": "vllm"}
+PEERS = {
+    "flashinfer": "flashinfer-python",
+    "flash_attn": "flash-attn",
+    "flash_attn 3": "flash-attn-3",
+    "vllm triton": "vllm",
+}
 """Packages with kernels that take part where they are installed, by their contestants."""
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
 _PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
@@ -36,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def describe_run() -> dict[str, Any]:
-    """Commit, date and versions, as they go into a record of a case."""
+    """Commit, date and versions, as they go into a record of each case: asked for once a run."""
     return {
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

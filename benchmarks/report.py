@@ -11,10 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from .case import Case, Check, Measurement
-from .machine import describe, describe_run
+from .machine import describe
 from .timing import Times
 
-__all__ = ["compare", "days", "print_cases", "print_checks", "print_measurement", "record", "write"]
+__all__ = [
+    "compare",
+    "days",
+    "is_of_another_machine",
+    "print_cases",
+    "print_checks",
+    "print_measurement",
+    "record",
+    "write",
+]
 
 Record = dict[str, Any]
 
@@ -57,12 +66,14 @@ def print_measurement(
     console.print()
 
 
-def record(case: Case, checks: Sequence[Check], measurement: Measurement, others: float) -> Record:
-    """One case as it goes into the JSON."""
+def record(
+    case: Case, checks: Sequence[Check], measurement: Measurement, others: float, run: Record
+) -> Record:
+    """One case as it goes into the JSON; ``run`` is ``describe_run``'s."""
     return {
         "name": case.name,
         "about": case.about,
-        **describe_run(),
+        **run,
         "share_of_other_processes": others,
         "checks": [check._asdict() for check in checks],
         "times": {name: _summary(times) for name, times in measurement.times.items()},
@@ -74,23 +85,38 @@ def record(case: Case, checks: Sequence[Check], measurement: Measurement, others
     }
 
 
-def write(path: Path, records: Mapping[str, Record | None]) -> None:
-    """Write cases into a record by name; what it has of others on the same machine stays.
+def is_of_another_machine(path: Path) -> bool:
+    """Whether there is a record that this machine's cases may not go into."""
+    return path.exists() and bool(_load(path)["machine"] != describe())
 
-    Of a case that is wrong, None, nothing does.
+
+def write(path: Path, records: Mapping[str, Record | None], order: Sequence[str]) -> None:
+    """Write cases into a record by name; what it has of others stays.
+
+    Args:
+        path: Of a file that may be there.
+        records: None: of a case that is wrong, nothing stays.
+        order: The names of all cases; of what has another, nothing stays either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    machine, cases = describe(), dict(records)
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if before.get("machine") == machine:
-        cases = {case["name"]: case for case in before["cases"]} | cases
-    result = {"machine": machine, "cases": [case for case in cases.values() if case is not None]}
+    before = _load(path)["cases"] if path.exists() else []
+    cases = {case["name"]: case for case in before} | dict(records)
+    kept = [cases[name] for name in order if cases.get(name) is not None]
+    result = {"machine": describe(), "cases": kept}
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _load(path: Path) -> Record:
+    """A record; in those from before 2026-11-24 all cases have one date, commit and versions."""
+    result: Record = json.loads(path.read_text(encoding="utf-8"))
+    shared = {name: result[name] for name in ("commit", "date", "versions") if name in result}
+    cases = [shared | case for case in result["cases"]]
+    return {"machine": result["machine"], "cases": cases}
 
 
 def compare(console: Console, before: Path, after: Path) -> None:
     """Print two results side by side: our times and the metrics of the cases they share."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in (before, after)]
+    results = [_load(path) for path in (before, after)]
     for path, result in zip((before, after), results, strict=True):
         commits = ", ".join(sorted({str(case["commit"]) for case in result["cases"]}))
         console.print(
@@ -113,6 +139,8 @@ def compare(console: Console, before: Path, after: Path) -> None:
 def days(cases: Sequence[Record]) -> str:
     """When cases were measured: a day, or the first and the last."""
     found = sorted({case["date"][:10] for case in cases})
+    if not found:
+        return "never"
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 

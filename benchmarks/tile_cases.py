@@ -7,12 +7,12 @@ import torch
 from .case import Case, at_least, at_most
 from .tiles import ScoresCase, TiledCase
 
-__all__ = ["DENSE", "TILE_CASES"]
+__all__ = ["FORWARD_AIMS", "TILE_CASES"]
 
 CPU = (at_least("x best peer", 0.9), at_least("x best peer, backward", 1.0))
 
 
-DENSE: dict[str, float] = {
+FORWARD_AIMS: dict[str, float] = {
     "1x16384": 660,
     "1x16384-full": 690,
     "4x4096-gqa": 610,
@@ -27,7 +27,7 @@ DENSE: dict[str, float] = {
 def _on_gpu(
     name: str, batch: int, length: int, heads: int, kv_heads: int, size: int, causal: bool = True
 ) -> TiledCase:
-    targets = at_least("TFLOP/s", DENSE[name]), at_least("x best peer, backward", 0.85)
+    targets = at_least("TFLOP/s", FORWARD_AIMS[name]), at_least("x best peer, backward", 0.85)
     return TiledCase(
         f"gpu-tiled-{name}", batch, length, heads, kv_heads, size, causal, targets=targets
     )

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from pagewise import attention, attention_scores
 
 from .case import Check, Measurement, Target
+from .gpu_peers import compile_flex
 from .gpu_timing import time_gpu, time_gpu_in_turns
 from .timing import Contestant, Times, take_turns
 
@@ -148,19 +149,12 @@ class TiledCase:
         return {**peers, "flex": self._flex()}
 
     def _flex(self) -> Attend:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        torch.compiler.reset()  # after eight lengths it would not compile any more
-        compiled: Any = torch.compile(flex_attention, dynamic=False)
-        size = self.length
-        mask = None
-        if self.causal:
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, self.device)
+        compiled = compile_flex(self.length if self.causal else None, self.device)
         is_grouped = self.num_heads > self.num_kv_heads
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             tensors = (t.transpose(1, 2) for t in (q, k, v))
-            out: Tensor = compiled(*tensors, block_mask=mask, enable_gqa=is_grouped)
+            out: Tensor = compiled(*tensors, enable_gqa=is_grouped)
             return out.transpose(1, 2)
 
         return attend

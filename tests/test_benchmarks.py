@@ -224,19 +224,43 @@ def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
 
 def test_a_run_of_some_cases_keeps_what_a_record_has_of_others(run, tmp_path):
     path = tmp_path / "all.json"
+    one, two, three = (Fake(name) for name in ("one", "two", "three"))
 
     def names():
         return [case["name"] for case in json.loads(path.read_text())["cases"]]
 
-    run("run", "--out", "all", present=(Fake("one"), Fake("two")))
-    run("run", "--out", "all", present=(Fake("two"), Fake("three")))
-    assert names() == ["one", "two", "three"]
-    run("run", "--out", "all", present=(Fake("two", is_right=False),))
+    run("run", "three", "one", "--out", "all", present=(one, two, three))
     assert names() == ["one", "three"]
+    run("run", "two", "--out", "all", present=(one, two, three))
+    assert names() == ["one", "two", "three"]
+    run("run", "two", "--out", "all", present=(one, Fake("two", is_right=False), three))
+    assert names() == ["one", "three"]
+    run("run", "one", "--out", "all", present=(one,))
+    assert names() == ["one"]  # nobody has the other any more
+
+
+def test_a_record_of_another_machine_is_left_alone(run, tmp_path):
+    path = tmp_path / "all.json"
+    run("run", "--out", "all")
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"machine": {"cpu": "another"}}))
-    run("run", "--out", "all", present=(Fake("four"),))
-    assert names() == ["four"]
+    refused = run("run", "--out", "all")
+    assert refused.exit_code == 2
+    assert "all.json is of another machine" in refused.output
+    assert json.loads(path.read_text())["machine"] == {"cpu": "another"}
+
+
+def test_records_whose_cases_share_a_date_can_be_read(run, tmp_path):
+    run("run", "--out", "new")
+    record = json.loads((tmp_path / "new.json").read_text())
+    shared = {name: record["cases"][0].pop(name) for name in ("commit", "date", "versions")}
+    (tmp_path / "old.json").write_text(json.dumps(shared | record))
+    (tmp_path / "none.json").write_text(json.dumps(record | {"cases": []}))
+    paths = {name: str(tmp_path / f"{name}.json") for name in ("new", "old", "none")}
+    assert run("compare", paths["old"], paths["new"]).exit_code == 0
+    assert "never" in run("compare", paths["none"], paths["new"]).output
+    run("run", "--out", "old")
+    assert (tmp_path / "old.json").read_text().count("versions") == 1
 
 
 def test_a_table_says_when_its_cases_were_measured(tmp_path):
