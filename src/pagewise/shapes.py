@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ __all__ = [
     "recogniser",
 ]
 
-# What torch's compiled code asks before it runs: in C++, a tenth of the host's time.
+# What torch's compiled code asks before it runs (2.11 to 2.13): in C++, a tenth of the host's time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
@@ -70,15 +71,17 @@ def forms(**tensors: torch.Tensor) -> tuple[Any, ...]:
 def recogniser(*tensors: torch.Tensor) -> Callable[..., bool]:
     """A function of as many arguments: whether they are tensors of these forms, in this order.
 
-    It may say no to some that are, of another class or mode say, and keeps no tensor.
+    It may say no to some that are, for example to those of another class, and keeps no tensor.
     """
     known = [form(tensor) for tensor in tensors]
-    if _Guards is None or len({id(tensor) for tensor in tensors}) < len(tensors):
-        return lambda *others: [form(other) for other in others] == known  # _Guards wants each once
     sizes, strides = [list(each[0]) for each in known], [list(each[1]) for each in known]
-    guards = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    check: Callable[..., bool] = guards.check
-    return check
+    is_each_once = len({id(tensor) for tensor in tensors}) == len(tensors)
+    if _Guards is not None and is_each_once:  # else it says no to all
+        with suppress(TypeError):  # of a release that asks for something else
+            guards = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            check: Callable[..., bool] = guards.check
+            return check
+    return lambda *others: [form(other) for other in others] == known
 
 
 @functools.cache

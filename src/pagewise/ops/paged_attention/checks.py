@@ -1,7 +1,7 @@
 """The argument contract of paged_attention: checked always, before any work.
 
 Whatever is checked is in the tensors' forms and a few numbers, so calls of one form are checked
-once: a decode step in an engine looks the answer up.
+once: a decode step in an engine recognises the last one's, or looks the answer up (``settled``).
 """
 
 from __future__ import annotations

@@ -39,9 +39,10 @@ class Scoring:
 
 
 # (2 ** x - 1) / (2 ** x + 1) for eight numbers, as they lie in a thread: two columns, the same of
-# the row eight below, then the next columns of both. Four of a row have one reciprocal, that of
-# their product. Rows may not: one past a sequence's end is another's. From x = 30 on the result is
-# 1, and up to there the product is a number. 0f3F800000 is 1.0, 0fBF800000 -1.0.
+# the row eight below, then the next columns of both. Four of a row share one reciprocal, that of
+# their product. Two rows may not: one past a sequence's end belongs to the next sequence. From
+# x = 30 on the result is 1 but for rounding, and up to there the product is a number. 0f3F800000 is
+# 1.0, 0fBF800000 -1.0.
 _TANH = gl.constexpr(
     "{ .reg .f32 r, ab, cd, a, b, c, d;"
     + "".join(
@@ -65,7 +66,7 @@ _EIGHT_FROM_EIGHT = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 @gluon.jit
 def cap(s, inner):
-    """The hyperbolic tangent of products times a factor, to 2 ** -23.
+    """The hyperbolic tangent of products times a factor, to 2.5 * 2 ** -23 and its exponential's.
 
     A number's last bit may depend on others of its row, so none of them may be anybody's but the
     row's own: those that it does not see have to be hidden before.
