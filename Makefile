@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
-	@$(BIN)/python -m pagewise generate --show-pages < /dev/null
+	@$(BIN)/python -m pagetile generate --show-pages < /dev/null
 test: check  ## everything that must hold, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/test_import_rules.py
 test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU, then random problems

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewise.testing import PagedCase, compare, oracle, tolerance
-from pagewise.tiles.state import AttentionOutput
+from pagetile.testing import PagedCase, compare, oracle, tolerance
+from pagetile.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
 from .machine import READ_BYTES, read_all
@@ -18,7 +18,7 @@ from .workload import describe, make_workload, shorten
 __all__ = ["AttentionCase"]
 
 READ = "read 1 GiB"
-BUSY = "pagewise, right after a torch op"
+BUSY = "pagetile, right after a torch op"
 
 # The oracle expands K/V to all heads in float64. More keys add time and memory but no new code:
 # these are three splits, the last one cut, in whole blocks and a part.
@@ -57,28 +57,28 @@ class AttentionCase:
         """Time ours, the peers, and reading memory, in turns."""
         inputs = make_workload(self.problem)
         contestants = {
-            "pagewise": Contestant(inputs.attend),
+            "pagetile": Contestant(inputs.attend),
             BUSY: Contestant(inputs.attend, before=_torch_op),
         }
         for name, peer in make_peers(inputs).items():
             contestants[name] = Contestant(peer)
         if self.beside:
             other = make_workload(self.beside[1])
-            contestants[f"pagewise, {self.beside[0]}"] = Contestant(other.attend)
+            contestants[f"pagetile, {self.beside[0]}"] = Contestant(other.attend)
         if _is_decode(self.problem):
             contestants[READ] = Contestant(read_all)
         times = take_turns(contestants, repeats=repeats or 15)
         return Measurement(times, self._metrics(times))
 
     def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
-        ours = times["pagewise"]
+        ours = times["pagetile"]
         fastest = min((times[name] for name in SDPA if name in times), key=lambda t: t.median)
         metrics = {"x sdpa": ratio(fastest, ours)}
         for name in ("sdpa, group packed", "gather + sdpa"):
             if name in times:
                 metrics[f"x {name}"] = ratio(times[name], ours)
         if self.beside:
-            metrics[f"time / {self.beside[0]}"] = ratio(ours, times[f"pagewise, {self.beside[0]}"])
+            metrics[f"time / {self.beside[0]}"] = ratio(ours, times[f"pagetile, {self.beside[0]}"])
         if READ in times:
             metrics["GB/s"] = _kv_bytes(self.problem) / ours.median / 1e9
             metrics["GB/s of reading"] = READ_BYTES / times[READ].best / 1e9
@@ -95,7 +95,7 @@ def _verify(problem: PagedCase) -> list[Check]:
     inputs = make_workload(shorten(problem, LONGEST_VERIFIED))
     expected = oracle(inputs)
     allowed = tolerance(inputs, expected)
-    results = {"pagewise": inputs.attend(out=inputs.out)}  # of NaN: nothing may stay unwritten
+    results = {"pagetile": inputs.attend(out=inputs.out)}  # of NaN: nothing may stay unwritten
     for name, peer in make_peers(inputs).items():
         results[name] = AttentionOutput(to_tokens(peer()), expected.lse)
     checks = []

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewise.ops.copy_blocks import copy_blocks
-from pagewise.ops.write_kv import write_kv
+from pagetile.ops.copy_blocks import copy_blocks
+from pagetile.ops.write_kv import write_kv
 
 from .case import Check, Measurement, Target
 from .gpu_timing import time_gpu, time_host
@@ -70,9 +70,9 @@ class WriteKVCase:
         if self.scales == "token":
             num_bytes += 8 * self.num_tokens * self.num_kv_heads
         times = {
-            "pagewise": time_gpu(lambda: write_kv(**arguments)),
+            "pagetile": time_gpu(lambda: write_kv(**arguments)),
             "torch copy of as many bytes": time_copy(num_bytes),
-            "host, pagewise": time_host(lambda: write_kv(**arguments)),
+            "host, pagetile": time_host(lambda: write_kv(**arguments)),
         }
         if self.scales == "none":
             rows = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -153,10 +153,10 @@ class CopyBlocksCase:
         copy = time_copy(2 * num_bytes) if on_gpu else time_transfer(num_bytes, self.where)
         times = {
             # Not captured: pinned memory of its own for the pairs of every call.
-            "pagewise": time_gpu(lambda: copy_blocks(caches, pairs), captured=False),
+            "pagetile": time_gpu(lambda: copy_blocks(caches, pairs), captured=False),
             "torch copy of as many bytes": copy,
-            "host, pagewise": time_host(lambda: copy_blocks(caches, pairs), rounds=3),
-            "host, pagewise, 1 block, 2 caches": time_host(
+            "host, pagetile": time_host(lambda: copy_blocks(caches, pairs), rounds=3),
+            "host, pagetile, 1 block, 2 caches": time_host(
                 lambda: copy_blocks(caches[:2], pairs[:1])
             ),
         }
@@ -204,12 +204,12 @@ def _copying(source: Tensor, to: Tensor) -> Callable[[], object]:
 
 
 def _compare(times: dict[str, Times], num_bytes: int) -> dict[str, float]:
-    ours, copy = times["pagewise"].median, times["torch copy of as many bytes"].median
+    ours, copy = times["pagetile"].median, times["torch copy of as many bytes"].median
     return {
         "GB/s": num_bytes / ours / 1e9,
         "GB/s of torch's copy": num_bytes / copy / 1e9,
         "share of copy bandwidth": copy / ours,
-        "host, microseconds": times["host, pagewise"].median * 1e6,
+        "host, microseconds": times["host, pagetile"].median * 1e6,
     }
 
 

@@ -47,7 +47,7 @@ class Measurement:
     """What a run of a case found."""
 
     times: dict[str, Times]
-    """Of every contestant; ``"pagewise"`` is ours."""
+    """Of every contestant; ``"pagetile"`` is ours."""
     metrics: dict[str, float]
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from pagewise.testing import PagedCase
+from pagetile.testing import PagedCase
 
 from .attention import AttentionCase
 from .cache_ops import CopyBlocksCase, WriteKVCase

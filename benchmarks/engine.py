@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from pagewise.errors import UnsupportedError
+from pagetile.errors import UnsupportedError
 
 from .case import Check, Measurement, Target
 from .generators import BLOCK_SIZE, SHIPPED, Generate, Generators, Model, Prompts, load
@@ -101,7 +101,7 @@ class EngineCase:
         """
         loaded = self._load()
         generators: dict[str, Generate] = {
-            "pagewise": loaded.ours,
+            "pagetile": loaded.ours,
             **{name: partial(PEERS[name], loaded) for name in self.peers},
         }
         for generate in generators.values():
@@ -166,11 +166,11 @@ class EngineCase:
     def _metrics(
         self, times: dict[str, Times], results: dict[str, list[Prompts]]
     ) -> dict[str, float]:
-        mine = times["pagewise"]
+        mine = times["pagetile"]
         metrics = {"tokens/s": self.num_prompts * self.max_tokens / mine.median}
         for peer in self.peers:
             metrics[f"x {peer}"] = ratio(times[peer], mine)
-            pairs = zip(_flat(results["pagewise"]), _flat(results[peer]), strict=True)
+            pairs = zip(_flat(results["pagetile"]), _flat(results[peer]), strict=True)
             equal = [a == b for a, b in pairs]
             metrics[f"equal to {peer}"] = sum(equal) / len(equal)
         return metrics

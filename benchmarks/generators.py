@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pagewise import LLM, SamplingParams
-from pagewise.demo import path
+from pagetile import LLM, SamplingParams
+from pagetile.demo import path
 
 __all__ = ["BLOCK_SIZE", "QWEN3", "SHIPPED", "Generate", "Generators", "Model", "Prompts", "load"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pagewise.ops.paged_attention.problem import Problem
+from pagetile.ops.paged_attention.problem import Problem
 
 from .case import Check, Measurement, Target
 from .gpu_inputs import LLAMA_8B, Inputs, Shape, check_against_float64
@@ -83,26 +83,26 @@ class GpuDecodeCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours and the peers by graph replay with a cold cache, overwritten and clean."""
         inputs = Inputs(self.seq_lens, self.shape, decode=True)
-        calls = {"pagewise": inputs.attend, **decode_peers(inputs), **find_libraries(inputs)}
+        calls = {"pagetile": inputs.attend, **decode_peers(inputs), **find_libraries(inputs)}
         host = time_host(inputs.attend, _HOST_ROUNDS).seconds
         times = {name: time_gpu(call) for name, call in calls.items()}
         times |= {name + CLEAN: time_gpu_clean(call) for name, call in calls.items()}
         metrics = self._rates(times) | self._rates(times, CLEAN)
         # In two lots: what slows a host down for a moment seldom lasts from one to the other.
-        times["host, pagewise"] = Times(host + time_host(inputs.attend, _HOST_ROUNDS).seconds)
-        metrics["host, microseconds"] = times["host, pagewise"].best * 1e6
+        times["host, pagetile"] = Times(host + time_host(inputs.attend, _HOST_ROUNDS).seconds)
+        metrics["host, microseconds"] = times["host, pagetile"].best * 1e6
         del inputs
         if self.beside:
             name, lengths, shape = self.beside
             other = Inputs(lengths, shape, decode=True)
-            times[f"pagewise, {name}"] = time_gpu(other.attend)
-            rate = sum(lengths) * shape.bytes_per_key / times[f"pagewise, {name}"].median / 1e9
+            times[f"pagetile, {name}"] = time_gpu(other.attend)
+            rate = sum(lengths) * shape.bytes_per_key / times[f"pagetile, {name}"].median / 1e9
             metrics[f"GB/s / {name}"] = metrics["GB/s"] / rate
         return Measurement(times, metrics)
 
     def _rates(self, times: dict[str, Times], ending: str = "") -> dict[str, float]:
         """Ours, and its share of the ceiling, and how it compares: all with one kind of cache."""
-        ours, ceiling = times["pagewise" + ending].median, read_bandwidth(ending == CLEAN)
+        ours, ceiling = times["pagetile" + ending].median, read_bandwidth(ending == CLEAN)
         rate = sum(self.seq_lens) * self.shape.bytes_per_key / ours
         metrics = {
             f"GB/s{ending}": rate / 1e9,
@@ -110,7 +110,7 @@ class GpuDecodeCase:
             f"share of read bandwidth{ending}": rate / ceiling,
         }
         alike = {name for name in times if name.endswith(CLEAN) == (ending == CLEAN)}
-        peers = alike - {"pagewise" + ending}
+        peers = alike - {"pagetile" + ending}
         return metrics | {f"x {name}": times[name].median / ours for name in sorted(peers)}
 
 
@@ -153,17 +153,17 @@ class GpuPrefillCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time ours, SDPA's backends and FlexAttention in turns, by graph replay, cache cold."""
         inputs = Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal)
-        ours: Peers = {"pagewise": inputs.attend, "pagewise, in order": inputs.in_order().attend}
+        ours: Peers = {"pagetile": inputs.attend, "pagetile, in order": inputs.in_order().attend}
         times = time_gpu_in_turns(ours | prefill_peers(inputs) | find_libraries(inputs))
         peers = {name: time for name, time in times.items() if name not in ours}
         metrics = {
-            "TFLOP/s": self.work / times["pagewise"].median / 1e12,
-            "TFLOP/s in order": self.work / times["pagewise, in order"].median / 1e12,
+            "TFLOP/s": self.work / times["pagetile"].median / 1e12,
+            "TFLOP/s in order": self.work / times["pagetile, in order"].median / 1e12,
         }
         for name, time in peers.items():
             metrics[f"TFLOP/s, {name}"] = self.work / time.median / 1e12
         best = min(time.median for time in peers.values())
-        metrics["x best peer"] = best / times["pagewise"].median
+        metrics["x best peer"] = best / times["pagetile"].median
         return Measurement(times, metrics)
 
 

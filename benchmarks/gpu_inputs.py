@@ -1,7 +1,7 @@
 """Problems of paged attention on a GPU: blocks in random order, and what is verified of them.
 
 Table entries past a sequence's end are far out of range; the correctness gate has the poisoned
-problems of ``pagewise.testing``.
+problems of ``pagetile.testing``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewise import PagedBatch, paged_attention
-from pagewise.ops.paged_attention.plan import Plan
-from pagewise.ops.paged_attention.problem import Problem
-from pagewise.ops.scales import LARGEST_CODE
-from pagewise.testing import TABLE_POISON, PagedCase, compare, make_inputs, oracle, tolerance
-from pagewise.tiles.state import AttentionOutput
+from pagetile import PagedBatch, paged_attention
+from pagetile.ops.paged_attention.plan import Plan
+from pagetile.ops.paged_attention.problem import Problem
+from pagetile.ops.scales import LARGEST_CODE
+from pagetile.testing import TABLE_POISON, PagedCase, compare, make_inputs, oracle, tolerance
+from pagetile.tiles.state import AttentionOutput
 
 from .case import Check
 
@@ -158,4 +158,4 @@ def check_against_float64(
     result = there.attend(out=there.out, impl=impl, plan=plan)  # of NaN: nothing stays unwritten
     result = AttentionOutput(result.out.cpu(), result.lse.cpu())
     comparison = compare(result, inputs, expected, tolerance(inputs, expected))
-    return [Check(f"pagewise, {case}", comparison.ratio <= 1, str(comparison))]
+    return [Check(f"pagetile, {case}", comparison.ratio <= 1, str(comparison))]

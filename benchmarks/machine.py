@@ -26,7 +26,7 @@ PEERS = {
 }
 """Packages with kernels that take part where they are installed, by their contestants."""
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
-_PACKAGES = ("pagewise", "torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
+_PACKAGES = ("pagetile", "torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
 
 
 def describe() -> dict[str, Any]:

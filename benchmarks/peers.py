@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pagewise.testing import PagedInputs
+from pagetile.testing import PagedInputs
 
 from .workload import Dense, lay_out
 

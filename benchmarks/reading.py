@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewise import PagedBatch
+from pagetile import PagedBatch
 
 __all__ = ["make_reader"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewise.integrations import swin
+from pagetile.integrations import swin
 
 from .case import Check, Measurement, Target
 from .gpu_timing import between_events
@@ -26,7 +26,7 @@ from .timing import Times, ratio
 
 __all__ = ["SwinUnetrCase"]
 
-MONAI, OURS = "MONAI", "pagewise"
+MONAI, OURS = "MONAI", "pagetile"
 GRAPHED = ", graphed"  # of a contestant's name
 WARMUP, REPEATS = 4, 20
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pagewise import attention, attention_scores
+from pagetile import attention, attention_scores
 
 from .case import Check, Measurement, Target
 from .gpu_peers import compile_flex
@@ -77,7 +77,7 @@ class TiledCase:
             error, allowed = (float((t.double() - wanted).abs().max()) for t in (got, other))
             allowed = 2 * allowed + rounding * float(wanted.abs().max())
             detail = f"error {error:.3g}, allowed {allowed:.3g}"
-            checks.append(Check(f"pagewise, {name}, {short.about}", error <= allowed, detail))
+            checks.append(Check(f"pagetile, {name}, {short.about}", error <= allowed, detail))
         return checks
 
     def call(self) -> Callable[[], object]:
@@ -87,7 +87,7 @@ class TiledCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time every contestant's forward and backward pass."""
         leaves, d_out = self._draw()
-        contestants: dict[str, Attend] = {"pagewise": self._ours, **self._peers()}
+        contestants: dict[str, Attend] = {"pagetile": self._ours, **self._peers()}
         if self.device == "cpu":
             calls = _passes(contestants, leaves, d_out)
             turns = {name: Contestant(call) for name, call in calls.items()}
@@ -105,7 +105,7 @@ class TiledCase:
         metrics = {}
         for ending, products in (("", 2), (BACKWARD, 5)):
             alike = {n: t.median for n, t in times.items() if n.endswith(BACKWARD) == bool(ending)}
-            ours = alike.pop("pagewise" + ending)
+            ours = alike.pop("pagetile" + ending)
             metrics[f"TFLOP/s{ending}"] = products * product / ours / 1e12
             if alike:
                 metrics[f"x best peer{ending}"] = min(alike.values()) / ours
@@ -205,7 +205,7 @@ class ScoresCase:
         allowed = torch.finfo(self.dtype).eps * wanted.abs() + 1e-6 * terms
         errors = (attention_scores(q, k).double() - wanted).abs()
         detail = f"at most {float((errors / allowed).max()):.2f} of what is allowed"
-        return [Check(f"pagewise, {self.about}", bool((errors <= allowed).all()), detail)]
+        return [Check(f"pagetile, {self.about}", bool((errors <= allowed).all()), detail)]
 
     def call(self) -> Callable[[], object]:
         """Ours, on its inputs: for a profiler."""
@@ -217,7 +217,7 @@ class ScoresCase:
         q, k = self._draw()
         shape = (*q.shape[:3], self.length)
         calls: dict[str, Callable[[], Any]] = {
-            "pagewise": lambda: attention_scores(q, k),
+            "pagetile": lambda: attention_scores(q, k),
             "torch matmul": lambda: torch.matmul(q, k.mT),
             "filling as much memory": lambda: torch.ones(
                 math.prod(shape) * self.dtype.itemsize // 4, dtype=torch.int32, device=self.device
@@ -228,12 +228,12 @@ class ScoresCase:
             times = take_turns(contestants, repeats=repeats or 9)
         else:
             times = {name: time_gpu(call) for name, call in calls.items()}
-        ours = times["pagewise"].median
+        ours = times["pagetile"].median
         metrics = {
             "microseconds": ours * 1e6,
             "GB/s": math.prod(shape) * self.dtype.itemsize / ours / 1e9,
         }
-        metrics |= {f"x {n}": t.median / ours for n, t in times.items() if n != "pagewise"}
+        metrics |= {f"x {n}": t.median / ours for n, t in times.items() if n != "pagetile"}
         return Measurement(times, metrics)
 
     def _draw(self) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,11 @@ from rich.progress import Progress
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention.plan import make_plan
-from pagewise.ops.paged_attention.problem import Problem
-from pagewise.ops.paged_attention.triton_plan import GpuPlan, refuse_hopper
-from pagewise.ops.paged_attention.triton_tiles import MEASURED, Tiles, kind_of
+from pagetile.device import DeviceInfo
+from pagetile.ops.paged_attention.plan import make_plan
+from pagetile.ops.paged_attention.problem import Problem
+from pagetile.ops.paged_attention.triton_plan import GpuPlan, refuse_hopper
+from pagetile.ops.paged_attention.triton_tiles import MEASURED, Tiles, kind_of
 
 from .cases import GPU_CASES
 from .gpu_attention import GpuDecodeCase

@@ -50,14 +50,14 @@ class WindowWorkloadsCase:
         metrics: dict[str, float] = {}
         for case in self._forms():
             inputs = WindowInputs(case)
-            calls = {"pagewise": inputs.ours, **inputs.peers()}
+            calls = {"pagetile": inputs.ours, **inputs.peers()}
             found = {
                 name: time_gpu(inputs.forward(call), milliseconds=30)
                 for name, call in calls.items()
                 if name != "eager"
             }
             times |= {f"{name}, {case.name}": time for name, time in found.items()}
-            mine = found.pop("pagewise").median
+            mine = found.pop("pagetile").median
             best = min((time.median for time in found.values()), default=0.0)
             if best > 0 and max(best, mine) > _WORTH_IT:
                 metrics[f"x SDPA, {case.name}"] = best / mine

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pagewise import rel_offsets, shift_regions, window_attention
+from pagetile import rel_offsets, shift_regions, window_attention
 
 from .case import Check, Measurement, Target
 from .gpu_peers import runs
@@ -94,13 +94,13 @@ class WindowCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Forward, and forward with backward, of all; on a GPU by replayed graphs."""
         inputs = WindowInputs(self)
-        calls = {"pagewise": inputs.ours, **inputs.peers()}
+        calls = {"pagetile": inputs.ours, **inputs.peers()}
         compiled = inputs.compiled_peers() if self.has_compiled_peers else {}
         forward = self._time(
             {name: inputs.forward(call) for name, call in (calls | compiled).items()}, repeats
         )
         both = self._time({name: inputs.both(call) for name, call in calls.items()}, repeats)
-        ours, ours_both = forward.pop("pagewise"), both.pop("pagewise")
+        ours, ours_both = forward.pop("pagetile"), both.pop("pagetile")
         metrics = {
             "microseconds": ours.median * 1e6,
             "both, microseconds": ours_both.median * 1e6,
@@ -109,7 +109,7 @@ class WindowCase:
         if forward:
             metrics["x best peer"] = _best(forward, ours)
             metrics["x best peer, both"] = _best(both, ours_both)
-        times = {"pagewise": ours, **forward, "pagewise, both": ours_both}
+        times = {"pagetile": ours, **forward, "pagetile, both": ours_both}
         return Measurement(times | {f"{name}, both": t for name, t in both.items()}, metrics)
 
     def _time(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewise import PagedBatch
-from pagewise.testing import PagedCase, PagedInputs, make_inputs
+from pagetile import PagedBatch
+from pagetile.testing import PagedCase, PagedInputs, make_inputs
 
 __all__ = ["Dense", "describe", "lay_out", "make_workload", "shorten"]
 

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from pagewise.integrations import swin
+from pagetile.integrations import swin
 
 
 def build(kind: str, image: list[int], width: int) -> tuple[torch.nn.Module, torch.Tensor]:

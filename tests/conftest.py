@@ -11,6 +11,7 @@ Slow ones wait on every machine until they are named: ``pytest -m slow``.
 """
 
 import os
+from contextlib import contextmanager
 
 import pytest
 
@@ -62,6 +63,47 @@ def pytest_collection_modifyitems(config, items):
     )
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+@pytest.fixture(scope="session")
+def mirror():
+    return mirrored
+
+
+@contextmanager
+def mirrored(*tensors, impl, rounds=True):
+    """The tensors where ``impl`` can run; what is written to them there comes back.
+
+    Views of one memory stay views of one memory, with their strides. What only copies numbers,
+    and ``rounds`` none, is right for bfloat16 under the interpreter, too.
+    """
+    import torch  # after the environment above is set
+
+    on_gpu = impl == "triton" and torch.cuda.is_available()
+    rounded_wrongly = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    is_wrong = any(tensor.dtype in rounded_wrongly for tensor in tensors)
+    if impl == "triton" and not on_gpu and rounds and is_wrong:
+        pytest.skip("Triton 3.6's interpreter does not round to bfloat16 and float8 as a GPU does")
+    if not on_gpu:
+        yield tensors
+        return
+    homes = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    memories = {
+        at: torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).cuda()
+        for at, tensor in homes.items()
+    }
+    yield tuple(
+        torch.tensor([], dtype=tensor.dtype, device="cuda").set_(
+            memories[tensor.untyped_storage().data_ptr()].untyped_storage(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        for tensor in tensors
+    )
+    for at, tensor in homes.items():
+        home = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+        home.copy_(memories[at])
 
 
 if INTERPRETING:

@@ -19,7 +19,7 @@ from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
 from typer.testing import CliRunner
 
-from pagewise.testing import PagedCase
+from pagetile.testing import PagedCase
 
 TINY = AttentionCase(
     "tiny",
@@ -44,7 +44,7 @@ class Fake:
 
     def measure(self, repeats):
         times = Times((1.0,) * (repeats or 1))
-        return Measurement({"pagewise": times}, {"seconds": times.median})
+        return Measurement({"pagetile": times}, {"seconds": times.median})
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_window_workloads_are_whole_windows_and_right_with_and_without_a_shift()
 
 def test_a_small_attention_case_and_its_peers_are_right():
     checks = TINY.verify()
-    assert [check.what.split(",")[0] for check in checks[:2]] == ["pagewise", "sdpa"]
+    assert [check.what.split(",")[0] for check in checks[:2]] == ["pagetile", "sdpa"]
     assert not [check for check in checks if not check.passed]
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_result_fails_the_gate(monkeypatch):
     right = attention.to_tokens
     monkeypatch.setattr(attention, "to_tokens", lambda results: right(results) + 1e-3)
     assert {check.what.split(",")[0]: check.passed for check in TINY.verify()} == {
-        "pagewise": True,
+        "pagetile": True,
         "sdpa": False,
         "gather + sdpa": False,
     }
@@ -218,7 +218,7 @@ def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
     assert {"torch", "numba", "transformers", "python"} <= set(case["versions"])
     assert case["targets"] == [{"metric": "seconds", "bound": 2.0, "sign": "<=", "reached": True}]
     assert 0 <= case["share_of_other_processes"] <= 1
-    assert case["times"]["pagewise"]["repeats"] == 3
+    assert case["times"]["pagetile"]["repeats"] == 3
     assert str(Path.home()) not in json.dumps(result)
 
 
@@ -281,7 +281,7 @@ def test_compare_prints_both_results_and_their_ratio(run, tmp_path):
     paths = [str(tmp_path / f"{name}.json") for name in ("before", "after")]
     result = run("compare", *paths)
     assert result.exit_code == 0
-    assert re.search(r"fake +pagewise, ms +1000 +1000 +1\.000", result.stdout)
+    assert re.search(r"fake +pagetile, ms +1000 +1000 +1\.000", result.stdout)
 
 
 def test_an_unknown_case_is_one_clear_line_and_exit_code_2(run):

@@ -11,11 +11,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from pagewise.cli import main
-from pagewise.cli.app import app
-from pagewise.cli.prompts import BUILT_IN
-from pagewise.demo import path as demo_path
-from pagewise.engine.sampler import SampledToken
+from pagetile.cli import main
+from pagetile.cli.app import app
+from pagetile.cli.prompts import BUILT_IN
+from pagetile.demo import path as demo_path
+from pagetile.engine.sampler import SampledToken
 
 SMALL = ["--num-blocks", "64", "--max-num-seqs", "8"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", *SMALL]
@@ -57,7 +57,7 @@ def _start(*args: str) -> subprocess.Popen[bytes]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "pagewise", *args]
+    command = [sys.executable, "-m", "pagetile", *args]
     return subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=listen_to_ctrl_c
     )
@@ -78,19 +78,19 @@ def test_help_names_the_commands():
 def test_help_of_a_command_is_narrow_and_has_examples(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
-    assert f"pagewise {command} " in result.stdout.split("Examples")[1]
+    assert f"pagetile {command} " in result.stdout.split("Examples")[1]
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
-    assert re.fullmatch(r"pagewise \d+\.\d+\.\d+\S*\n", result.stdout)
+    assert re.fullmatch(r"pagetile \d+\.\d+\.\d+\S*\n", result.stdout)
 
 
 def test_torch_s_threads_are_told_not_to_spin_before_torch_is_there():
     code = (
-        "import os, sys; from pagewise.cli import main; main(['generate', '--help']);"
+        "import os, sys; from pagetile.cli import main; main(['generate', '--help']);"
         "assert 'torch' not in sys.modules; assert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'"
     )
     env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
@@ -99,7 +99,7 @@ def test_torch_s_threads_are_told_not_to_spin_before_torch_is_there():
 
 def test_help_does_not_wait_for_torch():
     code = (
-        "import sys; from pagewise.cli import main; main(['generate', '--help']);"
+        "import sys; from pagetile.cli import main; main(['generate', '--help']);"
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -109,13 +109,13 @@ def test_help_does_not_wait_for_torch():
 def test_a_missing_extra_is_named(missing):
     code = (
         f"import sys; sys.modules[{missing!r}] = None;"
-        "from pagewise.cli import main; sys.exit(main(['generate', 'x']))"
+        "from pagetile.cli import main; sys.exit(main(['generate', 'x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"pagewise: {missing} is not installed: in pagewise's folder, pip install '.[engine]'\n"
+        == f"pagetile: {missing} is not installed: in pagetile's folder, pip install '.[engine]'\n"
     )
 
 
@@ -164,7 +164,7 @@ def test_a_mistake_is_one_line(args, message, run):
     code, out, err = run(*args.split())
     assert code == 2
     assert out == ""
-    assert re.fullmatch(r"pagewise: .*\n", err)
+    assert re.fullmatch(r"pagetile: .*\n", err)
     assert message in err
     assert "Traceback" not in err
 
@@ -188,7 +188,7 @@ def test_text_that_is_not_utf8(run, pipe_in, tmp_path):
     assert (code, out) == (2, "")
     assert err.endswith("latin is not UTF-8 text: byte 0xe9 at 3\n")
     pipe_in(b"\xff")
-    assert run("generate")[2] == ("pagewise: standard input is not UTF-8 text: byte 0xff at 0\n")
+    assert run("generate")[2] == ("pagetile: standard input is not UTF-8 text: byte 0xff at 0\n")
 
 
 def test_a_truncated_checkpoint_is_one_line(run, tmp_path):
@@ -205,13 +205,13 @@ def test_what_nobody_foresaw_is_one_line_too(run, monkeypatch):
     def fail(*args: object) -> None:
         raise ZeroDivisionError("first line\nsecond line")
 
-    monkeypatch.setattr("pagewise.cli.generate.read_prompts", fail)
+    monkeypatch.setattr("pagetile.cli.generate.read_prompts", fail)
     assert run("generate") == (
         1,
         "",
-        "pagewise: ZeroDivisionError: first line second line (PAGEWISE_DEBUG=1 shows where)\n",
+        "pagetile: ZeroDivisionError: first line second line (PAGETILE_DEBUG=1 shows where)\n",
     )
-    monkeypatch.setenv("PAGEWISE_DEBUG", "1")
+    monkeypatch.setenv("PAGETILE_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         run("generate")
 
@@ -322,10 +322,10 @@ def test_a_sample_that_fails_is_named_last(run, monkeypatch):
     def fail(logits, rows):
         return [SampledToken(0, error="no token has a probability") for _ in rows]
 
-    monkeypatch.setattr("pagewise.engine.core.sample", fail)
+    monkeypatch.setattr("pagetile.engine.core.sample", fail)
     code, _, err = run("generate", "x", *GREEDY)
     assert code == 2
-    assert err.splitlines()[-1] == "pagewise: prompt 0: no token has a probability"
+    assert err.splitlines()[-1] == "pagetile: prompt 0: no token has a probability"
 
 
 # --- plan -----------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_a_reader_that_leaves():
         assert process.stdout.read(1) == b"x"
         process.stdout.close()
         assert process.wait(300) == 141
-        assert process.stderr.read() == b"pagewise: stopped, as nobody reads the output any more\n"
+        assert process.stderr.read() == b"pagetile: stopped, as nobody reads the output any more\n"
 
 
 def test_ctrl_c():
@@ -406,7 +406,7 @@ def test_ctrl_c():
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert err == b"pagewise: interrupted\n"
+    assert err == b"pagetile: interrupted\n"
     assert out.endswith(b"\n")
 
 

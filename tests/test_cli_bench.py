@@ -5,10 +5,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from pagewise.analysis import measure
-from pagewise.analysis.roofline import Machine
-from pagewise.cli import main
-from pagewise.cli.app import app
+from pagetile.analysis import measure
+from pagetile.analysis.roofline import Machine
+from pagetile.cli import main
+from pagetile.cli.app import app
 
 QUICK = ["--iterations", "2", "--warmup", "0", "--device", "cpu"]
 RUNS = {
@@ -37,7 +37,7 @@ def run(capsys, monkeypatch):
 def test_help_is_narrow_and_has_examples(command):
     result = CliRunner().invoke(app, ["bench", command, "--help"])
     assert result.exit_code == 0
-    assert f"pagewise bench {command} " in result.stdout.split("Examples")[1]
+    assert f"pagetile bench {command} " in result.stdout.split("Examples")[1]
     assert "--iterations" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
@@ -55,7 +55,7 @@ def test_ours_comes_first_beside_its_peers(command, run):
     assert (code, err) == (0, "")
     row = r"^(\S.*?)  +[\d.,]+ +\S+ to \S+ +([\d.,]+) x +[\d.,]+ x +(\d\.\de[+-]\d\d)$"
     rows = re.findall(row, out, re.MULTILINE)
-    assert [name.startswith("pagewise.") for name, *_ in rows] == [True, False, False]
+    assert [name.startswith("pagetile.") for name, *_ in rows] == [True, False, False]
     assert rows[0][1] == "1.00"
     assert all(float(error) < 1e-5 for *_, error in rows)
     assert re.search(r"^least time +[\d.]+ µs: bytes .*, products .*, exponentials ", out, re.M)
@@ -112,11 +112,11 @@ def test_the_least_time_is_the_analysis(run):
 def test_a_mistake_is_one_line(args, message, run):
     code, out, err = run("bench", *args.split())
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"pagewise: .*\n", err)
+    assert re.fullmatch(r"pagetile: .*\n", err)
     assert message in err
 
 
 def test_a_gpu_that_is_not_there_is_named(run, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = run("bench", "scores", "--device", "cuda")
-    assert (code, err) == (2, "pagewise: --device cuda: this PyTorch finds no GPU\n")
+    assert (code, err) == (2, "pagetile: --device cuda: this PyTorch finds no GPU\n")

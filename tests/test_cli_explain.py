@@ -7,9 +7,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from pagewise.analysis.roofline import machine_names
-from pagewise.cli import main
-from pagewise.cli.app import app
+from pagetile.analysis.roofline import machine_names
+from pagetile.cli import main
+from pagetile.cli.app import app
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def run(capsys, tmp_path, monkeypatch):
 def test_help_is_narrow_and_has_examples(command):
     result = CliRunner().invoke(app, ["explain", command, "--help"])
     assert result.exit_code == 0
-    assert f"pagewise explain {command} " in result.stdout.split("Examples")[1]
+    assert f"pagetile explain {command} " in result.stdout.split("Examples")[1]
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
@@ -132,7 +132,7 @@ def test_windows_counts_a_layer_of_swin_unetr(run):
 def test_a_mistake_is_one_line_and_draws_nothing(args, message, run, tmp_path):
     code, out, err = run("explain", *args.split())
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"pagewise: .*\n", err)
+    assert re.fullmatch(r"pagetile: .*\n", err)
     assert message in err
     assert list(tmp_path.iterdir()) == []
 
@@ -140,7 +140,7 @@ def test_a_mistake_is_one_line_and_draws_nothing(args, message, run, tmp_path):
 def test_without_matplotlib_the_extra_is_named(tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None;"
-        "from pagewise.cli import main; sys.exit(main(['explain', 'tiles']))"
+        "from pagetile.cli import main; sys.exit(main(['explain', 'tiles']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
@@ -148,5 +148,5 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == "pagewise: matplotlib is not installed: in pagewise's folder, pip install '.[plots]'\n"
+        == "pagetile: matplotlib is not installed: in pagetile's folder, pip install '.[plots]'\n"
     )

@@ -1,4 +1,4 @@
-from pagewise.device import _left_by_limits
+from pagetile.device import _left_by_limits
 
 
 def write(folder, **files):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(find_spec("pagewise").origin).parent
+ROOT = Path(find_spec("pagetile").origin).parent
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
@@ -28,6 +28,7 @@ LAYERS = [
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
     ],
     ["ops"],
+    ["fused"],
     ["kv_cache.storage"],
     ["engine", "models"],
     ["integrations", "analysis", "testing"],
@@ -43,6 +44,7 @@ OPTIONAL = {
         "tiles.triton",
         "tiles.hopper",
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
+        "fused.*.triton",
     ),
     "transformers": ("integrations.swin.frameworks",),
     "monai": ("integrations.swin.frameworks",),
@@ -73,7 +75,7 @@ def fits(name, pattern):
 
 def inside(module):
     """A module's name without the package's."""
-    return module.removeprefix("pagewise").removeprefix(".")
+    return module.removeprefix("pagetile").removeprefix(".")
 
 
 def layer(module):
@@ -118,7 +120,7 @@ def module_level(node):
 
 
 def ours(name):
-    return name == "pagewise" or name.startswith("pagewise.")
+    return name == "pagetile" or name.startswith("pagetile.")
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -169,17 +171,17 @@ def test_the_rules_see_what_they_forbid(tmp_path):
         "if TYPE_CHECKING:\n    import triton\nelse:\n    import typer\n"
         "try:\n    import transformers.models\nexcept ImportError:\n    pass\n"
     )
-    names = {name for _, name in imports("pagewise.ops.paged_attention.checks", file)}
+    names = {name for _, name in imports("pagetile.ops.paged_attention.checks", file)}
     assert names == {
-        "pagewise.ops.paged_attention.cpu",
-        "pagewise.engine.llm",
-        "pagewise.ops.write_kv.api",
-        "pagewise.shapes",
+        "pagetile.ops.paged_attention.cpu",
+        "pagetile.engine.llm",
+        "pagetile.ops.write_kv.api",
+        "pagetile.shapes",
         "triton",
         "typer",
         "transformers.models",
         "numba",
-        "pagewise.server",
+        "pagetile.server",
     }
     nodes = module_level(ast.parse(file.read_text()))
     found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -204,7 +206,7 @@ def test_the_rules_see_what_they_forbid(tmp_path):
     ],
 )
 def test_the_layers_are_the_designs(low, high):
-    assert layer(f"pagewise.{low}") < layer(f"pagewise.{high}")
+    assert layer(f"pagetile.{low}") < layer(f"pagetile.{high}")
 
 
 # --- what an import costs, and what it needs ------------------------------------------------
@@ -215,31 +217,31 @@ def python(script):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-EVERY_PUBLIC_NAME = "[getattr(pagewise, name) for name in pagewise.__all__]"
+EVERY_PUBLIC_NAME = "[getattr(pagetile, name) for name in pagetile.__all__]"
 
 
 def test_importing_everything_public_brings_no_optional_library():
     script = f"""
 import sys, torch
 before = set(sys.modules)
-import pagewise
+import pagetile
 {EVERY_PUBLIC_NAME}
 print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
 """
     brought = set(python(script).split())
-    assert "pagewise" in brought
+    assert "pagetile" in brought
     assert not brought & OPTIONAL.keys()
 
 
 def test_the_first_import_waits_for_nothing_but_errors():
-    assert python("import sys, pagewise; print('torch' in sys.modules)") == "False\n"
+    assert python("import sys, pagetile; print('torch' in sys.modules)") == "False\n"
 
 
 def test_importing_costs_less_than_a_second_beyond_torch():
     script = f"""
 import time, torch
 start = time.process_time()
-import pagewise
+import pagetile
 {EVERY_PUBLIC_NAME}
 print(time.process_time() - start)
 """
@@ -250,11 +252,11 @@ BLOCKED = """
 import sys
 for name in {names}:
     sys.modules[name] = None
-import torch, pagewise
-from pagewise.ops.copy_blocks import copy_blocks
-from pagewise.ops.merge_states import merge_states
-from pagewise.ops.write_kv import write_kv
-from pagewise.testing import PagedCase, assert_matches, make_inputs
+import torch, pagetile
+from pagetile.ops.copy_blocks import copy_blocks
+from pagetile.ops.merge_states import merge_states
+from pagetile.ops.write_kv import write_kv
+from pagetile.testing import PagedCase, assert_matches, make_inputs
 
 inputs = make_inputs(PagedCase((1, 5), (30, 5), dtype=torch.bfloat16))
 result = inputs.attend(impl="reference")

@@ -9,7 +9,7 @@ import torch
 from benchmarks import libraries
 from benchmarks.gpu_inputs import Inputs, Shape
 
-from pagewise import PagedBatch, paged_attention
+from pagetile import PagedBatch, paged_attention
 
 SHAPE = Shape(num_heads=4, num_kv_heads=2, head_size=32, block_size=8)
 LENGTHS = (37, 8, 20)

@@ -7,22 +7,22 @@ import types
 
 import pytest
 
-import pagewise
-import pagewise.testing
-from pagewise.errors import PagewiseError
+import pagetile
+import pagetile.testing
+from pagetile.errors import PagetileError
 
 PACKAGES = [
     module.name
-    for module in pkgutil.walk_packages(pagewise.__path__, "pagewise.")
+    for module in pkgutil.walk_packages(pagetile.__path__, "pagetile.")
     if not {"cli", "server", "integrations", "__main__"} & set(module.name.split("."))
 ]
 WITH_ALL = [
-    name for name in ["pagewise", *PACKAGES] if hasattr(importlib.import_module(name), "__all__")
+    name for name in ["pagetile", *PACKAGES] if hasattr(importlib.import_module(name), "__all__")
 ]
 
 
 def test_the_modules_that_name_their_public_names_include_these():
-    assert {"pagewise", "pagewise.testing", "pagewise.ops.paged_attention"} <= set(WITH_ALL)
+    assert {"pagetile", "pagetile.testing", "pagetile.ops.paged_attention"} <= set(WITH_ALL)
 
 
 @pytest.mark.parametrize("name", WITH_ALL)
@@ -33,13 +33,13 @@ def test_all_names_exist_and_stand_once(name):
         assert hasattr(module, public), public
 
 
-@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+@pytest.mark.parametrize("name", ["pagetile", "pagetile.testing"])
 def test_all_is_sorted(name):
     names = importlib.import_module(name).__all__
     assert list(names) == sorted(names, key=lambda word: (not word.isupper(), word))
 
 
-@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+@pytest.mark.parametrize("name", ["pagetile", "pagetile.testing"])
 def test_all_is_exact(name):
     module = importlib.import_module(name)
     public = {
@@ -52,11 +52,11 @@ def test_all_is_exact(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="pagewise"):
-        pagewise.paged_atention  # noqa: B018
+    with pytest.raises(AttributeError, match="pagetile"):
+        pagetile.paged_atention  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+@pytest.mark.parametrize("name", ["pagetile", "pagetile.testing"])
 def test_every_public_name_is_explained(name):
     module = importlib.import_module(name)
     assert inspect.getdoc(module)
@@ -69,7 +69,7 @@ def test_every_public_name_is_explained(name):
         assert not generated, public
 
 
-@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+@pytest.mark.parametrize("name", ["pagetile", "pagetile.testing"])
 def test_every_public_function_explains_its_arguments_and_shows_a_call(name):
     module = importlib.import_module(name)
     for public in module.__all__:
@@ -91,7 +91,7 @@ def public_members(kind):
     }
 
 
-@pytest.mark.parametrize("name", ["pagewise", "pagewise.testing"])
+@pytest.mark.parametrize("name", ["pagetile", "pagetile.testing"])
 def test_every_public_method_is_explained(name):
     module = importlib.import_module(name)
     for public in module.__all__:
@@ -102,6 +102,6 @@ def test_every_public_method_is_explained(name):
 
 
 def test_every_error_has_one_root():
-    names = [name for name in pagewise.__all__ if name.endswith("Error")]
+    names = [name for name in pagetile.__all__ if name.endswith("Error")]
     assert len(names) == 6
-    assert all(issubclass(getattr(pagewise, name), PagewiseError) for name in names)
+    assert all(issubclass(getattr(pagetile, name), PagetileError) for name in names)

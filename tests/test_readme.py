@@ -22,4 +22,4 @@ def test_the_paths_it_names_exist() -> None:
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
     folders = re.findall(r"^[├└]── (\w+)/", readme, re.MULTILINE)
-    assert [name for name in folders if not (ROOT / "src/pagewise" / name).is_dir()] == []
+    assert [name for name in folders if not (ROOT / "src/pagetile" / name).is_dir()] == []

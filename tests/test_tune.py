@@ -13,11 +13,11 @@ from benchmarks.cases import GPU_CASES
 from benchmarks.gpu_attention import GpuDecodeCase
 from typer.testing import CliRunner
 
-from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention import triton_tiles
-from pagewise.ops.paged_attention.plan import make_plan
-from pagewise.ops.paged_attention.problem import Problem
-from pagewise.ops.paged_attention.triton_tiles import MEASURED, Tiles, choose_tiles, kind_of
+from pagetile.device import DeviceInfo
+from pagetile.ops.paged_attention import triton_tiles
+from pagetile.ops.paged_attention.plan import make_plan
+from pagetile.ops.paged_attention.problem import Problem
+from pagetile.ops.paged_attention.triton_tiles import MEASURED, Tiles, choose_tiles, kind_of
 
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 OTHER = DeviceInfo("cuda", 114, "NVIDIA H100 PCIe", capability=(9, 0))

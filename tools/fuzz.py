@@ -29,10 +29,10 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
-from pagewise.device import DeviceInfo
-from pagewise.errors import UnsupportedError
-from pagewise.ops.paged_attention import make_plan
-from pagewise.testing import (
+from pagetile.device import DeviceInfo
+from pagetile.errors import UnsupportedError
+from pagetile.ops.paged_attention import make_plan
+from pagetile.testing import (
     PagedCase,
     PagedInputs,
     compare,
@@ -43,7 +43,7 @@ from pagewise.testing import (
     tolerance,
     vary,
 )
-from pagewise.tiles.state import AttentionOutput
+from pagetile.tiles.state import AttentionOutput
 
 REFERENCE_EVERY = 8
 GPU_IMPLEMENTATIONS = ("auto", "hopper_prefill", "hopper", "triton")

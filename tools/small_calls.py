@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewise import (
+from pagetile import (
     attention,
     attention_scores,
     copy_blocks,
@@ -25,8 +25,8 @@ from pagewise import (
     window_attention,
     write_kv,
 )
-from pagewise.testing import PagedCase, compare, make_inputs
-from pagewise.tiles.state import AttentionOutput
+from pagetile.testing import PagedCase, compare, make_inputs
+from pagetile.tiles.state import AttentionOutput
 
 LONG: dict[str, Any] = {"query_lens": (1, 1, 1), "seq_lens": (150, 700, 33)}
 SEVERAL: dict[str, Any] = {"query_lens": (70, 130), "seq_lens": (70, 150)}

@@ -1,12 +1,12 @@
-"""Train the checkpoint that ships in `pagewise.demo`: a small Llama that writes Python.
+"""Train the checkpoint that ships in `pagetile.demo`: a small Llama that writes Python.
 
-    python tools/train_demo.py --tokens 40_000_000 --out src/pagewise/demo    # the shipped one
+    python tools/train_demo.py --tokens 40_000_000 --out src/pagetile/demo    # the shipped one
     python tools/train_demo.py --minutes 30 --out demo     # a budget in minutes instead
-    python tools/train_demo.py --evaluate src/pagewise/demo    # held-out bits per byte only
+    python tools/train_demo.py --evaluate src/pagetile/demo    # held-out bits per byte only
 
 The text is the standard library of the Python that runs this script, or what `--source` names.
 About one file in 25, chosen by a hash of its path, is held out whole: neither the tokenizer nor
-the model sees it. Needs `pagewise[engine]` and a C++ compiler; takes a GPU if there is one.
+the model sees it. Needs `pagetile[engine]` and a C++ compiler; takes a GPU if there is one.
 """
 
 import argparse
@@ -264,9 +264,9 @@ pipeline_tag: text-generation
 license: psf-2.0
 ---
 
-# The pagewise demo checkpoint
+# The pagetile demo checkpoint
 
-A small Llama that continues Python source code. `pagewise` ships it so that a real checkpoint runs
+A small Llama that continues Python source code. `pagetile` ships it so that a real checkpoint runs
 without a download. It shows off an engine; it is no coding assistant.
 
 - **Held out: {bits:.3f} bits per byte**, over {len(held_out)} whole files ({num_bytes(held_out):,}

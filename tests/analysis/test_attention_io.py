@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewise.analysis.attention_io import (
+from pagetile.analysis.attention_io import (
     AttentionShape,
     compulsory,
     longest_resident,
@@ -15,9 +15,9 @@ from pagewise.analysis.attention_io import (
     tile_bytes,
     tiled,
 )
-from pagewise.analysis.tile_walk import FULL, MASKED, SKIPPED, TileWalk
-from pagewise.analysis.traffic import Stream, Traffic, format_count
-from pagewise.errors import ShapeError
+from pagetile.analysis.tile_walk import FULL, MASKED, SKIPPED, TileWalk
+from pagetile.analysis.traffic import Stream, Traffic, format_count
+from pagetile.errors import ShapeError
 
 walks = st.builds(
     TileWalk,

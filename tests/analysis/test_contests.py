@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from pagewise.analysis.attention_io import AttentionShape, compulsory
-from pagewise.analysis.contests import attention_contest, scores_contest
-from pagewise.analysis.roofline import Work
-from pagewise.analysis.side_by_side import Contest, Result, compare
-from pagewise.analysis.window_contest import windows_contest
-from pagewise.analysis.window_grid import WindowGrid
+from pagetile.analysis.attention_io import AttentionShape, compulsory
+from pagetile.analysis.contests import attention_contest, scores_contest
+from pagetile.analysis.roofline import Work
+from pagetile.analysis.side_by_side import Contest, Result, compare
+from pagetile.analysis.window_contest import windows_contest
+from pagetile.analysis.window_grid import WindowGrid
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def errors(contest: Contest) -> dict[str, float]:
 )
 def test_everybody_computes_the_same_attention(shape):
     contest = attention_contest(shape, dtype=torch.float32, device=CPU)
-    assert next(iter(contest.contestants)) == "pagewise.attention"
+    assert next(iter(contest.contestants)) == "pagetile.attention"
     assert max(errors(contest).values()) < 2e-6
     assert contest.work.bytes == compulsory(shape).bytes
 

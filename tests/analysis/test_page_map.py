@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pagewise.analysis.page_map import HeldBlocks, PageMap
-from pagewise.kv_cache import BlockPool, BlockTable, PrefixIndex
+from pagetile.analysis.page_map import HeldBlocks, PageMap
+from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex
 
 
 def _grid(page_map: PageMap) -> str:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pagewise.analysis.io_curves import io_curves
-from pagewise.analysis.pictures import draw_io, draw_tiles, draw_windows, save
-from pagewise.analysis.tile_walk import TileWalk
-from pagewise.analysis.window_grid import WindowGrid
-from pagewise.errors import RequestError, ShapeError
+from pagetile.analysis.io_curves import io_curves
+from pagetile.analysis.pictures import draw_io, draw_tiles, draw_windows, save
+from pagetile.analysis.tile_walk import TileWalk
+from pagetile.analysis.window_grid import WindowGrid
+from pagetile.errors import RequestError, ShapeError
 
 pytest.importorskip("matplotlib", reason="pictures need the extra 'plots'")
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from pagewise.analysis import measure
-from pagewise.analysis.attention_io import AttentionShape
-from pagewise.analysis.decode_io import DecodeShape, compulsory, seconds_at
-from pagewise.analysis.roofline import (
+from pagetile.analysis import measure
+from pagetile.analysis.attention_io import AttentionShape
+from pagetile.analysis.decode_io import DecodeShape, compulsory, seconds_at
+from pagetile.analysis.roofline import (
     Machine,
     Work,
     attention_work,
@@ -15,8 +15,8 @@ from pagewise.analysis.roofline import (
     machine_names,
     window_work,
 )
-from pagewise.analysis.window_io import WindowShape
-from pagewise.errors import RequestError, ShapeError
+from pagetile.analysis.window_io import WindowShape
+from pagetile.errors import RequestError, ShapeError
 
 # The survey's H200: its own measured bandwidth and product rate, exponentials by arithmetic.
 SURVEY = Machine("h", "", 4.3e12, {"bfloat16": 790e12}, 132 * 16 * 1.83e9, "")

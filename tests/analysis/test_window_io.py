@@ -3,14 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagewise.analysis.window_io import (
+from pagetile.analysis.window_io import (
     WindowShape,
     backward_compulsory,
     compulsory,
     multiprocessor,
     unfused,
 )
-from pagewise.errors import ShapeError
+from pagetile.errors import ShapeError
 
 # windows, heads, tokens, head size, masked; compulsory, half, AMP and SDPA bytes as the survey of
 # workloads has them, to three digits.

@@ -1,7 +1,7 @@
 """Every block of code in ``docs/learn`` runs, prints what the page says, and draws its pictures.
 
 A page is one program: its ``python`` blocks run in order in one namespace, and lines of ``bash``
-blocks that start with ``pagewise`` run between them, in an empty folder. A ``text`` block right
+blocks that start with ``pagetile`` run between them, in an empty folder. A ``text`` block right
 after a block of code is what that block prints.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewise.cli import main
+from pagetile.cli import main
 
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
 PAGES = sorted(path.stem for path in LEARN.glob("*.md"))
@@ -63,9 +63,9 @@ def run_block(block: Block, page: str, names: dict[str, object]) -> str:
 
 
 def commands(block: Block) -> list[str]:
-    """Its ``pagewise`` commands."""
+    """Its ``pagetile`` commands."""
     lines = block.content.replace("\\\n", " ").splitlines() if block.language == "bash" else []
-    return [line for line in lines if line.startswith("pagewise ")]
+    return [line for line in lines if line.startswith("pagetile ")]
 
 
 def words(picture: str) -> list[str]:
@@ -122,8 +122,8 @@ def test_a_wrong_output_and_a_failing_block_are_noticed():
     assert run_block(first, "x", {}) == "1\n"
     with pytest.raises(AssertionError):
         run_block(second, "x", {})
-    bash = Block("bash", "pagewise explain tiles --tile 5 \\\n  --causal\n", 1)
-    assert commands(bash) == ["pagewise explain tiles --tile 5    --causal"]
+    bash = Block("bash", "pagetile explain tiles --tile 5 \\\n  --causal\n", 1)
+    assert commands(bash) == ["pagetile explain tiles --tile 5    --causal"]
     with pytest.raises(AssertionError):
         run_block(bash, "x", {})
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from pagewise.engine import detokenizer as module
-from pagewise.engine.detokenizer import Detokenizer
-from pagewise.engine.sampling_params import SamplingParams
-from pagewise.errors import RequestError
+from pagetile.engine import detokenizer as module
+from pagetile.engine.detokenizer import Detokenizer
+from pagetile.engine.sampling_params import SamplingParams
+from pagetile.errors import RequestError
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1,024 tokens -- isn't it?",

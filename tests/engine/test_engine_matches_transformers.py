@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagewise import LLM, SamplingParams
-from pagewise.testing.models import FAMILIES, tiny_model
+from pagetile import LLM, SamplingParams
+from pagetile.testing.models import FAMILIES, tiny_model
 
 NEW_TOKENS = 12
 

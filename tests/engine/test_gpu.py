@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from pagewise import LLM, SamplingParams, demo
-from pagewise.engine.cuda_graphs import DecodeGraphs
-from pagewise.engine.sampler import SamplingInput, sample
-from pagewise.engine.step_inputs import StepInputs
-from pagewise.testing.models import tiny_model
+from pagetile import LLM, SamplingParams, demo
+from pagetile.engine.cuda_graphs import DecodeGraphs
+from pagetile.engine.sampler import SamplingInput, sample
+from pagetile.engine.step_inputs import StepInputs
+from pagetile.testing.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 

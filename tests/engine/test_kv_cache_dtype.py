@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagewise import LLM, RequestError, SamplingParams
+from pagetile import LLM, RequestError, SamplingParams
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item"
 HALF_STEPS = {"int8": 1 / 254, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}  # of the largest number

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagewise import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
-from pagewise.engine.intake import Intake
-from pagewise.testing.models import REFUSED, tiny_model
+from pagetile import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
+from pagetile.engine.intake import Intake
+from pagetile.testing.models import REFUSED, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x ="]

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagewise.engine import sampler
-from pagewise.engine.sampler import SampledToken, SamplingInput, sample
-from pagewise.engine.sampling_params import SamplingParams
-from pagewise.errors import DTypeError, ShapeError
+from pagetile.engine import sampler
+from pagetile.engine.sampler import SampledToken, SamplingInput, sample
+from pagetile.engine.sampling_params import SamplingParams
+from pagetile.errors import DTypeError, ShapeError
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagewise.engine import sampling_params
-from pagewise.engine.sampling_params import SamplingParams
-from pagewise.errors import RequestError
+from pagetile.engine import sampling_params
+from pagetile.engine.sampling_params import SamplingParams
+from pagetile.errors import RequestError
 
 NAN, INF = math.nan, math.inf
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from pagewise.engine.cuda_graphs import padded_sizes
-from pagewise.engine.step_inputs import StepInputs, make_batch
-from pagewise.kv_cache.storage import KVCache
-from pagewise.models import load_model
-from pagewise.testing.models import tiny_model
-from pagewise.transfer import pack, unpack
+from pagetile.engine.cuda_graphs import padded_sizes
+from pagetile.engine.step_inputs import StepInputs, make_batch
+from pagetile.kv_cache.storage import KVCache
+from pagetile.models import load_model
+from pagetile.testing.models import tiny_model
+from pagetile.transfer import pack, unpack
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

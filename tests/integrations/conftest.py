@@ -5,8 +5,8 @@ import pytest
 
 @pytest.fixture
 def attentions(monkeypatch):
-    """Arguments of every call of ``pagewise.window_attention`` that a drop-in makes."""
-    from pagewise.integrations.swin import attend
+    """Arguments of every call of ``pagetile.window_attention`` that a drop-in makes."""
+    from pagetile.integrations.swin import attend
 
     calls = []
     call = attend.window_attention

@@ -3,7 +3,7 @@
 from benchmarks.swin_unetr import SwinUnetrCase
 from swin_models import framework
 
-from pagewise.integrations.swin import attend
+from pagetile.integrations.swin import attend
 
 
 def spoil_attention(monkeypatch):
@@ -18,7 +18,7 @@ def spoil_attention(monkeypatch):
 
 def spoil_norms(monkeypatch):
     """No residual is normalised any more."""
-    from pagewise.integrations.swin.frameworks import monai_blocks
+    from pagetile.integrations.swin.frameworks import monai_blocks
 
     call = monai_blocks.instance_norm
 

@@ -5,8 +5,8 @@ import torch
 from swin_models import Case, framework, gradients, monai, unetr
 from test_swin_parity import assert_as_close, assert_same, check_parity, errors
 
-from pagewise.integrations import swin
-from pagewise.integrations.swin.swapped import SwappedBlock, SwappedNorms
+from pagetile.integrations import swin
+from pagetile.integrations.swin.swapped import SwappedBlock, SwappedNorms
 
 SMALL = Case(unetr, (1, 1, 64, 32, 32))
 
@@ -15,7 +15,7 @@ SMALL = Case(unetr, (1, 1, 64, 32, 32))
 def norms(monkeypatch):
     """Every call of ``instance_norm`` that a drop-in makes."""
     framework("monai.networks.blocks.dynunet_block")
-    from pagewise.integrations.swin.frameworks import monai_blocks
+    from pagetile.integrations.swin.frameworks import monai_blocks
 
     calls = []
     call = monai_blocks.instance_norm

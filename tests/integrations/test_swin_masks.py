@@ -7,9 +7,9 @@ import pytest
 import torch
 from swin_models import CASES, framework
 
-from pagewise.integrations import swin
-from pagewise.integrations.swin.masks import RegionMemory, dense_mask
-from pagewise.ops.window_attention import shift_regions
+from pagetile.integrations import swin
+from pagetile.integrations.swin.masks import RegionMemory, dense_mask
+from pagetile.ops.window_attention import shift_regions
 
 GRID = ((8, 12), (4, 4), (2, 2))
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_a_mask_of_another_form_stays_dense():
 
 
 def test_a_mask_is_read_once(monkeypatch):
-    from pagewise.integrations.swin import masks
+    from pagetile.integrations.swin import masks
 
     times = []
     read = masks.regions_from_mask

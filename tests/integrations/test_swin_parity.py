@@ -6,7 +6,7 @@ import pytest
 import torch
 from swin_models import CASES, Case, gradients, monai, result, unetr
 
-from pagewise.integrations import swin
+from pagetile.integrations import swin
 
 ATTENTION = ("bias_table", "logit_scale", "qkv", "q_proj", "k_proj", "cpb_mlp", "position_bias_mlp")
 

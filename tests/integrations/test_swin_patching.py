@@ -10,9 +10,9 @@ import pytest
 import torch
 from swin_models import CASES, framework, gradients, result, transformers
 
-from pagewise import DTypeError, UnsupportedError
-from pagewise.integrations import swin
-from pagewise.integrations.swin.swapped import Swapped, SwappedAttention, SwappedLayer
+from pagetile import DTypeError, UnsupportedError
+from pagetile.integrations import swin
+from pagetile.integrations.swin.swapped import Swapped, SwappedAttention, SwappedLayer
 
 ONE_EACH = ["monai-3d", "torchvision-v1", "torchvision-v2", "timm-v1-dynamic", "timm-v2"]
 ONE_EACH += ["transformers-v1", "transformers-v2"]
@@ -176,7 +176,7 @@ def test_export_sees_the_original(name, strict):
     swin.patch(model)
     after = operators(torch.export.export(model, (x,), strict=strict).graph)
     assert after == before
-    assert not any("pagewise" in operator for operator in after)
+    assert not any("pagetile" in operator for operator in after)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -186,7 +186,7 @@ def test_tracing_sees_the_original(name):
     before = str(torch.jit.trace(model, x, check_trace=False).inlined_graph)
     swin.patch(model)
     after = str(torch.jit.trace(model, x, check_trace=False).inlined_graph)
-    assert "pagewise::" not in after
+    assert "pagetile::" not in after
     assert after.count("aten::softmax") == before.count("aten::softmax") > 0
 
 
@@ -197,7 +197,7 @@ def test_scripting_unpatches(name):
     expected = model(x)
     swin.patch(model)
     scripted = torch.jit.script(model)
-    assert "pagewise" not in str(scripted.inlined_graph)
+    assert "pagetile" not in str(scripted.inlined_graph)
     torch.testing.assert_close(scripted(x), expected, rtol=1e-4, atol=1e-5)
     assert not any(isinstance(module, Swapped) for module in model.modules())
     assert swin.patch(model).attentions
@@ -449,7 +449,7 @@ def test_a_release_that_is_laid_out_otherwise_is_left_alone(monkeypatch):
     assert "laid out otherwise" in left[0].what
 
     swin.unpatch(model)
-    monkeypatch.delitem(sys.modules, "pagewise.integrations.swin.frameworks.transformers")
+    monkeypatch.delitem(sys.modules, "pagetile.integrations.swin.frameworks.transformers")
     monkeypatch.delattr(sys.modules[kind.__module__], "SwinAttention")
     report = swin.patch(model)
     assert not report.attentions

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-import pagewise.kv_cache
-from pagewise.errors import OutOfBlocksError, ShapeError
-from pagewise.kv_cache import BlockPool
+import pagetile.kv_cache
+from pagetile.errors import OutOfBlocksError, ShapeError
+from pagetile.kv_cache import BlockPool
 
 
 def free_list(pool):
@@ -191,7 +191,7 @@ def test_check_finds_tables_that_do_not_match(tables, numbers):
 
 
 def test_no_check_vanishes_under_python_O():
-    for path in Path(pagewise.kv_cache.__file__).parent.glob("*.py"):
+    for path in Path(pagetile.kv_cache.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewise.errors import OutOfBlocksError, ShapeError
-from pagewise.kv_cache import BlockPool, BlockTable
+from pagetile.errors import OutOfBlocksError, ShapeError
+from pagetile.kv_cache import BlockPool, BlockTable
 
 
 def make(num_blocks=8, block_size=4, num_tokens=0):

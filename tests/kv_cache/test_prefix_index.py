@@ -2,8 +2,8 @@ from itertools import product
 
 import pytest
 
-from pagewise.errors import DTypeError, ShapeError
-from pagewise.kv_cache import PrefixIndex, prefix_index
+from pagetile.errors import DTypeError, ShapeError
+from pagetile.kv_cache import PrefixIndex, prefix_index
 
 
 def chain_of(index, token_ids, salt=None):

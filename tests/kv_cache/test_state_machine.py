@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pagewise.errors import OutOfBlocksError
-from pagewise.kv_cache import BlockPool, BlockTable, PrefixIndex
+from pagetile.errors import OutOfBlocksError
+from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex
 
 # Few texts, few tokens and few salts, so that prefixes meet.
 TEXTS = ([0] * 12, [0, 0, 0, 1] * 3, [1, 0] * 6)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from pagewise.errors import DTypeError, OutOfBlocksError, ShapeError
-from pagewise.kv_cache.storage import KVCache, LayerSpec
+from pagetile.errors import DTypeError, OutOfBlocksError, ShapeError
+from pagetile.kv_cache.storage import KVCache, LayerSpec
 
 LAYERS = [LayerSpec(2, 64, 64), LayerSpec(1, 32, 8)]
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]

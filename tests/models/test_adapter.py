@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 
-from pagewise import PagedBatch, ShapeError, UnsupportedError
-from pagewise.kv_cache.storage import KVCache
-from pagewise.models import ForwardBatch, PagedModel, load_model
-from pagewise.models import attention as attention_module
-from pagewise.testing.models import FAMILIES, UNUSUAL, tiny_model
+from pagetile import PagedBatch, ShapeError, UnsupportedError
+from pagetile.kv_cache.storage import KVCache
+from pagetile.models import ForwardBatch, PagedModel, load_model
+from pagetile.models import attention as attention_module
+from pagetile.testing.models import FAMILIES, UNUSUAL, tiny_model
 
 LENGTHS = (5, 19, 31)  # the longer ones reach past every window, twice
 NOWHERE = 2147480000  # past the end of a table row anything may stand
@@ -319,7 +319,7 @@ def test_a_cache_of_another_model_does_not_bind():
 def test_our_attention_called_by_another_says_so():
     model = tiny_model("llama")
     load_model(model)
-    model.set_attn_implementation("pagewise")
+    model.set_attn_implementation("pagetile")
     with pytest.raises(UnsupportedError, match=r"outside of PagedModel\.forward"):
         model(torch.tensor([[1, 2, 3]]))
 
@@ -369,5 +369,5 @@ def test_a_failed_forward_leaves_nothing_behind():
             )
         )
     assert model.config._attn_implementation == implementation
-    assert not any("pagewise_layer" in vars(module) for module in model.modules())
+    assert not any("pagetile_layer" in vars(module) for module in model.modules())
     paged.forward(step)

@@ -7,10 +7,10 @@ import torch
 from test_adapter import Packing, eager_logits, row_errors, sequences_of
 from torch import nn
 
-from pagewise.errors import UnsupportedError
-from pagewise.models import ForwardBatch, fused, load_model, paged_model
-from pagewise.models.fused import find_impl, find_replacements
-from pagewise.testing.models import tiny_model
+from pagetile.errors import UnsupportedError
+from pagetile.models import ForwardBatch, fused, load_model, paged_model
+from pagetile.models.fused import find_impl, find_replacements
+from pagetile.testing.models import tiny_model
 
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
@@ -273,7 +273,7 @@ def test_a_failure_within_a_replacement_leaves_nothing_behind(impl, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         paged.forward(step)
     assert not any("forward" in vars(module) for module in model.modules())
-    assert model.config._attn_implementation != "pagewise"
+    assert model.config._attn_implementation != "pagetile"
 
 
 def test_what_somebody_puts_on_a_module_later_is_theirs(impl):
@@ -317,7 +317,7 @@ def test_a_replacement_that_is_wrong_does_not_pass_the_proof(monkeypatch):
 def test_on_a_cpu_nothing_is_replaced():
     assert find_impl(torch.device("cpu"), torch.float32) is None
     paged = load_model(tiny_model("llama"))
-    assert [attribute for _, attribute, _ in paged._attributes] == ["pagewise_layer"] * 3
+    assert [attribute for _, attribute, _ in paged._attributes] == ["pagetile_layer"] * 3
 
 
 @pytest.mark.gpu

@@ -11,9 +11,9 @@ import sys
 import pytest
 import torch
 
-from pagewise import RequestError
-from pagewise.models import load_model, load_tokenizer
-from pagewise.testing.models import tiny_model
+from pagetile import RequestError
+from pagetile.models import load_model, load_tokenizer
+from pagetile.testing.models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_nothing_is_printed(saved, capfd):
 
 
 def test_transformers_is_imported_only_when_a_model_is_loaded():
-    code = "import pagewise.models, sys; sys.exit('transformers' in sys.modules)"
+    code = "import pagetile.models, sys; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

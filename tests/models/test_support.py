@@ -8,13 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from pagewise import LLM, RequestError, SamplingParams, UnsupportedError
-from pagewise.kv_cache.storage import LayerSpec
-from pagewise.models import attention as attention_module
-from pagewise.models import load_model
-from pagewise.models.probe import AttentionCall, describe_layers
-from pagewise.models.support import check_config, find_limit
-from pagewise.testing.models import REFUSED, tiny_config, tiny_model
+from pagetile import LLM, RequestError, SamplingParams, UnsupportedError
+from pagetile.kv_cache.storage import LayerSpec
+from pagetile.models import attention as attention_module
+from pagetile.models import load_model
+from pagetile.models.probe import AttentionCall, describe_layers
+from pagetile.models.support import check_config, find_limit
+from pagetile.testing.models import REFUSED, tiny_config, tiny_model
 
 
 def config_of(model_type: str, **options):
@@ -199,7 +199,7 @@ def test_tokens_that_are_counted_in_the_step_stay_below_what_is_counted_to():
 
 
 def test_a_chunk_longer_than_the_proof_shows_in_the_mask(monkeypatch):
-    monkeypatch.setattr("pagewise.models.paged_model.check_config", lambda *args: None)
+    monkeypatch.setattr("pagetile.models.paged_model.check_config", lambda *args: None)
     with pytest.raises(UnsupportedError, match="its own mask hides position 0 to position 32"):
         load_model(chunked_model())
 
@@ -319,7 +319,7 @@ def test_loading_leaves_the_model_as_it_was(head_size, runs):
     with nullcontext() if runs else pytest.raises(UnsupportedError):
         load_model(model)
     assert (model.config._attn_implementation, model.config.pad_token_id) == (implementation, 5)
-    assert not any("pagewise_layer" in vars(module) for module in model.modules())
+    assert not any("pagetile_layer" in vars(module) for module in model.modules())
     assert not any(module._forward_hooks for module in model.modules())
 
 

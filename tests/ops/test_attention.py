@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pagewise import AttentionOutput, UnsupportedError, attention, explain_attention
-from pagewise.testing import poisoned_memory
-from pagewise.tiles.eager import attend
+from pagetile import AttentionOutput, UnsupportedError, attention, explain_attention
+from pagetile.testing import poisoned_memory
+from pagetile.tiles.eager import attend
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ON_GPU = torch.cuda.is_available()
@@ -404,8 +404,8 @@ def test_gradients_have_the_same_bits_where_torch_is_to_give_them(size):
 @pytest.mark.parametrize("has_d_lse", [False, True])
 def test_rows_beyond_a_sequence_have_no_weights(has_d_lse):
     """A tile of queries may end behind its sequence: on Hopper all are as long."""
-    from pagewise.ops.attention.problem import Problem
-    from pagewise.ops.attention.triton_backward import prepare
+    from pagetile.ops.attention.problem import Problem
+    from pagetile.ops.attention.triton_backward import prepare
 
     device = "cuda" if ON_GPU else "cpu"
     problem = Problem(2, 10, 5, 5, 3, 3, 24, 24, F32, False)
@@ -425,7 +425,7 @@ def test_rows_beyond_a_sequence_have_no_weights(has_d_lse):
 @pytest.mark.interpret
 def test_sums_of_gradients_are_scaled_and_rounded():
     """From whole tiles to rows that exist, and from a tile's columns to the head's."""
-    from pagewise.ops.attention.hopper_backward import make_finish
+    from pagetile.ops.attention.hopper_backward import make_finish
 
     device = "cuda" if ON_GPU else "cpu"
     sums = torch.randn(3, 2, 128, 64, device=device)  # heads, sequences, rows, columns
@@ -555,7 +555,7 @@ def leaves_of(*heads, dtype=F32, tokens=6):
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize("case", [Case((3, 4), (5, 4)), Case((3,), (5,), batch=2, head_size=24)])
 def test_the_operation_keeps_torchs_contract(case, impl):
-    operator = torch.ops.pagewise.attention.default
+    operator = torch.ops.pagetile.attention.default
 
     inputs = Inputs(replace(case, causal=True))
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]

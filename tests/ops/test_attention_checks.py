@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagewise import (
+from pagetile import (
     DTypeError,
     ShapeError,
     UnsupportedError,

@@ -19,13 +19,13 @@ from test_compiled import (
 from test_hopper_compile import SHARED_MEMORY, disassemble, loops_that_multiply
 from triton.backends.compiler import GPUTarget
 
-from pagewise.device import DeviceInfo
-from pagewise.ops.attention import hopper_backward as hopper
-from pagewise.ops.attention import op
-from pagewise.ops.attention import triton as forward
-from pagewise.ops.attention import triton_backward as backward
-from pagewise.ops.attention.problem import Problem
-from pagewise.ops.attention_scores import triton as scores
+from pagetile.device import DeviceInfo
+from pagetile.ops.attention import hopper_backward as hopper
+from pagetile.ops.attention import op
+from pagetile.ops.attention import triton as forward
+from pagetile.ops.attention import triton_backward as backward
+from pagetile.ops.attention.problem import Problem
+from pagetile.ops.attention_scores import triton as scores
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SMALL = DeviceInfo("cuda", 128, "RTX", capability=(8, 9), shared_memory=99 << 10)

@@ -8,8 +8,8 @@ import torch
 from line_memory import LineMemory
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagewise import DTypeError, ShapeError, UnsupportedError, attention_scores
-from pagewise.testing import poisoned_memory
+from pagetile import DTypeError, ShapeError, UnsupportedError, attention_scores
+from pagetile.testing import poisoned_memory
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ON_GPU = torch.cuda.is_available()
@@ -38,7 +38,7 @@ IMPLEMENTATIONS = ["reference", "cpu", pytest.param("triton", marks=pytest.mark.
 @pytest.fixture(autouse=True)
 def memory_for_the_interpreter(monkeypatch):
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from pagewise.ops.attention_scores import triton
+        from pagetile.ops.attention_scores import triton
 
         monkeypatch.setattr(triton, "_refuse_interpreter", lambda device: None)
         memory = LineMemory()
@@ -52,7 +52,7 @@ def memory_for_the_interpreter(monkeypatch):
 @pytest.fixture
 def as_on_hopper(monkeypatch):
     """What is interpreted is what would run there."""
-    triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
+    triton = pytest.importorskip("pagetile.ops.attention_scores.triton")
     make = triton.make_launcher
     if not ON_GPU:
         monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_heads_one_after_another_and_products_as_they_are(is_flat, scale, impl):
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="a compiled kernel has its own")
 def test_more_of_a_batch_than_an_axis_of_a_grid(monkeypatch):
-    triton = pytest.importorskip("pagewise.ops.attention_scores.triton")
+    triton = pytest.importorskip("pagetile.ops.attention_scores.triton")
     monkeypatch.setattr(triton, "_MOST", 2)  # which is 128 bytes of these, as that of all is
     check((5, 2, 4, 8, 8), F16, "triton")
     with pytest.raises(UnsupportedError, match="num_heads is 3; up to 2 run"):

@@ -14,13 +14,13 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: nothing 
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from pagewise.ops.copy_blocks import triton as copy_blocks  # noqa: E402
-from pagewise.ops.instance_norm import triton as instance_norm  # noqa: E402
-from pagewise.ops.merge_states import triton as merge_states  # noqa: E402
-from pagewise.ops.rms_norm import triton as rms_norm  # noqa: E402
-from pagewise.ops.rotary import triton as rotary  # noqa: E402
-from pagewise.ops.window_attention import triton_rows  # noqa: E402
-from pagewise.ops.write_kv import triton as write_kv  # noqa: E402
+from pagetile.fused.instance_norm import triton as instance_norm  # noqa: E402
+from pagetile.fused.rms_norm import triton as rms_norm  # noqa: E402
+from pagetile.fused.rotary import triton as rotary  # noqa: E402
+from pagetile.ops.copy_blocks import triton as copy_blocks  # noqa: E402
+from pagetile.ops.merge_states import triton as merge_states  # noqa: E402
+from pagetile.ops.window_attention import triton_rows  # noqa: E402
+from pagetile.ops.write_kv import triton as write_kv  # noqa: E402
 
 SLACK = 0 if triton.__version__.startswith("3.6.") else 96
 """Bytes a thread that other releases may spill more than the one that GPUs are tested with, which

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagewise.device import refusing_to_wait
-from pagewise.errors import DTypeError, ShapeError, UnsupportedError
-from pagewise.ops.copy_blocks import copy_blocks
+from pagetile.device import refusing_to_wait
+from pagetile.errors import DTypeError, ShapeError, UnsupportedError
+from pagetile.ops.copy_blocks import copy_blocks
 
 DTYPES = [
     torch.float32,

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from pagewise.device import DeviceInfo
-from pagewise.ops import dispatch
-from pagewise.ops.merge_states.api import IMPLEMENTATIONS
-from pagewise.ops.merge_states.problem import Problem
+from pagetile.device import DeviceInfo
+from pagetile.ops import dispatch
+from pagetile.ops.merge_states.api import IMPLEMENTATIONS
+from pagetile.ops.merge_states.problem import Problem
 
-PACKAGE = "pagewise.ops.merge_states"
+PACKAGE = "pagetile.ops.merge_states"
 
 
 def choose(device, dtype=torch.float16):
@@ -37,7 +37,7 @@ def test_a_gpu_without_triton_is_told(monkeypatch):
 
 def test_a_gpu_that_cannot_convert_an_element_type_is_told():
     pytest.importorskip("triton")
-    from pagewise.ops.paged_attention import problem, settled
+    from pagetile.ops.paged_attention import problem, settled
 
     half, code = torch.float16, torch.float8_e4m3fn
     question = problem.Problem(8, 8, 1, 100, 8, 2, 128, 128, 16, half, code, "head")

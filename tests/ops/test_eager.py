@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagewise import (
+from pagetile import (
     UnsupportedError,
     attention,
     attention_scores,
@@ -14,18 +14,18 @@ from pagewise import (
     shifted_window_attention,
     window_attention,
 )
-from pagewise.ops.eager import is_plain
+from pagetile.ops.eager import is_plain
 
 
 class Watch(TorchDispatchMode):
-    """Counts pagewise's operators."""
+    """Counts pagetile's operators."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "pagewise":
+        if func.namespace == "pagetile":
             self.seen.append(func._opname)
         return func(*args, **(kwargs or {}))
 
@@ -139,7 +139,7 @@ def test_functions_that_transform_others_differentiate(name):
         result, pull = torch.func.vjp(function, x)
         torch.testing.assert_close(pull(2 * result)[0], gradient)
         with pytest.raises(
-            UnsupportedError, match=r"pagewise::\w+ has no derivative: differentiate"
+            UnsupportedError, match=r"pagetile::\w+ has no derivative: differentiate"
         ):
             torch.func.grad(lambda y: torch.func.grad(loss)(y).square().sum())(x)
 

@@ -16,22 +16,22 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: nothing 
 
 from test_compiled import HOPPER, SLACK, check_registers, dump, resources  # noqa: E402
 
-from pagewise.device import DeviceInfo  # noqa: E402
-from pagewise.ops.window_attention import hopper  # noqa: E402
-from pagewise.ops.window_attention import hopper_launch as launch  # noqa: E402
-from pagewise.ops.window_attention import hopper_one_tile_launch as one_tile  # noqa: E402
-from pagewise.ops.window_attention import hopper_operands as operands  # noqa: E402
-from pagewise.ops.window_attention.hopper_plan import (  # noqa: E402
+from pagetile.device import DeviceInfo  # noqa: E402
+from pagetile.ops.window_attention import hopper  # noqa: E402
+from pagetile.ops.window_attention import hopper_launch as launch  # noqa: E402
+from pagetile.ops.window_attention import hopper_one_tile_launch as one_tile  # noqa: E402
+from pagetile.ops.window_attention import hopper_operands as operands  # noqa: E402
+from pagetile.ops.window_attention.hopper_plan import (  # noqa: E402
     CAREFUL_TILE,
     make_columns_plan,
     make_one_tile_plan,
     make_plan,
     make_rows_plan,
 )
-from pagewise.ops.window_attention.problem import Problem  # noqa: E402
-from pagewise.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
-from pagewise.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
-from pagewise.tiles.hopper.tiling import TILINGS, Form, tiling_of  # noqa: E402
+from pagetile.ops.window_attention.problem import Problem  # noqa: E402
+from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
+from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
+from pagetile.tiles.hopper.tiling import TILINGS, Form, tiling_of  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))

@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
-from pagewise.errors import DTypeError, ShapeError, UnsupportedError
-from pagewise.ops.merge_states import merge_states
-from pagewise.tiles.state import AttentionOutput
+from pagetile.errors import DTypeError, ShapeError, UnsupportedError
+from pagetile.ops.merge_states import merge_states
+from pagetile.tiles.state import AttentionOutput
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pagewise import PagedBatch, paged_attention
-from pagewise.device import DeviceInfo
-from pagewise.ops.merge_states import merge_states
-from pagewise.ops.paged_attention import make_plan
-from pagewise.testing import (
+from pagetile import PagedBatch, paged_attention
+from pagetile.device import DeviceInfo
+from pagetile.ops.merge_states import merge_states
+from pagetile.ops.paged_attention import make_plan
+from pagetile.testing import (
     TABLE_POISON,
     PagedCase,
     assert_matches,
@@ -653,9 +653,9 @@ def test_four_threads_that_call_at_once_get_the_bits_of_one():
 
 FORKED = """
 import multiprocessing, torch
-from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention import make_plan
-from pagewise.testing import PagedCase, make_inputs
+from pagetile.device import DeviceInfo
+from pagetile.ops.paged_attention import make_plan
+from pagetile.testing import PagedCase, make_inputs
 
 inputs = make_inputs(PagedCase((1, 1, 40), (2100, 700, 640), 8, 2))
 plan = make_plan(inputs.problem, DeviceInfo("cpu", 2))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewise import (
+from pagetile import (
     BlockPool,
     BlockTable,
     PagedBatch,
@@ -14,10 +14,10 @@ from pagewise import (
     paged_attention,
     plan_paged_attention,
 )
-from pagewise.device import DeviceInfo
-from pagewise.errors import DTypeError, PagewiseError, ShapeError, UnsupportedError
-from pagewise.ops.paged_attention import make_plan
-from pagewise.testing import PagedCase, make_inputs
+from pagetile.device import DeviceInfo
+from pagetile.errors import DTypeError, PagetileError, ShapeError, UnsupportedError
+from pagetile.ops.paged_attention import make_plan
+from pagetile.testing import PagedCase, make_inputs
 
 # 3 new tokens of 2 sequences of 20 and 9 keys, and one sequence of none; blocks of 4 slots.
 CASE = PagedCase((2, 1), (20, 9), 4, 2, 16, v_head_size=24, block_size=4, seed=3)
@@ -39,10 +39,10 @@ def inputs_with(**changes):
 
 
 def assert_refused(inputs, error, message, **options):
-    """It raises ``error``, a PagewiseError, with all of ``message`` in it, and writes nothing."""
+    """It raises ``error``, a PagetileError, with all of ``message`` in it, and writes nothing."""
     with pytest.raises(error) as raised:
         inputs.attend(**options)
-    assert isinstance(raised.value, PagewiseError)
+    assert isinstance(raised.value, PagetileError)
     for part in message.split(" | "):
         assert part in str(raised.value)
     out = inputs.options["out"]
@@ -296,7 +296,7 @@ def test_explain_checks_as_a_call_does():
 
 
 def test_a_gpu_s_values_are_checked_on_the_host_when_debugging():
-    from pagewise.ops.paged_attention.api import check_on_host
+    from pagetile.ops.paged_attention.api import check_on_host
 
     inputs = inputs_with()
     check_on_host(inputs.problem, inputs.batch, inputs.k_cache.shape[0])

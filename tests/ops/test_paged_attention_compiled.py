@@ -13,13 +13,13 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing to compil
 from test_compiled import assert_fits
 from triton.backends.compiler import GPUTarget
 
-from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention import PagedBatch, Problem, triton
-from pagewise.ops.paged_attention.checks import check, describe, form_of
-from pagewise.ops.paged_attention.hopper import SPECIALISED
-from pagewise.ops.paged_attention.problem import Options
-from pagewise.ops.paged_attention.triton import DECODE, PREFILL
-from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
+from pagetile.device import DeviceInfo
+from pagetile.ops.paged_attention import PagedBatch, Problem, triton
+from pagetile.ops.paged_attention.checks import check, describe, form_of
+from pagetile.ops.paged_attention.hopper import SPECIALISED
+from pagetile.ops.paged_attention.problem import Options
+from pagetile.ops.paged_attention.triton import DECODE, PREFILL
+from pagetile.ops.paged_attention.triton_plan import make_gpu_plan
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8

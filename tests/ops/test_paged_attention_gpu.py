@@ -7,26 +7,26 @@ import pytest
 import torch
 from test_paged_attention import CASES
 
-from pagewise import PagedBatch, paged_attention
-from pagewise.device import DeviceInfo, refusing_to_wait
-from pagewise.errors import ShapeError, UnsupportedError
-from pagewise.testing import (
+from pagetile import PagedBatch, paged_attention
+from pagetile.device import DeviceInfo, refusing_to_wait
+from pagetile.errors import ShapeError, UnsupportedError
+from pagetile.testing import (
     PagedCase,
     assert_matches,
     make_inputs,
     oracle,
     random_case,
 )
-from pagewise.tiles.state import AttentionOutput
+from pagetile.tiles.state import AttentionOutput
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
-from pagewise.ops.paged_attention import hopper, hopper_prefill
-from pagewise.ops.paged_attention.checks import describe, form_of
-from pagewise.ops.paged_attention.hopper import SPECIALISED
-from pagewise.ops.paged_attention.problem import Options
-from pagewise.ops.paged_attention.triton import DECODE, prepare_short
-from pagewise.ops.paged_attention.triton_plan import power_of_2, short_len
+from pagetile.ops.paged_attention import hopper, hopper_prefill
+from pagetile.ops.paged_attention.checks import describe, form_of
+from pagetile.ops.paged_attention.hopper import SPECIALISED
+from pagetile.ops.paged_attention.problem import Options
+from pagetile.ops.paged_attention.triton import DECODE, prepare_short
+from pagetile.ops.paged_attention.triton_plan import power_of_2, short_len
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 ON_GPU = torch.cuda.is_available()
@@ -53,7 +53,7 @@ def attend(inputs, impl, **changes):
 
 
 def plan(inputs, impl, **changes):
-    from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
+    from pagetile.ops.paged_attention.triton_plan import make_gpu_plan
 
     device = DeviceInfo.of(torch.device("cuda", 0)) if ON_GPU else DeviceInfo("cpu", 3)
     return make_gpu_plan(inputs.problem, device, hopper=impl == "hopper", **changes)

@@ -4,10 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewise.device import DeviceInfo
-from pagewise.ops.paged_attention import Problem, make_plan
-from pagewise.ops.paged_attention.plan import SPLIT_SIZE
-from pagewise.ops.paged_attention.triton_plan import make_gpu_plan
+from pagetile.device import DeviceInfo
+from pagetile.ops.paged_attention import Problem, make_plan
+from pagetile.ops.paged_attention.plan import SPLIT_SIZE
+from pagetile.ops.paged_attention.triton_plan import make_gpu_plan
 
 # Llama 8B: one new token of each of 64 sequences of 4096.
 DECODE = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
@@ -49,7 +49,7 @@ def test_what_shows_in_the_bits_does_not_depend_on_the_problem():
 
 
 def test_splits_end_at_the_end_of_a_tile_of_keys():
-    from pagewise.tiles.cpu.online_softmax import TILE_N
+    from pagetile.tiles.cpu.online_softmax import TILE_N
 
     assert SPLIT_SIZE % TILE_N == 0
 
@@ -215,7 +215,7 @@ def test_what_hopper_s_kernel_does_not_take_is_planned_for_the_portable_one(chan
 )
 def test_prefill_on_hopper_takes_blocks_of_any_size(change, reason):
     pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
-    from pagewise.ops.paged_attention import hopper_prefill
+    from pagetile.ops.paged_attention import hopper_prefill
 
     device = replace(H200, capability=(9, 0))
     answer = hopper_prefill.supports(replace(PREFILL, **change), device)

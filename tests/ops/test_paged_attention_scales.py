@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewise.errors import DTypeError, ShapeError
-from pagewise.ops.write_kv import write_kv
-from pagewise.testing import PagedCase, assert_matches, make_inputs
+from pagetile.errors import DTypeError, ShapeError
+from pagetile.ops.write_kv import write_kv
+from pagetile.testing import PagedCase, assert_matches, make_inputs
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 # Every run compiles kernels for two of them, 20 seconds each.

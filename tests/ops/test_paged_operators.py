@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagewise import PagedBatch, ShapeError, merge_states, paged_attention, write_kv
+from pagetile import PagedBatch, ShapeError, merge_states, paged_attention, write_kv
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
 TABLES = torch.tensor([[1, 2], [5, 7]], dtype=torch.int32)
@@ -57,10 +57,10 @@ def test_they_are_operators_that_torch_can_trace():
     k_cache, v_cache = torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE)
     checks = ("test_schema", "test_faketensor")
     written = (k, v, k_cache, v_cache, slots, None, None, "auto")
-    torch.library.opcheck(torch.ops.pagewise.write_kv.default, written, test_utils=checks)
+    torch.library.opcheck(torch.ops.pagetile.write_kv.default, written, test_utils=checks)
     lengths = (batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, 1, 5)
     call = (q, k_cache, v_cache, *lengths, 0.3, True, None, None, None, None, None, None, "auto")
-    operators = torch.ops.pagewise
+    operators = torch.ops.pagetile
     torch.library.opcheck(operators.paged_attention.default, call, test_utils=checks)
     into = (*call, torch.empty_like(q))
     torch.library.opcheck(operators.paged_attention_into.default, into, test_utils=checks)

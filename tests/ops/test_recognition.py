@@ -10,10 +10,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from pagewise import PagedBatch, ShapeError, paged_attention, shapes
-from pagewise.errors import DTypeError
-from pagewise.ops.paged_attention import api, settled
-from pagewise.shapes import recogniser
+from pagetile import PagedBatch, ShapeError, paged_attention, shapes
+from pagetile.errors import DTypeError
+from pagetile.ops.paged_attention import api, settled
+from pagetile.shapes import recogniser
 
 FORMS = {
     "the same": lambda x: x,

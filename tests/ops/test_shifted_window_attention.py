@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagewise import (
+from pagetile import (
     DTypeError,
     ShapeError,
     UnsupportedError,
@@ -17,9 +17,9 @@ from pagewise import (
     shifted_window_attention,
     window_attention,
 )
-from pagewise.ops.window_attention import torch_rows
-from pagewise.ops.window_attention.layout import layout
-from pagewise.testing import poisoned_memory
+from pagetile.ops.window_attention import torch_rows
+from pagetile.ops.window_attention.layout import layout
+from pagetile.testing import poisoned_memory
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ON_GPU = torch.cuda.is_available()
@@ -295,7 +295,7 @@ def test_the_copies_are_operators_that_torch_can_trace(padding):
         "test_faketensor",
         "test_aot_dispatch_dynamic",
     )
-    operators = torch.ops.pagewise
+    operators = torch.ops.pagetile
     cut_windows, join_windows = operators.cut_windows.default, operators.join_windows.default
     torch.library.opcheck(cut_windows, (x, *where[1:4], padding), test_utils=checks)
     x = torch.randn(2, 36, 2, 4, dtype=F64, requires_grad=True)
@@ -346,7 +346,7 @@ def test_what_a_mode_leaves_behind_serves_no_later_call():
     ids=str,
 )
 def test_rows_are_taken_as_torch_takes_them(row, dtype):
-    from pagewise.ops.window_attention import triton_rows
+    from pagetile.ops.window_attention import triton_rows
 
     device = "cuda" if ON_GPU else "cpu"
     random = torch.Generator().manual_seed(row[0])

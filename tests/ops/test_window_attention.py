@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagewise import (
+from pagetile import (
     AttentionOutput,
     DTypeError,
     ShapeError,
@@ -20,7 +20,7 @@ from pagewise import (
     shift_regions,
     window_attention,
 )
-from pagewise.testing import poisoned_memory
+from pagetile.testing import poisoned_memory
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ON_GPU = torch.cuda.is_available()
@@ -265,7 +265,7 @@ def test_windows_that_share_rows_of_bias_on_a_cpu():
 @pytest.mark.interpret
 def test_two_kernels_find_the_gradients_of_one_tile_where_one_does_not_fit(monkeypatch):
     pytest.importorskip("triton")
-    from pagewise.ops.window_attention import triton as kernels
+    from pagetile.ops.window_attention import triton as kernels
 
     cut = kernels._cut
     monkeypatch.setattr(
@@ -407,7 +407,7 @@ def test_hopper_does_windows_again_whose_scores_lie_far_apart(case, which):
 @pytest.mark.parametrize("mask", ["none", "regions"])
 def test_hopper_does_some_of_many_windows_again(mask, monkeypatch):
     """More of a stream than a word has bits: some that were right are done again with others."""
-    from pagewise.ops.window_attention import hopper
+    from pagetile.ops.window_attention import hopper
 
     def in_one_chunk(*question):
         plan, launcher = find_forward(*question)
@@ -595,7 +595,7 @@ def call(case):
 
 @pytest.mark.parametrize("case", [Case(), Case(cosine=True, dtype=F16)], ids=str)
 def test_the_operator_is_one_that_torch_can_trace(case):
-    operator = torch.ops.pagewise.window_attention.default
+    operator = torch.ops.pagetile.window_attention.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, call(case), test_utils=checks)
 
@@ -606,8 +606,8 @@ def test_the_operator_is_one_that_torch_can_trace(case):
 def test_results_lie_as_a_compiler_expects(case):
     """A compiler reads them by the strides of the fake."""
     inputs = call(case)
-    forward = torch.ops.pagewise.window_attention
-    backward = torch.ops.pagewise.window_attention_backward
+    forward = torch.ops.pagetile.window_attention
+    backward = torch.ops.pagetile.window_attention_backward
     results = forward(*inputs)
     found = *results, *backward(*inputs, *results, torch.randn_like(results[0]), None)
     with FakeTensorMode() as mode:

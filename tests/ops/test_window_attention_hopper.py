@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewise.device import DeviceInfo
-from pagewise.ops.window_attention import Problem
-from pagewise.ops.window_attention.hopper_plan import (
+from pagetile.device import DeviceInfo
+from pagetile.ops.window_attention import Problem
+from pagetile.ops.window_attention.hopper_plan import (
     MARKS,
     PIECE,
     WORDS,
@@ -150,7 +150,7 @@ def device():
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_a_product_of_marks_tells_regions_apart(dtype):
-    from pagewise.ops.window_attention.hopper_marks import mark_regions
+    from pagetile.ops.window_attention.hopper_marks import mark_regions
 
     random = torch.Generator().manual_seed(1)
     counts, num_tokens, factor = [1, 2, 3, 7, 8, 9, 20], 50, 565.685
@@ -172,7 +172,7 @@ def test_a_product_of_marks_tells_regions_apart(dtype):
 @pytest.mark.interpret
 @pytest.mark.parametrize("num_tokens", [33, 50, 64])
 def test_words_tell_regions_apart(num_tokens):
-    from pagewise.ops.window_attention.hopper_marks import match_regions
+    from pagetile.ops.window_attention.hopper_marks import match_regions
 
     random = torch.Generator().manual_seed(4)
     counts = [1, 2, 9, 64]
@@ -193,7 +193,7 @@ def test_words_tell_regions_apart(num_tokens):
 @pytest.mark.parametrize("dtype", [F16, torch.float32], ids=str)
 @pytest.mark.parametrize("has_dlse", [True, False])
 def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
-    from pagewise.ops.window_attention.hopper_deltas import make_deltas
+    from pagetile.ops.window_attention.hopper_deltas import make_deltas
 
     random = torch.Generator().manual_seed(2)
     windows, heads, tokens, size, padded = 2, 3, 70, 12, 128
@@ -231,7 +231,7 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
 @pytest.mark.parametrize("is_table", [True, False], ids=["table", "dense"])
 @pytest.mark.parametrize(("chunks", "most"), [(1, 1), (8, 8), (11, 4)])
 def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks, most, is_table):
-    from pagewise.ops.window_attention.hopper_sums import sum_tiles
+    from pagetile.ops.window_attention.hopper_sums import sum_tiles
 
     heads, tokens, rows, keys = 2, 77, 2, 5  # tiles of 64 rows and of 16 keys
     random = torch.Generator().manual_seed(3)

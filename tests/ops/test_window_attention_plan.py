@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewise.device import DeviceInfo
-from pagewise.ops.window_attention import Problem
-from pagewise.ops.window_attention.triton_plan import cover, make_plan
+from pagetile.device import DeviceInfo
+from pagetile.ops.window_attention import Problem
+from pagetile.ops.window_attention.triton_plan import cover, make_plan
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "H200", capability=(9, 0))
@@ -90,7 +90,7 @@ COMPILED = [
 
 
 def launchers(problem):
-    from pagewise.ops.window_attention import triton as kernels
+    from pagetile.ops.window_attention import triton as kernels
 
     plan = make_plan(problem, H200)
     factor = next(n for n in (8, 4, 2, 1) if problem.head_size % n == 0)
@@ -124,7 +124,7 @@ def test_kernels_compile_for_hopper_within_its_memory(problem, most_spilled, tmp
 
 def test_another_number_of_windows_is_the_same_kernel():
     pytest.importorskip("triton")
-    from pagewise.ops.window_attention import triton as kernels
+    from pagetile.ops.window_attention import triton as kernels
 
     ours, more, of_six = (
         kernels._cut(replace(VOLUME, num_windows=n, num_masks=n, num_heads=heads), H200)

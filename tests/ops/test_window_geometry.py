@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pagewise import DTypeError, ShapeError, regions_from_mask, rel_offsets, shift_regions
+from pagetile import DTypeError, ShapeError, regions_from_mask, rel_offsets, shift_regions
 
 
 def swin_index(window):

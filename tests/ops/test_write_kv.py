@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from pagewise.errors import DTypeError, ShapeError, UnsupportedError
-from pagewise.ops.write_kv import write_kv
+from pagetile.errors import DTypeError, ShapeError, UnsupportedError
+from pagetile.ops.write_kv import write_kv
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -126,7 +126,7 @@ def test_new_tokens_and_slots_may_be_views_with_any_strides(write):
 @pytest.mark.parametrize("slot", [30, -2, 2**40])
 def test_a_slot_outside_the_cache_is_named_and_nothing_is_written(write, slot, monkeypatch):
     # On a GPU nobody looks otherwise.
-    monkeypatch.setattr("pagewise.ops.write_kv.api.is_debugging", lambda: True)
+    monkeypatch.setattr("pagetile.ops.write_kv.api.is_debugging", lambda: True)
     arguments = inputs([3, slot, 5])
     with pytest.raises(ShapeError, match=rf"slot_mapping\[1\] is {slot}, .* = 30"):
         write(*arguments)

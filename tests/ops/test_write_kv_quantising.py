@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pagewise.ops.write_kv import write_kv
-from pagewise.ops.write_kv.reference import measure, quantise
+from pagetile.ops.write_kv import write_kv
+from pagetile.ops.write_kv.reference import measure, quantise
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS = 6, 5, 3

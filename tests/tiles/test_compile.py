@@ -6,7 +6,7 @@ import warnings
 import numba.core.caching
 import pytest
 
-from pagewise.tiles.cpu import compile
+from pagetile.tiles.cpu import compile
 
 
 def test_kernels_run_where_they_cannot_be_kept(monkeypatch):
@@ -21,7 +21,7 @@ def test_kernels_run_where_they_cannot_be_kept(monkeypatch):
 
 
 KERNEL = """
-from pagewise.tiles.cpu.compile import entry
+from pagetile.tiles.cpu.compile import entry
 from cpu_helper import factor
 
 @entry()
@@ -29,7 +29,7 @@ def scale(x):
     return factor() * x
 """
 HELPER = """
-from pagewise.tiles.cpu.compile import inner
+from pagetile.tiles.cpu.compile import inner
 
 @inner()
 def factor():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from pagewise.tiles.cpu.gemm import load_rows, multiply, transpose
+from pagetile.tiles.cpu.gemm import load_rows, multiply, transpose
 
 RANDOM = np.random.default_rng(0)
 

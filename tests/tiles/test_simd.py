@@ -5,10 +5,10 @@ import pytest
 import torch
 from numba import njit
 
-from pagewise.device import DeviceInfo
-from pagewise.tiles.cpu import simd
-from pagewise.tiles.cpu.arrays import flat
-from pagewise.tiles.cpu.simd import (
+from pagetile.device import DeviceInfo
+from pagetile.tiles.cpu import simd
+from pagetile.tiles.cpu.arrays import flat
+from pagetile.tiles.cpu.simd import (
     add,
     div,
     exp2,
@@ -35,7 +35,7 @@ from pagewise.tiles.cpu.simd import (
     where_less,
     zeros,
 )
-from pagewise.tiles.cpu.simd_pairs import dot_pairs, load_pairs, splat_pair, zip_high, zip_low
+from pagetile.tiles.cpu.simd_pairs import dot_pairs, load_pairs, splat_pair, zip_high, zip_low
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagewise.tiles.cpu import threads
-from pagewise.tiles.cpu.threads import run_together
+from pagetile.tiles.cpu import threads
+from pagetile.tiles.cpu.threads import run_together
 
 
 @pytest.fixture(params=["torch's team", "plain threads"])
@@ -125,10 +125,10 @@ def test_many_callers_at_once_do_not_wait_for_each_other(run):
 FORK = """
 import multiprocessing, threading
 import torch
-import pagewise
+import pagetile
 
 def meet():
-    from pagewise.tiles.cpu import threads
+    from pagetile.tiles.cpu import threads
 
     if {plain}:
         threads._openmp = lambda process: None

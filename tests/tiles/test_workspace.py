@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
-from pagewise.tiles.triton import workspace
+from pagetile.tiles.triton import workspace
 
 
 class Gpus:

@@ -1,0 +1,71 @@
+"""The commands and what ``--help`` says of them. Nothing here waits for torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from .bench import bench
+from .explain import explain
+from .generate import EXAMPLES as GENERATE_EXAMPLES
+from .generate import generate
+from .plan import EXAMPLES as PLAN_EXAMPLES
+from .plan import plan
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="pagetile",
+    help="Text from a Hugging Face checkpoint, over a KV cache that is kept in pages.",
+    epilog="Each command has its own help: [bold]pagetile generate --help[/bold].",
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(epilog=GENERATE_EXAMPLES)(generate)
+app.command(epilog=PLAN_EXAMPLES)(plan)
+app.add_typer(explain, name="explain")
+app.add_typer(bench, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"pagetile {version('pagetile')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def pagetile(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and stop."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command; errors are raised, not printed.
+
+    Returns:
+        The exit code that the command asked for, 0 if it did not.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("pagetile", list(args)) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0

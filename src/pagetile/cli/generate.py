@@ -1,0 +1,167 @@
+"""``pagetile generate``: prompts in, text out, and what the cache did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import RequestError
+from .options import (
+    MODEL,
+    BlockSize,
+    CacheDtype,
+    CacheDtypeName,
+    Dtype,
+    DtypeName,
+    MaxModelLen,
+    Model,
+    flag,
+    option,
+)
+from .output import print_in_order, stream_one
+from .prompts import read_prompts
+from .run import Run, cache_report
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+
+__all__ = ["EXAMPLES", "generate"]
+
+EXAMPLES = """
+[bold]Examples[/bold]
+  pagetile generate "def fibonacci(n):" --max-tokens 64
+  pagetile generate --file draft.py --temperature 0 > longer.py
+  git diff | pagetile generate --model my-checkpoint --stop END
+  pagetile generate "import os" --n 3 --show-pages
+"""
+
+SAMPLING = "Sampling"
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Text to continue. Several run at the same time."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        option(None, "FILE", "Continue a file; all of it is one prompt.", "--file", "-f"),
+    ] = None,
+    chat: Annotated[
+        bool,
+        flag(None, "--chat", "Answer: each prompt is what a user says, by the chat template."),
+    ] = False,
+    no_echo: Annotated[bool, flag(None, "--no-echo", "Print the new text alone.")] = False,
+    show_pages: Annotated[
+        bool,
+        flag(None, "--show-pages", "Draw which sequence held which block, at the fullest moment."),
+    ] = False,
+    n: Annotated[int, option(SAMPLING, "N", "Samples of each prompt.", "--n", "-n")] = 1,
+    max_tokens: Annotated[int, option(SAMPLING, "N", "New tokens at most.")] = 128,
+    temperature: Annotated[float, option(SAMPLING, "X", "0: always the likeliest.")] = 0.7,
+    top_p: Annotated[
+        float, option(SAMPLING, "X", "Draw from the likeliest tokens that make up this share.")
+    ] = 0.95,
+    top_k: Annotated[
+        int, option(SAMPLING, "N", "Draw from so many of the likeliest tokens; 0 is all.")
+    ] = 0,
+    min_p: Annotated[
+        float, option(SAMPLING, "X", "Leave out tokens less likely than this times the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, option(SAMPLING, "X", "Above 1, say less again that was said before.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, option(SAMPLING, "N", "The same seed draws the same text; another, another.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, option(SAMPLING, "TEXT", "End before this text. May be given repeatedly.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, flag(SAMPLING, "--ignore-eos", "Go on where the model would end.")
+    ] = False,
+    model: Model = None,
+    dtype: Dtype = DtypeName.auto,
+    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
+    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    block_size: BlockSize = 16,
+    num_blocks: Annotated[
+        int | None,
+        option(MODEL, "N", "Blocks of the cache. Without it, what fits and is of use."),
+    ] = None,
+    max_num_seqs: Annotated[int, option(MODEL, "N", "The most sequences at the same time.")] = 128,
+    max_model_len: MaxModelLen = None,
+    no_prefix_caching: Annotated[
+        bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
+    ] = False,
+) -> None:
+    """Continue text.
+
+    A single continuation appears as it is computed; several one after another,
+    each when it is done. Then stderr tells what the cache did.
+
+    Without PROMPT and --file the prompt is what is piped in, all of it as one;
+    without that, too, two lines of Python. Of a file or a pipe the last line
+    break is left out.
+    """
+    from ..engine.chat import render
+    from ..engine.sampling_params import SamplingParams
+
+    texts = read_prompts(prompts or (), file)
+    params = SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+    )
+    console = Console(stderr=True, highlight=False)
+    with console.status("Loading the model (and compiling kernels, the first time)"):
+        llm = _load(
+            model=model,
+            dtype=dtype.value,
+            kv_cache_dtype=kv_cache_dtype.value,
+            device=device,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            enable_prefix_caching=not no_prefix_caching,
+        )
+    spoken = [[{"role": "user", "content": text}] for text in texts]
+    continued = render(llm.engine.tokenizer, spoken) if chat else texts
+    deltas = llm.stream(continued, params)  # refuses what cannot be served
+    run = Run(llm.engine, texts, n, max_tokens=max_tokens, watch=show_pages)
+    deltas = run.measure(deltas)
+    echo = not (no_echo or chat)
+    if len(run.keys) == 1:
+        stream_one(deltas, texts[0] if echo else "", console)
+    else:
+        print_in_order(deltas, run, echo=echo, show_bar=console.is_terminal)
+    if console.is_terminal:
+        console.print()
+    if run.page_map is not None:
+        console.print(f"Step {run.peak_step} of {run.num_steps}, when most blocks were in use:")
+        console.print(run.page_map)
+        console.print()
+    console.print(cache_report(llm.engine, run))
+    if run.errors:
+        raise RequestError("; ".join(run.errors))
+
+
+def _load(**options: Any) -> LLM:
+    from ..engine.llm import LLM
+
+    llm = LLM(**options)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # its tokenizers warn of long prompts, which the engine refuses
+    return llm

@@ -1,0 +1,171 @@
+"""``pagetile plan``: how many tokens and sequences fit, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import RequestError
+from .options import (
+    BlockSize,
+    CacheDtype,
+    CacheDtypeName,
+    Dtype,
+    DtypeName,
+    MaxModelLen,
+    Model,
+    option,
+)
+from .output import aligned, make_table
+
+if TYPE_CHECKING:
+    from ..analysis.lengths import Lengths
+    from ..analysis.memory import MemoryPlan, Occupancy
+
+__all__ = ["EXAMPLES", "plan"]
+
+EXAMPLES = """
+[bold]Examples[/bold]
+  pagetile plan --model my-checkpoint --memory 80GB
+  pagetile plan --model my-checkpoint --memory 80GB --mean-len 300
+  pagetile plan --model my-checkpoint --memory 80GB --kv-cache-dtype fp8_e4m3
+  pagetile plan --lengths 130,250,1900 --block-size 32
+"""
+
+
+def plan(
+    memory: Annotated[
+        str | None,
+        option(
+            None,
+            "SIZE",
+            "For weights and cache, such as 16GiB or 80GB. Without it, 90% of what is free here.",
+        ),
+    ] = None,
+    mean_len: Annotated[
+        float | None,
+        option(None, "N", "Sequences of this many tokens on average, geometrically distributed."),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        option(
+            None,
+            "LIST",
+            "Sequences of just these lengths, such as 130,250,1900, or of a range, such as "
+            "1-2048. Without it, any length that the model allows.",
+        ),
+    ] = None,
+    model: Model = None,
+    dtype: Dtype = DtypeName.auto,
+    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
+    block_size: BlockSize = 16,
+    max_model_len: MaxModelLen = None,
+) -> None:
+    """Say what fits into memory, and what is wasted.
+
+    Reads the checkpoint's config and the heads of its weight files; no weight
+    is loaded, and no GPU needed.
+    """
+    from ..analysis.checkpoint import ELEMENT_BYTES, read_checkpoint
+    from ..analysis.memory import parse_bytes, plan_memory
+    from ..demo import path
+
+    num_bytes = None if memory is None else parse_bytes(memory)
+    checkpoint = read_checkpoint(
+        path() if model is None else model, dtype=dtype.value, max_model_len=max_model_len
+    )
+    longest = checkpoint.max_model_len
+    if longest is None:
+        raise RequestError("the model's config knows no longest sequence: give --max-model-len")
+    cache_dtype = checkpoint.dtype if kv_cache_dtype.value == "auto" else kv_cache_dtype.value
+    result = plan_memory(
+        checkpoint.layers,
+        memory_bytes=_free_memory() if num_bytes is None else num_bytes,
+        max_model_len=longest,
+        weight_bytes=checkpoint.weight_bytes or 0,
+        element_bytes=ELEMENT_BYTES.get(cache_dtype, 1),
+        block_size=block_size,
+        scale_bytes=0 if cache_dtype in ELEMENT_BYTES else 8,
+    )
+    chosen = _choose_lengths(mean_len, lengths, longest)
+    load = _load_table(result, result.occupancy(chosen), chosen.mean)
+    console = Console(highlight=False)
+    kept = "" if cache_dtype == checkpoint.dtype else f", cache {cache_dtype}"
+    console.print(f"[bold]{checkpoint.model_type}[/bold], {checkpoint.dtype}{kept}\n")
+    console.print(_layer_table(result))
+    console.print()
+    console.print(aligned(_fit_rows(result, has_weights=checkpoint.weight_bytes is not None)))
+    console.print(f"\nWith {chosen} ({chosen.mean:,.1f} tokens on average):\n")
+    console.print(load)
+
+
+def _free_memory() -> int:
+    import torch
+
+    from ..device import available_memory
+
+    return available_memory(torch.device("cpu")) * 9 // 10
+
+
+def _choose_lengths(mean_len: float | None, lengths: str | None, longest: int) -> Lengths:
+    from ..analysis.lengths import GeometricLengths, UniformLengths, parse_lengths
+
+    if mean_len is not None and lengths is not None:
+        raise RequestError("--mean-len and --lengths are both given: leave one of them out")
+    if mean_len is not None:
+        return GeometricLengths(mean_len, longest)
+    return UniformLengths(1, longest) if lengths is None else parse_lengths(lengths)
+
+
+def _layer_table(plan: MemoryPlan) -> Table:
+    headers = ("heads", "KV heads", "head size", "sees", "bytes per token")
+    table = make_table("layers", *headers)
+    for kind in plan.layers:
+        sizes = {kind.head_size, kind.v_head_size}
+        table.add_row(
+            f"{kind.num_layers} {kind.name}{', shared' * kind.is_shared}",
+            f"{kind.num_heads}",
+            f"{kind.num_kv_heads}",
+            "+".join(map(str, sorted(sizes, reverse=True))),
+            "all" if kind.sliding_window is None else f"{kind.sliding_window:,}",
+            f"{plan.layer_bytes(kind):,}",
+        )
+    if len(plan.layers) > 1:
+        table.add_row("all", "", "", "", "", f"{plan.bytes_per_token:,}")
+    return table
+
+
+def _fit_rows(plan: MemoryPlan, *, has_weights: bool) -> dict[str, str]:
+    from ..analysis.memory import format_bytes
+
+    full = plan.max_model_len
+    held, visible = full * plan.bytes_per_token, plan.visible_bytes(full)
+    rows = {
+        "memory": format_bytes(plan.memory_bytes),
+        "weights": format_bytes(plan.weight_bytes)
+        if has_weights
+        else "not known: no safetensors files",
+        "cache": f"{format_bytes(plan.cache_bytes)}: {plan.num_blocks:,} blocks of "
+        f"{plan.block_size} tokens, {format_bytes(plan.block_bytes)} each",
+        "tokens": f"{plan.num_tokens:,}",
+        "sequences": f"{plan.num_full_sequences:,} of {full:,} tokens",
+    }
+    if visible < held:
+        share = f"{visible / held:.0%} of what a sequence holds is still in sight"
+        rows["windows"] = f"at {full:,} tokens, {share}"
+    return rows
+
+
+def _load_table(plan: MemoryPlan, occupancy: Occupancy, mean: float) -> Table:
+    table = make_table("", "in pages", f"{plan.max_model_len:,} slots reserved for each")
+    table.columns[0].style = "dim"
+    table.add_row(
+        "sequences that fit", f"{int(occupancy.num_sequences):,}", f"{occupancy.num_reserved:,}"
+    )
+    table.add_row(
+        "unused slots of each", f"{occupancy.num_unused:,.1f}", f"{plan.max_model_len - mean:,.1f}"
+    )
+    table.add_row("wasted", f"{occupancy.waste:.1%}", f"{occupancy.reserved_waste:.1%}")
+    return table

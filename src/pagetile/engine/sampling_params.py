@@ -1,0 +1,177 @@
+"""What a request asks of the sampler, checked the moment it is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+
+from ..errors import RequestError
+from .numbers import check, integer, number
+
+__all__ = ["SamplingParams"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    r"""How to choose tokens, when to stop and what to report.
+
+    Names and defaults are vLLM's. Bad values raise here and not in the middle of a batch, so an
+    instance is always one that the sampler can serve. Numbers are stored as plain ``int`` and
+    ``float``, lists as tuples, ``top_k=-1`` as 0.
+
+    Attributes:
+        n: How many samples to draw from one prompt. A greedy request may ask for several; all
+            are then the same text.
+        temperature: Divides the logits. 0.0 is greedy: always the most likely token.
+        top_p: Keep the fewest tokens whose probabilities sum to at least this; 1.0 keeps all.
+        top_k: Keep this many tokens; 0 or -1 keeps all, 1 is greedy.
+        min_p: Keep tokens at least this fraction as likely as the most likely one; 0.0 keeps all.
+        presence_penalty: Taken off the logit of every token already in the output.
+        frequency_penalty: The same, once per occurrence in the output.
+        repetition_penalty: Above 1.0 makes tokens of the prompt and the output less likely:
+            divides their positive logits, multiplies their negative ones.
+        seed: Makes the request reproducible, in any company and after preemption: up to the
+            rounding of logits, which depends on who else is computed and which a cache of 8 bits
+            makes coarse. ``None`` leaves the choice to the engine.
+        stop: Text ends before the first of these strings. A string or a list of strings.
+        stop_token_ids: The output ends at any of these tokens.
+        ignore_eos: Do not end at the model's end-of-sequence token.
+        max_tokens: Longest output; ``None`` is as far as the model's context reaches.
+        min_tokens: Nothing ends the output before it has this many tokens.
+        logit_bias: Added to the logits of tokens, before everything else: a number from -100 to
+            100 for each token id. Stored as pairs in the order of the ids.
+        logprobs: Report each token's log-probability and this many of the likeliest
+            alternatives; 0 reports the token's alone, ``None`` nothing.
+        detokenize: Turn tokens into text.
+        skip_special_tokens: Leave special tokens out of the text.
+        include_stop_str_in_output: Let the text end after the stop string, not before it.
+
+    Raises:
+        RequestError: A value is of the wrong type, out of range, or contradicts another; the
+            message names the field, what was given and what is allowed.
+        TypeError: An option that does not exist.
+
+    Example:
+        >>> params = SamplingParams(temperature=0.7, top_p=0.9, stop="\n", max_tokens=64)
+        >>> params.stop, params.is_greedy
+        (('\n',), False)
+        >>> SamplingParams(top_p=1.5)
+        Traceback (most recent call last):
+        ...
+        pagetile.errors.RequestError: top_p=1.5: expected a number in (0, 1]; 1.0 keeps every token
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
+    logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (allowed, low, high, open_low) in _NUMBERS.items():
+            self._store(name, number(name, getattr(self, name), allowed, low, high, open_low))
+        for name, (allowed, least, optional) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or not optional:
+                self._store(name, integer(name, value, allowed, least))
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            check(isinstance(value, bool), name, value, "True or False")
+        self._store("top_k", max(self.top_k, 0))
+        self._store("stop", _stop_strings(self.stop))
+        self._store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._store("logit_bias", _logit_bias(self.logit_bias))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
+                "lower one or raise the other"
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                f"stop={self.stop!r} with detokenize=False: stop strings are looked for in the "
+                "text; leave detokenize on or use stop_token_ids"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every step takes the most likely token: ``temperature`` 0 or ``top_k`` 1."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def _store(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+# name: (what is allowed, least, greatest, whether the least itself is refused)
+_NUMBERS = {
+    "temperature": ("a finite number >= 0; 0.0 is greedy", 0.0, math.inf, False),
+    "top_p": ("a number in (0, 1]; 1.0 keeps every token", 0.0, 1.0, True),
+    "min_p": ("a number in [0, 1]; 0.0 keeps every token", 0.0, 1.0, False),
+    "presence_penalty": ("a number in [-2, 2]; 0.0 is none", -2.0, 2.0, False),
+    "frequency_penalty": ("a number in [-2, 2]; 0.0 is none", -2.0, 2.0, False),
+    "repetition_penalty": ("a finite number > 0; 1.0 is none", 0.0, math.inf, True),
+}
+
+# name: (what is allowed, least or None, whether None is a value)
+_INTEGERS: dict[str, tuple[str, int | None, bool]] = {
+    "n": ("an integer >= 1", 1, False),
+    "top_k": ("an integer >= 1, or 0 or -1 to keep every token", -1, False),
+    "seed": ("an integer, or None to let the engine choose", None, True),
+    "max_tokens": ("an integer >= 1, or None for the model's limit", 1, True),
+    "min_tokens": ("an integer >= 0", 0, False),
+    "logprobs": ("an integer >= 0, or None to report nothing", 0, True),
+}
+
+_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    fits = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
+    check(fits, "stop", value, "a string or a list of strings, none of them empty")
+    return tuple(strings)  # type: ignore[arg-type]
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    allowed = "a list of token ids, integers >= 0"
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise RequestError(f"stop_token_ids={value!r}: expected {allowed}")
+    check(all(map(_is_token_id, value)), "stop_token_ids", value, allowed)
+    return tuple(int(token_id) for token_id in value)
+
+
+def _is_token_id(value: object) -> bool:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and value >= 0  # type: ignore[operator]
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    allowed = "a dictionary from token ids, integers >= 0, to numbers in [-100, 100]"
+    try:
+        biases = dict(value or ())  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise RequestError(f"logit_bias={value!r}: expected {allowed}") from None
+    for token_id, bias in biases.items():
+        is_bias = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        fits = _is_token_id(token_id) and is_bias and -100 <= bias <= 100
+        check(fits, "logit_bias", value, allowed)
+    return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))

@@ -1,0 +1,81 @@
+"""RMS norm, as Transformers' models compute it: eight small launches there, one here.
+
+For the models that the engine drives (``models/fused``), and not a public function of pagetile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError, UnsupportedError
+from ...ops.dispatch import choose
+from ...ops.eager import is_plain, needs_gradient
+from ...shapes import Form, check_device, forms
+from . import reference
+from .problem import Problem, fold
+
+__all__ = ["KINDS", "rms_norm"]
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+KINDS = ("rounded", "scaled", "shifted")
+"""Ways to weigh: Llama's rounds to the type of ``x`` and multiplies by ``weight``; gpt-oss's
+multiplies and then rounds; Gemma's multiplies by ``1 + weight`` and then rounds."""
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, kind: str = "rounded", impl: str = "auto"
+) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, computed in float32.
+
+    Args:
+        x: ``[..., size]`` float32, float16 or bfloat16, by any strides.
+        weight: ``[size]``, of the same type.
+        eps: Added to the mean of the squares.
+        kind: One of ``KINDS``: when to round, and what to multiply by.
+        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
+
+    Returns:
+        Like ``x``, without gaps, its dimensions in the order of those of ``x`` in memory.
+
+    Raises:
+        ShapeError: ``weight`` is not one number for each of a row's.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> import torch
+        >>> rms_norm(torch.full((2, 4), 3.0), torch.arange(4.0), eps=0.0)[1]
+        tensor([0., 1., 2., 3.])
+    """
+    if impl == "auto" and not is_plain(x, weight):
+        impl = "reference"
+    module = _settle(*forms(x=x, weight=weight), needs_gradient(x, weight), kind, impl)
+    out: Tensor = module.run(x, weight, eps, kind)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(x: Any, weight: Any, is_learned: bool, kind: str, impl: str) -> Any:
+    """Check tensors of these forms, and choose the module that runs."""
+    x, weight = Form(*x), Form(*weight)
+    if kind not in KINDS:
+        raise UnsupportedError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    if x.shape[-1:] != weight.shape or not weight.shape:
+        raise ShapeError(f"weight is {list(weight.shape)}, expected the last of x {list(x.shape)}")
+    check_device("x", x.device, weight=weight)
+    if impl == "reference":
+        return reference
+    rows = fold(x.shape, x.strides)
+    problem = Problem(
+        size=x.shape[-1],
+        num_rows=x.shape[:-1].numel(),
+        is_regular=rows is not None,
+        dtype=x.dtype,
+        weight_dtype=weight.dtype,
+        needs_gradient=is_learned,
+    )
+    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)

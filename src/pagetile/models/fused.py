@@ -1,0 +1,214 @@
+"""What of a model's own code is replaced while we drive it on a GPU: norms and rotary embeddings.
+
+In Transformers' eager code an RMS norm is eight launches and a rotary embedding ten, in every
+layer, and a step of few tokens is little else. Ours are one each. They take the place of a
+module's ``forward`` for the length of a step, as attributes of that one module::
+
+    norm.forward       -> rms_norm(x, norm.weight)
+    attention.forward  -> the same code, where ``apply_rotary_pos_emb`` means ``rotate``
+
+Nothing is known by its name: a norm is what computes one of ``rms_norm``'s formulas on random
+numbers and weights, and so for ``rotate``. Whatever else a model has stays as it is, and so does
+a call that the kernels do not take. The load-time proof then runs with the replacements.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..device import DeviceInfo
+from ..errors import PagetileError
+from ..fused.rms_norm import KINDS, rms_norm
+from ..fused.rotary import rotate
+from ..tiles.types import FLOATS
+
+__all__ = ["Replacement", "find_impl", "find_replacements"]
+
+Replacement = tuple[nn.Module, str, Any]
+"""A module, the name of an attribute, and what it is while we drive the model."""
+
+ROTARY = "apply_rotary_pos_emb"
+
+_NEAR = 8
+"""Units of rounding that two ways to compute one formula may differ by."""
+
+
+def find_impl(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The implementation to replace a model's own code by; ``None`` where nothing is gained."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from ..tiles.triton.launch import refuse
+
+    return "triton" if refuse(DeviceInfo.of(device), weights=dtype) is None else None
+
+
+@torch.no_grad()
+def find_replacements(
+    model: nn.Module, attention: Iterable[nn.Module], impl: str
+) -> list[Replacement]:
+    """Norms anywhere in a model and rotary embeddings of its attention modules.
+
+    Args:
+        model: What may hold norms.
+        attention: Modules whose ``forward`` may apply a rotary embedding.
+        impl: What ``rms_norm`` and ``rotate`` run.
+    """
+    found: list[Replacement] = []
+    for module in model.modules():
+        forward = _replace_norm(module, impl)
+        if forward is not None:
+            found.append((module, "forward", forward))
+    made: dict[FunctionType, FunctionType | None] = {}
+    for module in attention:
+        function = _own_forward(module)
+        if function is None:
+            continue
+        if function not in made:
+            made[function] = _replace_rotary(function, impl)
+        with_ours = made[function]
+        if with_ours is not None:
+            found.append((module, "forward", MethodType(with_ours, module)))
+    return found
+
+
+def _own_forward(module: nn.Module) -> FunctionType | None:
+    """The function of its class that a module runs; ``None`` if somebody put another before it."""
+    function = getattr(type(module), "forward", None)  # a scripted module's class has none
+    is_own = "forward" not in vars(module) and module._compiled_call_impl is None
+    return function if is_own and isinstance(function, FunctionType) else None
+
+
+# --- norms ------------------------------------------------------------------------------------
+
+
+def _replace_norm(module: Any, impl: str) -> Callable[[Tensor], Tensor] | None:
+    function = _own_forward(module)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if function is None or not isinstance(eps, float) or not _is_shaped_as_norm(module, function):
+        return None
+    kind = _find_kind(module, function, eps)
+    if kind is None:
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        try:
+            return rms_norm(x, module.weight, eps=eps, kind=kind, impl=impl)
+        except PagetileError:  # what it does not take, the module's own code may
+            return function(module, x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _is_shaped_as_norm(module: nn.Module, function: FunctionType) -> bool:
+    """Whether it has a vector of weights and nothing else, and takes a tensor and nothing else."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    weight = tensors.get("weight")
+    return (
+        len(tensors) == 1
+        and not any(True for _ in module.children())
+        and type(weight) is nn.Parameter  # and no part of one that several GPUs share
+        and weight.ndim == 1
+        and weight.dtype in FLOATS
+        and len(inspect.signature(function).parameters) == 2
+    )
+
+
+def _find_kind(module: Any, function: FunctionType, eps: float) -> str | None:
+    """Which of ``KINDS`` a module computes, by rows that are large and as small as ``eps``."""
+    weight: Tensor = module.weight
+    stand_in = copy.copy(module)  # of the same attributes, with random weights
+    numbers = _random((5, weight.numel())).to(weight)
+    stand_in.__dict__["_parameters"] = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
+    sizes = torch.tensor([30.0, 1.0, eps**0.5, 0.1 * eps**0.5], device=weight.device)
+    x = ((numbers[1:].float() + 0.5) * sizes[:, None]).to(weight.dtype)[None]
+    own = _call(function, stand_in, x)
+    ours = {k: rms_norm(x, numbers[0], eps=eps, kind=k, impl="reference") for k in KINDS}
+    # In 16 bits two kinds are near; the right one computes what the module does, step by step.
+    best = min(KINDS, key=lambda kind: _difference(ours[kind], own))
+    return best if _is_near(ours[best], own) else None
+
+
+# --- rotary embeddings ------------------------------------------------------------------------
+
+
+def _replace_rotary(forward: FunctionType, impl: str) -> FunctionType | None:
+    """The same ``forward``, with ``rotate`` in place of the function of that name."""
+    own = forward.__globals__.get(ROTARY)
+    if own is None or ROTARY not in forward.__code__.co_names:
+        return None
+    is_shared = _find_form(own)
+    if is_shared is None:
+        return None
+
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any) -> Any:
+        # Where angles have more digits than q, who says which type the result has?
+        if not others and not options and cos.dtype == q.dtype:
+            try:
+                return rotate(q, k, cos, sin, is_shared=is_shared, impl=impl)
+            except PagetileError:  # what it does not take, the model's own function may
+                pass
+        return own(q, k, cos, sin, *others, **options)
+
+    names = {**forward.__globals__, ROTARY: turn}
+    made = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _find_form(own: Callable[..., Any]) -> bool | None:
+    """``rotate``'s ``is_shared`` for the formula of ``own``; ``None`` if it has another.
+
+    Half as many angles as a head has numbers turn half of it, or all of it: that is what tells
+    them apart.
+    """
+    size, num_tokens = 16, 3
+    q, k = (_random((1, heads, num_tokens, size)) for heads in (4, 2))
+    whole, half = (_random((2, 1, num_tokens, n)) for n in (size, size // 2))
+
+    def agrees(angles: Tensor, is_shared: bool) -> bool:
+        found = _call(own, q, k, *angles)
+        ours = rotate(q, k, *angles, is_shared=is_shared, impl="reference")
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        return is_pair and all(map(_is_near, ours, found))
+
+    if agrees(half, True):
+        return True
+    takes_half = _call(own, q, k, *half) is not None
+    return False if agrees(whole, False) and (not takes_half or agrees(half, False)) else None
+
+
+# --- both -------------------------------------------------------------------------------------
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a model's makes of numbers that it may not have been made for, or None."""
+    try:
+        return function(*arguments)
+    except Exception:  # whatever it is, the function is left alone
+        return None
+
+
+def _is_near(ours: Tensor, own: Any) -> bool:
+    return _difference(ours, own) <= _NEAR * torch.finfo(ours.dtype).eps
+
+
+def _difference(ours: Tensor, own: Any) -> float:
+    """Relative; infinite for what is not even of the same form."""
+    if not isinstance(own, Tensor) or (own.shape, own.dtype) != (ours.shape, ours.dtype):
+        return torch.inf
+    difference = float((own.double() - ours.double()).norm() / ours.double().norm())
+    return difference if difference == difference else torch.inf
+
+
+def _random(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))

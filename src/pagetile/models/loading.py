@@ -1,0 +1,241 @@
+"""Reading a checkpoint from a directory: everything that can be wrong with it, in one line.
+
+Transformers warns of a weight that is missing and fills it with random numbers; here that is an
+error. Nothing is ever downloaded, and no code of a checkpoint's is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import PagetileError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["explained", "load_tokenizer", "read_config", "read_model"]
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def read_model(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | str,
+    check: Callable[[PreTrainedConfig], None],
+) -> PreTrainedModel:
+    """Read a causal language model from a directory, to the CPU.
+
+    Args:
+        path: Directory with ``config.json`` and safetensors weights.
+        dtype: ``"auto"``, a torch type or its name.
+        check: Called with the config before any weight is read; may raise.
+
+    Raises:
+        RequestError: Something is missing or broken; the message says what, where and what to do.
+    """
+    dtype = _name_dtype(dtype)
+    config = read_config(path)
+    check(config)
+    directory = Path(path)
+    _check_weights(directory)
+    with _quiet():
+        return _read_weights(directory, config, dtype)
+
+
+def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
+    """Read a checkpoint's config and nothing else of it.
+
+    Raises:
+        RequestError: There is no such directory, or its config cannot be read.
+    """
+    directory = _find_directory(path)
+    if not (directory / "config.json").is_file():
+        raise RequestError(f"{directory} has no config.json: it is not a Transformers checkpoint")
+    with _quiet():
+        return _read_config(directory)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | None:
+    """Read the tokenizer of a checkpoint's directory; ``None`` where it has none.
+
+    Raises:
+        RequestError: There is no such directory, or its tokenizer cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    directory = _find_directory(path)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    with _quiet(), explained(f"{directory}: its tokenizer cannot be read"):
+        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory, **_LOCAL)
+    return tokenizer
+
+
+def _find_directory(path: str | os.PathLike[str]) -> Path:
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    what = "is a file" if directory.exists() else "does not exist"
+    raise RequestError(
+        f"model {os.fspath(path)!r} {what}, expected a directory with a checkpoint: nothing is "
+        "downloaded, so fetch it first (hf download NAME --local-dir DIRECTORY)"
+    )
+
+
+def _name_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype == "auto":
+        return "auto"
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise RequestError(
+            f"dtype is {dtype!r}, expected 'auto', 'float32', 'float16' or 'bfloat16'"
+        )
+    return found
+
+
+def _read_config(directory: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path = directory / "config.json"
+    model_type = _read_json(path).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise RequestError(
+            f"{path} has model_type {model_type!r}, which this version of Transformers does not "
+            "know: update it (code from a checkpoint is not run)"
+        )
+    with explained(f"{path} is not accepted by Transformers"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} is no JSON ({_one_line(error)}): download it again") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"{path} holds a {type(found).__name__}, expected a JSON object")
+    return found
+
+
+def _check_weights(directory: Path) -> None:
+    """Every file of weights is there, and as long as its own header says."""
+    from safetensors import SafetensorError, safe_open
+
+    names = [_WEIGHTS]
+    if (directory / _INDEX).is_file():
+        files = _read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(files, dict):
+            raise RequestError(f"{directory / _INDEX} has no weight_map: download it again")
+        names = sorted(set(files.values()))
+    for name in names:
+        if not (directory / name).is_file():
+            raise RequestError(
+                f"{directory} has no {name}: download it, or convert the weights to safetensors "
+                "(other formats can run code and are not read)"
+            )
+        try:
+            with safe_open(directory / name, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise RequestError(
+                f"{directory / name} is truncated or no safetensors file ({_one_line(error)}): "
+                "download it again"
+            ) from error
+
+
+def _read_weights(
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    with explained(f"{directory} cannot be loaded"):
+        model: PreTrainedModel
+        # A wrong shape would raise a page of text; ignored here, it is told below.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **_LOCAL,
+        )
+    wrong = sorted(report["mismatched_keys"])
+    if wrong:
+        name, found, expected = wrong[0]
+        raise RequestError(
+            f"{directory}: weight {name} has shape {list(found)}, expected {list(expected)}"
+            f"{_count_others(wrong)}: config.json belongs to another model"
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise RequestError(
+            f"{directory}: weight {missing[0]} is missing{_count_others(missing)}: the checkpoint "
+            "is incomplete, or config.json belongs to another model"
+        )
+    if report["error_msgs"]:
+        raise RequestError(f"{directory} cannot be loaded: {_one_line(report['error_msgs'][0])}")
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        warnings.warn(
+            f"{directory}: weight {unused[0]} is not used{_count_others(unused)}: the checkpoint "
+            "has parts that a causal language model does not need, or config.json leaves some out",
+            stacklevel=4,
+        )
+    return model
+
+
+def _count_others(found: list[Any]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn what Transformers and others raise into a RequestError of one line."""
+    try:
+        yield
+    except (PagetileError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RequestError(f"{what}: {_one_line(error)}") from error
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers' warnings and progress bars off the terminal: what matters is raised."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,148 @@
+"""The argument contract of attention: checked always, in microseconds, before any work."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ...shapes import bind, check_device, check_dtype, is_debugging
+from ...tiles.types import ALL_FLOATS
+from ..attention_checks import (
+    check_contiguous_rows,
+    check_flag,
+    check_heads,
+    check_options,
+    is_size,
+)
+from .problem import Lengths, Options, Problem
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -> Problem:
+    """Raise ShapeError or DTypeError naming the argument at fault, or return the problem."""
+    is_ragged = lengths.cu_seqlens_q is not None
+    sizes = (_bind_ragged if is_ragged else _bind_dense)(q, k, v, lengths, options)
+    check_dtype("q", q, *ALL_FLOATS)
+    check_dtype("k", k, q.dtype)
+    check_dtype("v", v, q.dtype)
+    biases = {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+    for name, bias in biases.items():
+        if bias is not None:
+            check_dtype(name, bias, *ALL_FLOATS)
+    check_device("q", q.device, k=k, v=v, **biases)
+    check_contiguous_rows(q=q, k=k, v=v)
+    check_heads(
+        sizes["num_heads"],
+        sizes["num_kv_heads"],
+        "k",
+        head_size=sizes["head_size"],
+        v_head_size=sizes["v_head_size"],
+    )
+    check_flag("causal", options.causal)
+    check_options(options.sliding_window, options.logits_soft_cap)
+    return Problem(
+        num_seqs=sizes["num_seqs"],
+        num_tokens=q.shape[:-2].numel(),
+        max_query_len=sizes["max_query_len"],
+        max_seq_len=sizes["max_seq_len"],
+        num_heads=sizes["num_heads"],
+        num_kv_heads=sizes["num_kv_heads"],
+        head_size=sizes["head_size"],
+        v_head_size=sizes["v_head_size"],
+        dtype=q.dtype,
+        is_ragged=is_ragged,
+        has_alibi=options.alibi_slopes is not None,
+        logits_soft_cap=options.logits_soft_cap,
+    )
+
+
+def _bind_dense(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
+) -> dict[str, int]:
+    if q.dim() == 3:
+        raise ShapeError(
+            f"q has 3 dimensions {list(q.shape)} but cu_seqlens_q is None: a ragged batch needs "
+            "cu_seqlens_q, a dense one has 4 dimensions: [batch query_len num_heads head_size]"
+        )
+    for name in ("cu_seqlens_k", "max_query_len", "max_seq_len"):
+        if getattr(lengths, name) is not None:
+            raise ShapeError(f"{name} is given but cu_seqlens_q is None: it is for ragged batches")
+    sizes = bind(
+        q=(q, "batch query_len num_heads head_size"),
+        k=(k, "batch seq_len num_kv_heads head_size"),
+        v=(v, "batch seq_len num_kv_heads v_head_size"),
+        alibi_slopes=(options.alibi_slopes, "num_heads"),
+        sinks=(options.sinks, "num_heads"),
+    )
+    renamed = {"batch": "num_seqs", "query_len": "max_query_len", "seq_len": "max_seq_len"}
+    return {renamed.get(name, name): size for name, size in sizes.items()}
+
+
+def _bind_ragged(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
+) -> dict[str, int]:
+    sizes = bind(
+        q=(q, "num_tokens num_heads head_size"),
+        k=(k, "num_keys num_kv_heads head_size"),
+        v=(v, "num_keys num_kv_heads v_head_size"),
+        cu_seqlens_q=(lengths.cu_seqlens_q, "length"),
+        cu_seqlens_k=(lengths.cu_seqlens_k, "length"),
+        alibi_slopes=(options.alibi_slopes, "num_heads"),
+        sinks=(options.sinks, "num_heads"),
+    )
+    if sizes["length"] == 0:
+        raise ShapeError(
+            "cu_seqlens_q is empty, expected num_seqs + 1 entries, the first of them 0"
+        )
+    tensors = {"cu_seqlens_q": lengths.cu_seqlens_q, "cu_seqlens_k": lengths.cu_seqlens_k}
+    for name, starts in tensors.items():
+        if starts is None:
+            raise ShapeError(f"{name} is None, expected int32 [num_seqs + 1]: the batch is ragged")
+        check_dtype(name, starts, torch.int32)
+    check_device("q", q.device, **tensors)
+    longest = {"max_query_len": lengths.max_query_len, "max_seq_len": lengths.max_seq_len}
+    for (name, length), everything in zip(
+        longest.items(), (sizes["num_tokens"], sizes["num_keys"]), strict=True
+    ):
+        if length is not None and not is_size(length):
+            raise ShapeError(f"{name} is {length!r}, expected an integer of the host, 0 or more")
+        sizes[name] = everything if length is None else min(length, everything)
+    return {**sizes, "num_seqs": sizes["length"] - 1}
+
+
+def check_starts(problem: Problem, q: Tensor, k: Tensor, lengths: Lengths) -> None:
+    """Raise ShapeError naming the first start that leads out of a tensor.
+
+    Looks where that costs nothing, on a CPU, or under ``PAGETILE_DEBUG=1``.
+    """
+    if not problem.is_ragged or q.is_meta or (q.device.type != "cpu" and not is_debugging()):
+        return
+    _check_starts("cu_seqlens_q", lengths.cu_seqlens_q, "q", q, "max_query_len", problem)
+    _check_starts("cu_seqlens_k", lengths.cu_seqlens_k, "k", k, "max_seq_len", problem)
+
+
+def _check_starts(
+    name: str, starts: Tensor | None, of: str, tensor: Tensor, limit: str, problem: Problem
+) -> None:
+    values: list[int] = [] if starts is None else starts.tolist()
+    most = getattr(problem, limit)
+    if values[0] != 0:
+        raise ShapeError(f"{name}[0] is {values[0]}, expected 0")
+    for i, (start, end) in enumerate(itertools.pairwise(values)):
+        if end < start:
+            raise ShapeError(
+                f"{name}[{i + 1}] is {end} but {name}[{i}] is {start}: no sequence ends before it "
+                "starts"
+            )
+        if end - start > most:
+            raise ShapeError(
+                f"{limit} is {most} but sequence {i} has {end - start}: "
+                f"{name}[{i}] is {start}, {name}[{i + 1}] is {end}"
+            )
+    if values[-1] != tensor.shape[0]:
+        raise ShapeError(
+            f"{name} ends with {values[-1]} but {of} has {tensor.shape[0]} rows: the last sequence "
+            "ends where they end"
+        )

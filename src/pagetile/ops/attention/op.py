@@ -1,0 +1,173 @@
+"""The operation as torch sees it: opaque to a compiler, with a gradient and a shape.
+
+A compiler traces ``pagetile::attention`` as one node. What it saves for the backward pass is its
+arguments, ``out`` and ``lse``; the scores are computed again. Plain eager code takes a shorter way
+(``ops/eager``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ..dispatch import choose
+from ..eager import (
+    choose_gradient,
+    is_plain,
+    make_last,
+    make_ways,
+    refuse_tangents,
+    without_autocast,
+)
+from .checks import check, check_starts
+from .problem import Lengths, Options, Problem
+
+IMPLEMENTATIONS = ("hopper", "triton", "cpu", "reference")
+"""In the order in which ``impl="auto"`` tries them."""
+
+BACKWARD = {
+    "hopper": ("hopper_backward", "triton_backward"),
+    "triton": ("triton_backward",),
+    "cpu": ("cpu_backward",),
+    "reference": ("reference",),
+}
+"""Whose gradients go with whose forward pass, in the order in which they are tried."""
+
+ADDING = {"hopper_backward"}
+"""Those that add in no fixed order: none where torch is to give the same bits on every run."""
+
+
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``, for autograd or for whoever else is there to see."""
+    refuse_tangents("attention", *inputs)
+    out, lse = (_function if is_plain(*inputs) else _watched)(*inputs)
+    return out, lse
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? alibi_slopes, Tensor? sinks, SymInt? max_query_len, SymInt? max_seq_len, "
+    "float softmax_scale, bool causal, SymInt? sliding_window, float? logits_soft_cap, str impl"
+)
+
+
+def _read(*inputs: Any) -> tuple[Rows, Lengths, Options]:
+    """The operator's inputs by name; the last, ``impl``, says who runs them."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, *numbers, _ = inputs
+    max_query_len, max_seq_len, softmax_scale, causal, sliding_window, logits_soft_cap = numbers
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
+    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
+    return (q, k, v), lengths, options
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    rows, lengths, options = _read(*inputs)
+    q, k, _ = rows
+    problem = check(*rows, lengths, options)
+    check_starts(problem, q, k, lengths)
+    device = DeviceInfo.of(q.device)
+    module = choose(__package__, IMPLEMENTATIONS, problem, device, inputs[-1])
+    with without_autocast(q):
+        out, lse = module.run(problem, *rows, lengths, options)
+    return out, lse
+
+
+_operator: Any = torch.library.custom_op(
+    "pagetile::attention", _forward, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
+)
+
+
+@_operator.register_fake  # type: ignore[untyped-decorator]
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    rows, lengths, options = _read(*inputs)
+    problem = check(*rows, lengths, options)
+    q = rows[0]
+    out = q.new_empty(*q.shape[:-1], problem.v_head_size)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``q``, ``k`` and ``v``."""
+    rows, lengths, options = _read(*inputs)
+    problem = check(*rows, lengths, options)
+    device = DeviceInfo.of(d_out.device)
+    module = _choose_backward(problem, device, inputs[-1])
+    if d_out.stride(-1) != 1:
+        d_out = d_out.contiguous()
+    with without_autocast(d_out):
+        d_q, d_k, d_v = module.run_backward(
+            problem, d_out, d_lse, *rows, out, lse, lengths, options
+        )
+    return d_q, d_k, d_v
+
+
+def _choose_backward(problem: Problem, device: DeviceInfo, impl: str) -> Any:
+    """The module of the gradients; see ``choose``."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    names = [
+        name
+        for forward in (IMPLEMENTATIONS if impl == "auto" else (impl,))
+        for name in BACKWARD[forward]
+        if not (is_deterministic and name in ADDING)
+    ]
+    names = list(dict.fromkeys(names))
+    named = names[0] if len(names) == 1 else "auto"
+    return choose(__package__, tuple(names), problem, device, named)
+
+
+_operator_backward: Any = torch.library.custom_op(
+    "pagetile::attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_INPUTS}) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+
+
+@_operator_backward.register_fake  # type: ignore[untyped-decorator]
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (rows.new_empty(rows.shape) for rows in inputs[4:7])
+    return q, k, v
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.options = inputs[7:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
+    out, lse, q, k, v, *others = saved
+    backward = choose_gradient(_backward, _watched_backward, d_out, d_lse, *saved)
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    d_qkv = backward(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
+    sinks, d_sinks = others[-1], None
+    if sinks is not None and ctx.needs_input_grad[6]:
+        d_sinks = _differentiate_sinks(sinks, d_out, d_lse, out, lse)
+    return *d_qkv, None, None, None, d_sinks, *(None for _ in ctx.options)
+
+
+def _differentiate_sinks(
+    sinks: Tensor, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
+    """A sink takes its share of every row's softmax, and gives nothing for it."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    mean = (d_out.to(dtype) * out.to(dtype)).sum(dim=-1)
+    if d_lse is not None:
+        mean = mean - d_lse
+    share = torch.exp(sinks.to(dtype) - lse.to(dtype))
+    return -(share * mean).flatten(0, -2).sum(dim=0).to(sinks.dtype)
+
+
+_watched_backward = make_last(_operator_backward)
+_function, _watched = make_ways("Attention", _forward, _operator, _remember, _differentiate)

@@ -1,0 +1,94 @@
+"""Which implementation runs: an ordered list, a question to each, and the reasons."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from ..device import DeviceInfo
+from ..errors import UnsupportedError
+
+__all__ = ["choose", "explain"]
+
+_HOMES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
+"""The kind of device that an implementation is for, by the first word of its name: elsewhere it is
+not even imported."""
+
+_NEW_ENOUGH = (9, 0)
+"""The compute capability of a GPU that has whatever a kernel asks for."""
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo, impl: str
+) -> Any:
+    """The first module of ``names`` that can run ``problem``; a named ``impl`` runs or raises.
+
+    Only a named one may run away from home: a GPU's kernels, interpreted on a CPU.
+    """
+    if impl not in ("auto", *names):
+        raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {', '.join(names)}")
+    reasons: list[str] = []
+    for name in names if impl == "auto" else (impl,):
+        reason = _find_reason(package, name, problem, device, impl == name)
+        if reason is None:
+            if reasons and name == "reference" and device.kind == "cuda":
+                why = _blame(package, names, problem, device)
+                if why is not None:
+                    _warn_of(device, why)
+            return _load(package, name)
+        reasons.append(f"{name} cannot run this: {reason}")
+    raise UnsupportedError("; ".join(reasons) + ". Use impl='auto'" * (impl != "auto"))
+
+
+def _blame(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str | None:
+    """Why a GPU runs none of the kernels, if it is not the call's doing: a newer one would."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    newer = replace(device, capability=max(device.capability, _NEW_ENOUGH))
+    for name in reversed(names):  # who asks for least comes last
+        reason = _find_reason(package, name, problem, device, False)
+        if reason is not None and _find_reason(package, name, problem, newer, False) is None:
+            return reason
+    return None
+
+
+@functools.cache
+def _warn_of(device: DeviceInfo, why: str) -> None:
+    """Say so, once."""
+    warnings.warn(
+        f"none of pagetile's kernels can run this on this GPU ({device.name}): {why}; the "
+        "reference runs instead, which is slow and waits for the GPU",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+def explain(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str:
+    """One line for each implementation: yes, or no and why."""
+    reasons = {name: _find_reason(package, name, problem, device, False) for name in names}
+    return "\n".join(f"{name}: {f'no, {why}' if why else 'yes'}" for name, why in reasons.items())
+
+
+def _find_reason(
+    package: str, name: str, problem: Any, device: DeviceInfo, is_named: bool
+) -> str | None:
+    """Why an implementation cannot run; None if it can."""
+    if not is_named and _HOMES.get(name.partition("_")[0], device.kind) != device.kind:
+        return f"the tensors are on {device.kind}"
+    try:
+        module = _load(package, name)
+    except ImportError as error:
+        return f"it needs {error.name}, which cannot be imported ({error}): install it"
+    reason: str | None = module.supports(problem, device)
+    return reason
+
+
+@functools.cache
+def _load(package: str, name: str) -> Any:
+    """Import an implementation when it is first asked about: Numba costs a second."""
+    return importlib.import_module(f"{package}.{name}")

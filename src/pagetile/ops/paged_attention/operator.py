@@ -1,0 +1,90 @@
+"""Paged attention as a compiler sees it: one node, with or without a place for its result.
+
+Models are compiled with it inside; plain calls do not come this way, which is longer. An
+operator may not return what it was given, so ``out`` has one of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .problem import Options, PagedBatch
+
+__all__ = ["attend"]
+
+_INPUTS = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
+    "Tensor cu_seqlens_q, SymInt max_query_len, SymInt max_seq_len, float softmax_scale, "
+    "bool causal, SymInt? sliding_window, float? logits_soft_cap, Tensor? alibi_slopes, "
+    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str impl"
+)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    options: Options,
+    out: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``, by one node of a graph."""
+    inputs = [
+        q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q,
+        batch.max_query_len, batch.max_seq_len, *options, impl,
+    ]  # fmt: skip
+    # It has no gradients, whatever the tensors ask for.
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+    if out is None:
+        found, lse = _operator(*inputs)
+        return found, lse
+    return out, _operator_into(*inputs, out.detach())
+
+
+def _run(*inputs: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    from .api import paged_attention
+
+    q, k_cache, v_cache, *batch = inputs[:8]
+    named = Options._make(inputs[8:-1])._asdict()
+    found, lse = paged_attention(
+        q, k_cache, v_cache, PagedBatch(*batch), **named, out=out, impl=inputs[-1]
+    )
+    return found, lse
+
+
+_operator: Any = torch.library.custom_op(
+    "pagetile::paged_attention",
+    _run,
+    mutates_args=(),
+    schema=f"({_INPUTS}) -> (Tensor out, Tensor lse)",
+)
+
+
+def _run_into(*inputs: Any) -> Tensor:
+    return _run(*inputs[:-1], out=inputs[-1])[1]
+
+
+_operator_into: Any = torch.library.custom_op(
+    "pagetile::paged_attention_into",
+    _run_into,
+    mutates_args=("out",),
+    schema=f"({_INPUTS}, Tensor(a!) out) -> Tensor lse",
+)
+
+
+@_operator.register_fake  # type: ignore[untyped-decorator]
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], v_cache.shape[-1]), _fake_lse(q)
+
+
+@_operator_into.register_fake  # type: ignore[untyped-decorator]
+def _(q: Tensor, *others: Any) -> Tensor:
+    return _fake_lse(q)
+
+
+def _fake_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:2], dtype=torch.float32)

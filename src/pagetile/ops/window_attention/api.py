@@ -1,0 +1,189 @@
+"""The public operation: contract and defaults."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError
+from ...shapes import check_tensors, given
+from ...tiles.state import AttentionOutput
+from ..attention_checks import as_number, default_scale, refuse_learned_scale
+from ..dispatch import explain
+from ..eager import autocast_type
+from . import operator
+from .checks import check
+from .problem import Operands
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias_table: Tensor | None = None,
+    rel_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    regions: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_value: float = -100.0,
+    softmax_scale: float | None = None,
+    logit_scale: Tensor | None = None,
+    qk_norm_eps: float = 1e-12,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Attention of every token of a window over the window's tokens, as Swin transformers do it.
+
+    ::
+
+        s[i, j] = scale · q[i]·k[j] + bias_table[u[i] - u[j] + centre] + (0 or mask_value)
+        out[i]  = softmax(s[i]) · v
+
+    with ``u = rel_offsets``, ``centre = (table_size - 1) / 2``, and ``mask_value`` where the
+    regions of i and j differ. Neither an N × N index nor an N × N mask is ever made, and between
+    forward and backward nothing is kept but arguments, result and log-sum-exp. With
+    ``logit_scale`` it is Swin v2's attention: q and k are divided by ``max(norm, qk_norm_eps)``
+    and ``scale = softmax_scale · exp(min(logit_scale, log 100))``.
+
+    Gradients reach q, k, v, ``bias_table``, ``bias`` and ``logit_scale``; sums are float32 and in
+    one order, so two runs give the same bits. Under autocast q, k and v take its element type;
+    what is learned keeps its own.
+
+    Args:
+        q: ``[num_windows, num_heads, num_tokens, head_size]`` float32, float16 or bfloat16. Last
+            dimension contiguous; other strides are free, so that
+            ``qkv.unflatten(-1, (3, num_heads, head_size)).permute(2, 0, 3, 1, 4)`` will do.
+            Windows are ordered image by image. A kernel may hold scores of float16 in float16, as
+            eager code does: before ``softmax_scale`` they should stay below 65 504.
+        k: Like ``q``.
+        v: Like ``q``.
+        bias_table: ``[table_size, num_heads]``, floating, ``table_size = prod(2·w - 1)`` over the
+            axes of the window. Swin v2's continuous bias is such a table as well: the network's
+            result for every offset.
+        rel_offsets: int32 ``[num_tokens]``, from the function of that name.
+        bias: Instead of a table, ``[num_heads, num_tokens, num_tokens]``, or
+            ``[num_biases, num_heads, num_tokens, num_tokens]``, of which window ``w`` takes
+            ``w % num_biases``.
+        regions: Integers ``[num_masks, num_tokens]``, from ``shift_regions``; window ``w`` takes
+            ``w % num_masks``.
+        mask: Instead of regions, ``[num_masks, num_tokens, num_tokens]``: floating to be added, or
+            bool, where False adds ``mask_value``. It has no gradient.
+        mask_value: What is added between regions. -100 in every Swin, and not -inf: large scores
+            can still outweigh it.
+        softmax_scale: Multiplies ``q·k``. ``None`` is ``head_size ** -0.5``, or 1 with
+            ``logit_scale``.
+        logit_scale: ``[num_heads]`` or ``[num_heads, 1, 1]``, the logarithm of Swin v2's scale.
+        qk_norm_eps: Least norm that q and k are divided by.
+        impl: ``"auto"``, or one of ``"cpu"``, ``"triton"``, ``"hopper"``, ``"reference"``: a named
+            one runs or raises.
+
+    Returns:
+        ``AttentionOutput(out, lse)``: ``out`` like ``q``, with the heads of a token side by side
+        in memory, so that ``out.transpose(1, 2).flatten(2)`` is free; ``lse`` float32
+        ``[num_windows, num_heads, num_tokens]``, natural logarithm (float64 for float64).
+
+    Raises:
+        ShapeError: Sizes disagree; the message names the arguments.
+        DTypeError: An argument has an element type that it does not take.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> import pagetile
+        >>> q, k, v = torch.randn(3, 8, 3, 27, 16)  # 8 windows of 3 × 3 × 3
+        >>> result = window_attention(
+        ...     q, k, v,
+        ...     bias_table=torch.randn(5 * 5 * 5, 3, requires_grad=True),
+        ...     rel_offsets=pagetile.rel_offsets((3, 3, 3)),
+        ...     regions=pagetile.shift_regions((6, 6, 6), (3, 3, 3), (1, 1, 1)),
+        ... )
+        >>> result.out.shape
+        torch.Size([8, 3, 27, 16])
+    """
+    x = _operands(
+        q,
+        k,
+        v,
+        bias_table=bias_table,
+        rel_offsets=rel_offsets,
+        bias=bias,
+        regions=regions,
+        mask=mask,
+        mask_value=mask_value,
+        softmax_scale=softmax_scale,
+        logit_scale=logit_scale,
+        qk_norm_eps=qk_norm_eps,
+    )
+    inputs = (getattr(x, name) for name in Operands.__dataclass_fields__)
+    return AttentionOutput(*operator.forward(*inputs, impl))
+
+
+def explain_window_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+    """Which implementations can run a call, one a line with the reason, in the order of "auto".
+
+    Args:
+        q: As for ``window_attention``, like everything else here.
+        k: As there.
+        v: As there.
+        **options: The keyword arguments of ``window_attention``; ``impl`` changes nothing.
+
+    Example:
+        >>> q = torch.zeros(4, 3, 49, 32, dtype=torch.float64)
+        >>> print(explain_window_attention(q, q, q))
+        cpu: no, q is float64; float32, float16 and bfloat16 run
+        hopper: no, the tensors are on cpu
+        triton: no, the tensors are on cpu
+        reference: yes
+    """
+    options.pop("impl", None)
+    x = _operands(q, k, v, **options)
+    assert __package__ is not None
+    return explain(__package__, operator.IMPLEMENTATIONS, check(x), DeviceInfo.of(q.device))
+
+
+def _operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias_table: Tensor | None = None,
+    rel_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    regions: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_value: float = -100.0,
+    softmax_scale: float | None = None,
+    logit_scale: Tensor | None = None,
+    qk_norm_eps: float = 1e-12,
+) -> Operands:
+    """Fill in defaults and take the shorter spellings."""
+    biases = given(bias_table=bias_table, rel_offsets=rel_offsets, bias=bias)
+    others = given(regions=regions, mask=mask, logit_scale=logit_scale)
+    check_tensors(q=q, k=k, v=v, **biases, **others)
+    dtype = autocast_type(q)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    refuse_learned_scale(softmax_scale)
+    if softmax_scale is None:
+        softmax_scale = default_scale(q) if logit_scale is None else 1.0
+    softmax_scale = as_number("softmax_scale", softmax_scale)
+    mask_value = as_number("mask_value", mask_value)
+    qk_norm_eps = as_number("qk_norm_eps", qk_norm_eps)
+    if not 0 < qk_norm_eps < math.inf:
+        raise ShapeError(f"qk_norm_eps is {qk_norm_eps}, expected a finite number more than 0")
+    if logit_scale is not None and logit_scale.shape[1:] == (1, 1):
+        logit_scale = logit_scale.flatten()
+    if bias is not None and bias.dim() not in (3, 4):
+        raise ShapeError(
+            f"bias has {bias.dim()} dimensions {list(bias.shape)}, expected 3 or 4: "
+            "[num_heads num_tokens num_tokens], or one for each of num_biases windows"
+        )
+    if bias is not None and bias.dim() == 3:
+        bias = bias[None]
+    return Operands(
+        q, k, v, bias_table, rel_offsets, bias, regions, mask, logit_scale,
+        mask_value, softmax_scale, qk_norm_eps,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""A map cut into windows and joined again: padded, rolled and partitioned by one index.
+
+::
+
+    a line of 5, windows of 3, shift 1      padded to 6, rolled by -1, cut
+    tokens at the places of the windows     1 2 3 | 4 . 0        "." is padding
+    places of the tokens                    5 0 1 2 3
+
+Every token has one place, so each way is one copy of rows, and the gradient of either way is the
+other: no sums, no atomics, the same bits on every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ...device import DeviceInfo
+from ..dispatch import choose
+from ..eager import choose_gradient, is_plain, make_ways
+from .geometry import clamp, partition, rel_offsets, shift_regions
+
+__all__ = ["Layout", "from_heads", "layout", "to_heads"]
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a map stand in its windows."""
+
+    grid: tuple[int, ...]
+    tokens: Tensor
+    """int32 ``[num_places]``: the token at each place, -1 where there is none."""
+    padded: Tensor
+    """int64 ``[num_padded]``: the places without a token."""
+    places: Tensor
+    """int32 ``[num_map_tokens]``: the place of each token."""
+    offsets: Tensor
+    """int32 ``[num_tokens]``: the first offsets of the whole window."""
+    regions: Tensor | None
+    """uint8 ``[num_windows, num_tokens]``; ``None`` without a shift."""
+
+
+def layout(
+    grid: tuple[int, ...], window: tuple[int, ...], shift: tuple[int, ...], device: torch.device
+) -> Layout:
+    """The layout of a map on ``device``, made once: a constant of what is compiled.
+
+    Raises:
+        ShapeError: The axes disagree, or a size is out of range.
+    """
+    # Tensors of a tracing mode would be of no use to a later call.
+    make = _make if _get_current_dispatch_mode() is None else _make.__wrapped__
+    return make(grid, window, shift, device)
+
+
+# As torch.compiler.assume_constant_result marks it (2.11 to 2.13), which takes a second to import.
+layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=64)
+def _make(
+    grid: tuple[int, ...], whole: tuple[int, ...], shift: tuple[int, ...], device: torch.device
+) -> Layout:
+    window, shift = clamp(grid, whole, shift)
+    extra = [-size % length for size, length in zip(grid, window, strict=True)]
+    with torch.inference_mode(False), torch.device("cpu"):
+        numbers = torch.arange(math.prod(grid)).view(grid)
+        numbers = F.pad(numbers, [n for size in reversed(extra) for n in (0, size)], value=-1)
+        numbers = numbers.roll([-step for step in shift], list(range(len(grid))))
+        tokens = partition(numbers, window).flatten()
+        # Padded places first, as they lie, and then the place of each token in turn.
+        order = tokens.argsort(stable=True)
+        num_padded = len(tokens) - math.prod(grid)
+        return Layout(
+            grid,
+            tokens.to(device, torch.int32),
+            order[:num_padded].to(device),
+            order[num_padded:].to(device, torch.int32),
+            rel_offsets(whole, num_tokens=math.prod(window)).to(device),
+            shift_regions(numbers.shape, window, shift).to(device) if any(shift) else None,
+        )
+
+
+def to_heads(qkv: Tensor, where: Layout, padding: Tensor | None = None) -> tuple[Tensor, ...]:
+    """``[batch, *grid, 3, num_heads, head_size]`` to what attention takes: q, k and v.
+
+    Each is ``[batch * num_windows, num_heads, num_tokens, head_size]``. Where no token stands it is
+    ``padding`` ``[3, num_heads, head_size]``, or zeros.
+    """
+    inputs = qkv.flatten(1, len(where.grid)), *where[1:4], padding
+    rows = (_cut_function if is_plain(qkv, padding) else _cut_watched)(*inputs)
+    windows: Tensor = torch.unflatten(rows, 1, (-1, len(where.offsets))).flatten(0, 1)
+    return windows.permute(2, 0, 3, 1, 4).unbind()
+
+
+def from_heads(x: Tensor, where: Layout) -> Tensor:
+    """Attention's result, or its log-sum-exp, on the map again.
+
+    ``[batch * num_windows, num_heads, num_tokens, *row]`` to ``[batch, *grid, num_heads, *row]``.
+    """
+    num_windows = len(where.tokens) // len(where.offsets)
+    windows: Tensor = torch.unflatten(x.transpose(1, 2), 0, (-1, num_windows))
+    join = _join_function if is_plain(x) else _join_watched
+    return torch.unflatten(join(windows.flatten(1, 2), *where[1:4]), 1, where.grid)
+
+
+def _take_places(
+    x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor, padding: Tensor | None
+) -> Tensor:
+    """``[batch, num_map_tokens, *row]`` to ``[batch, num_places, *row]``."""
+    filling = None if padding is None else padding.to(x.dtype)
+    rows: Tensor = _rows(x.device).take(x, tokens, padded, filling)
+    return rows
+
+
+def _take_tokens(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> Tensor:
+    """``[batch, num_places, *row]`` to ``[batch, num_map_tokens, *row]``."""
+    rows: Tensor = _rows(x.device).take(x, places, padded[:0], None)
+    return rows
+
+
+def _rows(device: torch.device) -> Any:
+    """Who copies rows there."""
+    return choose(__package__, ("triton_rows", "torch_rows"), None, DeviceInfo.of(device), "auto")
+
+
+_cut = torch.library.custom_op("pagetile::cut_windows", _take_places, mutates_args=())
+_join = torch.library.custom_op("pagetile::join_windows", _take_tokens, mutates_args=())
+
+
+@_cut.register_fake
+def _(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(tokens), *x.shape[2:])
+
+
+@_join.register_fake
+def _(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(places), *x.shape[2:])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *where = inputs
+    ctx.save_for_backward(*where[:3])
+    ctx.padding_dtype = where[3].dtype if len(where) == 4 and where[3] is not None else None
+
+
+def _uncut(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    dpadding = None
+    if ctx.padding_dtype is not None and ctx.needs_input_grad[4]:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        dpadding = gradient.index_select(1, saved[1]).sum((0, 1), dtype=wide).to(ctx.padding_dtype)
+    join = choose_gradient(_take_tokens, _join_watched, gradient)
+    return join(gradient, *saved), None, None, None, dpadding
+
+
+def _unjoin(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    cut = choose_gradient(_take_places, _cut_watched, gradient)
+    return cut(gradient, *ctx.saved_tensors, None), None, None, None
+
+
+_cut_function, _cut_watched = make_ways("CutWindows", _take_places, _cut, _keep, _uncut)
+_join_function, _join_watched = make_ways("JoinWindows", _take_tokens, _join, _keep, _unjoin)

@@ -1,0 +1,129 @@
+"""The public operation: contract and checks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError
+from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
+from ...tiles.types import ALL_FLOATS
+from ..attention_checks import check_contiguous_rows
+from ..dispatch import choose
+from ..eager import wants_operator
+from ..scales import LARGEST_CODE, bind_scales
+from .operator import write
+
+IMPLEMENTATIONS = ("triton", "cpu", "reference")
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    impl: str = "auto",
+) -> None:
+    """Write each new token's key and value to its slot of the cache, in place.
+
+    In an 8-bit cache it writes ``x / scale``, rounded to the nearest code (to the even one in
+    the middle) and clamped to ±448 in float8_e4m3fn, ±57344 in float8_e5m2, ±127 in int8. A
+    scale for each token's head is computed: the largest ``|x|`` over that largest code. NaN stays
+    NaN, but in int8, which has none, it becomes 0.
+
+    Args:
+        k: ``[num_tokens, num_kv_heads, head_size]``; rounded to the cache's type if that differs.
+        v: ``[num_tokens, num_kv_heads, v_head_size]``.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides, last dimension
+            contiguous. A float type; or float8_e4m3fn, float8_e5m2 or int8 with scales.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, v_head_size]``.
+        slot_mapping: int64 ``[num_tokens]``: ``block * block_size + offset``, each slot at most
+            once; -1 writes nothing.
+        k_scale: float32, with an 8-bit ``k_cache`` and only then. One number for all, or
+            ``[num_kv_heads]``: what to divide by, more than 0. ``[num_blocks, block_size,
+            num_kv_heads]``: where the new tokens' scales are written, NaN for a head that
+            holds NaN or infinity.
+        v_scale: The same for ``v_cache``, of the same kind.
+        impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
+
+    Raises:
+        ShapeError: Sizes disagree, or a slot lies outside the cache (on a GPU that is seen only
+            under ``PAGETILE_DEBUG=1``); nothing is written then.
+        DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
+            no scales.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64).unbind(0)
+        >>> k = v = torch.ones(3, 2, 64)
+        >>> write_kv(k, v, k_cache, v_cache, torch.tensor([5, -1, 40]))
+        >>> k_cache[..., 0, 0].nonzero().tolist()  # slots 5 and 40 of blocks of 16
+        [[0, 5], [2, 8]]
+
+        In 8 bits, with a scale for each token's head, which nobody has to know beforehand:
+
+        >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, dtype=torch.int8).unbind(0)
+        >>> k_scale, v_scale = torch.zeros(2, 4, 16, 2).unbind(0)
+        >>> slot = torch.tensor([5])
+        >>> write_kv(k[:1], v[:1], k_cache, v_cache, slot, k_scale=k_scale, v_scale=v_scale)
+        >>> k_cache[0, 5, 0, 0], round(1 / k_scale[0, 5, 0].item())
+        (tensor(127, dtype=torch.int8), 127)
+    """
+    operands = k, v, k_cache, v_cache, slot_mapping
+    is_operator = wants_operator(k)
+    if is_operator and torch.compiler.is_compiling():  # what is compiled calls this, and checks
+        write(*operands, k_scale, v_scale, impl)
+        return
+    tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    module = _settle(*tensors, impl)
+    scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
+    if is_operator:
+        write(*operands, k_scale, v_scale, impl)
+        return
+    if slot_mapping.device.type == "cpu" or is_debugging():
+        _check_slots(slot_mapping.cpu(), k_cache.shape[0] * k_cache.shape[1])
+    module.run(*operands, *scales)
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str) -> Any:
+    """Check the tensors of these forms, and choose the module that writes them."""
+    k, v, k_cache, v_cache, slot_mapping = (
+        Form(*fields) for fields in (k, v, k_cache, v_cache, slot_mapping)
+    )
+    sizes = bind(
+        k=(k, "num_tokens num_kv_heads head_size"),
+        v=(v, "num_tokens num_kv_heads v_head_size"),
+        k_cache=(k_cache, "num_blocks block_size num_kv_heads head_size"),
+        v_cache=(v_cache, "num_blocks block_size num_kv_heads v_head_size"),
+        slot_mapping=(slot_mapping, "num_tokens"),
+    )
+    for name in ("head_size", "v_head_size"):
+        if sizes[name] % 8:
+            raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8")
+    check_contiguous_rows(k_cache=k_cache, v_cache=v_cache)
+    check_dtype("k", k, *ALL_FLOATS)
+    check_dtype("v", v, k.dtype)
+    check_dtype("k_cache", k_cache, *ALL_FLOATS, *LARGEST_CODE)
+    check_dtype("v_cache", v_cache, k_cache.dtype)
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    types = (k.dtype, k_cache.dtype)
+    return choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
+
+
+def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
+    slots = slot_mapping.numpy()
+    if len(slots) and (slots.max() >= num_slots or slots.min() < -1):
+        at = int(((slots >= num_slots) | (slots < -1)).argmax())
+        raise ShapeError(
+            f"slot_mapping[{at}] is {slots[at]}, expected -1 or a slot below num_blocks * "
+            f"block_size = {num_slots}"
+        )

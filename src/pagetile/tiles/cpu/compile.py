@@ -1,0 +1,83 @@
+"""How kernels are compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+__all__ = ["entry", "folded", "inner"]
+
+inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For functions called from kernels: they borrow their arrays and allocate none.
+
+Numba would otherwise count references to every array of every call, with atomic instructions:
+on a tile of 64 keys that took longer than the arithmetic (see docs/lab-log.md).
+"""
+
+folded = partial(inner, inline="always")
+"""For those with one caller: a part of it before LLVM sees either.
+
+LLVM optimises and compiles a function together with all that it calls, and does so anew at every
+level up to the entry: two levels less are a quarter of the time.
+"""
+
+
+def entry() -> Callable[[Callable[..., Any]], Any]:
+    """For functions called from Python: they run beside each other and are compiled once a machine.
+
+    Once a process where nothing can be kept: the package lies where its user may not write, and so
+    does the user's home.
+    """
+    compile_ = partial(njit, nogil=True, no_cfunc_wrapper=True)
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            kernel = compile_(cache=True)(function)
+        except RuntimeError:  # Numba has found no directory
+            _warn()
+            return compile_()(function)
+        return _follow_sources(kernel, Path(function.__code__.co_filename))
+
+    return decorate
+
+
+def _follow_sources(kernel: Any, path: Path) -> Any:
+    """Have a kept kernel compiled anew when any file changes that it may be made of.
+
+    Numba looks at the one file that the kernel stands in: after an update of the package in place
+    it would go on with old helpers.
+    """
+    kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # no promise of Numba's
+    if kept is not None:
+        kept._source_stamp = (kept._source_stamp, _digest(path.parent))
+    return kernel
+
+
+@cache
+def _digest(folder: Path) -> str:
+    """Of the tiles, of a folder's own kernels, and of what both know of problems and types."""
+    sources = {
+        *Path(__file__).parent.glob("*.py"),
+        *folder.glob("cpu*.py"),
+        *folder.glob("problem.py"),
+        *folder.parent.glob("*.py"),
+    }
+    texts = (path.read_bytes() for path in sorted(sources) if path.is_file())
+    return hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+@cache
+def _warn() -> None:
+    warnings.warn(
+        "pagetile compiles its CPU kernels anew in this process, some 20 seconds for each set of "
+        "element types, since it cannot keep them anywhere: name a directory that can be written, "
+        "NUMBA_CACHE_DIR=...",
+        RuntimeWarning,
+        stacklevel=3,
+    )

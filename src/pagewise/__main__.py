@@ -1,7 +1,0 @@
-"""``python -m pagewise``."""
-
-import sys
-
-from .cli import main
-
-sys.exit(main())

@@ -1,6 +1,0 @@
-"""Swin models of MONAI, torchvision, timm and Transformers on ``pagewise.window_attention``."""
-
-from .patching import patch, patched, unpatch
-from .report import PatchReport
-
-__all__ = ["PatchReport", "patch", "patched", "unpatch"]
