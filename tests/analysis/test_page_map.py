@@ -92,18 +92,16 @@ def test_counts_and_signs_agree(drawn):
 
 
 def test_a_snapshot_does_not_follow_the_pool():
-    index = PrefixIndex(4)
-    pool = BlockPool(8, on_reuse=index.forget)
-    done = BlockTable(pool, 4)
+    pool = BlockPool(8, block_size=4)
+    index = PrefixIndex(pool)
+    done = BlockTable(pool)
     done.append(8)
-    chain = index.chain()
-    chain.extend(range(8))
-    index.insert(chain, done.blocks, 2)
-    table = BlockTable(pool, 4)
+    index.insert(index.block_hashes(range(8)), done.blocks, 2)
+    table = BlockTable(pool)
     table.append(6)
     fork = table.fork()
     done.free()
-    page_map = PageMap.of(pool, {"parent": table, "fork": fork}, index, block_size=4)
+    page_map = PageMap.of(pool, {"parent": table, "fork": fork}, index)
     table.free()
     fork.append(4)
     assert _grid(page_map) == "::22...."

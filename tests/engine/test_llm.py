@@ -299,7 +299,7 @@ def test_salted_requests_share_no_prefix(llm: LLM) -> None:
     prompt = list(range(100, 164))
 
     def cached(salt: str | None) -> int:
-        request_id = llm.engine.add_request(prompt, GREEDY, salt=salt)
+        request_id = llm.engine.add_request(prompt, GREEDY, cache_salt=salt)
         while llm.engine.has_unfinished:
             llm.engine.step()
         return llm.engine.take_output(request_id).num_cached_tokens
@@ -524,8 +524,8 @@ def test_a_prompt_may_be_an_iterator_and_may_change_later(llm: LLM) -> None:
 
 
 def test_a_request_that_is_refused_leaves_nothing(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="salt=5"):
-        llm.engine.add_request("x =", salt=5)
+    with pytest.raises(RequestError, match="cache_salt=5"):
+        llm.engine.add_request("x =", cache_salt=5)
     for ask in (llm.engine.take_output, llm.engine.is_finished):
         with pytest.raises(RequestError, match="there is no request 999999"):
             ask(999999)

@@ -6,6 +6,7 @@ import torch
 
 from pagetile.engine.cuda_graphs import padded_sizes
 from pagetile.engine.step_inputs import StepInputs, make_batch
+from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import load_model
 from pagetile.testing.models import tiny_model
@@ -34,7 +35,7 @@ def decode_inputs(tables, seq_lens):
 @pytest.mark.parametrize("num_seqs", [3, 4, 7])
 def test_empty_sequences_change_no_logits_and_write_nothing(family, num_seqs):
     model = load_model(tiny_model(family))
-    cache = KVCache(model.layers, num_blocks=9, block_size=BLOCK_SIZE)
+    cache = KVCache(model.layers, BlockPool(9, BLOCK_SIZE))
     for layer in (*cache.k, *cache.v):
         layer.normal_(generator=torch.Generator().manual_seed(0))
     tables = np.array([[7, 2, 5], [1, 0, 0], [8, 4, 0]], np.int32)

@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 
 import pagetile.kv_cache
-from pagetile.errors import OutOfBlocksError, ShapeError
+from pagetile.errors import DTypeError, OutOfBlocksError, ShapeError
 from pagetile.kv_cache import BlockPool
+
+BLOCK_SIZE = 4
 
 
 def free_list(pool):
@@ -13,7 +15,7 @@ def free_list(pool):
 
 
 def test_a_new_pool_hands_out_every_block_in_order():
-    pool = BlockPool(4)
+    pool = BlockPool(4, BLOCK_SIZE)
     assert pool.allocate(3) == [0, 1, 2]
     assert pool.allocate() == [3]
     assert (pool.num_blocks, pool.num_free) == (4, 0)
@@ -22,11 +24,11 @@ def test_a_new_pool_hands_out_every_block_in_order():
 @pytest.mark.parametrize("num_blocks", [0, -1])
 def test_a_pool_has_at_least_one_block(num_blocks):
     with pytest.raises(ShapeError, match=f"num_blocks={num_blocks}"):
-        BlockPool(num_blocks)
+        BlockPool(num_blocks, BLOCK_SIZE)
 
 
 def test_the_least_recently_released_block_is_reused_first():
-    pool = BlockPool(4)
+    pool = BlockPool(4, BLOCK_SIZE)
     pool.allocate(4)
     for block in (2, 0, 3, 1):
         pool.release([block])
@@ -34,19 +36,19 @@ def test_the_least_recently_released_block_is_reused_first():
 
 
 def test_blocks_are_released_in_the_order_given():
-    pool = BlockPool(4)
+    pool = BlockPool(4, BLOCK_SIZE)
     pool.release(pool.allocate(3)[::-1])
     assert free_list(pool) == [3, 2, 1, 0]
 
 
 def test_allocating_nothing_changes_nothing():
-    pool = BlockPool(2)
+    pool = BlockPool(2, BLOCK_SIZE)
     assert pool.allocate(0) == []
     assert free_list(pool) == [0, 1]
 
 
 def test_too_large_a_request_takes_nothing_and_says_the_numbers():
-    pool = BlockPool(5)
+    pool = BlockPool(5, BLOCK_SIZE)
     pool.allocate(2)
     assert pool.can_allocate(3)
     assert not pool.can_allocate(4)
@@ -57,15 +59,15 @@ def test_too_large_a_request_takes_nothing_and_says_the_numbers():
 
 
 def test_a_negative_number_of_blocks_is_an_error():
-    pool = BlockPool(2)
+    pool = BlockPool(2, BLOCK_SIZE)
     assert not pool.can_allocate(-1)
-    with pytest.raises(ValueError, match="n=-1"):
+    with pytest.raises(ShapeError, match="n=-1"):
         pool.allocate(-1)
     assert pool.num_free == 2
 
 
 def test_a_shared_block_is_free_when_its_last_holder_leaves():
-    pool = BlockPool(1)
+    pool = BlockPool(1, BLOCK_SIZE)
     pool.allocate()
     pool.retain([0])
     assert pool.ref_count(0) == 2
@@ -77,14 +79,14 @@ def test_a_shared_block_is_free_when_its_last_holder_leaves():
 
 @pytest.mark.parametrize("block", [0, 2, 4], ids=["oldest", "middle", "youngest"])
 def test_a_free_block_is_retained_from_anywhere_in_the_list(block):
-    pool = BlockPool(5)
+    pool = BlockPool(5, BLOCK_SIZE)
     pool.retain([block])
     assert free_list(pool) == [b for b in range(5) if b != block]
     pool.check([[block]])
 
 
 def test_a_block_retained_twice_in_one_call_has_two_more_holders():
-    pool = BlockPool(2)
+    pool = BlockPool(2, BLOCK_SIZE)
     pool.retain([1, 1])
     assert (pool.ref_count(1), pool.num_free) == (2, 1)
     pool.release([1, 1])
@@ -97,7 +99,7 @@ def test_a_block_retained_twice_in_one_call_has_two_more_holders():
     ids=["a free block", "more times than it has holders"],
 )
 def test_a_release_too_many_raises_and_releases_nothing(blocks):
-    pool = BlockPool(3)
+    pool = BlockPool(3, BLOCK_SIZE)
     pool.allocate(2)
     with pytest.raises(ValueError, match=rf"block {blocks[-1]} is released \d times"):
         pool.release(blocks)
@@ -107,7 +109,7 @@ def test_a_release_too_many_raises_and_releases_nothing(blocks):
 @pytest.mark.parametrize("block", [-1, 3])
 @pytest.mark.parametrize("command", ["retain", "release"])
 def test_a_block_of_another_pool_raises_and_changes_nothing(command, block):
-    pool = BlockPool(3)
+    pool = BlockPool(3, BLOCK_SIZE)
     pool.allocate()
     with pytest.raises(ValueError, match=rf"block {block} is not one of 0 \.\. 2"):
         getattr(pool, command)([0, block])
@@ -116,9 +118,10 @@ def test_a_block_of_another_pool_raises_and_changes_nothing(command, block):
     pool.check([[0]])
 
 
-def test_on_reuse_sees_the_blocks_that_are_handed_out_or_overwritten_and_no_others():
+def test_a_listener_sees_the_blocks_that_are_handed_out_or_overwritten_and_no_others():
     reused = []
-    pool = BlockPool(3, on_reuse=reused.append)
+    pool = BlockPool(3, BLOCK_SIZE)
+    pool.add_reuse_listener(reused.append)
     pool.allocate(2)
     pool.release([1])
     pool.retain([1])
@@ -164,7 +167,7 @@ def hold_a_free_block(pool):
     ],
 )
 def test_check_finds_a_corrupt_pool(corrupt, numbers):
-    pool = BlockPool(6)
+    pool = BlockPool(6, BLOCK_SIZE)
     table = pool.allocate(3)
     pool.check([table])
     corrupt(pool)
@@ -178,13 +181,13 @@ def test_check_finds_a_corrupt_pool(corrupt, numbers):
         ([[0, 1]], "block 2 has ref count 1 but is in 0 tables"),
         ([[0, 1, 2], [1]], "block 1 has ref count 1 but is in 2 tables"),
         ([[0, 1, 2, 1]], "block 1 is 2 times in table"),
-        ([[0, 1, 2, 3]], "has block 3, which nobody holds"),
-        ([[0, 1, 2, 6]], "has block 6, which nobody holds"),
+        ([[0, 1, 2, 3]], "has block 3, which is free"),
+        ([[0, 1, 2, 6]], "has block 6, which is free"),
     ],
     ids=["leak", "missing holder", "twice in a table", "free block", "unknown block"],
 )
 def test_check_finds_tables_that_do_not_match(tables, numbers):
-    pool = BlockPool(6)
+    pool = BlockPool(6, BLOCK_SIZE)
     pool.allocate(3)
     with pytest.raises(AssertionError, match=numbers):
         pool.check(tables)
@@ -199,4 +202,28 @@ def test_no_check_vanishes_under_python_O():
 @pytest.mark.parametrize("num_blocks", [0, -1, 4.0, "a", None])
 def test_a_pool_is_of_a_whole_number_of_blocks(num_blocks):
     with pytest.raises(ShapeError, match=f"num_blocks={num_blocks!r}, expected"):
-        BlockPool(num_blocks)
+        BlockPool(num_blocks, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("block_size", [0, -4, 4.0, "4", None])
+def test_a_block_holds_a_whole_number_of_tokens(block_size):
+    with pytest.raises(ShapeError, match=f"block_size={block_size!r}, expected"):
+        BlockPool(1, block_size)
+
+
+@pytest.mark.parametrize("n", [1.5, "1", None])
+def test_a_fraction_of_a_block_is_not_allocated(n):
+    pool = BlockPool(2, BLOCK_SIZE)
+    with pytest.raises(ShapeError, match=f"n={n!r}, expected an integer"):
+        pool.allocate(n)
+    assert pool.num_free == 2
+
+
+@pytest.mark.parametrize("command", ["retain", "release"])
+@pytest.mark.parametrize("blocks", [0, None, "01", [0.0]])
+def test_blocks_are_given_as_a_list_of_integers(command, blocks):
+    pool = BlockPool(2, BLOCK_SIZE)
+    pool.allocate()
+    with pytest.raises(DTypeError, match="expected a list of block numbers"):
+        getattr(pool, command)(blocks)
+    pool.check([[0]])

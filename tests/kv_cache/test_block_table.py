@@ -2,21 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetile.errors import OutOfBlocksError, ShapeError
-from pagetile.kv_cache import BlockPool, BlockTable
+from pagetile.errors import DTypeError, OutOfBlocksError, ShapeError
+from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex
 
 
 def make(num_blocks=8, block_size=4, num_tokens=0):
-    pool = BlockPool(num_blocks)
-    table = BlockTable(pool, block_size)
+    pool = BlockPool(num_blocks, block_size)
+    table = BlockTable(pool)
     table.append(num_tokens)
     return pool, table
-
-
-@pytest.mark.parametrize("block_size", [0, -4])
-def test_a_block_holds_at_least_one_token(block_size):
-    with pytest.raises(ShapeError, match=f"block_size={block_size}"):
-        BlockTable(BlockPool(1), block_size)
 
 
 @given(
@@ -25,10 +19,10 @@ def test_a_block_holds_at_least_one_token(block_size):
     data=st.data(),
 )
 def test_every_token_lies_where_the_definition_says(block_size, num_tokens, data):
-    pool = BlockPool(80)
+    pool = BlockPool(80, block_size)
     shuffled = data.draw(st.permutations(pool.allocate(80)))
     pool.release(shuffled)
-    table = BlockTable(pool, block_size)
+    table = BlockTable(pool)
     table.append(num_tokens)
     end = data.draw(st.integers(0, num_tokens))
     start = data.draw(st.integers(0, end))
@@ -64,7 +58,7 @@ def test_no_block_is_taken_before_a_token_needs_it():
 @pytest.mark.parametrize("question_or_command", ["blocks_needed", "append"])
 def test_a_negative_number_of_tokens_is_an_error(question_or_command):
     _, table = make(num_tokens=3)
-    with pytest.raises(ValueError, match="num_new_tokens=-1"):
+    with pytest.raises(ShapeError, match="num_new_tokens=-1"):
         getattr(table, question_or_command)(-1)
     assert table.num_tokens == 3
 
@@ -97,7 +91,7 @@ def test_a_shared_full_block_is_not_copied():
     pool.check([table.blocks, fork.blocks])
 
 
-def test_the_tail_of_a_chain_is_reused_first():
+def test_the_last_blocks_of_a_sequence_are_reused_first():
     pool, table = make(num_blocks=3, block_size=4, num_tokens=12)
     table.free()
     assert list(pool.free_blocks()) == [2, 1, 0]
@@ -135,45 +129,88 @@ def test_slots_outside_the_sequence_are_an_error(start, end):
         table.slots(start, end)
 
 
+def finish(pool, index, num_tokens):
+    """Compute, index and free a sequence of tokens 0, 1, 2, …; returns its blocks."""
+    table = BlockTable(pool)
+    table.append(num_tokens)
+    index.insert(index.block_hashes(range(num_tokens)), table.blocks, num_tokens // pool.block_size)
+    blocks = table.blocks.copy()
+    table.free()
+    return blocks
+
+
 def test_adopted_blocks_are_held_and_full():
-    pool, finished = make(block_size=4, num_tokens=8)
-    finished.free()
-    table = BlockTable(pool, block_size=4)
-    table.adopt([0, 1])
-    assert table.num_tokens == 8
+    pool = BlockPool(8, block_size=4)
+    index = PrefixIndex(pool)
+    blocks = finish(pool, index, 8)
+    table = BlockTable(pool)
+    hashes = table.adopt_prefix(index, range(9))
+    assert (table.blocks, table.num_tokens, len(hashes)) == (blocks, 8, 2)
     assert table.append(1) == []
     pool.check([table.blocks])
 
 
-def test_adopting_does_not_alias_the_list_it_is_given():
-    pool = BlockPool(4)
-    found = [2]
-    table = BlockTable(pool, block_size=4)
-    table.adopt(found)
-    table.append(1)
-    assert found == [2]
+def test_the_block_of_the_last_token_is_left_to_be_computed():
+    pool = BlockPool(8, block_size=4)
+    index = PrefixIndex(pool)
+    blocks = finish(pool, index, 8)
+    table = BlockTable(pool)
+    table.adopt_prefix(index, range(8))
+    assert (table.blocks, table.num_tokens) == (blocks[:1], 4)
+    table.free()
+    table.adopt_prefix(index, [])
+    assert table.num_tokens == 0
+    table.adopt_prefix(index, range(8), max_blocks=2)
+    assert table.blocks == blocks
+
+
+def test_a_block_that_was_reused_since_a_match_is_not_adopted():
+    pool = BlockPool(2, block_size=4)
+    index = PrefixIndex(pool)
+    blocks = finish(pool, index, 8)
+    hashes = index.block_hashes(range(8))
+    assert index.match(hashes) == blocks
+    [reused] = pool.allocate()  # the last block's content is gone
+    table = BlockTable(pool)
+    table.adopt_prefix(index, hashes)
+    assert table.blocks == blocks[:1] != [reused]
+    pool.check([table.blocks, [reused]])
 
 
 def test_only_an_empty_table_adopts():
     pool, table = make(block_size=4, num_tokens=1)
-    with pytest.raises(ValueError, match=r"adopt\(\) on a table of 1 blocks"):
-        table.adopt([5])
+    with pytest.raises(ValueError, match=r"adopt_prefix\(\) on a table of 1 blocks"):
+        table.adopt_prefix(PrefixIndex(pool), [1, 2])
     pool.check([table.blocks])
 
 
 def test_blocks_of_another_pool_are_not_adopted():
-    pool = BlockPool(2)
-    table = BlockTable(pool, block_size=4)
-    with pytest.raises(ValueError, match="block 2 is not one of"):
-        table.adopt([0, 2])
+    pool, other = BlockPool(2, block_size=4), BlockPool(2, block_size=4)
+    table = BlockTable(pool)
+    with pytest.raises(ValueError, match="the index belongs to another pool"):
+        table.adopt_prefix(PrefixIndex(other), [1, 2])
     assert table.num_tokens == 0
     pool.check([[]])
 
 
+@pytest.mark.parametrize("pool", ["4", None, 8])
+def test_a_table_takes_blocks_from_a_pool(pool):
+    with pytest.raises(DTypeError, match=f"pool is {pool!r}, expected a BlockPool"):
+        BlockTable(pool)
+
+
+def test_tokens_are_reserved_by_their_number():
+    _, table = make()
+    with pytest.raises(ShapeError, match=r"num_new_tokens=\[1, 2\], expected an integer"):
+        table.append([1, 2])
+    assert table.num_tokens == 0
+
+
 def test_a_full_block_that_was_cut_is_announced_before_it_is_overwritten():
     reused = []
-    pool = BlockPool(8, on_reuse=reused.append)
-    table = BlockTable(pool, block_size=4)
+    pool = BlockPool(8, block_size=4)
+    pool.add_reuse_listener(reused.append)
+    table = BlockTable(pool)
     table.append(8)
     del reused[:]
     table.truncate(6)
@@ -186,8 +223,9 @@ def test_a_full_block_that_was_cut_is_announced_before_it_is_overwritten():
 
 def test_a_cut_at_the_end_of_a_block_overwrites_nothing():
     reused = []
-    pool = BlockPool(8, on_reuse=reused.append)
-    table = BlockTable(pool, block_size=4)
+    pool = BlockPool(8, block_size=4)
+    pool.add_reuse_listener(reused.append)
+    table = BlockTable(pool)
     table.append(8)
     table.truncate(6)
     table.truncate(4)
@@ -196,10 +234,11 @@ def test_a_cut_at_the_end_of_a_block_overwrites_nothing():
     assert reused == table.blocks[1:]
 
 
-def test_the_last_holder_of_a_cut_block_announces_it_whoever_cut_it():
+def test_the_last_holder_of_a_cut_block_announces_it_even_if_another_cut_it():
     reused = []
-    pool = BlockPool(8, on_reuse=reused.append)
-    table = BlockTable(pool, block_size=4)
+    pool = BlockPool(8, block_size=4)
+    pool.add_reuse_listener(reused.append)
+    table = BlockTable(pool)
     table.append(4)
     table.truncate(3)
     fork = table.fork()

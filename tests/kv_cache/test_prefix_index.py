@@ -3,21 +3,23 @@ from itertools import product
 import pytest
 
 from pagetile.errors import DTypeError, ShapeError
-from pagetile.kv_cache import PrefixIndex, prefix_index
+from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex, prefix_index
 
 
-def chain_of(index, token_ids, salt=None):
-    chain = index.chain(salt)
-    chain.extend(token_ids)
-    return chain
+def make(block_size, index_class=PrefixIndex, num_blocks=200, **options):
+    return index_class(BlockPool(num_blocks, block_size), **options)
+
+
+def hashes_of(index, token_ids, salt=None):
+    return index.block_hashes(token_ids, cache_salt=salt)
 
 
 def insert(index, token_ids, blocks, salt=None):
-    index.insert(chain_of(index, token_ids, salt), blocks, len(blocks))
+    index.insert(hashes_of(index, token_ids, salt), blocks, len(blocks))
 
 
 def match(index, token_ids, salt=None):
-    return index.match(chain_of(index, token_ids, salt))
+    return index.match(hashes_of(index, token_ids, salt))
 
 
 class LastByte(PrefixIndex):
@@ -36,10 +38,46 @@ class Verbatim(PrefixIndex):
         return data
 
 
-@pytest.mark.parametrize("block_size", [0, -1])
-def test_a_block_holds_at_least_one_token(block_size):
-    with pytest.raises(ShapeError, match=f"block_size={block_size}"):
-        PrefixIndex(block_size)
+@pytest.mark.parametrize("pool", [4, None])
+def test_an_index_is_made_with_its_pool(pool):
+    with pytest.raises(DTypeError, match=f"pool is {pool!r}, expected a BlockPool"):
+        PrefixIndex(pool)
+
+
+def test_a_block_that_the_pool_hands_out_again_is_not_found():
+    """Else a sequence reads keys and values of other tokens."""
+    pool = BlockPool(1, block_size=2)
+    index = PrefixIndex(pool)
+    [block] = pool.allocate()
+    insert(index, [5, 6], [block])
+    pool.release([block])
+    assert match(index, [5, 6]) == [block]
+    pool.allocate()
+    assert match(index, [5, 6]) == []
+
+
+def test_hashes_of_another_index_are_refused():
+    index, other = make(2), make(2)
+    hashes = hashes_of(other, [1, 2])
+    with pytest.raises(ValueError, match="made by another index"):
+        index.match(hashes)
+    with pytest.raises(ValueError, match="made by another index"):
+        index.insert(hashes, [0], 1)
+    assert len(index) == 0
+
+
+def test_a_block_of_another_pool_is_refused_and_nothing_is_registered():
+    index = make(1, num_blocks=2)
+    with pytest.raises(ValueError, match="block 2 is not one of"):
+        index.insert(hashes_of(index, [1, 2]), [0, 2], 2)
+    assert len(index) == 0
+
+
+def test_salts_have_their_types():
+    with pytest.raises(DTypeError, match="cache_salt is b'a', expected a string"):
+        make(1).block_hashes(cache_salt=b"a")
+    with pytest.raises(DTypeError, match="salt is 'a', expected bytes"):
+        make(1, salt="a")
 
 
 @pytest.mark.parametrize(
@@ -56,36 +94,36 @@ def test_a_block_holds_at_least_one_token(block_size):
     ],
 )
 def test_the_longest_prefix_of_full_blocks_is_found(token_ids, found):
-    index = PrefixIndex(block_size=2)
+    index = make(2)
     insert(index, [1, 2, 3, 4, 5, 6], [7, 5, 0])
     assert match(index, token_ids) == found
 
 
 @pytest.mark.parametrize(("max_blocks", "found"), [(None, [7, 5]), (9, [7, 5]), (1, [7]), (0, [])])
 def test_no_more_than_max_blocks_are_found(max_blocks, found):
-    index = PrefixIndex(block_size=2)
+    index = make(2)
     insert(index, [1, 2, 3, 4], [7, 5])
-    assert index.match(chain_of(index, [1, 2, 3, 4]), max_blocks) == found
+    assert index.match(hashes_of(index, [1, 2, 3, 4]), max_blocks) == found
 
 
 def test_a_block_that_is_not_full_is_not_registered():
-    index = PrefixIndex(block_size=4)
-    chain = chain_of(index, [1, 2, 3, 4, 5])
-    index.insert(chain, [0, 1], 1)
+    index = make(4)
+    hashes = hashes_of(index, [1, 2, 3, 4, 5])
+    index.insert(hashes, [0, 1], 1)
     assert 1 not in index
-    with pytest.raises(ShapeError, match="num_full_blocks=2 but the chain has 1 full blocks"):
-        index.insert(chain, [0, 1], 2)
+    with pytest.raises(ShapeError, match="num_full_blocks=2 but there are hashes of 1 full blocks"):
+        index.insert(hashes, [0, 1], 2)
 
 
 def test_a_table_shorter_than_claimed_is_an_error():
-    index = PrefixIndex(block_size=1)
-    with pytest.raises(ShapeError, match=r"num_full_blocks=2 .* the table 1"):
-        index.insert(chain_of(index, [1, 2]), [0], 2)
+    index = make(1)
+    with pytest.raises(ShapeError, match=r"num_full_blocks=2 .* the table has 1"):
+        index.insert(hashes_of(index, [1, 2]), [0], 2)
     assert len(index) == 0
 
 
 def test_the_first_holder_of_a_content_keeps_it():
-    index = PrefixIndex(block_size=2)
+    index = make(2)
     insert(index, [1, 2], [3])
     insert(index, [1, 2], [4])
     assert match(index, [1, 2]) == [3]
@@ -94,14 +132,14 @@ def test_the_first_holder_of_a_content_keeps_it():
 
 
 def test_a_block_found_behind_a_duplicate_is_still_found():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1], [3])
     insert(index, [1, 2], [4, 5])
     assert match(index, [1, 2]) == [3, 5]
 
 
 def test_what_follows_a_forgotten_block_is_out_of_reach_until_it_is_computed_again():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1, 2, 3], [7, 8, 9])
     index.forget(7)
     assert match(index, [1, 2, 3]) == []
@@ -112,14 +150,14 @@ def test_what_follows_a_forgotten_block_is_out_of_reach_until_it_is_computed_aga
 
 
 def test_forgetting_an_unknown_block_changes_nothing():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1], [0])
     index.forget(5)
     assert len(index) == 1
 
 
 def test_a_cleared_index_finds_nothing():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1, 2], [0, 1])
     index.clear()
     assert len(index) == 0
@@ -128,7 +166,7 @@ def test_a_cleared_index_finds_nothing():
 
 
 def test_a_block_registered_again_holds_only_its_new_content():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1], [0])
     insert(index, [2], [0])
     assert (match(index, [1]), match(index, [2])) == ([], [0])
@@ -136,7 +174,7 @@ def test_a_block_registered_again_holds_only_its_new_content():
 
 
 def test_negative_and_large_token_ids_are_told_apart():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [-1], [0])
     assert match(index, [2**63 - 1]) == []
     assert match(index, [255]) == []
@@ -145,7 +183,7 @@ def test_negative_and_large_token_ids_are_told_apart():
 
 @pytest.mark.parametrize("salt", ["", "a", "A", "ab", "\ud800", None])
 def test_only_equal_salts_share(salt):
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     others = [other for other in ["", "a", "A", "ab", "\ud800", None] if other != salt]
     insert(index, [1], [0], salt)
     assert match(index, [1], salt) == [0]
@@ -153,7 +191,7 @@ def test_only_equal_salts_share(salt):
 
 
 def test_the_operator_salt_enters_every_digest():
-    digests = {chain_of(PrefixIndex(1, salt=s), [1])._last.digest for s in (b"", b"a", b"b")}
+    digests = {hashes_of(make(1, salt=s), [1])._last.digest for s in (b"", b"a", b"b")}
     assert len(digests) == 3
 
 
@@ -169,14 +207,14 @@ def test_no_salt_can_imitate_tokens_or_another_salt():
         for token_ids in [(), (0,), tuple(words), (*words, 0)]
     }
     digests = {
-        chain_of(Verbatim(block_size=1, salt=operator), token_ids, request)._last.digest
+        hashes_of(make(1, Verbatim, salt=operator), token_ids, request)._last.digest
         for operator, request, token_ids in identities
     }
     assert len(digests) == len(identities) > 2000
 
 
 def test_a_collision_is_a_miss():
-    index = LastByte(block_size=1)
+    index = make(1, LastByte)
     insert(index, [1], [0])
     assert match(index, [257]) == []
     insert(index, [257], [5])
@@ -185,7 +223,7 @@ def test_a_collision_is_a_miss():
 
 
 def test_a_collision_of_an_earlier_block_is_a_miss_too():
-    index = LastByte(block_size=1)
+    index = make(1, LastByte)
     insert(index, [1, 2, 3], [0, 7, 8])
     index.forget(0)
     insert(index, [257], [4])
@@ -196,14 +234,14 @@ def test_a_collision_of_an_earlier_block_is_a_miss_too():
 
 def test_tokens_that_spell_out_a_root_are_not_taken_for_it():
     spelled = [int.from_bytes(b"operator", "little"), 0]
-    index = LastByte(block_size=2)
+    index = make(2, LastByte)
     insert(index, [*spelled, 1, 2], [0, 7])
     assert match(index, [1, 2]) == []
     assert match(index, [*spelled, 1, 2]) == [0, 7]
 
 
 def test_a_collision_of_salts_is_a_miss():
-    index = LastByte(block_size=1)
+    index = make(1, LastByte)
     insert(index, [1], [0], salt="x")
     assert match(index, [1], salt="y") == []
 
@@ -217,25 +255,25 @@ def test_each_block_is_hashed_once_as_a_sequence_grows():
             Counting.calls += 1
             return PrefixIndex._digest(data)
 
-    chain = Counting(block_size=4).chain()
+    hashes = make(4, Counting).block_hashes()
     for length in range(41):
-        chain.extend(list(range(length)))
-    assert len(chain) == 10
+        hashes.extend(list(range(length)))
+    assert len(hashes) == 10
     assert Counting.calls == 11
 
 
 def test_each_block_is_inserted_once_as_a_sequence_grows():
     class Reads(list):
-        def __getitem__(self, i):
-            reads.append(i)
-            return super().__getitem__(i)
+        def __getitem__(self, part):
+            reads.extend(super().__getitem__(part))
+            return super().__getitem__(part)
 
     reads = []
-    index = PrefixIndex(block_size=1)
-    chain = chain_of(index, range(6))
+    index = make(1)
+    hashes = hashes_of(index, range(6))
     for length in (0, 1, 2, 3, 1, 4, 5, 6):
-        index.insert(chain, Reads(range(length)), length)
-    index.insert(chain.fork(), Reads(range(6)), 6)
+        index.insert(hashes, Reads(range(length)), length)
+    index.insert(hashes.fork(), Reads(range(6)), 6)
     assert reads == [0, 1, 2, 3, 4, 5]
 
 
@@ -247,27 +285,27 @@ def test_a_prefix_that_was_computed_again_is_compared_once(monkeypatch):
         return True
 
     steps = []
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, range(100), range(100))
     for block in range(50):
         index.forget(block)
     insert(index, range(50), range(100, 150))
     monkeypatch.setattr(prefix_index, "_is_same_prefix", count_steps)
-    chain = chain_of(index, range(100))
-    assert index.match(chain) == [*range(100, 150), *range(50, 100)]
+    hashes = hashes_of(index, range(100))
+    assert index.match(hashes) == [*range(100, 150), *range(50, 100)]
     assert len(steps) <= 52
     steps.clear()
-    assert len(index.match(chain)) == 100
+    assert len(index.match(hashes)) == 100
     assert not steps
 
 
-def test_an_insert_after_a_match_starts_behind_what_was_found():
-    index = PrefixIndex(block_size=1)
-    chain = chain_of(index, [1, 2, 3])
-    index.insert(chain, [0, 1, 2], 3)
+def test_an_insert_after_an_adoption_starts_behind_what_was_found():
+    index = make(1)
+    hashes = hashes_of(index, [1, 2, 3])
+    index.insert(hashes, [0, 1, 2], 3)
     index.forget(2)
-    assert index.match(chain) == [0, 1]
-    index.insert(chain, [0, 1, 6], 3)
+    BlockTable(index._pool).adopt_prefix(index, hashes)
+    index.insert(hashes, [0, 1, 6], 3)
     assert match(index, [1, 2, 3]) == [0, 1, 6]
 
 
@@ -277,15 +315,15 @@ def test_an_insert_after_a_match_starts_behind_what_was_found():
     ids=["shorter", "last token changed", "last block changed"],
 )
 def test_a_chain_does_not_follow_a_sequence_that_was_cut_or_changed(token_ids):
-    chain = chain_of(PrefixIndex(block_size=2), [1, 2, 3, 4])
-    with pytest.raises(ValueError, match="truncate it with a sequence that was cut"):
-        chain.extend(token_ids)
-    assert len(chain) == 2
+    hashes = hashes_of(make(2), [1, 2, 3, 4])
+    with pytest.raises(ValueError, match=r"call truncate\(\) for a sequence that was cut"):
+        hashes.extend(token_ids)
+    assert len(hashes) == 2
 
 
-def test_forked_chains_go_their_own_ways():
-    index = PrefixIndex(block_size=1)
-    parent = chain_of(index, [1])
+def test_forked_hashes_go_their_own_ways():
+    index = make(1)
+    parent = hashes_of(index, [1])
     index.insert(parent, [0], 1)
     fork = parent.fork()
     parent.extend([1, 2])
@@ -297,7 +335,7 @@ def test_forked_chains_go_their_own_ways():
 
 def test_a_very_long_chain_is_compared_and_dropped_without_recursion():
     n = 50_000
-    index = PrefixIndex(block_size=1)
+    index = make(1, num_blocks=2 * n)
     insert(index, range(n), range(n))
     for block in range(n - 1):
         index.forget(block)
@@ -306,7 +344,7 @@ def test_a_very_long_chain_is_compared_and_dropped_without_recursion():
 
 
 def test_check_finds_a_block_that_its_digest_does_not_find():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1], [0])
     index._blocks = dict.fromkeys(index._blocks, 9)
     with pytest.raises(AssertionError, match="block 0 is indexed but its digest finds 9"):
@@ -314,7 +352,7 @@ def test_check_finds_a_block_that_its_digest_does_not_find():
 
 
 def test_check_finds_a_digest_without_a_block():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1, 2], [0, 1])
     del index._links[1]
     with pytest.raises(AssertionError, match="2 digests for 1 blocks"):
@@ -322,7 +360,7 @@ def test_check_finds_a_digest_without_a_block():
 
 
 def test_check_finds_tokens_that_have_changed():
-    index = PrefixIndex(block_size=1)
+    index = make(1)
     insert(index, [1, 2], [0, 1])
     index._links[1].tokens = bytes(8)
     with pytest.raises(AssertionError, match="the digest of block 1"):
@@ -331,31 +369,31 @@ def test_check_finds_tokens_that_have_changed():
 
 @pytest.mark.parametrize("tokens", [[1.5, 1], "abcd", [2**70, 1]], ids=str)
 def test_tokens_that_are_no_integers_of_64_bits_are_refused(tokens):
-    chain = PrefixIndex(2).chain()
+    hashes = make(2).block_hashes()
     with pytest.raises(DTypeError, match="expected integers of 64 bits"):
-        chain.extend(tokens)
-    assert len(chain) == 0
+        hashes.extend(tokens)
+    assert len(hashes) == 0
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 4, 7, 8, 11, 20])
 def test_a_chain_goes_on_after_a_rollback(num_tokens):
     """As a new one of the tokens that are left and those that come instead."""
-    index = PrefixIndex(block_size=4)
+    index = make(4)
     tokens = list(range(100, 111))
-    chain = index.chain()
-    chain.extend(tokens)
-    index.insert(chain, [7, 3], 2)
-    chain.truncate(num_tokens)
+    hashes = index.block_hashes()
+    hashes.extend(tokens)
+    index.insert(hashes, [7, 3], 2)
+    hashes.truncate(num_tokens)
     tokens = [*tokens[:num_tokens], *range(200, 210)]
-    chain.extend(tokens)
-    fresh = index.chain()
+    hashes.extend(tokens)
+    fresh = index.block_hashes()
     fresh.extend(tokens)
-    assert len(chain) == len(fresh) == len(tokens) // 4
-    blocks = list(range(20, 20 + len(chain)))
+    assert len(hashes) == len(fresh) == len(tokens) // 4
+    blocks = list(range(20, 20 + len(hashes)))
     kept = num_tokens // 4
     blocks[: min(kept, 2)] = [7, 3][:kept]
-    index.insert(chain, blocks, len(chain))
+    index.insert(hashes, blocks, len(hashes))
     assert index.match(fresh) == blocks
     index.check()
     with pytest.raises(ValueError, match=r"truncate\(-1\)"):
-        chain.truncate(-1)
+        hashes.truncate(-1)

@@ -54,8 +54,8 @@ class WeakIndex(PrefixIndex):
 class Sequence:
     """What the model knows of one sequence, beside the objects under test."""
 
-    def __init__(self, table, chain, salt):
-        self.table, self.chain, self.salt = table, chain, salt
+    def __init__(self, table, hashes, salt):
+        self.table, self.hashes, self.salt = table, hashes, salt
         self.tokens, self.blocks, self.num_inserted = [], [], 0
 
     def history(self, num_tokens):
@@ -72,18 +72,15 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(3, 32), block_size=st.integers(1, 6))
     def start(self, num_blocks, block_size):
         self.block_size = block_size
-        self.index = self.index_class(block_size)
+        self.pool = BlockPool(num_blocks, block_size)
+        self.index = self.index_class(self.pool)
         self.reused = []
-        self.pool = BlockPool(num_blocks, on_reuse=self.forget)
+        self.pool.add_reuse_listener(self.reused.append)
         self.free = list(range(num_blocks))
         self.memory = [[None] * block_size for _ in range(num_blocks)]
         self.block_of = {}
         self.live = []
         self.events["steps"] -= 1  # the invariant counts this one, and it is no step
-
-    def forget(self, block):
-        self.reused.append(block)
-        self.index.forget(block)
 
     # The model's half of each operation.
 
@@ -120,8 +117,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def match(self, sequence, tokens, max_blocks=None):
         """Look up ``tokens``; whatever is found must hold exactly them."""
-        sequence.chain.extend(tokens)
-        found = self.index.match(sequence.chain, max_blocks)
+        sequence.hashes.extend(tokens)
+        found = self.index.match(sequence.hashes, max_blocks)
         histories = [(sequence.salt, *tokens[: end + 1]) for end in range(len(tokens))]
         content = [history for block in found for history in self.memory[block]]
         assert content == histories[: len(content)]
@@ -174,7 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
     def admit(self, sequence, tokens, max_blocks=None):
         """Start an empty sequence from what the index has; False if the rest does not fit."""
         found = self.match(sequence, tokens, max_blocks)
-        sequence.table.adopt(found)
+        sequence.table.adopt_prefix(self.index, sequence.hashes, max_blocks=max_blocks)
         sequence.blocks = list(found)
         self.free = [block for block in self.free if block not in found]
         num_found = len(found) * self.block_size
@@ -186,13 +183,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.model_release(sequence, 0)
         sequence.tokens = []
 
-    def renew_chain(self, sequence):
-        sequence.chain, sequence.num_inserted = self.index.chain(sequence.salt), 0
+    def renew_hashes(self, sequence):
+        sequence.hashes, sequence.num_inserted = (
+            self.index.block_hashes(cache_salt=sequence.salt),
+            0,
+        )
 
     def register(self, sequence, written):
         num_full_blocks = len(sequence.tokens) // self.block_size * written // 12
-        sequence.chain.extend(sequence.tokens)
-        self.index.insert(sequence.chain, sequence.table.blocks, num_full_blocks)
+        sequence.hashes.extend(sequence.tokens)
+        self.index.insert(sequence.hashes, sequence.table.blocks, num_full_blocks)
         for i in range(sequence.num_inserted, num_full_blocks):
             self.model_forget(sequence.blocks[i])
             history = sequence.history((i + 1) * self.block_size)
@@ -203,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, tokens=prompts, salt=salts, max_blocks=st.none() | st.integers(0, 3))
     def begin(self, tokens, salt, max_blocks):
-        sequence = Sequence(BlockTable(self.pool, self.block_size), self.index.chain(salt), salt)
+        sequence = Sequence(BlockTable(self.pool), self.index.block_hashes(cache_salt=salt), salt)
         self.live.append(sequence)
         if self.admit(sequence, tokens, max_blocks):
             self.register(sequence, 12)
@@ -219,7 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, sequence=sequences, tokens=token_lists)
     def fork(self, sequence, tokens):
-        twin = Sequence(sequence.table.fork(), sequence.chain.fork(), sequence.salt)
+        twin = Sequence(sequence.table.fork(), sequence.hashes.fork(), sequence.salt)
         twin.tokens, twin.blocks = sequence.tokens.copy(), sequence.blocks.copy()
         twin.num_inserted = sequence.num_inserted
         self.live.append(twin)
@@ -232,8 +232,8 @@ class CacheMachine(RuleBasedStateMachine):
         sequence.table.truncate(num_tokens)
         self.model_release(sequence, -(-num_tokens // self.block_size))
         del sequence.tokens[num_tokens:]
-        if num_tokens < len(sequence.chain) * self.block_size:
-            self.renew_chain(sequence)
+        if num_tokens < len(sequence.hashes) * self.block_size:
+            self.renew_hashes(sequence)
         self.write(sequence, tokens)
 
     @rule(sequence=sequences, written=twelfths)
@@ -245,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = sequence.tokens
         self.drop(sequence)
         if not self.admit(sequence, tokens):
-            self.renew_chain(sequence)  # it goes on with what was found
+            self.renew_hashes(sequence)  # it goes on with what was found
 
     @rule(sequence=consumes(sequences))
     def finish(self, sequence):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from pagetile.errors import DTypeError, OutOfBlocksError, ShapeError
+from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache, LayerSpec
 
 LAYERS = [LayerSpec(2, 64, 64), LayerSpec(1, 32, 8)]
@@ -14,7 +15,7 @@ def tensors(cache):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *EIGHT_BITS], ids=str)
 def test_bytes_are_those_of_all_tensors(dtype):
-    cache = KVCache(LAYERS, num_blocks=5, block_size=4, dtype=dtype)
+    cache = KVCache(LAYERS, BlockPool(5, 4), dtype=dtype)
     assert cache.num_bytes == sum(t.numel() * t.element_size() for t in tensors(cache))
     one_block = cache.num_bytes // 5
 
@@ -28,20 +29,20 @@ def test_bytes_are_those_of_all_tensors(dtype):
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
 def test_8_bits_have_a_scale_for_each_tokens_head(dtype):
-    cache = KVCache(LAYERS, num_blocks=5, block_size=4, dtype=dtype)
+    cache = KVCache(LAYERS, BlockPool(5, 4), dtype=dtype)
     for scales in (cache.k_scale, cache.v_scale):
         assert [scale.shape for scale in scales] == [(5, 4, 2), (5, 4, 1)]
         assert all(scale.dtype == torch.float32 for scale in scales)
 
 
 def test_16_bits_have_no_scales():
-    cache = KVCache(LAYERS, num_blocks=5, dtype=torch.bfloat16)
+    cache = KVCache(LAYERS, BlockPool(5, 16), dtype=torch.bfloat16)
     assert cache.k_scale == cache.v_scale == [None, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *EIGHT_BITS], ids=str)
 def test_a_copied_block_is_copied_in_every_layer_with_its_scales(dtype):
-    cache = KVCache(LAYERS, num_blocks=5, block_size=4, dtype=dtype)
+    cache = KVCache(LAYERS, BlockPool(5, 4), dtype=dtype)
     for i, tensor in enumerate(tensors(cache)):
         tensor.view(torch.uint8).random_(generator=torch.Generator().manual_seed(i))
     before = [tensor.view(torch.uint8).clone() for tensor in tensors(cache)]
@@ -51,7 +52,7 @@ def test_a_copied_block_is_copied_in_every_layer_with_its_scales(dtype):
 
 
 def test_layers_may_come_one_by_one():
-    cache = KVCache((layer for layer in LAYERS), num_blocks=2)
+    cache = KVCache((layer for layer in LAYERS), BlockPool(2, 16))
     assert len(cache.k) == len(cache.v_scale) == len(LAYERS)
 
 
@@ -60,12 +61,20 @@ def test_layers_may_come_one_by_one():
     [
         ({"dtype": "bfloat16"}, DTypeError, "dtype is 'bfloat16', expected a torch type"),
         ({"dtype": torch.int32}, DTypeError, "dtype is torch.int32, expected"),
-        ({"num_blocks": 2.5}, ShapeError, "num_blocks is 2.5, expected an integer"),
-        ({"block_size": "16"}, ShapeError, "block_size is '16', expected 1 to 256"),
+        ({"pool": 2}, DTypeError, r"pool is 2, expected a BlockPool\(num_blocks, block_size\)"),
+        ({"pool": BlockPool(2, 257)}, ShapeError, "block_size is 257, expected 1 to 256"),
         ({"layers": [LayerSpec(2, 4, 8)]}, ShapeError, "head_size is 4, expected a multiple of 8"),
     ],
     ids=str,
 )
 def test_what_is_no_cache_is_named(changes, error, message):
     with pytest.raises(error, match=message):
-        KVCache(**{"layers": LAYERS, "num_blocks": 2, **changes})
+        KVCache(**{"layers": LAYERS, "pool": BlockPool(2, 16), **changes})
+
+
+@pytest.mark.parametrize(
+    "sizes", [(-1, 64, 64), (2, -64, 64), (2, 64, 0), (2, 64, 64, -5), (2.0, 64, 64)], ids=str
+)
+def test_a_layers_sizes_are_positive_integers(sizes):
+    with pytest.raises(ShapeError, match="expected"):
+        LayerSpec(*sizes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagetile import PagedBatch, ShapeError, UnsupportedError
+from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import ForwardBatch, PagedModel, load_model
 from pagetile.models import attention as attention_module
@@ -46,9 +47,7 @@ class Packing:
         self.rng = random.Random(seed)
         self.model, self.sequences, self.block_size = model, sequences, block_size
         needs = [-(-len(s) // block_size) for s in sequences]
-        cache = KVCache(
-            model.layers, num_blocks=sum(needs) + 3, block_size=block_size, dtype=model.dtype
-        )
+        cache = KVCache(model.layers, BlockPool(sum(needs) + 3, block_size), dtype=model.dtype)
         for blocks in (*cache.k, *cache.v):
             blocks.fill_(torch.nan)
         model.bind(cache)
@@ -313,7 +312,7 @@ def test_a_forward_without_a_cache_says_so():
 def test_a_cache_of_another_model_does_not_bind():
     model, other = load_model(tiny_model("llama")), load_model(tiny_model("gpt2"))
     with pytest.raises(ShapeError, match="not those that LlamaForCausalLM needs"):
-        model.bind(KVCache(other.layers, num_blocks=2))
+        model.bind(KVCache(other.layers, BlockPool(2, 16)))
 
 
 def test_our_attention_called_by_another_says_so():

@@ -443,7 +443,7 @@ def test_lists_that_make_no_batch_are_named(arguments, message):
         (([5], [1]), r"blocks\[0\] is int, expected a list of whole numbers"),
         (([[1], [2.0]], [1, 1]), r"blocks\[1\] is list, .*'float' object"),
         (([[1 << 31]], [1]), r"blocks\[0\] is list, expected .* of 32 bits"),
-        (([BlockTable(BlockPool(1), 16)], [0]), r"blocks\[0\] is BlockTable, expected a list"),
+        (([BlockTable(BlockPool(1, 16))], [0]), r"blocks\[0\] is BlockTable, expected a list"),
         (([[1]], None), "seq_lens is NoneType, expected a list"),
         (([[1]], [1], 1), "query_lens is int, expected a list"),
     ],

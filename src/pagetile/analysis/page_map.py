@@ -84,14 +84,12 @@ class PageMap:
         pool: BlockPool,
         tables: Mapping[str, BlockTable],
         index: PrefixIndex | None = None,
-        *,
-        block_size: int,
     ) -> PageMap:
         """What ``pool`` looks like now, the tables under the names to show."""
         held = (HeldBlocks(name, t.num_tokens, tuple(t.blocks)) for name, t in tables.items())
         known: Iterable[int] = () if index is None else index
         cached = frozenset(block for block in known if pool.ref_count(block) == 0)
-        return cls(pool.num_blocks, block_size, tuple(held), cached)
+        return cls(pool.num_blocks, pool.block_size, tuple(held), cached)
 
     @cached_property
     def num_holders(self) -> Mapping[int, int]:

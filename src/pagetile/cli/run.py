@@ -90,9 +90,7 @@ class Run:
         ]
         running.sort(key=lambda entry: entry[:2])
         tables = {self.name(prompt, sample): table for prompt, sample, table in running}
-        self.page_map = PageMap.of(
-            pool, tables, self._engine.scheduler.index, block_size=self._engine.cache.block_size
-        )
+        self.page_map = PageMap.of(pool, tables, self._engine.scheduler.index)
         self.peak_step = self.num_steps
 
 

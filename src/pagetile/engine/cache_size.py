@@ -6,6 +6,7 @@ import torch
 
 from ..device import available_memory
 from ..errors import OutOfBlocksError, RequestError
+from ..kv_cache import BlockPool
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 
@@ -66,8 +67,7 @@ def make_cache(
         )
     return KVCache(
         model.layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
+        BlockPool(num_blocks, block_size),
         dtype=dtype,
         device=model.device,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
-from ..kv_cache import BlockPool, BlockTable, PrefixIndex
+from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from ..transfer import send
@@ -77,12 +77,11 @@ class Engine:
         self.max_model_len = max_model_len
         self._intake = Intake(tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len)
         self._progress = Progress(model.eos_token_ids, max_model_len)
-        self._index = PrefixIndex(cache.block_size)
-        self.pool = BlockPool(cache.num_blocks, on_reuse=self._index.forget)
+        self.pool = cache.pool
+        self._index = PrefixIndex(self.pool)
         self.scheduler = Scheduler(
             self.pool,
             self._index if enable_prefix_caching else None,
-            block_size=cache.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
@@ -126,7 +125,7 @@ class Engine:
         prompt: str | SequenceOf[int],
         params: SamplingParams | None = None,
         *,
-        salt: str | None = None,
+        cache_salt: str | None = None,
         stream: bool = False,
     ) -> int:
         """Queue a request and return its id.
@@ -134,7 +133,7 @@ class Engine:
         Args:
             prompt: Text, or token ids.
             params: How to continue it.
-            salt: Cached prefixes are shared only between requests of the same salt.
+            cache_salt: Cached prefixes are shared only between requests of the same salt.
             stream: Whether deltas carry text as soon as it is certain.
 
         Raises:
@@ -143,10 +142,10 @@ class Engine:
         if params is None:
             params = SamplingParams()
         token_ids = self.validate(prompt, params)
-        if salt is not None and not isinstance(salt, str):
-            raise RequestError(f"salt={salt!r}: expected a string, or None")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt={cache_salt!r}: expected a string, or None")
         text = prompt if isinstance(prompt, str) else None
-        return self.add_validated(text, token_ids, params, salt=salt, stream=stream)
+        return self.add_validated(text, token_ids, params, cache_salt=cache_salt, stream=stream)
 
     def add_validated(
         self,
@@ -154,7 +153,7 @@ class Engine:
         token_ids: list[int],
         params: SamplingParams,
         *,
-        salt: str | None = None,
+        cache_salt: str | None = None,
         stream: bool = False,
     ) -> int:
         """Queue what ``validate`` has seen: ``token_ids`` are what it returned for ``text``."""
@@ -164,7 +163,7 @@ class Engine:
             prompt_token_ids=tuple(token_ids),
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            salt=salt,
+            cache_salt=cache_salt,
             makes_text_early=stream or bool(params.stop),
         )
         sequence = self._new_sequence(request, token_ids)
@@ -272,8 +271,8 @@ class Engine:
             request,
             index=len(request.sequences),
             token_ids=list(token_ids),
-            table=BlockTable(self.pool, self.cache.block_size),
-            chain=self._index.chain(request.salt),
+            table=BlockTable(self.pool),
+            block_hashes=self._index.block_hashes(cache_salt=request.cache_salt),
             detokenizer=Detokenizer(self.tokenizer, request.params),
         )
         request.sequences.append(sequence)

@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from ..kv_cache import BlockTable
-from ..kv_cache.prefix_index import PrefixChain
+from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
 from .sampling_params import SamplingParams
 
@@ -62,7 +62,7 @@ class Sequence:
     token_ids: list[int]
     """The prompt and the output so far."""
     table: BlockTable
-    chain: PrefixChain
+    block_hashes: BlockHashes
     detokenizer: Detokenizer
     num_computed: int = 0
     """Tokens whose keys and values lie in the cache."""
@@ -119,7 +119,7 @@ class Request:
     prompt_token_ids: SequenceOf[int]
     params: SamplingParams
     seed: int
-    salt: str | None = None
+    cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     makes_text_early: bool = False
     """Whether tokens are turned into text as they come: for a stream, or to find a stop string."""

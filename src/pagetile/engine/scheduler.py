@@ -60,7 +60,6 @@ class Scheduler:
     Args:
         pool: The cache's blocks.
         index: Where full blocks are found by their tokens; ``None`` turns prefix caching off.
-        block_size: Tokens per block.
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step.
     """
@@ -70,11 +69,10 @@ class Scheduler:
         pool: BlockPool,
         index: PrefixIndex | None,
         *,
-        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
-        self.pool, self.index, self.block_size = pool, index, block_size
+        self.pool, self.index, self.block_size = pool, index, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -125,16 +123,16 @@ class Scheduler:
             sequence.num_computed += chunk
             if self.index is not None:
                 num_full = sequence.num_computed // self.block_size
-                if num_full > len(sequence.chain):
-                    sequence.chain.extend(sequence.token_ids)
-                self.index.insert(sequence.chain, sequence.table.blocks, num_full)
+                if num_full > len(sequence.block_hashes):
+                    sequence.block_hashes.extend(sequence.token_ids)
+                self.index.insert(sequence.block_hashes, sequence.table.blocks, num_full)
             if sequence.num_pending == 0:
                 ready.append(sequence)
         return ready
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` run on from everything ``parent`` has computed, sharing its blocks."""
-        child.table, child.chain = parent.table.fork(), parent.chain.fork()
+        child.table, child.block_hashes = parent.table.fork(), parent.block_hashes.fork()
         child.num_computed = parent.num_computed
         self._start(child, after=parent)
 
@@ -179,7 +177,10 @@ class Scheduler:
         spare = len(self.running)
         if self.running and not self.pool.can_allocate(needed + idle + spare):
             return False
-        sequence.table.adopt(cached)
+        if self.index is not None:
+            sequence.table.adopt_prefix(
+                self.index, sequence.block_hashes, max_blocks=self._most_cached(sequence)
+            )
         sequence.num_computed = sequence.table.num_tokens
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed
@@ -193,10 +194,11 @@ class Scheduler:
         """Blocks that hold the beginning of a sequence; its last token is always computed."""
         if self.index is None:
             return []
-        sequence.chain.extend(sequence.token_ids)
-        return self.index.match(
-            sequence.chain, max_blocks=(len(sequence.token_ids) - 1) // self.block_size
-        )
+        sequence.block_hashes.extend(sequence.token_ids)
+        return self.index.match(sequence.block_hashes, self._most_cached(sequence))
+
+    def _most_cached(self, sequence: Sequence) -> int:
+        return (len(sequence.token_ids) - 1) // self.block_size
 
     def _make_room(self, sequence: Sequence, chunk: int) -> bool:
         """Preempt until ``sequence`` can have its blocks, itself last; True if anyone gave way."""
@@ -223,7 +225,7 @@ class Scheduler:
     def _give_way(self, sequence: Sequence) -> None:
         self._stop(sequence)
         sequence.table.free()
-        sequence.table = BlockTable(self.pool, self.block_size)  # another: its row is stale
+        sequence.table = BlockTable(self.pool)  # another: its row is stale
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
 

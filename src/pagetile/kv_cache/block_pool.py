@@ -12,18 +12,18 @@ by its prefix and brought back with ``retain``::
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from ..errors import OutOfBlocksError, ShapeError
+from ..errors import OutOfBlocksError
+from .integers import block_ids, whole_number
 
 __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Blocks ``0 .. num_blocks - 1``: handed out, shared, and taken back.
+    """Blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens: handed out, shared, taken back.
 
     The free list is in reuse order: the block whose last holder left longest ago comes first.
     It is doubly linked and threaded through two lists of integers, so every operation costs
@@ -31,15 +31,14 @@ class BlockPool:
 
     Args:
         num_blocks: Size of the pool, at least 1.
-        on_reuse: Called with every block whose content is about to be replaced, so that an
-            index can forget it: each block that ``allocate`` hands out, and each that is
-            given to ``overwrite``.
+        block_size: Tokens per block, at least 1. Block tables, prefix indexes and caches take
+            it from their pool.
 
     Raises:
-        ShapeError: ``num_blocks`` is below 1.
+        ShapeError: A size is no integer or below 1.
 
     Example:
-        >>> pool = BlockPool(4)
+        >>> pool = BlockPool(4, block_size=16)
         >>> blocks = pool.allocate(3)
         >>> blocks
         [0, 1, 2]
@@ -51,15 +50,11 @@ class BlockPool:
         (1, 3)
     """
 
-    def __init__(self, num_blocks: int, *, on_reuse: Callable[[int], None] | None = None) -> None:
-        try:
-            num_blocks = operator.index(num_blocks)
-        except TypeError:
-            raise ShapeError(f"num_blocks={num_blocks!r}, expected an integer") from None
-        if num_blocks < 1:
-            raise ShapeError(f"num_blocks={num_blocks}, expected at least 1")
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        num_blocks = whole_number("num_blocks", num_blocks, least=1)
+        self._block_size = whole_number("block_size", block_size, least=1)
         self._num_blocks = self._num_free = num_blocks
-        self._on_reuse = on_reuse
+        self._reuse_listeners: list[Callable[[int], None]] = []
         self._ref_counts = [0] * num_blocks
         # A ring: the extra place `num_blocks` is both ends of the list and never handed out.
         self._next = [*range(1, num_blocks + 1), 0]
@@ -71,8 +66,13 @@ class BlockPool:
         return self._num_blocks
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, those with content worth finding included."""
+        """Blocks without a holder, those with cached content included."""
         return self._num_free
 
     def ref_count(self, block: int) -> int:
@@ -89,15 +89,22 @@ class BlockPool:
         """Whether ``allocate(n)`` would succeed now."""
         return 0 <= n <= self._num_free
 
+    def add_reuse_listener(self, listener: Callable[[int], None]) -> None:
+        """Call ``listener(block)`` whenever a block's content is about to be replaced.
+
+        That is for each block that ``allocate`` hands out and each that is given to
+        ``overwrite``. A ``PrefixIndex`` registers its ``forget`` here when it is made.
+        """
+        self._reuse_listeners.append(listener)
+
     def allocate(self, n: int = 1) -> list[int]:
         """Take ``n`` free blocks, least recently released first, each with one holder.
 
         Raises:
             OutOfBlocksError: Fewer than ``n`` are free. Nothing was taken.
-            ValueError: ``n`` is negative.
+            ShapeError: ``n`` is negative or no integer.
         """
-        if n < 0:
-            raise ValueError(f"n={n}, expected 0 or more blocks")
+        n = whole_number("n", n)
         if n > self._num_free:
             raise OutOfBlocksError(
                 f"{n} blocks are needed but {self._num_free} of {self._num_blocks} are free: "
@@ -112,9 +119,9 @@ class BlockPool:
             block = following[block]
         following[ends], self._previous[block] = block, ends
         self._num_free -= n
-        if self._on_reuse is not None:
+        for listener in self._reuse_listeners:
             for block in taken:
-                self._on_reuse(block)
+                listener(block)
         return taken
 
     def retain(self, blocks: Sequence[int]) -> None:
@@ -125,8 +132,9 @@ class BlockPool:
 
         Raises:
             ValueError: The pool has no such block. Nothing was retained.
+            DTypeError: ``blocks`` is no list of integers.
         """
-        self._check_ids(blocks)
+        blocks = self._check_ids(blocks)
         for block in blocks:
             if not self._ref_counts[block]:
                 before, after = self._previous[block], self._next[block]
@@ -137,14 +145,15 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Take one holder from each block, in order; the last one freed is reused last.
 
-        Pass the blocks of a sequence last first: the head of a prefix is of use without its
-        tail, but not the tail without its head.
+        Pass the blocks of a sequence last first, so that its last blocks are reused first: the
+        beginning of a prefix can be found without its end, but not the other way round.
 
         Raises:
             ValueError: A block has fewer holders than are released, or the pool has no such
                 block. Nothing was released.
+            DTypeError: ``blocks`` is no list of integers.
         """
-        self._check_ids(blocks)
+        blocks = self._check_ids(blocks)
         for block, times in Counter(blocks).items():
             if self._ref_counts[block] < times:
                 raise ValueError(
@@ -161,9 +170,9 @@ class BlockPool:
                 self._num_free += 1
 
     def overwrite(self, block: int) -> None:
-        """Say that content of a held block is about to be replaced: calls ``on_reuse``."""
-        if self._on_reuse is not None:
-            self._on_reuse(block)
+        """Tell the listeners that the content of a held block is about to be replaced."""
+        for listener in self._reuse_listeners:
+            listener(block)
 
     def free_blocks(self) -> Iterator[int]:
         """The free blocks in reuse order. The pool must not change while this runs."""
@@ -203,7 +212,7 @@ class BlockPool:
             if times > 1:
                 raise AssertionError(f"block {block} is {times} times in table {table}")
             if not 0 <= block < self._num_blocks or not self._ref_counts[block]:
-                raise AssertionError(f"table {table} has block {block}, which nobody holds")
+                raise AssertionError(f"table {table} has block {block}, which is free")
 
     def _walk(self, links: list[int]) -> Iterator[int]:
         block = links[self._num_blocks]
@@ -211,9 +220,11 @@ class BlockPool:
             yield block
             block = links[block]
 
-    def _check_ids(self, blocks: Sequence[int]) -> None:
+    def _check_ids(self, blocks: Sequence[int]) -> list[int]:
+        blocks = block_ids(blocks)
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             self._reject(blocks)
+        return blocks
 
     def _reject(self, blocks: Sequence[int]) -> None:
         wrong = next(block for block in blocks if not 0 <= block < self._num_blocks)

@@ -1,8 +1,8 @@
 """The cache blocks of one sequence, and the slots of its tokens in them.
 
 Token ``t`` lies in slot ``blocks[t // block_size] * block_size + t % block_size``. A fork holds
-the same blocks; only the last one can be partly filled, and whoever writes to it first while
-it is shared takes a copy (block_size 4, six tokens)::
+the same blocks; only the last one can be partly filled, and the first table that appends to it
+while it is shared takes a copy (copy-on-write; block_size 4, six tokens)::
 
     parent            [2][5]         holders: block 2 two, block 5 two
     fork              [2][5]
@@ -14,24 +14,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from .block_pool import BlockPool
+from .integers import whole_number
+from .prefix_index import BlockHashes, PrefixIndex
 
 __all__ = ["BlockTable"]
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. Starts empty.
+    """The cache blocks of one sequence, in the order of its tokens. Starts empty.
 
     Args:
-        pool: Where blocks are taken from and given back to.
-        block_size: Tokens per block, at least 1.
+        pool: Where blocks are taken from and given back to; it gives the block size.
 
     Raises:
-        ShapeError: ``block_size`` is below 1.
+        DTypeError: ``pool`` is no ``BlockPool``.
 
     Example:
-        >>> table = BlockTable(BlockPool(8), block_size=4)
+        >>> table = BlockTable(BlockPool(8, block_size=4))
         >>> table.append(6)
         []
         >>> table.blocks, table.num_tokens, table.slots(3, 6)
@@ -43,11 +44,11 @@ class BlockTable:
         ([0, 1], [0, 2])
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        if block_size < 1:
-            raise ShapeError(f"block_size={block_size}, expected at least 1")
+    def __init__(self, pool: BlockPool) -> None:
+        if not isinstance(pool, BlockPool):
+            raise DTypeError(f"pool is {pool!r}, expected a BlockPool")
         self._pool = pool
-        self._block_size = block_size
+        self._block_size = pool.block_size
         self._blocks: list[int] = []
         self._num_tokens = 0
         self._was_cut = False
@@ -68,10 +69,9 @@ class BlockTable:
         The copy of a shared, partly filled last block is counted.
 
         Raises:
-            ValueError: ``num_new_tokens`` is negative.
+            ShapeError: ``num_new_tokens`` is negative or no integer.
         """
-        if num_new_tokens < 0:
-            raise ValueError(f"num_new_tokens={num_new_tokens}, expected 0 or more")
+        num_new_tokens = whole_number("num_new_tokens", num_new_tokens)
         if num_new_tokens == 0:
             return 0
         num_blocks = self._blocks_for(self._num_tokens + num_new_tokens)
@@ -87,7 +87,7 @@ class BlockTable:
 
         Raises:
             OutOfBlocksError: The pool has too few free blocks. Nothing has changed.
-            ValueError: ``num_new_tokens`` is negative. Nothing has changed.
+            ShapeError: ``num_new_tokens`` is negative or no integer. Nothing has changed.
         """
         needed = self.blocks_needed(num_new_tokens)
         if num_new_tokens == 0:
@@ -105,18 +105,50 @@ class BlockTable:
         self._was_cut = False
         return copies
 
-    def adopt(self, blocks: Sequence[int]) -> None:
-        """Start from full blocks that a ``PrefixIndex`` found, and hold them.
+    def adopt_prefix(
+        self,
+        index: PrefixIndex,
+        tokens: Sequence[int] | BlockHashes,
+        *,
+        cache_salt: str | None = None,
+        max_blocks: int | None = None,
+    ) -> BlockHashes:
+        """Find the longest cached prefix of a sequence and start from its blocks, held here.
+
+        Matching and holding are one step, so no block can be reused in between. Afterwards
+        ``num_tokens`` is the number of tokens that need no computing.
+
+        Args:
+            index: The index of this table's pool.
+            tokens: The sequence's token ids, or its hashes made by ``index.block_hashes``.
+            cache_salt: As for ``PrefixIndex.block_hashes``; only with token ids.
+            max_blocks: Adopt no more than this many blocks. ``None``: with token ids, all but
+                the block of the last token, which must be computed to have logits to sample
+                from; with hashes, all of them.
+
+        Returns:
+            The sequence's block hashes, for ``index.insert``.
 
         Raises:
-            ValueError: The table is not empty, or the pool has no such block. Nothing has
-                changed.
+            ValueError: The table is not empty, or ``index`` belongs to another pool, or the
+                hashes to another index. Nothing has changed.
         """
         if self._blocks:
-            raise ValueError(f"adopt() on a table of {len(self._blocks)} blocks: free() it first")
+            raise ValueError(f"adopt_prefix() on a table of {len(self._blocks)} blocks: free() it")
+        if index._pool is not self._pool:
+            raise ValueError("the index belongs to another pool: make it with this table's pool")
+        if isinstance(tokens, BlockHashes):
+            hashes = tokens
+        else:
+            hashes = index.block_hashes(tokens, cache_salt=cache_salt)
+            if max_blocks is None:
+                max_blocks = max(0, len(tokens) - 1) // self._block_size
+        blocks = index.match(hashes, max_blocks)
         self._pool.retain(blocks)
-        self._blocks = list(blocks)
+        hashes._num_inserted = len(blocks)
+        self._blocks = blocks
         self._num_tokens = len(blocks) * self._block_size
+        return hashes
 
     def slots(self, start: int, end: int) -> list[int]:
         """The slots of the tokens at positions ``start .. end - 1``: ``[end - start]``.
@@ -139,7 +171,7 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A table of the same tokens that holds every block once more."""
-        twin = BlockTable(self._pool, self._block_size)
+        twin = BlockTable(self._pool)
         self._pool.retain(self._blocks)
         twin._blocks = self._blocks.copy()
         twin._num_tokens, twin._was_cut = self._num_tokens, self._was_cut

@@ -3,12 +3,12 @@
 The keys and values of a token depend on all tokens before it, so a block is found by the hash
 of its whole prefix, one link per full block (block_size 2 here)::
 
-    salts ──► [5 6] ──► [7 8] ──► [9 1]        digest = H(parent's digest, tokens)
+    salt  ──► [5 6] ──► [7 8] ──► [9 1]        digest = H(parent's digest, tokens)
                block 3   block 0   block 7
 
 Only full blocks are indexed. A digest only finds a candidate: tokens and parents are compared,
-so a collision is a miss and never wrong content. Salts sit at the root: chains with different
-salts have no link in common, so one tenant cannot time whether another has sent a prompt.
+so a collision is a miss and never wrong content. The cache salt is hashed into the root: sequences
+with different salts share no block, so no tenant can learn from timing what another has sent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from struct import Struct
 from struct import error as StructError
 
 from ..errors import DTypeError, ShapeError
+from .block_pool import BlockPool
 
-__all__ = ["PrefixChain", "PrefixIndex"]
+__all__ = ["BlockHashes", "PrefixIndex"]
 
 
 class _Link:
@@ -36,53 +37,68 @@ class _Link:
 
 
 class PrefixIndex:
-    """The blocks whose content is known, by the tokens that lead up to and fill them.
+    """Index of the pool's blocks whose content is known, by the tokens up to their end.
 
-    Give ``forget`` to the pool as ``on_reuse``. When a block in the middle of a chain is
-    forgotten, the blocks after it are out of ``match``'s reach but stay indexed until they
-    are reused themselves; if the missing content is computed again they are found again.
+    The index removes a block by itself when the pool hands it out again. When a block in the
+    middle of a sequence is removed, ``match`` no longer reaches the blocks after it; they stay
+    indexed until they are reused themselves, and are found again once the missing content is
+    computed again.
 
     Args:
-        block_size: Tokens per block, at least 1.
-        salt: The operator's salt, hashed into every chain.
+        pool: The pool whose blocks are indexed; it gives the block size.
+        salt: The operator's salt, hashed into everything.
 
     Raises:
-        ShapeError: ``block_size`` is below 1.
+        DTypeError: ``pool`` is no ``BlockPool``, or ``salt`` is no bytes.
 
     Example:
-        >>> index = PrefixIndex(block_size=2)
-        >>> chain = index.chain()
-        >>> chain.extend([5, 6, 7, 8, 9])
-        >>> index.insert(chain, blocks=[3, 0], num_full_blocks=2)
-        >>> other = index.chain()
-        >>> other.extend([5, 6, 7, 8, 1, 1])
-        >>> index.match(other)
-        [3, 0]
-        >>> index.forget(0)
-        >>> index.match(other)
-        [3]
+        >>> from pagetile import BlockTable
+        >>> pool = BlockPool(8, block_size=2)
+        >>> index = PrefixIndex(pool)
+        >>> first, second = BlockTable(pool), BlockTable(pool)
+        >>> hashes = first.adopt_prefix(index, [5, 6, 7, 8, 9])  # finds nothing yet
+        >>> first.append(5)
+        []
+        >>> index.insert(hashes, first.blocks, num_full_blocks=2)  # once they are written
+        >>> _ = second.adopt_prefix(index, [5, 6, 7, 8, 1, 1])
+        >>> second.blocks, second.num_tokens
+        ([0, 1], 4)
     """
 
-    def __init__(self, block_size: int, *, salt: bytes = b"") -> None:
-        if block_size < 1:
-            raise ShapeError(f"block_size={block_size}, expected at least 1")
-        self._block_size = block_size
+    def __init__(self, pool: BlockPool, *, salt: bytes = b"") -> None:
+        if not isinstance(pool, BlockPool):
+            raise DTypeError(f"pool is {pool!r}, expected a BlockPool")
+        if not isinstance(salt, bytes):
+            raise DTypeError(f"salt is {salt!r}, expected bytes")
+        self._pool = pool
+        self._block_size = pool.block_size
         self._salt = salt
-        self._encode = Struct(f"<{block_size}q").pack
+        self._encode = Struct(f"<{pool.block_size}q").pack
         self._blocks: dict[bytes, int] = {}
         self._links: dict[int, _Link] = {}
+        pool.add_reuse_listener(self.forget)
 
-    def chain(self, salt: str | None = None) -> PrefixChain:
-        """A new sequence's place in the index.
+    def block_hashes(
+        self, token_ids: Sequence[int] = (), *, cache_salt: str | None = None
+    ) -> BlockHashes:
+        """Return the hashes of a sequence's full blocks, to be extended as it grows.
 
         Args:
-            salt: Sequences find each other's blocks only if their salts are equal. ``None``
-                is not the empty salt.
+            token_ids: The sequence's tokens so far.
+            cache_salt: Sequences find each other's blocks only if their salts are equal.
+                ``None`` is not the empty salt.
+
+        Raises:
+            DTypeError: ``cache_salt`` is no string, or a token is no integer of 64 bits.
         """
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise DTypeError(f"cache_salt is {cache_salt!r}, expected a string, or None")
         fields = _field(b"operator", self._salt)
-        if salt is not None:
-            fields += _field(b"request", salt.encode("utf-8", "surrogatepass"))
-        return PrefixChain(self, _Link(self._digest(b"root" + fields), None, fields))
+        if cache_salt is not None:
+            fields += _field(b"request", cache_salt.encode("utf-8", "surrogatepass"))
+        hashes = BlockHashes(self, _Link(self._digest(b"root" + fields), None, fields))
+        hashes.extend(token_ids)
+        return hashes
 
     def _pack(self, *token_ids: int) -> bytes:
         try:
@@ -92,20 +108,23 @@ class PrefixIndex:
                 f"token ids are {list(token_ids)}, expected integers of 64 bits: {reason}"
             ) from None
 
-    def match(self, chain: PrefixChain, max_blocks: int | None = None) -> list[int]:
-        """The blocks that hold the longest indexed prefix of ``chain``, in order.
+    def match(self, hashes: BlockHashes, max_blocks: int | None = None) -> list[int]:
+        """Return the blocks that hold the longest indexed prefix of a sequence, in order.
 
-        Retain them before anything is allocated. Called at every admission of a sequence:
-        the next ``insert`` then starts behind the blocks that were found.
+        The answer is valid until the pool changes; ``BlockTable.adopt_prefix`` matches and holds
+        the blocks in one step.
 
         Args:
-            chain: The sequence, extended with its tokens.
-            max_blocks: Look no further than this many blocks, ``None`` for all. One less than
-                the prompt fills leaves a token to compute the first logits from.
+            hashes: The sequence's block hashes, extended with its tokens.
+            max_blocks: Look no further than this many blocks, ``None`` for all.
+
+        Raises:
+            ValueError: ``hashes`` were made by another index.
         """
+        self._check_hashes(hashes)
         found: list[int] = []
-        parent = chain._root
-        for link in islice(chain._links, max_blocks):
+        parent = hashes._root
+        for link in islice(hashes._links, max_blocks):
             block = self._blocks.get(link.digest)
             if block is None:
                 break
@@ -116,43 +135,48 @@ class PrefixIndex:
             candidate.parent = parent
             parent = candidate
             found.append(block)
-        chain._num_inserted = len(found)
         return found
 
-    def insert(self, chain: PrefixChain, blocks: Sequence[int], num_full_blocks: int) -> None:
+    def insert(self, hashes: BlockHashes, blocks: Sequence[int], num_full_blocks: int) -> None:
         """Register the blocks of a sequence whose keys and values have been written.
 
-        Costs O(blocks not inserted through this chain before). Content that another block
-        already holds stays with that block.
+        Costs O(blocks not inserted before). Content that another block already holds stays
+        with that block.
 
         Args:
-            chain: The sequence, extended at least as far as ``num_full_blocks``.
+            hashes: The sequence's block hashes, extended at least as far as ``num_full_blocks``.
             blocks: The sequence's block table.
             num_full_blocks: How many of ``blocks``, from the first, are written to the end.
 
         Raises:
-            ShapeError: ``num_full_blocks`` is more than the chain or ``blocks`` has.
+            ShapeError: ``num_full_blocks`` is more than ``hashes`` or ``blocks`` has.
+            ValueError: ``hashes`` were made by another index, or the pool has no such block.
+                Nothing was registered.
         """
-        if num_full_blocks > min(len(chain), len(blocks)):
+        self._check_hashes(hashes)
+        if num_full_blocks > min(len(hashes), len(blocks)):
             raise ShapeError(
-                f"num_full_blocks={num_full_blocks} but the chain has {len(chain)} full blocks "
-                f"and the table {len(blocks)}: extend them first"
+                f"num_full_blocks={num_full_blocks} but there are hashes of {len(hashes)} full "
+                f"blocks and the table has {len(blocks)}: extend them first"
             )
-        for i in range(chain._num_inserted, num_full_blocks):
-            link, block = chain._links[i], blocks[i]
+        start = hashes._num_inserted
+        new = blocks[start:num_full_blocks]
+        for block in new:
+            self._pool.ref_count(block)  # raises where the pool has no such block
+        for link, block in zip(hashes._links[start:num_full_blocks], new, strict=True):
             self.forget(block)
             if link.digest not in self._blocks:
                 self._blocks[link.digest] = block
                 self._links[block] = link
-        chain._num_inserted = max(chain._num_inserted, num_full_blocks)
+        hashes._num_inserted = max(hashes._num_inserted, num_full_blocks)
 
     def forget(self, block: int) -> None:
-        """The block's content is about to be replaced. An unknown block changes nothing."""
+        """Remove a block whose content is about to be replaced; an unknown one changes nothing."""
         if link := self._links.pop(block, None):
             del self._blocks[link.digest]
 
     def clear(self) -> None:
-        """Forget every block, as after the weights have changed."""
+        """Remove every block: after the model's weights have changed, say."""
         self._blocks.clear()
         self._links.clear()
 
@@ -177,6 +201,12 @@ class PrefixIndex:
         """The indexed blocks."""
         return iter(self._links)
 
+    def _check_hashes(self, hashes: BlockHashes) -> None:
+        if hashes._index is not self:
+            raise ValueError(
+                "these block hashes were made by another index: use this index's block_hashes()"
+            )
+
     def _link(self, parent: _Link, tokens: bytes) -> _Link:
         return _Link(self._digest(b"link" + parent.digest + tokens), parent, tokens)
 
@@ -185,16 +215,16 @@ class PrefixIndex:
         return sha256(data).digest()
 
 
-class PrefixChain:
-    """The full blocks of one sequence, hashed as it grows; made by ``PrefixIndex.chain``.
+class BlockHashes:
+    """The hashes of one sequence's full blocks; made by ``PrefixIndex.block_hashes``.
 
     Example:
-        >>> chain = PrefixIndex(block_size=2).chain(salt="tenant-1")
-        >>> chain.extend([5, 6, 7])
-        >>> len(chain)
+        >>> hashes = PrefixIndex(BlockPool(8, block_size=2)).block_hashes(cache_salt="tenant-1")
+        >>> hashes.extend([5, 6, 7])
+        >>> len(hashes)
         1
-        >>> chain.extend([5, 6, 7, 8])
-        >>> len(chain)
+        >>> hashes.extend([5, 6, 7, 8])
+        >>> len(hashes)
         2
     """
 
@@ -215,8 +245,8 @@ class PrefixChain:
             token_ids: The whole sequence, its earlier tokens unchanged.
 
         Raises:
-            ValueError: The sequence has become shorter than the chain (``truncate`` it), or its
-                last hashed block differs now: it needs a new chain.
+            ValueError: The sequence has become shorter than what is hashed (``truncate`` it), or
+                its last hashed block differs now: it needs new hashes.
             DTypeError: A token is no integer of 64 bits.
         """
         size, encode = self._index._block_size, self._index._pack
@@ -225,8 +255,8 @@ class PrefixChain:
             return
         if end < start or (start and encode(*token_ids[start - size : start]) != self._last.tokens):
             raise ValueError(
-                f"{len(token_ids)} tokens do not continue the {start} tokens of this chain: "
-                "truncate it with a sequence that was cut, make a new one where tokens changed"
+                f"{len(token_ids)} tokens do not continue the {start} tokens that are hashed: "
+                "call truncate() for a sequence that was cut, make new hashes where tokens changed"
             )
         for i in range(start, end, size):
             self._links.append(self._index._link(self._last, encode(*token_ids[i : i + size])))
@@ -242,9 +272,9 @@ class PrefixChain:
         del self._links[num_tokens // self._index._block_size :]
         self._num_inserted = min(self._num_inserted, len(self._links))
 
-    def fork(self) -> PrefixChain:
-        """The chain of a sequence that continues from the same tokens and blocks."""
-        twin = PrefixChain(self._index, self._root)
+    def fork(self) -> BlockHashes:
+        """Return the hashes of a sequence that continues from the same tokens and blocks."""
+        twin = BlockHashes(self._index, self._root)
         twin._links = self._links.copy()
         twin._num_inserted = self._num_inserted
         return twin

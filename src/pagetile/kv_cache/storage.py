@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import DTypeError, OutOfBlocksError, ShapeError
-from ..ops.attention_checks import check_heads, is_size
+from ..ops.attention_checks import check_heads
 from ..ops.copy_blocks import copy_blocks
 from ..ops.scales import LARGEST_CODE
 from ..tiles.types import ALL_FLOATS
+from .block_pool import BlockPool
+from .integers import whole_number
 
 __all__ = ["KVCache", "LayerSpec"]
 
@@ -27,6 +29,12 @@ class LayerSpec:
     sliding_window: int | None = None
     """Number of visible keys, the query's own included; ``None`` sees all."""
 
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "head_size", "v_head_size"):
+            whole_number(name, getattr(self, name), least=1)
+        if self.sliding_window is not None:
+            whole_number("sliding_window", self.sliding_window, least=1)
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's key and value in this layer, and of their scales if it has any."""
         scale_bytes = 2 * torch.float32.itemsize if dtype in LARGEST_CODE else 0
@@ -35,7 +43,13 @@ class LayerSpec:
 
 
 class KVCache:
-    """Key and value blocks of all layers; block ``b`` of every layer belongs to the same tokens.
+    """Key and value blocks of all layers; block ``b`` of every layer holds the same tokens.
+
+    Args:
+        layers: What each attention layer keeps of a token.
+        pool: Gives the number of blocks and their size, and hands them out.
+        dtype: Element type of keys and values.
+        device: Where the tensors lie.
 
     In 8 bits (float8_e4m3fn, float8_e5m2, int8) every token's head has a scale of its own, which
     ``write_kv`` computes: no calibration.
@@ -53,7 +67,7 @@ class KVCache:
 
     Example:
         >>> layer = LayerSpec(num_kv_heads=2, head_size=64, v_head_size=64)
-        >>> cache = KVCache([layer] * 4, num_blocks=32, block_size=16, dtype=torch.bfloat16)
+        >>> cache = KVCache([layer] * 4, BlockPool(32, block_size=16), dtype=torch.bfloat16)
         >>> cache.num_tokens, cache.k[0].shape
         (512, torch.Size([32, 16, 2, 64]))
     """
@@ -61,16 +75,15 @@ class KVCache:
     def __init__(
         self,
         layers: Sequence[LayerSpec],
+        pool: BlockPool,
         *,
-        num_blocks: int,
-        block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not is_size(block_size, least=1) or block_size > 256:
-            raise ShapeError(f"block_size is {block_size!r}, expected 1 to 256")
-        if not is_size(num_blocks, least=1):
-            raise ShapeError(f"num_blocks is {num_blocks!r}, expected an integer of at least 1")
+        if not isinstance(pool, BlockPool):
+            raise DTypeError(f"pool is {pool!r}, expected a BlockPool(num_blocks, block_size)")
+        if pool.block_size > 256:
+            raise ShapeError(f"block_size is {pool.block_size}, expected 1 to 256")
         if not isinstance(dtype, torch.dtype) or dtype not in (*ALL_FLOATS, *LARGEST_CODE):
             names = ", ".join(str(known).removeprefix("torch.") for known in LARGEST_CODE)
             raise DTypeError(f"dtype is {dtype!r}, expected a torch type of floats, or {names}")
@@ -80,7 +93,8 @@ class KVCache:
                 layer.num_kv_heads, layer.num_kv_heads, "a layer",
                 head_size=layer.head_size, v_head_size=layer.v_head_size,
             )  # fmt: skip
-        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        self.pool, self.dtype = pool, dtype
+        self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
         self.k = [self._blocks(layer.num_kv_heads, layer.head_size, device) for layer in layers]
         self.v = [self._blocks(layer.num_kv_heads, layer.v_head_size, device) for layer in layers]
         self.k_scale, self.v_scale = (

@@ -81,7 +81,7 @@ class PagedModel:
         if cache is not None and list(map(_sizes, cache.layers)) != list(map(_sizes, self.layers)):
             raise ShapeError(
                 f"the cache has {len(cache.layers)} layers, and not those that {self.name} needs: "
-                "make it with KVCache(model.layers, ...)"
+                "make it with KVCache(model.layers, pool)"
             )
         for layer in self._modules:
             layer.bind(cache)
@@ -103,7 +103,7 @@ class PagedModel:
         """
         if not self._is_bound:
             raise UnsupportedError(
-                f"{self.name} has no cache: call bind(KVCache(model.layers, ...))"
+                f"{self.name} has no cache: call bind(KVCache(model.layers, pool))"
             )
         if self._takes_rows:
             options = {**self._options, "logits_to_keep": step.logits_rows}

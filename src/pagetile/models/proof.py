@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
+from ..kv_cache import BlockPool
 from ..kv_cache.storage import KVCache
 from ..ops.paged_attention import PagedBatch
 from .attention import collect_configs, driven
@@ -137,8 +138,7 @@ def _lay_out(paged: PagedModel, sequences: tuple[Tensor, Tensor]) -> Tensor:
     num_blocks = 2 * width + 1
     cache = KVCache(
         paged.layers,
-        num_blocks=num_blocks,
-        block_size=_BLOCK_SIZE,
+        BlockPool(num_blocks, _BLOCK_SIZE),
         dtype=paged.dtype,
         device=paged.device,
     )

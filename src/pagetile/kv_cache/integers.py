@@ -1,0 +1,38 @@
+"""Checks of whole numbers and block lists, without torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import DTypeError, ShapeError
+
+__all__ = ["block_ids", "whole_number"]
+
+
+def whole_number(name: str, value: Any, *, least: int = 0) -> int:
+    """Return ``value`` as an int.
+
+    Raises:
+        ShapeError: ``value`` is no integer, or below ``least``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ShapeError(f"{name}={value!r}, expected an integer of at least {least}") from None
+    if number < least:
+        raise ShapeError(f"{name}={number}, expected at least {least}")
+    return number
+
+
+def block_ids(blocks: Iterable[Any]) -> list[int]:
+    """Return block numbers as a list of ints.
+
+    Raises:
+        DTypeError: ``blocks`` is no list, or one of its elements is no integer.
+    """
+    try:
+        return list(map(operator.index, blocks))
+    except TypeError:
+        raise DTypeError(f"blocks={blocks!r}, expected a list of block numbers (int)") from None
