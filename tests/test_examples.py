@@ -1,0 +1,57 @@
+"""Every example runs, and what it claims is checked."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagetile import LLM, SamplingParams
+from pagetile.demo import path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_the_mini_engine_says_what_the_engine_says(example):
+    mini = example("mini_engine")
+    engine = mini.Engine(mini.Llama(path()), num_blocks=24)
+    llm = LLM(dtype="float32", num_blocks=64)
+    common = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def "
+    prompts = [llm.engine.encode(common + name) for name in ("open", "close", "read", "lines")]
+    first = engine.add(prompts[0], 20)
+    while engine.running or engine.waiting:
+        engine.step()
+    later = [engine.add(prompt, 20) for prompt in prompts[1:]]
+    while engine.running or engine.waiting:
+        engine.step()
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    for sequence, result in zip([first, *later], expected, strict=True):
+        assert tuple(sequence.new) == result.outputs[0].token_ids
+    assert all(sequence.num_cached == len(prompts[0]) // 16 * 16 > 0 for sequence in later)
+    engine.pool.check([])
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("mini_engine", "16 prompt tokens were cached"),
+        ("cache_policy", "500 tokens read, 68 in 5 blocks; 3 of 8 blocks are free"),
+        ("shared_prefixes", "32 sequences over 8192 shared tokens"),
+        ("eight_bit_cache", "int8"),
+    ],
+)
+def test_an_example_runs(example, name, printed, capsys):
+    example(name).main()
+    assert printed in capsys.readouterr().out
