@@ -1,5 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
+QUICK := tests/kv_cache tests/ops/test_paged_attention_checks.py tests/ops/test_attention_checks.py tests/ops/test_dispatch.py \
+	tests/ops/test_window_geometry.py tests/engine/test_sampling_params.py tests/engine/test_detokenizer.py tests/engine/test_sampler.py \
+	tests/analysis tests/test_device.py tests/test_public_api.py tests/test_import_rules.py tests/test_words.py
 
 demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
 	@$(BIN)/python -m pagetile generate --show-pages < /dev/null
@@ -10,6 +13,10 @@ test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU, then
 	$(BIN)/python tools/fuzz.py --device cuda --processes 8 --cases 5000
 check: .venv/ready  ## style, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest tests/test_import_rules.py
+quick: .venv/ready  ## most contracts in a minute: no kernel is compiled
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK)
+docs: .venv/docs-ready  ## build the site into site/, offline and strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 format: .venv/ready  ## put the code into house style
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 bench: .venv/ready  ## kernels and engine beside their peers
@@ -20,4 +27,6 @@ clean:  ## forget the environment and every cache
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch .venv/ready
-.PHONY: demo test test-gpu check format bench fuzz clean
+.venv/docs-ready: .venv/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch .venv/docs-ready
+.PHONY: demo test quick test-gpu check docs format bench fuzz clean

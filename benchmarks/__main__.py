@@ -16,7 +16,8 @@ from .document import fill
 from .machine import Bystanders, describe_run
 
 RESULTS = Path(__file__).parent / "results"
-PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))]
 
 app = typer.Typer(
     help="Benchmarks: correctness first, every figure beside its peers.",
@@ -109,8 +110,8 @@ def compare(
 def document(
     pages: Annotated[list[Path] | None, typer.Argument(exists=True, dir_okay=False)] = None,
 ) -> None:
-    """Make the tables of docs/performance.md anew from the records."""
-    for page in pages or [PERFORMANCE]:
+    """Generate the tables of the README and of docs/performance from the records."""
+    for page in pages or PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 
 

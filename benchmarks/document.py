@@ -1,7 +1,8 @@
 """Tables in the documentation, made from the records under ``results/``.
 
 A table stands between two comments of a page, and the first says what is in it: a record, the
-beginning of its cases' names, and the columns, metrics or the times of contestants::
+beginning of its cases' names or whole names with commas between them, and the columns, metrics or
+the times of contestants::
 
     <!-- table: h200-decode gpu-decode- | GB/s | share of read bandwidth | time: sdpa cudnn -->
     <!-- end -->
@@ -36,7 +37,7 @@ def fill(page: str, results: Path) -> str:
 def _table(match: re.Match[str], results: Path) -> str:
     head, record, beginning, columns, end = match.groups()
     result = json.loads((results / f"{record}.json").read_text(encoding="utf-8"))
-    cases = [case for case in result["cases"] if case["name"].startswith(beginning)]
+    cases = [case for case in result["cases"] if _is_wanted(case["name"], beginning)]
     if not cases:
         raise ValueError(f"{record} has no case whose name begins with {beginning}")
     names = [name.strip() for name in columns.split("|")]
@@ -45,6 +46,10 @@ def _table(match: re.Match[str], results: Path) -> str:
     lines += [[case["about"], *(_cell(case, name) for name in names)] for case in cases]
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"{head}\n{_caption(result['machine'], cases)}\n\n{rows}\n{end}"
+
+
+def _is_wanted(name: str, beginning: str) -> bool:
+    return name in beginning.split(",") if "," in beginning else name.startswith(beginning)
 
 
 def _caption(machine: dict[str, Any], cases: list[dict[str, Any]]) -> str:
@@ -56,7 +61,9 @@ def _caption(machine: dict[str, Any], cases: list[dict[str, Any]]) -> str:
     for name in names:
         found = {case["versions"][name]: None for case in cases if case["versions"].get(name)}
         used += [f"{name} {' and '.join(found)}"] if found else []
-    return f"{where}, {', '.join(used)}, {days(cases)}:"
+    commits = sorted({case["commit"].split()[0][:7] for case in cases if case.get("commit")})
+    at = f", commit {' and '.join(commits)}" if commits else ""
+    return f"{where}, {', '.join(used)}, {days(cases)}{at}:"
 
 
 def _cell(case: dict[str, Any], name: str) -> str:

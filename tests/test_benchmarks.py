@@ -313,10 +313,19 @@ def test_quantiles_are_interpolated():
     assert (times.quantile(0.0), times.median, times.quantile(0.9)) == (1.0, 3.0, 4.6)
 
 
-def test_the_tables_of_the_documentation_are_those_of_the_records():
-    page = command_line.PERFORMANCE.read_text(encoding="utf-8")
-    assert page.count("<!-- table:") == page.count("<!-- end -->") > 2
+@pytest.mark.parametrize("path", command_line.PAGES, ids=lambda path: path.stem)
+def test_the_tables_of_the_documentation_are_those_of_the_records(path):
+    page = path.read_text(encoding="utf-8")
+    assert page.count("<!-- table:") == page.count("<!-- end -->")
     assert fill(page, command_line.RESULTS) == page
+
+
+def test_every_performance_page_but_the_first_has_tables_of_at_most_seven_columns():
+    for path in command_line.PAGES:
+        page = path.read_text(encoding="utf-8")
+        assert "<!-- table:" in page or path.stem == "index", path
+        widths = [line.count("|") - 1 for line in page.splitlines() if line.startswith("| ")]
+        assert max(widths, default=0) <= 7, path
 
 
 def test_a_table_of_cases_that_were_not_run_is_refused():

@@ -17,7 +17,7 @@ inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
 """For functions called from kernels: they borrow their arrays and allocate none.
 
 Numba would otherwise count references to every array of every call, with atomic instructions:
-on a tile of 64 keys that took longer than the arithmetic (see docs/lab-log.md).
+on a tile of 64 keys that took longer than the arithmetic.
 """
 
 folded = partial(inner, inline="always")

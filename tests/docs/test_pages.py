@@ -1,4 +1,4 @@
-"""Every block of code in ``docs/learn`` runs, prints what the page says, and draws its pictures.
+"""Every block of code of a page runs, prints what the page says, and draws its pictures.
 
 A page is one program: its ``python`` blocks run in order in one namespace, and lines of ``bash``
 blocks that start with ``pagetile`` run between them, in an empty folder. A ``text`` block right
@@ -20,8 +20,14 @@ import pytest
 
 from pagetile.cli import main
 
-LEARN = Path(__file__).parents[2] / "docs" / "learn"
-PAGES = sorted(path.stem for path in LEARN.glob("*.md"))
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(
+    str(path.relative_to(DOCS).with_suffix(""))
+    for folder in ("learn", "guides")
+    for path in (DOCS / folder).glob("*.md")
+)
+WITH_CODE = [page for page in PAGES if "```python" in (DOCS / f"{page}.md").read_text()]
+LEARN = DOCS / "learn"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -56,7 +62,7 @@ def run_block(block: Block, page: str, names: dict[str, object]) -> str:
         if block.language == "python":
             # Line numbers of a traceback are the page's.
             source = "\n" * (block.line - 1) + block.content
-            exec(compile(source, f"docs/learn/{page}.md", "exec"), names)
+            exec(compile(source, f"docs/{page}.md", "exec"), names)
         for line in commands(block):
             assert main(shlex.split(line)[1:]) == 0, line
     return printed.getvalue()
@@ -74,13 +80,9 @@ def words(picture: str) -> list[str]:
     return ["".join(node.itertext()) for node in nodes]
 
 
-@pytest.fixture(params=PAGES)
-def page(request) -> str:
-    return request.param
-
-
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
-    text = (LEARN / f"{page}.md").read_text(encoding="utf-8")
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "pictures").mkdir()
@@ -91,20 +93,21 @@ def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
         printed = run_block(block, page, names)
         if block.output is not None:
             lines = [line.rstrip() for line in printed.splitlines()]
-            assert lines == block.output.splitlines(), f"docs/learn/{page}.md:{block.line}"
+            assert lines == block.output.splitlines(), f"docs/{page}.md:{block.line}"
     shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     assert {Path(p) for p in shown} == {p.relative_to(tmp_path) for p in tmp_path.glob("*/*.svg")}
     for path in shown:
-        kept = (LEARN / path).read_text(encoding="utf-8")
+        kept = ((DOCS / page).parent / path).read_text(encoding="utf-8")
         assert words(kept) == words((tmp_path / path).read_text()), f"{path} is not up to date"
 
 
+@pytest.mark.parametrize("page", PAGES)
 def test_links_of_a_page_lead_somewhere(page):
-    text = (LEARN / f"{page}.md").read_text(encoding="utf-8")
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     for link in links:
         path, _, anchor = link.partition("#")
-        target = LEARN / (path or f"{page}.md")
+        target = (DOCS / page).parent / path if path else DOCS / f"{page}.md"
         assert target.exists(), link
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
@@ -132,7 +135,7 @@ def test_every_picture_belongs_to_a_page():
     shown = {
         name
         for page in PAGES
-        for name in re.findall(r"\(pictures/([^)]+)\)", (LEARN / f"{page}.md").read_text())
+        for name in re.findall(r"\(pictures/([^)]+)\)", (DOCS / f"{page}.md").read_text())
     }
     assert {path.name for path in (LEARN / "pictures").iterdir()} == shown
     assert sum(path.stat().st_size for path in (LEARN / "pictures").iterdir()) < 500_000
