@@ -1,4 +1,4 @@
-"""``pagetile explain``: pictures of tiles, bytes and windows, each with the numbers behind it."""
+"""``pagetile explain``: pages, tiles, bytes and windows in pictures, with the numbers behind."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ WINDOWS = """
 """
 
 
+PAGES = """
+[bold]Examples[/bold]
+  pagetile explain pages
+  pagetile explain pages --animation life.svg
+"""
+
+
 class LoopName(str, Enum):
     """The outer of two loops over tiles."""
 
@@ -68,6 +75,37 @@ MachineName = Annotated[
 def choose(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), nl=False)
+
+
+@explain.command(epilog=PAGES)
+def pages(
+    animation: Annotated[
+        Path | None, option(None, "FILE", "Also write all steps as an animated SVG.")
+    ] = None,
+    out: Out = Path("pages.png"),
+) -> None:
+    """Draw block tables over a pool: sharing, copy-on-write, and the slots that are wasted.
+
+    The steps are played with the real block pool, tables and prefix index.
+    """
+    from ..analysis.page_story import page_story
+    from ..analysis.pictures import animate_pages, check_path, draw_pages, save
+
+    check_path(out)
+    steps = page_story()
+    shown = next(step for step in steps if step.copy is not None)
+    save(draw_pages(shown.pages, shown.copy), out)
+    console = Console(highlight=False)
+    for number, step in enumerate(steps, 1):
+        console.print(f"{number:2}  {step.caption}")
+    console.print()
+    console.print(shown.pages)
+    console.print()
+    rows = {"picture": f"{out}, of step {steps.index(shown) + 1}"}
+    if animation is not None:
+        animate_pages(steps, check_path(animation))
+        rows["animation"] = str(animation)
+    console.print(aligned(rows))
 
 
 @explain.command(epilog=TILES)
