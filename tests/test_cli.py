@@ -152,6 +152,7 @@ def test_a_missing_extra_is_named(missing):
         ("generate x --device foo", "device='foo'"),
         ("plan --memory 3Q", "'3Q' is no memory size"),
         ("plan --memory 1MB", "are missing"),
+        ("plan --memory 16", "--memory 16 is 16 bytes: did you mean 16GiB?"),
         ("plan --block-size 1000", "block_size is 1000"),
         ("plan --model no/such/model", "no/such/model"),
         ("plan --lengths 5,x", "lengths '5,x'"),

@@ -3,10 +3,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
+from pagetile.analysis.page_story import page_story
 from pagetile.analysis.roofline import machine_names
 from pagetile.cli import main
 from pagetile.cli.app import app
@@ -25,7 +27,7 @@ def run(capsys, tmp_path, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("command", ["tiles", "io", "windows"])
+@pytest.mark.parametrize("command", ["pages", "tiles", "io", "windows"])
 def test_help_is_narrow_and_has_examples(command):
     result = CliRunner().invoke(app, ["explain", command, "--help"])
     assert result.exit_code == 0
@@ -36,7 +38,7 @@ def test_help_is_narrow_and_has_examples(command):
 def test_without_a_command_there_is_help(run):
     code, out, err = run("explain")
     assert (code, err) == (0, "")
-    for command in ("tiles", "io", "windows"):
+    for command in ("pages", "tiles", "io", "windows"):
         assert re.search(rf"^│ {command} ", out, re.MULTILINE)
 
 
@@ -46,7 +48,7 @@ def test_help_names_every_machine():
         assert re.search(rf"[ :]{name}[,;.]", words), name
 
 
-@pytest.mark.parametrize("command", ["tiles", "io", "windows"])
+@pytest.mark.parametrize("command", ["pages", "tiles", "io", "windows"])
 def test_each_draws_into_a_default_file_and_names_it(command, run, tmp_path):
     code, out, err = run("explain", command)
     assert (code, err) == (0, "")
@@ -150,3 +152,30 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
         done.stderr
         == "pagetile: matplotlib is not installed: in pagetile's folder, pip install '.[plots]'\n"
     )
+
+
+def test_pages_tells_the_story_and_animates_it(run, tmp_path):
+    code, out, _ = run("explain", "pages", "--animation", "life.svg")
+    assert code == 0
+    assert re.search(r"^ 6  C writes a token of its own", out, re.MULTILINE)
+    assert "3 sequences hold 6 of 16 blocks, 3 shared" in out
+    picture = ElementTree.fromstring((tmp_path / "life.svg").read_text())
+    frames = [node for node in picture if node.get("class") == "step"]
+    assert len(frames) == 10
+    cells = [len([n for n in frame if n.tag.endswith("}rect")]) for frame in frames]
+    assert min(cells) == 16 < max(cells)  # and a line below blocks that are written
+
+
+def test_an_animation_is_an_svg(run):
+    code, _, err = run("explain", "pages", "--animation", "life.png")
+    assert code == 2
+    assert "an animation is an SVG" in err
+
+
+def test_the_story_holds_and_frees_what_it_says():
+    steps = page_story()
+    held = [step.pages.num_held for step in steps]
+    assert held[:6] == [0, 3, 4, 5, 5, 6]
+    assert [len(step.pages.cached) for step in steps][6:] == [0, 1, 0, 0]
+    assert steps[5].copy == (3, 5)
+    assert steps[-1].pages.num_held == steps[-1].pages.num_blocks

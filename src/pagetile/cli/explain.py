@@ -101,7 +101,7 @@ def pages(
     console.print()
     console.print(shown.pages)
     console.print()
-    rows = {"picture": f"{out}, of step {steps.index(shown) + 1}"}
+    rows = {"drawn": f"step {steps.index(shown) + 1}", "picture": str(out)}
     if animation is not None:
         animate_pages(steps, check_path(animation))
         rows["animation"] = str(animation)

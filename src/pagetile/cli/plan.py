@@ -73,6 +73,8 @@ def plan(
     from ..demo import path
 
     num_bytes = None if memory is None else parse_bytes(memory)
+    if memory is not None and memory.isdigit() and int(memory) < 1 << 20:
+        raise RequestError(f"--memory {memory} is {memory} bytes: did you mean {memory}GiB?")
     checkpoint = read_checkpoint(
         path() if model is None else model, dtype=dtype.value, max_model_len=max_model_len
     )
