@@ -13,7 +13,7 @@ from . import report
 from .case import Case, Check
 from .cases import can_run, find_cases
 from .document import fill
-from .machine import Bystanders, describe_run
+from .machine import BackgroundLoad, describe_run
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
@@ -67,9 +67,9 @@ def run(
         checks = _verify(case)
         records[case.name] = None
         if all(check.passed for check in checks):
-            bystanders = Bystanders()
+            background = BackgroundLoad()
             measurement = case.measure(repeats)
-            others = bystanders.share
+            others = background.share
             report.print_measurement(console, case, measurement, others)
             records[case.name] = report.record(case, checks, measurement, others, circumstances)
         if path is not None:  # after every case: a long run may be cut off

@@ -39,7 +39,7 @@ class AttentionCase:
     problem: PagedCase
     targets: tuple[Target, ...] = ()
     beside: tuple[str, PagedCase] | None = None
-    """Another problem that ours is compared with, and what to call it."""
+    """Another problem to compare with, and its name."""
     device: str = "cpu"
 
     @property
@@ -48,13 +48,13 @@ class AttentionCase:
         return describe(self.problem)
 
     def verify(self) -> list[Check]:
-        """Ours and every peer against float64, with the tolerance of the tests."""
+        """Compare pagetile and every peer with float64, within the tolerance of the tests."""
         others = [self.beside[1]] if self.beside else []
         return [check for problem in (self.problem, *others) for check in _verify(problem)]
 
     @torch.inference_mode()
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours, the peers, and reading memory, in turns."""
+        """Time pagetile, the peers, and reading memory, in turns."""
         inputs = make_workload(self.problem)
         contestants = {
             "pagetile": Contestant(inputs.attend),
@@ -71,22 +71,22 @@ class AttentionCase:
         return Measurement(times, self._metrics(times))
 
     def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
-        ours = times["pagetile"]
+        own = times["pagetile"]
         fastest = min((times[name] for name in SDPA if name in times), key=lambda t: t.median)
-        metrics = {"x sdpa": ratio(fastest, ours)}
+        metrics = {"x sdpa": ratio(fastest, own)}
         for name in ("sdpa, group packed", "gather + sdpa"):
             if name in times:
-                metrics[f"x {name}"] = ratio(times[name], ours)
+                metrics[f"x {name}"] = ratio(times[name], own)
         if self.beside:
-            metrics[f"time / {self.beside[0]}"] = ratio(ours, times[f"pagetile, {self.beside[0]}"])
+            metrics[f"time / {self.beside[0]}"] = ratio(own, times[f"pagetile, {self.beside[0]}"])
         if READ in times:
-            metrics["GB/s"] = _kv_bytes(self.problem) / ours.median / 1e9
+            metrics["GB/s"] = _kv_bytes(self.problem) / own.median / 1e9
             metrics["GB/s of reading"] = READ_BYTES / times[READ].best / 1e9
             metrics["share of read bandwidth"] = metrics["GB/s"] / metrics["GB/s of reading"]
             per_byte = _kv_bytes(self.problem) / READ_BYTES
-            metrics["share of it, by round"] = per_byte * ratio(times[READ], ours)
+            metrics["share of it, by round"] = per_byte * ratio(times[READ], own)
         else:
-            metrics["GFLOP/s"] = _causal_flops(self.problem) / ours.median / 1e9
+            metrics["GFLOP/s"] = _causal_flops(self.problem) / own.median / 1e9
         return metrics
 
 

@@ -62,7 +62,7 @@ class WriteKVCase:
         return [Check("caches and scales", all(same), f"equal to the reference: {same}")]
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours, torch's copy, and torch's own way to scatter."""
+        """Time pagetile, torch's copy, and torch's scatter."""
         arguments = self._make_inputs()
         k, v, k_cache, v_cache, slots = list(arguments.values())[:5]
         num_bytes = sum(t.nbytes for t in (k, v, slots))
@@ -146,7 +146,7 @@ class CopyBlocksCase:
         return [Check("caches", all(same), f"{sum(same)} of {len(same)} equal to the reference")]
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours and torch's copy; the host's time, also for a single block."""
+        """Time pagetile and torch's copy; the host's time, also for a single block."""
         caches, pairs = self._make_inputs()
         num_bytes = self.num_pairs * sum(to[0].nbytes for _, to in caches)
         on_gpu = self.where == "on the GPU"
@@ -204,11 +204,11 @@ def _copying(source: Tensor, to: Tensor) -> Callable[[], object]:
 
 
 def _compare(times: dict[str, Times], num_bytes: int) -> dict[str, float]:
-    ours, copy = times["pagetile"].median, times["torch copy of as many bytes"].median
+    own, copy = times["pagetile"].median, times["torch copy of as many bytes"].median
     return {
-        "GB/s": num_bytes / ours / 1e9,
+        "GB/s": num_bytes / own / 1e9,
         "GB/s of torch's copy": num_bytes / copy / 1e9,
-        "share of copy bandwidth": copy / ours,
+        "share of copy bandwidth": copy / own,
         "host, microseconds": times["host, pagetile"].median * 1e6,
     }
 

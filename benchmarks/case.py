@@ -47,7 +47,7 @@ class Measurement:
     """What a run of a case found."""
 
     times: dict[str, Times]
-    """Of every contestant; ``"pagetile"`` is ours."""
+    """Times of every contestant, ``"pagetile"`` among them."""
     metrics: dict[str, float]
 
 

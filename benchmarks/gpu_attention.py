@@ -77,11 +77,11 @@ class GpuDecodeCase:
         )
 
     def call(self) -> Callable[[], object]:
-        """Ours, on its inputs: for a profiler."""
+        """Return pagetile's call on its inputs, for a profiler."""
         return Inputs(self.seq_lens, self.shape, decode=True).attend
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours and the peers by graph replay with a cold cache, overwritten and clean."""
+        """Time pagetile and the peers by graph replay, after an overwritten and a clean cache."""
         inputs = Inputs(self.seq_lens, self.shape, decode=True)
         calls = {"pagetile": inputs.attend, **decode_peers(inputs), **find_libraries(inputs)}
         host = time_host(inputs.attend, _HOST_ROUNDS).seconds
@@ -101,9 +101,9 @@ class GpuDecodeCase:
         return Measurement(times, metrics)
 
     def _rates(self, times: dict[str, Times], ending: str = "") -> dict[str, float]:
-        """Ours, and its share of the ceiling, and how it compares: all with one kind of cache."""
-        ours, ceiling = times["pagetile" + ending].median, read_bandwidth(ending == CLEAN)
-        rate = sum(self.seq_lens) * self.shape.bytes_per_key / ours
+        """Return the metrics of one cache state: rate, share of ceiling, ratio to peers."""
+        own, ceiling = times["pagetile" + ending].median, read_bandwidth(ending == CLEAN)
+        rate = sum(self.seq_lens) * self.shape.bytes_per_key / own
         metrics = {
             f"GB/s{ending}": rate / 1e9,
             f"GB/s of reading{ending}": ceiling / 1e9,
@@ -111,14 +111,14 @@ class GpuDecodeCase:
         }
         alike = {name for name in times if name.endswith(CLEAN) == (ending == CLEAN)}
         peers = alike - {"pagetile" + ending}
-        return metrics | {f"x {name}": times[name].median / ours for name in sorted(peers)}
+        return metrics | {f"x {name}": times[name].median / own for name in sorted(peers)}
 
 
 @dataclass(frozen=True)
 class GpuPrefillCase:
     """Whole prompts, with ``TFLOP/s`` of both products; a causal square counts half.
 
-    Ours over blocks in random order and, as ``in order``, over blocks of 128 side by side; SDPA
+    pagetile over blocks in random order and, as ``in order``, over blocks of 128 side by side; SDPA
     over dense keys and values.
     """
 
@@ -147,15 +147,15 @@ class GpuPrefillCase:
         return check_against_float64(self.shape, lengths, decode=False, causal=self.causal)
 
     def call(self) -> Callable[[], object]:
-        """Ours, on its inputs: for a profiler."""
+        """Return pagetile's call on its inputs, for a profiler."""
         return Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal).attend
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours, SDPA's backends and FlexAttention in turns, by graph replay, cache cold."""
+        """Time pagetile, SDPA and FlexAttention in turns, by graph replay, cache cold."""
         inputs = Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal)
-        ours: Peers = {"pagetile": inputs.attend, "pagetile, in order": inputs.in_order().attend}
-        times = time_gpu_in_turns(ours | prefill_peers(inputs) | find_libraries(inputs))
-        peers = {name: time for name, time in times.items() if name not in ours}
+        own: Peers = {"pagetile": inputs.attend, "pagetile, in order": inputs.in_order().attend}
+        times = time_gpu_in_turns(own | prefill_peers(inputs) | find_libraries(inputs))
+        peers = {name: time for name, time in times.items() if name not in own}
         metrics = {
             "TFLOP/s": self.work / times["pagetile"].median / 1e12,
             "TFLOP/s in order": self.work / times["pagetile, in order"].median / 1e12,

@@ -2,7 +2,7 @@
 
 A call is recorded as a CUDA graph, so that its time is that of its kernels; before each replay
 the second-level cache is overwritten, as Triton's ``do_bench`` does it, or, ``clean``, read over:
-what overwrites it leaves tens of megabytes there that memory does not have yet, and whoever reads
+what overwrites it leaves tens of megabytes of dirty lines there, and a kernel that reads
 next pushes them out and waits for them (decision 15).
 """
 

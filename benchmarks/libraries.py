@@ -2,7 +2,7 @@
 
 FlashInfer plans on the host first, untimed; the others have no plan. It alone is handed caches of
 8 bits, and is spared their scales: those of keys are in its queries, and its result lacks those of
-values. A library that refuses a problem, or finds another result than ours, takes
+values. A library that refuses a problem, or whose result differs, takes
 no part, and a warning says why.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["READ_BYTES", "Bystanders", "describe", "describe_run", "read_all"]
+__all__ = ["READ_BYTES", "BackgroundLoad", "describe", "describe_run", "read_all"]
 
 READ_BYTES = 1 << 30
 PEERS = {
@@ -49,7 +49,7 @@ def describe_run() -> dict[str, Any]:
     }
 
 
-class Bystanders:
+class BackgroundLoad:
     """What everybody else takes of the machine from here on: a busy one disturbs the times."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Bystanders:
 
     @property
     def share(self) -> float:
-        """Their part of all cores' time; what the hypervisor takes counts as theirs."""
+        """Share of all cores' time that other processes and the hypervisor took."""
         start, others = self._start
         elapsed = (time.perf_counter() - start) * (os.cpu_count() or 1)
         # The system counts in ticks of 10 ms: over less than one, any share may come out.
@@ -65,11 +65,11 @@ class Bystanders:
 
 
 def _cpu_seconds_of_others() -> float:
-    everyone, ours = psutil.cpu_times(), psutil.Process().cpu_times()
-    idle = everyone.idle + getattr(everyone, "iowait", 0.0)
+    total, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = total.idle + getattr(total, "iowait", 0.0)
     # Guests are counted as users already.
-    guests = getattr(everyone, "guest", 0.0) + getattr(everyone, "guest_nice", 0.0)
-    return float(sum(everyone) - idle - guests - ours.user - ours.system)
+    guests = getattr(total, "guest", 0.0) + getattr(total, "guest_nice", 0.0)
+    return float(sum(total) - idle - guests - own.user - own.system)
 
 
 def read_all() -> torch.Tensor:
@@ -79,7 +79,7 @@ def read_all() -> torch.Tensor:
 
 @functools.cache
 def _big_tensor() -> torch.Tensor:
-    # Ones, not zeros: pages that nobody wrote to would all be the same page of zeros.
+    # Ones, not zeros: untouched pages all map to the same page of zeros.
     return torch.ones(READ_BYTES // 4, dtype=torch.float32)
 
 

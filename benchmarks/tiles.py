@@ -63,17 +63,17 @@ class TiledCase:
         return f"attention: {self.batch} x {self.length}, {heads}, {kind}, {types}"
 
     def verify(self) -> list[Check]:
-        """Shortened: ours may be twice as wrong as SDPA's products in this type, and rounding."""
+        """Check a shortened problem, allowing twice SDPA's error in this type."""
         short = replace(self, batch=1, length=min(self.length, VERIFIED))
         leaves, d_out = short._draw()
         exact = short._run(short._by_products, [t.double() for t in leaves], d_out.double())
         eager = short._run(short._by_products, leaves, d_out)
-        ours = short._run(short._ours, leaves, d_out)
+        own = short._run(short._own, leaves, d_out)
         names = ("out", "dq", "dk", "dv")
         terms = short.length * self.num_heads // self.num_kv_heads  # of the longest sums
         rounding = 2 * torch.finfo(self.dtype).eps + torch.finfo(torch.float32).eps * terms**0.5
         checks = []
-        for name, got, other, wanted in zip(names, ours, eager, exact, strict=True):
+        for name, got, other, wanted in zip(names, own, eager, exact, strict=True):
             error, allowed = (float((t.double() - wanted).abs().max()) for t in (got, other))
             allowed = 2 * allowed + rounding * float(wanted.abs().max())
             detail = f"error {error:.3g}, allowed {allowed:.3g}"
@@ -81,13 +81,13 @@ class TiledCase:
         return checks
 
     def call(self) -> Callable[[], object]:
-        """Ours, forward and backward, on its inputs: for a profiler."""
-        return functools.partial(self._run, self._ours, *self._draw())
+        """Return pagetile's forward and backward on its inputs, for a profiler."""
+        return functools.partial(self._run, self._own, *self._draw())
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time every contestant's forward and backward pass."""
         leaves, d_out = self._draw()
-        contestants: dict[str, Attend] = {"pagetile": self._ours, **self._peers()}
+        contestants: dict[str, Attend] = {"pagetile": self._own, **self._peers()}
         if self.device == "cpu":
             calls = _passes(contestants, leaves, d_out)
             turns = {name: Contestant(call) for name, call in calls.items()}
@@ -105,10 +105,10 @@ class TiledCase:
         metrics = {}
         for ending, products in (("", 2), (BACKWARD, 5)):
             alike = {n: t.median for n, t in times.items() if n.endswith(BACKWARD) == bool(ending)}
-            ours = alike.pop("pagetile" + ending)
-            metrics[f"TFLOP/s{ending}"] = products * product / ours / 1e12
+            own = alike.pop("pagetile" + ending)
+            metrics[f"TFLOP/s{ending}"] = products * product / own / 1e12
             if alike:
-                metrics[f"x best peer{ending}"] = min(alike.values()) / ours
+                metrics[f"x best peer{ending}"] = min(alike.values()) / own
         return metrics
 
     def _draw(self) -> tuple[list[Tensor], Tensor]:
@@ -127,7 +127,7 @@ class TiledCase:
         out = attend(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
-    def _ours(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _own(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, causal=self.causal).out
 
     def _by_products(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -208,12 +208,12 @@ class ScoresCase:
         return [Check(f"pagetile, {self.about}", bool((errors <= allowed).all()), detail)]
 
     def call(self) -> Callable[[], object]:
-        """Ours, on its inputs: for a profiler."""
+        """Return pagetile's call on its inputs, for a profiler."""
         return functools.partial(attention_scores, *self._draw())
 
     @torch.inference_mode()
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours, torch's and the filling."""
+        """Time pagetile's call, torch's, and filling as much memory."""
         q, k = self._draw()
         shape = (*q.shape[:3], self.length)
         calls: dict[str, Callable[[], Any]] = {
@@ -228,12 +228,12 @@ class ScoresCase:
             times = take_turns(contestants, repeats=repeats or 9)
         else:
             times = {name: time_gpu(call) for name, call in calls.items()}
-        ours = times["pagetile"].median
+        own = times["pagetile"].median
         metrics = {
-            "microseconds": ours * 1e6,
-            "GB/s": math.prod(shape) * self.dtype.itemsize / ours / 1e9,
+            "microseconds": own * 1e6,
+            "GB/s": math.prod(shape) * self.dtype.itemsize / own / 1e9,
         }
-        metrics |= {f"x {n}": t.median / ours for n, t in times.items() if n != "pagetile"}
+        metrics |= {f"x {n}": t.median / own for n, t in times.items() if n != "pagetile"}
         return Measurement(times, metrics)
 
     def _draw(self) -> tuple[Tensor, Tensor]:

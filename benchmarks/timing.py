@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 __all__ = ["Contestant", "Times", "ratio", "take_turns"]
 
-# The threads of a parallel region spin for some 5 ms after it, and whoever is timed next and does
-# not use the same ones shares a core with them. After a rest everybody finds the machine idle.
+# Threads of a parallel region spin for some 5 ms after it and share a core with the next contestant
+# if that uses other threads. After a rest every contestant finds the machine idle.
 REST_SECONDS = 0.02
 
 
@@ -57,7 +57,7 @@ class Times:
 def ratio(times: Times, other: Times) -> float:
     """The median over rounds of one time by the other: what slows a whole round down cancels."""
     pairs = zip(times.seconds, other.seconds, strict=True)
-    return statistics.median(mine / theirs for mine, theirs in pairs)
+    return statistics.median(a / b for a, b in pairs)
 
 
 def take_turns(
@@ -65,7 +65,7 @@ def take_turns(
 ) -> dict[str, Times]:
     """Time contestants in rounds of one call each, so that drift of the machine hits all alike.
 
-    The order changes from round to round: nobody always follows the same one.
+    The order changes from round to round, so no contestant always follows the same one.
 
     Args:
         contestants: By name.

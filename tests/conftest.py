@@ -53,8 +53,8 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow"):
             is_wanted &= with_slow
         (kept if is_wanted else left).append(item)
-    # Two files run at a time: whoever takes minutes begins first, so that nobody waits at the end,
-    # and whoever would compile what the other is about to compile comes last.
+    # Two files run at a time: those that take minutes begin first, and one that would compile the
+    # same kernels as another comes last.
     kept.sort(
         key=lambda item: (
             not item.nodeid.startswith(LONGEST),

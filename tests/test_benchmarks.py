@@ -40,7 +40,7 @@ class Fake:
     device: str = "cpu"
 
     def verify(self):
-        return [Check("ours", self.is_right, "as told")]
+        return [Check("pagetile", self.is_right, "as told")]
 
     def measure(self, repeats):
         times = Times((1.0,) * (repeats or 1))
@@ -236,7 +236,7 @@ def test_a_run_of_some_cases_keeps_what_a_record_has_of_others(run, tmp_path):
     run("run", "two", "--out", "all", present=(one, Fake("two", is_right=False), three))
     assert names() == ["one", "three"]
     run("run", "one", "--out", "all", present=(one,))
-    assert names() == ["one"]  # nobody has the other any more
+    assert names() == ["one"]  # no case of the other name is left
 
 
 def test_a_record_of_another_machine_is_left_alone(run, tmp_path):

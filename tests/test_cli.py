@@ -264,7 +264,7 @@ def test_samples_come_in_order_and_whole(run):
     assert pieces[::2] == ["sample 0", "sample 1", "sample 2"]
     assert all(text.startswith("x = ") for text in pieces[1::2])
     assert len(set(pieces[1::2])) > 1
-    assert "%|" not in err  # no progress bar where nobody looks
+    assert "%|" not in err  # no progress bar where stderr is no terminal
 
 
 def test_several_prompts_give_what_each_gives_alone(run):
@@ -398,7 +398,7 @@ def test_a_reader_that_leaves():
         assert process.stdout.read(1) == b"x"
         process.stdout.close()
         assert process.wait(300) == 141
-        assert process.stderr.read() == b"pagetile: stopped, as nobody reads the output any more\n"
+        assert process.stderr.read() == b"pagetile: stopped: standard output was closed\n"
 
 
 def test_ctrl_c():

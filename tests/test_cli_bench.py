@@ -50,7 +50,7 @@ def test_without_a_command_there_is_help(run):
 
 
 @pytest.mark.parametrize("command", RUNS)
-def test_ours_comes_first_beside_its_peers(command, run):
+def test_pagetile_comes_first_beside_its_peers(command, run):
     code, out, err = run("bench", command, *RUNS[command], *QUICK)
     assert (code, err) == (0, "")
     row = r"^(\S.*?)  +[\d.,]+ +\S+ to \S+ +([\d.,]+) x +[\d.,]+ x +(\d\.\de[+-]\d\d)$"

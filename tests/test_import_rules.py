@@ -91,7 +91,7 @@ def layer(module):
 
 
 def imports(module, path):
-    """Every module of ours that a file imports, wherever in it: (line, name)."""
+    """Every pagetile module that a file imports, at any depth: (line, name)."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -119,7 +119,7 @@ def module_level(node):
         yield from module_level(child)
 
 
-def ours(name):
+def is_own(name):
     return name == "pagetile" or name.startswith("pagetile.")
 
 
@@ -127,7 +127,7 @@ def ours(name):
 def test_imports_go_downward(module):
     own = layer(module)
     for line, name in imports(module, MODULES[module]):
-        if ours(name):
+        if is_own(name):
             assert name in MODULES, f"{module}:{line} imports {name}, which is no module"
             assert layer(name) <= own, f"{module}:{line} imports {name}, which lies above it"
 
@@ -136,7 +136,7 @@ def test_imports_go_downward(module):
 def test_operations_never_import_each_other(module):
     own = inside(module).split(".")[1]
     for line, name in imports(module, MODULES[module]):
-        if ours(name) and fits(inside(name), "ops.*"):
+        if is_own(name) and fits(inside(name), "ops.*"):
             other = inside(name).split(".")[1]
             is_shared = (ROOT / "ops" / f"{other}.py").exists()  # a file; operations are folders
             assert is_shared or other == own, f"{module}:{line} imports {name}"
@@ -155,7 +155,7 @@ def test_optional_libraries_are_imported_where_they_are_needed(module):
             library = name.split(".")[0]
             allowed = OPTIONAL.get(library)
             assert allowed is None or any(fits(inside(module), pattern) for pattern in allowed), (
-                f"{module}:{node.lineno} imports {library} whoever imports it"
+                f"{module}:{node.lineno} imports {library} at module level"
             )
 
 

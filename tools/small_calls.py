@@ -158,9 +158,9 @@ def _against_reference(
     return max(_distance(*pair) for pair in zip(*found, strict=True))
 
 
-def _distance(mine: Tensor, theirs: Tensor) -> float:
+def _distance(found: Tensor, expected: Tensor) -> float:
     """As a part of 2 % of the largest number: bfloat16 rounds to 0.4 %."""
-    gap = float((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+    gap = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
     return gap / 0.02 if math.isfinite(gap) else math.inf
 
 

@@ -79,8 +79,8 @@ def without_near_copies(texts: list[str], held_out: list[str]) -> list[str]:
     guarded = [lines for lines in map(long_lines, held_out) if lines]
 
     def is_copy(text: str) -> bool:
-        mine = long_lines(text)
-        return any(2 * len(mine & theirs) > min(len(mine), len(theirs)) for theirs in guarded)
+        own = long_lines(text)
+        return any(2 * len(own & others) > min(len(own), len(others)) for others in guarded)
 
     return [text for text in texts if not is_copy(text)]
 
@@ -219,7 +219,7 @@ def train(
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the checkpoint beside `out`, then move it in by file: nobody reads half a file."""
+    """Write the checkpoint beside `out`, then move it in by file: no reader sees half a file."""
     fresh = out.with_name(out.name + ".partial")
     copy.deepcopy(model).bfloat16().save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)

@@ -68,7 +68,7 @@ def _cuda(index: int) -> DeviceInfo:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can be taken on a device without anyone having to give up theirs."""
+    """Return the bytes that are free on a device, without evicting another process's memory."""
     if device.type == "cuda":
         # What torch keeps of memory that it has freed, it gives back before it runs out.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -106,7 +106,7 @@ def _left_by_limits(root: Path = Path("/sys/fs/cgroup"), own: str | None = None)
 
 def _left(folder: Path, limit: str, used: str, idle: str) -> int:
     lines = (folder / "memory.stat").read_text().splitlines()
-    stat = dict(line.split() for line in lines)  # pages of files are given up when somebody asks
+    stat = dict(line.split() for line in lines)  # the page cache is released on demand
     held = int((folder / used).read_text()) - int(stat.get(idle, 0))
     return max(0, int((folder / limit).read_text()) - held)
 

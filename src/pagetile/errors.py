@@ -1,4 +1,4 @@
-"""The errors of pagetile's own: a block or token that nobody has is Python's ValueError.
+"""The exceptions that pagetile raises; an unknown block or token is Python's ValueError.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to the device: nobody waits for them.
+"""Copies from the host to the device that do not block the host.
 
 Host memory that is pinned is read by the GPU itself, when the copy's turn comes on the stream.
 Torch keeps such memory until then, and hands it out again.

@@ -101,34 +101,34 @@ def test_rounds_are_counted_and_every_contestant_has_one_call_in_each():
 
 
 def test_errors_are_largest_differences_by_the_largest_value():
-    ours, right, nan = compare(
+    own, right, nan = compare(
         contest_of(
-            ours=lambda: torch.tensor([0.5, 2.0]),
+            own=lambda: torch.tensor([0.5, 2.0]),
             right=lambda: (torch.tensor([0.0, 4.0]),),
             nan=lambda: torch.tensor([0.0, math.nan]),
         ),
         iterations=1,
         warmup=0,
     )
-    assert (ours.error, right.error) == (0.5, 0.0)
+    assert (own.error, right.error) == (0.5, 0.0)
     assert math.isnan(nan.error)
 
 
 def test_a_nan_in_any_result_is_the_error():
     zeros, nan = torch.zeros(2), torch.tensor([math.nan, 0.0])
     for results in ((nan, zeros), (zeros, nan)):
-        contest = Contest("", {"ours": lambda r=results: r}, [torch.ones(2)] * 2, Work(1, 1, 1))
-        [ours] = compare(contest, iterations=1, warmup=0)
-        assert math.isnan(ours.error)
+        contest = Contest("", {"own": lambda r=results: r}, [torch.ones(2)] * 2, Work(1, 1, 1))
+        [own] = compare(contest, iterations=1, warmup=0)
+        assert math.isnan(own.error)
 
 
 def test_who_cannot_run_says_why_and_the_others_run():
     def fail():
         raise RuntimeError("no kernel\nmany lines")
 
-    ours, peer = compare(contest_of(ours=lambda: torch.zeros(2), peer=fail), iterations=3, warmup=0)
+    own, peer = compare(contest_of(own=lambda: torch.zeros(2), peer=fail), iterations=3, warmup=0)
     assert (peer.reason, peer.seconds) == ("no kernel", ())
-    assert len(ours.seconds) == 3
+    assert len(own.seconds) == 3
 
 
 def test_slowness_is_the_median_over_rounds():

@@ -83,7 +83,7 @@ def io_curves(
         tile_n: Keys of a K/V tile.
         shortest: Where the range of lengths begins.
         longest: Where it ends.
-        causal: Whether tiles that nobody sees are skipped; standard attention skips none.
+        causal: Whether tiles without a visible key are skipped; standard attention skips none.
         element_bytes: Of an element.
         on_chip_bytes: What one program may hold; by default a Hopper GPU's.
         v_head_size: Of values.

@@ -57,7 +57,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """What has to be done, whoever does it."""
+    """The bytes, products and exponentials that any implementation needs."""
 
     bytes: int
     flops: int

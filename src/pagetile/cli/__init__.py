@@ -1,7 +1,7 @@
 """The command line: ``pagetile generate``, ``plan``, ``explain`` and ``bench``.
 
 Whatever goes wrong is one line on stderr. Exit codes: 2 for a user's mistake, 130 for Ctrl-C, 141
-for output that nobody reads any more, 1 for the rest.
+if standard output was closed early, 1 for the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except BrokenPipeError:
         _silence(sys.stdout)
-        return _fail("stopped, as nobody reads the output any more", 141)
+        return _fail("stopped: standard output was closed", 141)
     except Exception as error:
         if os.environ.get("PAGETILE_DEBUG") == "1":
             raise

@@ -234,8 +234,8 @@ def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
 
 
 def _table(results: list[Result], roofs: Roofs, unit: str) -> Table:
-    table = make_table("", f"median, {unit}", "p10 to p90", "of ours", "of least", "error")
-    ours = results[0]
+    table = make_table("", f"median, {unit}", "p10 to p90", "x own", "of least", "error")
+    own = results[0]
     for result in results:
         if not result.seconds:
             continue
@@ -244,7 +244,7 @@ def _table(results: list[Result], roofs: Roofs, unit: str) -> Table:
             result.name,
             _in(unit, result.median),
             " to ".join(spread),
-            f"{result.times_slower(ours):.2f} x" if ours.seconds else "",
+            f"{result.times_slower(own):.2f} x" if own.seconds else "",
             f"{_digits(result.median / roofs.seconds)} x",
             f"{result.error:.1e}",
         )
