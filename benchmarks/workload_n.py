@@ -47,7 +47,7 @@ def generate(llm: LLM, requests: Requests, **options: Any) -> float:
 
 
 def time_per_token(llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int = 256) -> float:
-    """Milliseconds between two tokens of each of ``num_seqs`` sequences, greedy, without prefill."""
+    """Milliseconds between two tokens of each of ``num_seqs`` sequences, greedy."""
     found = []
     for turn in range(3):
         rng = random.Random(turn * 1000 + num_seqs)
@@ -80,7 +80,7 @@ def host_time_per_step(llm: LLM, num_seqs: int, num_steps: int = 200) -> float:
         wait(event)
         waited += time.perf_counter() - start
 
-    torch.cuda.Event.synchronize = timed  # type: ignore[method-assign]
+    torch.cuda.Event.synchronize = timed  # type: ignore[method-assign, assignment]
     try:
         start = time.perf_counter()
         for _ in range(num_steps):
@@ -156,12 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         llm.reset_prefix_cache()
         _print("profile", **profile(llm, requests))
     if "variants" in asked.parts:
-        for name, options in {
+        variants: dict[str, dict[str, Any]] = {
             "logprobs": {"logprobs": 1},
             "stop": {"stop": ["\x00never"]},
             "top_p": {"top_p": 0.9},
             "penalty": {"presence_penalty": 0.5},
-        }.items():
+        }
+        for name, options in variants.items():
             llm.reset_prefix_cache()
             _print(name, rate=total / generate(llm, requests, **options))
 

@@ -110,6 +110,8 @@ class Engine:
         is_ahead = model.device.type == "cuda" if async_scheduling is None else async_scheduling
         self._most_in_flight = 2 if is_ahead else 1
         self._in_flight: deque[LaunchedStep] = deque()
+        self._deltas: list[Delta] = []
+        """Of completed steps; those of a step that fails half-way are returned by the next."""
         self._last_read = 0.0
         self._requests: dict[Hashable, Request] = {}
         self._next_id = self._num_grammars = 0
@@ -212,8 +214,10 @@ class Engine:
         try:
             while len(self._in_flight) < self._most_in_flight and self._launch():
                 pass
-            deltas = self._complete() if self._in_flight else []
+            if self._in_flight:
+                self._complete()
             self._drain_idle()
+            deltas, self._deltas = self._deltas, []
             return deltas
         except BaseException:
             self._recover()
@@ -292,7 +296,7 @@ class Engine:
         self._in_flight.append(self._runner.run(step, masks))
         return True
 
-    def _complete(self) -> list[Delta]:
+    def _complete(self) -> None:
         """Read the oldest step in flight, and take its tokens into their sequences."""
         launched = self._in_flight[0]
         step = launched.step
@@ -300,11 +304,9 @@ class Engine:
         self._in_flight.popleft()
         self._record_time(step)
         self.scheduler.complete(step)
-        deltas = []
         for sequence, token in zip(step.sampled, tokens, strict=True):
             if not sequence.is_finished:  # else it ended a step ago: this token is one too many
-                deltas.append(self._advance(sequence, token))
-        return deltas
+                self._deltas.append(self._advance(sequence, token))
 
     def _record_time(self, step: SchedulerOutput) -> None:
         now = time.perf_counter()

@@ -262,7 +262,8 @@ class LLM:
             # Once it is done others may begin, while its last delta is looked at.
             while deltas := self._step(positions):
                 for delta in deltas:
-                    yield delta._replace(request_id=positions[delta.request_id])
+                    delta.request_id = positions[delta.request_id]
+                    yield delta
         finally:
             with self._turn:
                 for request_id in positions:

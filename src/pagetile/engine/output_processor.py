@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from .request import Sequence
 from .sampler import SampledToken
@@ -12,10 +12,11 @@ from .sampler import SampledToken
 __all__ = ["Delta", "OutputProcessor"]
 
 
-class Delta(NamedTuple):
+@dataclass(slots=True)
+class Delta:
     """What a step added to one sequence."""
 
-    request_id: Hashable
+    request_id: Any
     index: int
     text: str
     """New text; ``""`` while it is uncertain, and for requests that neither stream nor have stop

@@ -164,7 +164,7 @@ class Sequence:
 class Request:
     """A prompt and how to continue it."""
 
-    request_id: Hashable
+    request_id: Any
     prompt: str | None
     prompt_token_ids: SequenceOf[int]
     params: SamplingParams

@@ -344,7 +344,7 @@ class Runner:
             tokens, best = self._to_host(tokens), self._to_host(best)
         if logprobs is not None:
             logprobs = self._to_host(logprobs)
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return LaunchedStep(step, rows, (tokens, best, logprobs), event)
 

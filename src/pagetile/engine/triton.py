@@ -227,13 +227,11 @@ class DecodeBuffers:
     def __init__(self, tables: Tensor, sampler: Sampler, block_size: int) -> None:
         num_rows, self._width = tables.shape
         self._rows_tables, self._sampler, self._block_size = tables, sampler, block_size
-        long, whole = ({"dtype": t, "device": tables.device} for t in (torch.int64, torch.int32))
-        self.inbox = torch.full((2 * num_rows,), -1, **whole)
-        self._token_ids, self._positions, self._slots = torch.zeros(3, num_rows, **long)
-        self._seq_lens = torch.zeros(num_rows, **whole)
-        self._starts = torch.arange(num_rows + 1, **whole)
-        self._numbers = torch.arange(num_rows, **long)
-        self._tables = torch.zeros(num_rows, self._width, **whole)
+        numbers = torch.arange(num_rows + 1, device=tables.device)
+        self.inbox = torch.full_like(numbers[1:].repeat(2), -1, dtype=torch.int32)
+        self._token_ids, self._positions, self._slots = (numbers[1:] * 0 for _ in range(3))
+        self._starts, self._numbers = numbers.int(), numbers[:num_rows].clone()
+        self._seq_lens, self._tables = torch.zeros_like(self.inbox[:num_rows]), tables.clone()
         self._logits: Tensor | None = None
 
     def __call__(self, size: int, max_seq_len: int) -> ForwardBatch:
@@ -266,4 +264,5 @@ class DecodeBuffers:
         if self._logits is None:
             shape = (len(self._seq_lens), logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
-        return self._logits[: len(logits)].copy_(logits)
+        kept: Tensor = self._logits[: len(logits)]
+        return kept.copy_(logits)
