@@ -23,7 +23,7 @@ class ChunkSizer:
         least: Fewest prompt tokens of a step: smaller chunks cost more than they smooth.
     """
 
-    def __init__(self, stretch: float = 2.2, least: int = 256) -> None:
+    def __init__(self, stretch: float = 2.2, least: int = 32) -> None:
         self.stretch, self.least = stretch, least
         self._decode = self._token = 0.0
 
@@ -31,7 +31,7 @@ class ChunkSizer:
         """Take note of what a step took from the one before it to its tokens."""
         if num_prompt == 0:
             self._decode = _average(self._decode, seconds)
-        elif num_prompt >= self.least // 2:
+        elif num_prompt >= self.least:
             beside = self._decode if num_decode else 0.0
             self._token = _average(self._token, max(seconds - beside, 0.0) / num_prompt)
 

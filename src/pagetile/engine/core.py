@@ -302,18 +302,19 @@ class Engine:
         step = launched.step
         tokens = self._runner.read(launched)
         self._in_flight.popleft()
-        self._record_time(step)
+        self._record_time(launched)
         self.scheduler.complete(step)
         for sequence, token in zip(step.sampled, tokens, strict=True):
             if not sequence.is_finished:  # else it ended a step ago: this token is one too many
                 self._deltas.append(self._advance(sequence, token))
 
-    def _record_time(self, step: SchedulerOutput) -> None:
-        now = time.perf_counter()
-        if self._last_read and self._in_flight:
-            num_decode = step.num_tokens.count(1)
-            num_prompt = sum(step.num_tokens) - num_decode
-            self.scheduler.chunks.record(now - self._last_read, num_decode, num_prompt)
+    def _record_time(self, launched: LaunchedStep) -> None:
+        """Tell the chunk sizer what a step took: since it was launched, or the last was read."""
+        now, step = time.perf_counter(), launched.step
+        num_decode = step.num_tokens.count(1)
+        num_prompt = sum(step.num_tokens) - num_decode
+        seconds = now - max(self._last_read, launched.started)
+        self.scheduler.chunks.record(seconds, num_decode, num_prompt)
         self._last_read = now
 
     def _drain_idle(self) -> None:

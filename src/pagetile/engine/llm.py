@@ -43,7 +43,7 @@ class LLM:
         memory_fraction: See ``num_blocks``.
         max_num_seqs: The most sequences that run at the same time, 1 to 65,536.
         max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
-            ``None`` is 2048, or ``max_num_seqs`` where that is more.
+            ``None`` is 2048, 8192 on a GPU, or ``max_num_seqs`` where that is more.
         max_model_len: The most tokens of a sequence. ``None``: what the model and the cache allow.
         kv_cache_dtype: Element type of the cache; ``"auto"`` is that of the weights. ``"int8"``,
             ``"fp8_e4m3"`` and ``"fp8_e5m2"`` round keys and values, with a scale for each token's
@@ -112,11 +112,10 @@ class LLM:
         max_num_seqs = _size("max_num_seqs", max_num_seqs, most=1 << 16)
         if num_blocks is not None:
             num_blocks = _size("num_blocks", num_blocks)
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(2048, max_num_seqs)
-        max_num_batched_tokens = _size(
-            "max_num_batched_tokens", max_num_batched_tokens, least=max_num_seqs
-        )
+        if max_num_batched_tokens is not None:
+            max_num_batched_tokens = _size(
+                "max_num_batched_tokens", max_num_batched_tokens, least=max_num_seqs
+            )
         if max_model_len is not None:
             max_model_len = _size("max_model_len", max_model_len)
         seed = integer("seed", seed, "a whole number")
@@ -141,6 +140,9 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
         )
+        if max_num_batched_tokens is None:
+            usual = max(8192 if paged.device.type == "cuda" else 2048, max_num_seqs)
+            max_num_batched_tokens = min(usual, paged.max_step_tokens or usual)
         longest = max_model_len or paged.max_model_len
         self.engine = Engine(
             paged,

@@ -13,6 +13,7 @@ Other steps bring their new tokens, and the blocks that are new, in one packed c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class LaunchedStep:
     tensors: Sequence[Tensor | None]
     """What ``Sampler.sample`` returned, on the host once the event has happened."""
     event: torch.cuda.Event | None
-    started: float = 0.0
+    started: float
 
     def wait(self) -> None:
         """Return when the step is computed."""
@@ -111,6 +112,7 @@ class Runner:
             masks: For sequences with a grammar: position in ``step.sampled``, allowed tokens as
                 bits, int32 ``[ceil(vocab_size / 32)]``.
         """
+        started = time.perf_counter()
         if step.copies:
             self.cache.copy(step.copies)
         self._load_rows(step)
@@ -122,7 +124,7 @@ class Runner:
             found = self._compute(step, rows, masks)
         for row, at in zip(rows, step.logits_rows, strict=True):
             self._lengths[row] = step.ends[at] + 1
-        return self._send_back(step, rows, found)
+        return self._send_back(step, rows, found, started)
 
     def read(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and return its tokens, one for each of ``step.sampled``."""
@@ -329,10 +331,12 @@ class Runner:
             logits_rows=ends[1:].long() - 1,
         )
 
-    def _send_back(self, step: SchedulerOutput, rows: list[int], found: Any) -> LaunchedStep:
+    def _send_back(
+        self, step: SchedulerOutput, rows: list[int], found: Any, started: float
+    ) -> LaunchedStep:
         """Copy the results to the host behind the step, so that nothing waits for them here."""
         if self.device.type != "cuda":
-            return LaunchedStep(step, rows, found, None)
+            return LaunchedStep(step, rows, found, None, started)
         tokens, best, logprobs = found
         if rows and best is None:  # packed by a graph
             n = len(rows)
@@ -346,7 +350,7 @@ class Runner:
             logprobs = self._to_host(logprobs)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
-        return LaunchedStep(step, rows, (tokens, best, logprobs), event)
+        return LaunchedStep(step, rows, (tokens, best, logprobs), event, started)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
