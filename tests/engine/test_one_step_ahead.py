@@ -17,6 +17,7 @@ import torch
 
 from pagetile import SamplingParams
 from pagetile.engine import Engine
+from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import load_model
 from pagetile.testing.models import tiny_model
@@ -38,7 +39,7 @@ class Letters:
 
 def make_engine(num_blocks: int = 64, is_ahead: bool = True, **options: Any) -> Engine:
     model = load_model(tiny_model("llama"))
-    cache = KVCache(model.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    cache = KVCache(model.layers, BlockPool(num_blocks, BLOCK_SIZE))
     for layer in (*cache.k, *cache.v):
         layer.fill_(torch.nan)  # what nothing was written to spoils whoever reads it
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
-from ..kv_cache import BlockPool, BlockTable, PrefixIndex
+from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
@@ -90,12 +90,11 @@ class Engine:
             tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len
         )
         self._output = OutputProcessor()
-        self._index = PrefixIndex(cache.block_size)
-        self.pool = BlockPool(cache.num_blocks, on_reuse=self._index.forget)
+        self.pool = cache.pool
+        self._index = PrefixIndex(self.pool)
         self.scheduler = Scheduler(
             self.pool,
             self._index if enable_prefix_caching else None,
-            block_size=cache.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
@@ -353,8 +352,8 @@ class Engine:
             request,
             index=len(request.sequences),
             token_ids=token_ids,
-            table=BlockTable(self.pool, self.cache.block_size),
-            block_hashes=self._index.chain(request.cache_salt),
+            table=BlockTable(self.pool),
+            block_hashes=self._index.block_hashes(cache_salt=request.cache_salt),
             detokenizer=Detokenizer(self.tokenizer, params),
             max_len=longest,
             end_token_ids=frozenset((*ends, *(params.stop_token_ids or ()))),

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..kv_cache import BlockTable
-from ..kv_cache.prefix_index import PrefixChain
+from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
 from .sampling_params import SamplingParams
 
@@ -95,7 +95,7 @@ class Sequence:
     token_ids: list[int]
     """The prompt and the output as far as it is known."""
     table: BlockTable
-    block_hashes: PrefixChain
+    block_hashes: BlockHashes
     detokenizer: Detokenizer
     max_len: int
     """Tokens at which it ends, prompt included."""

@@ -81,7 +81,6 @@ class Scheduler:
     Args:
         pool: The cache's blocks.
         index: Where full blocks are found by their tokens; ``None`` turns prefix caching off.
-        block_size: Tokens per block.
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step.
         chunks: How many prompt tokens a step may compute beside streams that decode.
@@ -92,12 +91,11 @@ class Scheduler:
         pool: BlockPool,
         index: PrefixIndex | None,
         *,
-        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         chunks: ChunkSizer | None = None,
     ) -> None:
-        self.pool, self.index, self.block_size = pool, index, block_size
+        self.pool, self.index, self.block_size = pool, index, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunks = chunks or ChunkSizer()
         self.waiting: deque[Sequence] = deque()
@@ -260,7 +258,11 @@ class Scheduler:
         rows = 1 if sequence.request.is_forked else sequence.request.params.n
         if self._rows_left() < rows:
             return False
-        cached = self._match(sequence)
+        most_cached = (len(sequence.token_ids) - 1) // self.block_size  # the last is computed
+        cached = []
+        if self.index is not None:
+            sequence.block_hashes.extend(sequence.token_ids)
+            cached = self.index.match(sequence.block_hashes, most_cached)
         needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
         idle = sum(self.pool.ref_count(block) == 0 for block in cached)
         # Running sequences will ask for a block now and then: leave them a few.
@@ -268,7 +270,8 @@ class Scheduler:
         holds = bool(self.running or self.ended)
         if holds and not self.pool.can_allocate(needed + idle + spare):
             return False
-        sequence.table.adopt(cached)
+        if self.index is not None:
+            sequence.table.adopt_prefix(self.index, sequence.block_hashes, max_blocks=most_cached)
         sequence.num_computed = sequence.table.num_tokens
         sequence.num_indexed = len(cached)
         if sequence.request.num_cached_tokens is None:
@@ -278,15 +281,6 @@ class Scheduler:
         sequence.num_lost = 0
         self._start(sequence)
         return True
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the beginning of a sequence; its last token is always computed."""
-        if self.index is None:
-            return []
-        sequence.block_hashes.extend(sequence.token_ids)
-        return self.index.match(
-            sequence.block_hashes, max_blocks=(len(sequence.token_ids) - 1) // self.block_size
-        )
 
     def _would_preempt(self, budget: int, beside: int) -> bool:
         """Whether the running sequences may need more blocks than are free."""
@@ -321,7 +315,7 @@ class Scheduler:
     def _give_way(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.table = BlockTable(self.pool, self.block_size)  # another: its row is stale
+        sequence.table = BlockTable(self.pool)  # another: its row is stale
         sequence.num_computed = sequence.num_indexed = 0
         sequence.num_unread = sequence.num_steps = 0
         sequence.status = Status.WAITING
