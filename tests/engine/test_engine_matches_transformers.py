@@ -36,6 +36,7 @@ class Setting:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
+            async_scheduling=True,
         )
 
 

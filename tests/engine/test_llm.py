@@ -16,16 +16,21 @@ import pytest
 import torch
 
 from pagetile import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
-from pagetile.engine.intake import Intake
+from pagetile.engine.input_processor import InputProcessor
 from pagetile.testing.models import REFUSED, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x ="]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module", params=["cpu", "one step ahead", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM(dtype="float32", device=request.param, num_blocks=256, max_num_seqs=8)
+    device, is_ahead = ("cpu", True) if request.param == "one step ahead" else (request.param, None)
+    return LLM(
+        dtype="float32", device=device, num_blocks=256, max_num_seqs=8, async_scheduling=is_ahead
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -436,13 +441,13 @@ def test_threads_take_turns(llm: LLM) -> None:
 
 
 def test_a_prompt_is_turned_into_tokens_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, texts = Intake.encode, []
+    encode, texts = InputProcessor.encode, []
 
     def counted(self: Any, prompt: Any) -> list[int]:
         texts.append(prompt)
         return encode(self, prompt)
 
-    monkeypatch.setattr(Intake, "encode", counted)
+    monkeypatch.setattr(InputProcessor, "encode", counted)
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     list(llm.stream(PROMPTS, GREEDY))
     assert texts == PROMPTS * 2
@@ -594,9 +599,9 @@ def test_tokens_that_preemption_had_computed_again_are_counted(enable_prefix_cac
     )
     run, computed = small.engine._runner.run, []
 
-    def watched(step: Any, ready: list[bool]) -> torch.Tensor:
+    def watched(step: Any, masks: Any) -> Any:
         computed.extend(step.num_tokens)
-        return run(step, ready)
+        return run(step, masks)
 
     small.engine._runner.run = watched  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

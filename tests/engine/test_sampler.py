@@ -1,3 +1,4 @@
+import hashlib
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagetile.engine import sampler
-from pagetile.engine.sampler import SampledToken, SamplingInput, sample
+from pagetile.engine.sampler import SampledToken, Sampler, SamplingInput, sample
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.errors import DTypeError, ShapeError
 
@@ -16,7 +17,38 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def row(seed=0, index=0, prompt=(), output=(), forbidden=(), **options):
+    if len(forbidden):  # as ends are that come too early
+        options |= {"min_tokens": len(output) + 1, "max_tokens": None}
     return SamplingInput(SamplingParams(**options), prompt, output, seed, index, forbidden)
+
+
+def shaped(logits, rows):
+    """What the draw chooses among: -inf for what penalties, bans and cuts leave out."""
+    one = Sampler(len(rows), logits.shape[1], logits.device)
+    numbers = list(range(len(rows)))
+    one.start(numbers, rows)
+    one.lengths.copy_(
+        torch.tensor([len(r.prompt_token_ids) + len(r.output_token_ids) for r in rows])
+    )
+    return one._shape(logits.float(), torch.tensor(numbers), numbers, one.features, None)
+
+
+def mix(x):
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * factor % 2**32
+    return x ^ (x >> 16)
+
+
+def noise(input_, vocab_size):
+    """The exponential noise of a row, in plain integers and float64."""
+    key = hashlib.blake2b(f"{input_.seed:x},{input_.index}".encode(), digest_size=8).digest()
+    position = len(input_.output_token_ids)
+    first = mix((int.from_bytes(key[:4], "little") + position * 0x9E3779B9) % 2**32)
+    second = (int.from_bytes(key[4:], "little") ^ first) + position * 0x85EBCA6B
+    second = mix(second % 2**32)
+    words = [mix((mix((token + first) % 2**32) + second) % 2**32) for token in range(vocab_size)]
+    uniform = (np.array(words, np.float64) % 2**31 + 0.5) / 2**31
+    return -np.log1p(-np.minimum(uniform, 1 - 2.0**-24))
 
 
 def logits_of(num_rows, vocab_size, seed, scale=2.0, dtype=torch.float32):
@@ -43,7 +75,7 @@ def kept_probabilities(logits, row):
             )
         x[token] -= p.presence_penalty * (count > 0) + p.frequency_penalty * count
         x[token] = float(np.float32(x[token]))
-        if token in row.forbidden_token_ids:
+        if token in row.end_token_ids:
             x[token] = -math.inf
     if p.is_greedy:
         best = x.index(max(x))
@@ -98,14 +130,13 @@ def test_every_token_is_the_one_that_a_naive_sampler_draws(seed):
     logits = logits_of(25, vocab_size, seed, scale=float(rng.uniform(0.1, 5)))
     rows = [random_row(rng, vocab_size) for _ in logits]
     for one, input_, token in zip(logits, rows, sample(logits, rows), strict=True):
-        probabilities = kept_probabilities(one.tolist(), input_)
-        uniform = sampler._uniform(input_.seed, input_.index, len(input_.output_token_ids))
-        running = probabilities.cumsum()
-        expected = np.searchsorted(running, uniform * running[-1], side="right")
-        nearest = np.abs(running - uniform).min()
+        with np.errstate(divide="ignore"):
+            weights = np.log(kept_probabilities(one.tolist(), input_))
+        # The logarithm of a weight is (x - x_max) / T and what the kept ones share.
+        scores = weights - np.log(noise(input_, vocab_size))
         assert token.error is None
-        assert token.token_id == expected or nearest < 1e-9
-        assert probabilities[token.token_id] > 0
+        assert scores.max() - scores[token.token_id] < 1e-4
+        assert weights[token.token_id] > -math.inf
 
 
 @pytest.mark.parametrize("varied", ["seed", "index", "position"])
@@ -138,28 +169,44 @@ def test_frequencies_follow_the_distribution(varied):
     assert abs((chi_square / freedom) ** (1 / 3) - (1 - spread)) < 3.3 * math.sqrt(spread)
 
 
-def test_seed_index_and_position_give_unrelated_numbers():
-    uniforms = np.array(
-        [[[sampler._uniform(s, i, p) for p in range(12)] for i in range(12)] for s in range(-6, 6)]
-    )
-    assert len(np.unique(uniforms)) == uniforms.size
-    assert abs(uniforms.mean() - 0.5) < 0.03
-    for axis in range(3):
-        flat = np.moveaxis(uniforms, axis, 0).reshape(12, -1)
-        assert abs(np.corrcoef(flat[:-1].ravel(), flat[1:].ravel())[0, 1]) < 0.1
+def test_seed_index_position_and_token_give_unrelated_numbers():
+    inputs = [
+        row(seed=seed, index=index, output=range(position))
+        for seed in range(-4, 4)
+        for index in range(8)
+        for position in range(8)
+    ]
+    ints = torch.tensor([sampler._encode(i, sampler.Feature.RANDOM, 64)[0] for i in inputs])
+    lengths = torch.tensor([len(i.output_token_ids) for i in inputs], dtype=torch.int32)
+    ints = ints.to(torch.uint32).view(torch.int32)
+    found = sampler._noise(torch.arange(64, dtype=torch.int32), ints, lengths).double()
+    expected = torch.tensor(np.array([noise(i, 64) for i in inputs]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)  # float32 near u = 1
+    uniform = found.neg().exp().view(8, 8, 8, 64)
+    assert len(uniform.unique()) > 0.999 * uniform.numel()
+    assert abs(uniform.mean() - 0.5) < 0.005
+    assert abs(uniform.std() - 12**-0.5) < 0.005
+    for axis in range(4):
+        first, second = (uniform.narrow(axis, at, uniform.shape[axis] - 1) for at in (0, 1))
+        pairs = torch.stack([first.flatten(), second.flatten()])
+        assert abs(torch.corrcoef(pairs)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("word", [0, -1, 0x7FFFFFFF, -(2**31)])
+def test_noise_is_finite_and_positive_at_both_ends(word, monkeypatch):
+    monkeypatch.setattr(sampler, "_mix", lambda x: torch.full_like(x, word))
+    ints, zero = torch.zeros(1, 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    found = sampler._noise(torch.arange(3, dtype=torch.int32), ints, zero)
+    assert (found > 0).all()
+    assert found.isfinite().all()
 
 
 # --- peers ---------------------------------------------------------------------------------
 
 
-def drawn_set(logits, monkeypatch, **options):
-    """Every token that some uniform number leads to."""
-    num_draws = 800
-    monkeypatch.setattr(sampler, "_uniform", lambda seed, index, position: (seed + 0.5) / num_draws)
-    rows = [row(seed=0, **options)] * num_draws
-    params = rows[0].params
-    rows = [SamplingInput(params, (), (), i, 0) for i in range(num_draws)]
-    return {token.token_id for token in sample(logits.expand(num_draws, -1), rows)}
+def kept_set(logits, **options):
+    """Every token that can be drawn."""
+    return set(shaped(logits, [row(**options)])[0].isfinite().nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -175,7 +222,7 @@ def drawn_set(logits, monkeypatch, **options):
     ],
     ids=str,
 )
-def test_kept_tokens_are_those_of_transformers(options, seed, monkeypatch):
+def test_kept_tokens_are_those_of_transformers(options, seed):
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.rand(1, 16, generator=torch.Generator().manual_seed(seed)) * 4
@@ -188,7 +235,7 @@ def test_kept_tokens_are_those_of_transformers(options, seed, monkeypatch):
         if name in options:
             warped = warper(options[name])(None, warped)
     expected = set(warped[0].isfinite().nonzero()[:, 0].tolist())
-    assert drawn_set(logits, monkeypatch, temperature=1.5, **options) == expected
+    assert kept_set(logits, temperature=1.5, **options) == expected
 
 
 @pytest.mark.parametrize("penalty", [1.2, 0.6])
@@ -203,7 +250,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
     ]
     context = torch.cat([torch.tensor(prompts), torch.tensor(outputs)], dim=1)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(context, logits.clone())
-    torch.testing.assert_close(sampler._penalise(logits, rows), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(shaped(logits, rows), expected, rtol=1e-6, atol=0)
 
 
 # --- a row is alone ------------------------------------------------------------------------
@@ -303,11 +350,11 @@ def test_top_k_one_is_greedy_among_equals_too():
     assert {token.token_id for token in sample(logits, rows)} == {1}
 
 
-def test_tokens_tied_with_the_last_kept_one_stay(monkeypatch):
+def test_tokens_tied_with_the_last_kept_one_stay():
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, -0.0, 0.0]])
-    assert drawn_set(logits, monkeypatch, top_k=2) == {0, 2, 3, 4}
-    assert drawn_set(logits, monkeypatch, top_p=0.7) == {0, 2, 3, 4}
-    assert drawn_set(logits, monkeypatch, top_k=6) == {0, 1, 2, 3, 4, 5, 6}
+    assert kept_set(logits, top_k=2) == {0, 2, 3, 4}
+    assert kept_set(logits, top_p=0.7) == {0, 2, 3, 4}
+    assert kept_set(logits, top_k=6) == {0, 1, 2, 3, 4, 5, 6}
 
 
 def test_tiny_temperature_top_p_or_full_min_p_leave_the_best_token():
@@ -318,18 +365,12 @@ def test_tiny_temperature_top_p_or_full_min_p_leave_the_best_token():
         assert [token.token_id for token in sample(logits, rows)] == best
 
 
-@pytest.mark.parametrize("vocab_size", [3, 5000, 8193, 30_000])
-def test_the_ends_of_the_unit_interval_lead_to_possible_tokens(vocab_size, monkeypatch):
-    logits = torch.zeros(1, vocab_size)
-    logits[0, [0, -1]] = -math.inf
-    for uniform, expected in ((0.0, 1), (1 - 2.0**-53, vocab_size - 2)):
-        monkeypatch.setattr(sampler, "_uniform", lambda *_, value=uniform: value)
-        assert sample(logits, [row()])[0].token_id == expected
-
-
-def test_huge_temperature_is_uniform_over_what_is_possible(monkeypatch):
-    logits = torch.tensor([[30.0, -80.0, -math.inf, 1.0]])
-    assert drawn_set(logits, monkeypatch, temperature=1e300) == {0, 1, 3}
+def test_huge_temperature_is_uniform_over_what_is_possible():
+    logits = torch.tensor([[30.0, -80.0, -math.inf, 1.0]]).expand(600, -1)
+    tokens = sample(logits, [row(seed=i, temperature=1e300) for i in range(600)])
+    counts = np.bincount([token.token_id for token in tokens], minlength=4)
+    assert counts[2] == 0
+    assert counts[[0, 1, 3]].min() > 150
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40), st.data(), st.booleans())
@@ -339,6 +380,67 @@ def test_a_forbidden_token_is_never_chosen(values, data, greedy):
     logits = torch.tensor([values])
     input_ = row(forbidden=forbidden, temperature=0.0 if greedy else 3.0, seed=len(forbidden))
     assert sample(logits, [input_])[0].token_id not in forbidden
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_chosen(temperature):
+    logits = logits_of(40, 100, seed=2)
+    allowed = [3, 31, 32, 64, 99, 10**6]
+    rows = [row(seed=i, temperature=temperature, allowed_token_ids=allowed) for i in range(40)]
+    rows[0] = row(temperature=temperature)
+    found = sample(logits, rows)
+    assert found[0] == sample(logits[:1], rows[:1])[0]
+    assert {token.token_id for token in found[1:]} <= {*allowed}
+    best = logits[:, allowed[:-1]].argmax(dim=1)
+    if not temperature:
+        assert [t.token_id for t in found[1:]] == [allowed[i] for i in best[1:]]
+
+
+def test_a_mask_of_bits_rules_tokens_out_for_one_step():
+    logits, vocab_size = logits_of(3, 70, seed=2), 70
+    one = Sampler(3, vocab_size, logits.device)
+    one.start([0, 1, 2], [row(seed=i) for i in range(3)])
+    mask = sampler._pack_bits([5, 68], vocab_size)
+    rows = torch.arange(3)
+    masked = one.sample(logits, rows, [0, 1, 2], [(1, mask)])[0].tolist()
+    assert masked[1] in (5, 68)
+    again = Sampler(3, vocab_size, logits.device)
+    again.start([0, 1, 2], [row(seed=i) for i in range(3)])
+    free = again.sample(logits, rows, [0, 1, 2])[0].tolist()
+    assert [masked[0], masked[2]] == [free[0], free[2]]
+
+
+def test_a_bad_word_is_ruled_out_where_it_would_be_complete():
+    logits = torch.zeros(1, 10)
+    logits[0, 7], logits[0, 4] = 2.0, 1.0
+    params = SamplingParams(temperature=0.0, bad_words=["x"])
+
+    def next_token(output, bad_words):
+        return sample(logits, [SamplingInput(params, (), output, 0, 0, (), bad_words)])[0].token_id
+
+    assert next_token([3, 5], [(5, 7)]) == 4
+    assert next_token([5, 3], [(5, 7)]) == 7
+    assert next_token([], [(5, 7)]) == 7
+    assert next_token([], [(7,)]) == 4
+    assert next_token([3, 5], [(2, 5, 7)]) == 7
+    assert next_token([2, 5], [(2, 5, 7), (4,)]) == 0
+
+
+def test_counts_and_tails_follow_what_is_drawn():
+    """A row that samples step by step gets the tokens of rows that are loaded anew each time."""
+    logits = logits_of(30, 12, seed=4, scale=1.0)
+    options = {"presence_penalty": 1.0, "repetition_penalty": 1.3, "bad_words": ["x"]}
+    params, bad = SamplingParams(**options), ((3, 4), (1, 2, 5), (9,))
+    one = Sampler(1, 12, logits.device)
+    one.start([0], [SamplingInput(params, (0, 1), (), 8, 0, (), bad)])
+    one.lengths[0] = 2
+    found, expected = [], []
+    for step in logits:
+        found.append(int(one.sample(step[None], torch.zeros(1, dtype=torch.int64), [0])[0]))
+        input_ = SamplingInput(params, (0, 1), tuple(expected), 8, 0, (), bad)
+        expected.append(sample(step[None], [input_])[0].token_id)
+    assert found == expected
+    assert len({*found}) > 5
 
 
 def test_ids_outside_the_vocabulary_are_ignored():
@@ -435,11 +537,11 @@ def test_rows_pay_only_for_what_they_ask():
     logits = logits_of(4, 50, seed=0)
     with Operations() as greedy:
         sample(logits, [row(temperature=0.0)] * 4)
-    assert not {"exp_", "sort", "topk", "scatter_add_", "cumsum", "index_add_"} & {*greedy.names}
+    assert not {"exp_", "log1p_", "sort", "topk", "scatter_add_", "cumsum"} & {*greedy.names}
     with Operations() as drawn:
         sample(logits, [row(temperature=0.0), row(), row(), row()])
-    assert "cumsum" in drawn.names
-    assert not {"sort", "topk", "scatter_add_", "index_add_"} & {*drawn.names}
+    assert "log1p_" in drawn.names
+    assert not {"exp_", "sort", "topk", "scatter_add_", "cumsum"} & {*drawn.names}
 
 
 def test_an_edge_is_searched_only_in_rows_that_have_one(monkeypatch):

@@ -32,6 +32,8 @@ def test_defaults_are_those_of_vllm():
         "min_tokens": 0,
         "logit_bias": (),
         "logprobs": None,
+        "allowed_token_ids": None,
+        "bad_words": (),
         "detokenize": True,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
@@ -53,6 +55,8 @@ REFUSED = [
     *[("logprobs", value) for value in (-1, 5.0, "5", True)],
     *[("stop", value) for value in ("", [""], ["a", ""], ["a", 1], 5, b"a", {"a": 1}, [b"a"])],
     *[("stop_token_ids", value) for value in ([-1], [1, -1], [1.0], [True], ["1"], "12", 3, b"1")],
+    *[("bad_words", value) for value in ("", [""], 5, [b"a"])],
+    *[("allowed_token_ids", value) for value in ([], [-1], [True], "12", 3)],
     *[("logit_bias", value) for value in (5, "ab", [1], {-1: 0}, {"a": 1}, {1: 101}, {1.5: 1})],
     *[
         ("logit_bias", value)

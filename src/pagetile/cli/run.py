@@ -14,7 +14,7 @@ from .output import aligned
 
 if TYPE_CHECKING:
     from ..engine.core import Engine
-    from ..engine.progress import Delta
+    from ..engine.output_processor import Delta
 
 __all__ = ["Run", "cache_report"]
 

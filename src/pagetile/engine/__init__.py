@@ -2,7 +2,7 @@
 
 from .core import Engine
 from .llm import LLM
-from .progress import Delta
+from .output_processor import Delta
 from .request import CompletionOutput, RequestOutput
 from .sampling_params import SamplingParams
 

@@ -1,9 +1,18 @@
-"""The engine: requests come and go while steps are computed."""
+"""The engine: requests come and go while steps are computed.
+
+With ``async_scheduling`` a step is launched before the one before it is read, so that the device
+never waits for the host::
+
+    step()   launch N+1 ─► read N ─► text, ends, deltas of N
+    device   ├── N ──┤├── N+1 ──┤
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -13,15 +22,14 @@ from ..errors import RequestError
 from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
-from ..transfer import send
 from .detokenizer import Detokenizer
-from .intake import Intake
-from .progress import Delta, Progress
-from .request import Request, RequestOutput, Sequence
-from .runner import Runner
-from .sampler import SampledToken, SamplingInput, sample
+from .input_processor import InputProcessor
+from .output_processor import Delta, OutputProcessor
+from .request import Grammar, Request, RequestOutput, Sequence
+from .runner import LaunchedStep, Runner
+from .sampler import SampledToken, SamplingInput
 from .sampling_params import SamplingParams
-from .scheduler import CacheCounts, Scheduler
+from .scheduler import CacheCounts, Scheduler, SchedulerOutput
 
 __all__ = ["Engine"]
 
@@ -42,11 +50,13 @@ class Engine:
         max_model_len: The most tokens of a sequence, prompt and output.
         enable_prefix_caching: Whether requests share the blocks of common beginnings.
         enforce_eager: On a GPU, launch the kernels of decode steps one by one, not as graphs.
+        async_scheduling: Whether a step is launched before the one before it is read. ``None``:
+            where that gains time, on a GPU. The tokens are the same.
         seed: Where the seeds of requests without one come from.
 
     Attributes:
-        on_step: Called in every step when its blocks are taken and nothing is computed yet: for
-            those who want to watch the pool.
+        on_step: Called in every step when its blocks are taken and nothing is computed yet, to
+            watch the pool.
     """
 
     def __init__(
@@ -60,6 +70,7 @@ class Engine:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
         seed: int = 0,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
@@ -75,8 +86,10 @@ class Engine:
             )
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_model_len = max_model_len
-        self._intake = Intake(tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len)
-        self._progress = Progress(model.eos_token_ids, max_model_len)
+        self._input = InputProcessor(
+            tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len
+        )
+        self._output = OutputProcessor()
         self.pool = cache.pool
         self._index = PrefixIndex(self.pool)
         self.scheduler = Scheduler(
@@ -90,17 +103,24 @@ class Engine:
             cache,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            sampling_input=self._sampling_input,
             enforce_eager=enforce_eager,
         )
-        self._requests: dict[int, Request] = {}
-        self._next_id = 0
+        is_ahead = model.device.type == "cuda" if async_scheduling is None else async_scheduling
+        self._most_in_flight = 2 if is_ahead else 1
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._deltas: list[Delta] = []
+        """Of completed steps; those of a step that fails half-way are returned by the next."""
+        self._last_read = 0.0
+        self._requests: dict[Hashable, Request] = {}
+        self._next_id = self._num_grammars = 0
         self._seeds = random.Random(seed)
         self.on_step: Callable[[], None] | None = None
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -113,113 +133,105 @@ class Engine:
         return self.scheduler.counts
 
     def encode(self, prompt: str | SequenceOf[int]) -> list[int]:
-        """The token ids of a prompt, as ``Intake.encode`` proves them."""
-        return self._intake.encode(prompt)
+        """The token ids of a prompt, as ``InputProcessor.encode`` proves them."""
+        return self._input.encode(prompt)
 
     def validate(self, prompt: str | SequenceOf[int], params: SamplingParams) -> list[int]:
-        """The token ids of a prompt that can be served: see ``Intake.validate``."""
-        return self._intake.validate(prompt, params)
+        """The token ids of a prompt that can be served: see ``InputProcessor.validate``."""
+        return self._input.validate(prompt, params)
 
     def add_request(
         self,
         prompt: str | SequenceOf[int],
         params: SamplingParams | None = None,
         *,
+        request_id: Hashable = None,
         cache_salt: str | None = None,
         stream: bool = False,
-    ) -> int:
+        priority: int = 0,
+        make_grammar: Callable[[], Grammar] | None = None,
+        token_ids: SequenceOf[int] | None = None,
+    ) -> Hashable:
         """Queue a request and return its id.
 
         Args:
             prompt: Text, or token ids.
             params: How to continue it.
+            request_id: What to call it; ``None`` takes the next number.
             cache_salt: Cached prefixes are shared only between requests of the same salt.
-            stream: Whether deltas carry text as soon as it is certain.
+            stream: Whether deltas carry text as soon as it is certain, and prompts of others are
+                computed in chunks small enough not to hold it up.
+            priority: Of requests that wait, those of a lower number are admitted first.
+            make_grammar: Makes, for each of the ``n`` samples, what restricts its tokens.
+            token_ids: What ``validate`` returned for ``prompt`` and ``params``, if it was called.
 
         Raises:
-            RequestError: It can never be served. Nothing has changed.
+            RequestError: It can never be served, or ``request_id`` is in use. Nothing has changed.
         """
         if params is None:
             params = SamplingParams()
-        token_ids = self.validate(prompt, params)
+        if token_ids is None:
+            token_ids = self.validate(prompt, params)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r}: expected a string, or None")
-        text = prompt if isinstance(prompt, str) else None
-        return self.add_validated(text, token_ids, params, cache_salt=cache_salt, stream=stream)
-
-    def add_validated(
-        self,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        stream: bool = False,
-    ) -> int:
-        """Queue what ``validate`` has seen: ``token_ids`` are what it returned for ``text``."""
+        if request_id is None:
+            request_id, self._next_id = self._next_id, self._next_id + 1
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r} is in use: take its output first")
         request = Request(
-            request_id=self._next_id,
-            prompt=text,
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=tuple(token_ids),
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             cache_salt=cache_salt,
-            makes_text_early=stream or bool(params.stop),
+            stream=stream,
+            priority=priority,
+            make_grammar=make_grammar,
         )
-        sequence = self._new_sequence(request, token_ids)
-        self._next_id += 1
-        self._requests[request.request_id] = request
+        sequence = self._new_sequence(request, list(token_ids))
+        self._requests[request_id] = request
         self.scheduler.add(sequence)
-        return request.request_id
+        return request_id
 
-    def abort(self, request_id: int) -> None:
-        """Stop a request and give its blocks back; one that is unknown or done changes nothing."""
+    def abort(self, request_id: Hashable) -> None:
+        """End a request and give its blocks back; one that is unknown or done changes nothing."""
         request = self._requests.get(request_id)
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
-                self._finish(sequence, "abort")
-                self._progress.write_out(sequence)
+                self.scheduler.finish(sequence, "abort")
+                self._output.write_out(sequence)
+        self._drain_idle()
 
     def step(self) -> list[Delta]:
-        """Compute one forward pass and sample; returns what was added to each sequence.
+        """Compute a step; returns what was added to each sequence by the oldest in flight.
 
-        What the model or the sampler raises leaves the requests as they were: their tokens are
-        computed again, and the next step may be tried at once. A sequence whose tokens cannot be
-        turned into text fails alone.
+        What the model or the sampler raises leaves the requests as they were: tokens that were
+        not returned are computed again, and the next step may be tried at once. A sequence whose
+        tokens cannot be turned into text fails alone.
         """
         try:
-            return self._step()
+            while len(self._in_flight) < self._most_in_flight and self._launch():
+                pass
+            if self._in_flight:
+                self._complete()
+            self._drain_idle()
+            deltas, self._deltas = self._deltas, []
+            return deltas
         except BaseException:
-            self.scheduler.restart()
+            self._recover()
             raise
 
-    def _step(self) -> list[Delta]:
-        step = self.scheduler.schedule()
-        if not step.sequences:
-            return []
-        if self.on_step is not None:
-            self.on_step()
-        ready = [
-            sequence.num_pending == chunk
-            for sequence, chunk in zip(step.sequences, step.num_tokens, strict=True)
-        ]
-        logits = self._runner.run(step, ready)
-        sampling = self.scheduler.complete(step)
-        rows, drawers = [], []
-        for row, sequence in enumerate(sampling):
-            family = [sequence, *self._fork(sequence)]
-            drawers += family
-            rows += [row] * len(family)
-        if not drawers:
-            return []
-        if len(rows) != logits.shape[0]:
-            logits = logits[send(np.array(rows), logits.device)]
-        tokens = sample(logits, [self._sampling_input(sequence) for sequence in drawers])
-        return [
-            self._advance(sequence, token) for sequence, token in zip(drawers, tokens, strict=True)
-        ]
+    def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
+        """Compile kernels and record graphs on a GPU, so that the first request is fast.
 
-    def is_finished(self, request_id: int) -> bool:
+        Args:
+            show: Wraps the list of graph sizes, for a progress bar.
+        """
+        if self.model.device.type == "cuda":
+            self._runner.warm_up(self.scheduler.max_num_batched_tokens, show)
+
+    def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request.
 
         Raises:
@@ -227,7 +239,7 @@ class Engine:
         """
         return self._find(request_id).is_finished
 
-    def take_output(self, request_id: int) -> RequestOutput:
+    def take_output(self, request_id: Hashable) -> RequestOutput:
         """What a request has so far; a finished one is forgotten by this.
 
         Raises:
@@ -257,59 +269,125 @@ class Engine:
         self.scheduler.check()
         self._index.check()
 
-    def _find(self, request_id: int) -> Request:
+    def _find(self, request_id: Hashable) -> Request:
         if request_id not in self._requests:
             raise RequestError(
                 f"there is no request {request_id}: it was never added, or its output was taken"
             )
         return self._requests[request_id]
 
+    # --- one step --------------------------------------------------------------------------
+
+    def _launch(self) -> bool:
+        """Schedule and launch a step; False if there is nothing to compute now."""
+        if not self.scheduler.has_work:
+            return False
+        if self._in_flight and self._has_grammar():
+            return False  # the next tokens depend on those that are not read
+        step = self.scheduler.schedule(in_flight=bool(self._in_flight))
+        if step is None or not step.sequences:
+            return False
+        for sequence in step.sampled.copy():
+            self._fork(step, sequence)
+        if self.on_step is not None:
+            self.on_step()
+        masks = self._fill_masks(step) if self._has_grammar() else None
+        self._in_flight.append(self._runner.run(step, masks))
+        return True
+
+    def _complete(self) -> None:
+        """Read the oldest step in flight, and take its tokens into their sequences."""
+        launched = self._in_flight[0]
+        step = launched.step
+        tokens = self._runner.read(launched)
+        self._in_flight.popleft()
+        self._record_time(launched)
+        self.scheduler.complete(step)
+        for sequence, token in zip(step.sampled, tokens, strict=True):
+            if not sequence.is_finished:  # else it ended a step ago: this token is one too many
+                self._deltas.append(self._advance(sequence, token))
+
+    def _record_time(self, launched: LaunchedStep) -> None:
+        """Tell the chunk sizer what a step took: since it was launched, or the last was read."""
+        now, step = time.perf_counter(), launched.step
+        num_decode = step.num_tokens.count(1)
+        num_prompt = sum(step.num_tokens) - num_decode
+        seconds = now - max(self._last_read, launched.started)
+        self.scheduler.chunks.record(seconds, num_decode, num_prompt)
+        self._last_read = now
+
+    def _drain_idle(self) -> None:
+        """Complete steps in flight that compute nothing but what has ended."""
+        while self._in_flight and not self.scheduler.has_work:
+            self._complete()
+
+    def _recover(self) -> None:
+        """After a failure: forget the steps in flight. What they sampled is sampled again."""
+        for launched in self._in_flight:
+            launched.wait()
+        self._in_flight.clear()
+        self.scheduler.restart()
+
+    def _has_grammar(self) -> bool:
+        return self._num_grammars > 0 and any(s.grammar for s in self.scheduler.running)
+
+    def _fill_masks(self, step: SchedulerOutput) -> list[tuple[int, Any]]:
+        masks = []
+        for at, sequence in enumerate(step.sampled):
+            if sequence.grammar is not None:
+                mask = np.full(-(-self.model.vocab_size // 32), -1, np.int32)
+                sequence.grammar.fill_mask(mask)
+                masks.append((at, mask))
+        return masks
+
     # --- one sequence ----------------------------------------------------------------------
 
     def _new_sequence(self, request: Request, token_ids: list[int]) -> Sequence:
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        longest = self.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, num_prompt + params.max_tokens)
+        ends = () if params.ignore_eos else self.model.eos_token_ids
         sequence = Sequence(
             request,
             index=len(request.sequences),
-            token_ids=list(token_ids),
+            token_ids=token_ids,
             table=BlockTable(self.pool),
             block_hashes=self._index.block_hashes(cache_salt=request.cache_salt),
-            detokenizer=Detokenizer(self.tokenizer, request.params),
+            detokenizer=Detokenizer(self.tokenizer, params),
+            max_len=longest,
+            end_token_ids=frozenset((*ends, *(params.stop_token_ids or ()))),
         )
+        if request.make_grammar is not None:
+            sequence.grammar = request.make_grammar()
+            self._num_grammars += 1
         request.sequences.append(sequence)
         return sequence
 
-    def _fork(self, parent: Sequence) -> list[Sequence]:
-        """The other samples of a prompt that has just been computed."""
-        request, children = parent.request, []
-        while not request.is_forked:
-            child = self._new_sequence(request, parent.token_ids)
-            self.scheduler.fork(parent, child)
-            children.append(child)
-        return children
+    def _fork(self, step: SchedulerOutput, parent: Sequence) -> None:
+        """Start the other samples of a prompt that this step computes to its end."""
+        request = parent.request
+        while len(request.sequences) < request.params.n:
+            child = self._new_sequence(request, parent.token_ids.copy())
+            self.scheduler.fork(step, parent, child)
 
     def _sampling_input(self, sequence: Sequence) -> SamplingInput:
         request = sequence.request
-        params = request.params
-        is_early = sequence.num_output_tokens < params.min_tokens
-        forbidden = self._progress.ends(sequence) if is_early else ()
         return SamplingInput(
-            params=params,
+            params=request.params,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=sequence.output_token_ids,
             seed=request.seed,
             index=sequence.index,
-            forbidden_token_ids=forbidden,
+            end_token_ids=tuple(sequence.end_token_ids) if request.params.min_tokens else (),
+            bad_words=self._input.encode_bad_words(request.params),
         )
 
     def _advance(self, sequence: Sequence, token: SampledToken) -> Delta:
         """Take a sampled token in; blocks of a sequence that ends go back."""
         if token.error is not None:
-            self.scheduler.distrust(sequence)
-        delta = self._progress.advance(sequence, token)
+            self.scheduler.evict_from_prefix_cache(sequence)
+        delta = self._output.advance(sequence, token)
         if delta.finish_reason is not None:
-            self._finish(sequence, delta.finish_reason)
+            self.scheduler.finish(sequence, delta.finish_reason)
         return delta
-
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        sequence.finish_reason = reason
-        self.scheduler.finish(sequence)

@@ -111,6 +111,13 @@ class Detokenizer:
             self._release(self._decode(token_id), is_last=False)
         return "".join(self._pieces[start:])
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of a whole output at once, which has no stop strings to look for."""
+        if self._tokenizer is not None and not self.finished:
+            self.num_tokens += len(token_ids)
+            self._pieces.append(self._text_of(token_ids) if token_ids else "")
+        return self.text
+
     def flush(self) -> str:
         """Return what was held back: the output ends here."""
         start = len(self._pieces)

@@ -2,24 +2,57 @@
 
 ::
 
-    Request ──┬── Sequence 0    waiting → running → finished
-              ├── Sequence 1       ▲         │
-              └── …  (n of them)   └─────────┘ preempted: its blocks are gone, its tokens stay
+    Request ──┬── Sequence 0    WAITING ──► RUNNING ──► FINISHED
+              ├── Sequence 1       ▲           │
+              └── …  (n of them)   └───────────┘ preempted: its blocks are gone, its tokens stay
 
-Sequence 0 fills the prompt's blocks; the others fork from it when it has.
+Sequence 0 computes the prompt; the others fork from it in the step that samples its first token.
+
+With a step in flight the host knows less than the device: ``num_computed`` counts tokens that the
+launched steps compute, and ``num_unread`` the tokens that they sample and the host has not read::
+
+    prompt and known output            unread
+    [0 1 2 3 4 5 6 7 8]                [9]       num_tokens = 10
+     └─ num_computed ─┘ 9                        num_pending = 1: the next decode step
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
 from .sampling_params import SamplingParams
 
-__all__ = ["CompletionOutput", "Request", "RequestOutput", "Sequence"]
+__all__ = ["CompletionOutput", "Grammar", "Request", "RequestOutput", "Sequence", "Status"]
+
+
+class Status(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = enum.auto()
+    """It holds no blocks: it is new, or it was preempted."""
+    RUNNING = enum.auto()
+    """It has a row on the device and blocks."""
+    FINISHED = enum.auto()
+    """Nothing more will be generated. While a step in flight still computes it, it keeps both."""
+
+
+class Grammar(Protocol):
+    """What restricts one sequence's next token; structured output makes one per sequence."""
+
+    def fill_mask(self, mask: Any) -> None:
+        """Write the allowed tokens into ``mask``, int32 ``[ceil(vocab_size / 32)]``, as bits."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the sequence's next token."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +77,7 @@ class CompletionOutput:
 class RequestOutput:
     """A request with everything generated for it so far."""
 
-    request_id: int
+    request_id: Hashable
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
@@ -53,23 +86,35 @@ class RequestOutput:
     """Prompt tokens whose keys and values were found in the cache, not computed."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One output being generated. Everything else about it follows from these."""
 
     request: Request
     index: int
     token_ids: list[int]
-    """The prompt and the output so far."""
+    """The prompt and the output as far as it is known."""
     table: BlockTable
     block_hashes: BlockHashes
     detokenizer: Detokenizer
+    max_len: int
+    """Tokens at which it ends, prompt included."""
+    end_token_ids: frozenset[int]
+    """Tokens that end it."""
+    grammar: Grammar | None = None
+    status: Status = Status.WAITING
     num_computed: int = 0
-    """Tokens whose keys and values lie in the cache."""
+    """Tokens whose keys and values are in the cache once the launched steps are done."""
+    num_unread: int = 0
+    """Tokens that launched steps sample and the host has not read: 0 or 1."""
+    num_steps: int = 0
+    """Steps in flight that compute it."""
+    num_indexed: int = 0
+    """Full blocks that were given to the prefix index."""
     num_lost: int = 0
-    """As many were when it was preempted, until it runs again."""
-    row: int | None = None
-    """Its row in the runner's block tables while it runs."""
+    """Tokens that were computed when it was preempted, until it runs again."""
+    row: int = -1
+    """Its row on the device while it runs."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -77,23 +122,28 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens after the prompt."""
+        """The known tokens after the prompt."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were generated."""
+        """How many known tokens follow the prompt."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """All tokens, those that the host has not read included."""
+        return len(self.token_ids) + self.num_unread
+
+    @property
     def num_pending(self) -> int:
-        """Tokens that have to be computed before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that no launched step computes: after them the next one is sampled."""
+        return len(self.token_ids) + self.num_unread - self.num_computed
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will be generated."""
-        return self.finish_reason is not None
+        return self.status is Status.FINISHED
 
     def output(self) -> CompletionOutput:
         """What a user gets of this sequence now."""
@@ -114,18 +164,26 @@ class Sequence:
 class Request:
     """A prompt and how to continue it."""
 
-    request_id: int
+    request_id: Any
     prompt: str | None
     prompt_token_ids: SequenceOf[int]
     params: SamplingParams
     seed: int
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
-    makes_text_early: bool = False
-    """Whether tokens are turned into text as they come: for a stream, or to find a stop string."""
+    stream: bool = False
+    """Whether deltas carry text, and the time between tokens matters."""
+    priority: int = 0
+    """Waiting requests of a lower number are admitted first."""
+    make_grammar: Callable[[], Grammar] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """Prompt tokens found in the cache at the first admission; ``None`` before that."""
+
+    @property
+    def makes_text_early(self) -> bool:
+        """Whether tokens become text as they come: for a stream, or to find a stop string."""
+        return self.stream or bool(self.params.stop)
 
     @property
     def is_forked(self) -> bool:

@@ -1,27 +1,71 @@
-"""One forward pass: from a step's sequences to their logits."""
+"""Launches steps: from the scheduler's choice to sampled tokens, with the state on the device.
+
+A running sequence has a row on the device: its last token, its length, its block table and its
+sampling parameters. A decode step is told which rows take part and each one's last block; all
+else is on the device already, and on a GPU the whole step is one graph replay::
+
+    host     rows and last blocks ──┐ one pinned copy                  ┌─► tokens, a step later
+    device                          ▼                                  │ pinned copy, event
+             begin: last token · position · slot · table  ─► model ─► draw ─► rows
+
+Other steps bring their new tokens, and the blocks that are new, in one packed copy.
+"""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kv_cache import BlockTable
 from ..kv_cache.storage import KVCache
+from ..models.forward_batch import ForwardBatch
 from ..models.paged_model import PagedModel
+from ..ops.paged_attention import PagedBatch
+from ..transfer import pack, unpack
 from .cuda_graphs import DecodeGraphs
-from .request import Sequence
-from .scheduler import Step
-from .step_inputs import StepInputs
+from .request import Sequence as OneSequence
+from .sampler import PLAIN, SampledToken, Sampler, SamplingInput
+from .scheduler import SchedulerOutput
 
-__all__ = ["Runner"]
+__all__ = ["LaunchedStep", "Runner"]
+
+_NUM_BUFFERS = 4
+"""Pinned buffers in turn: at most two steps are in flight."""
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step that the device computes, or has computed."""
+
+    step: SchedulerOutput
+    rows: list[int]
+    """Of the sequences that get a token."""
+    tensors: Sequence[Tensor | None]
+    """What ``Sampler.sample`` returned, on the host once the event has happened."""
+    event: torch.cuda.Event | None
+    started: float
+
+    def wait(self) -> None:
+        """Return when the step is computed."""
+        if self.event is not None:
+            self.event.synchronize()
 
 
 class Runner:
-    """Feeds a model with the tokens, positions, slots and block tables of each step.
+    """Keeps the device's rows, and runs a model and the sampler over them.
 
-    A running sequence keeps a row of one big block table, so that a step only writes the blocks
-    that are new. On a GPU decode steps are replayed from graphs.
+    Args:
+        model: The model; its attention layers are bound to ``cache`` here.
+        cache: Keys and values.
+        max_num_seqs: Rows.
+        max_model_len: The most tokens of a row.
+        sampling_input: What a sequence asks of the sampler, when its row is loaded.
+        enforce_eager: On a GPU, launch the kernels of decode steps one by one, not as graphs.
 
     Attributes:
         graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
@@ -34,77 +78,280 @@ class Runner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        sampling_input: Callable[[OneSequence], SamplingInput],
         enforce_eager: bool = False,
     ) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.device = model, cache, model.device
+        self.max_model_len = max_model_len
+        self.sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
+        self._sampling_input = sampling_input
         width = -(-max_model_len // cache.block_size)
-        self._tables = np.zeros((max_num_seqs, width), np.int32)
-        self._num_blocks = [0] * max_num_seqs
-        self._owners: list[BlockTable | None] = [None] * max_num_seqs
+        self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
+        self._owners: list[Any] = [None] * max_num_seqs
+        self._lengths = [0] * max_num_seqs  # tokens of the device's row
+        self._num_sent = [0] * max_num_seqs  # blocks
+        self._begin: Any = None
         self.graphs: DecodeGraphs | None = None
-        if model.device.type == "cuda" and not enforce_eager:
-            self.graphs = DecodeGraphs(
-                model.forward,
-                model.device,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                width=width,
-            )
+        if model.device.type == "cuda":
+            from .triton import DecodeBuffers
+
+            self._begin = DecodeBuffers(self._tables, self.sampler, cache.block_size)
+            shape = (_NUM_BUFFERS, 2 * max_num_seqs)
+            self._pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+            self._turn = 0
+            if not enforce_eager:
+                self.graphs = DecodeGraphs(self._record_step, max_num_seqs)
         model.bind(cache)
 
     @torch.inference_mode()
-    def run(self, step: Step, ready: list[bool]) -> Tensor:
-        """Compute a step.
+    def run(self, step: SchedulerOutput, masks: Any = None) -> LaunchedStep:
+        """Launch a step.
 
         Args:
-            step: The sequences and how many new tokens of each.
-            ready: For each sequence, whether its last token's logits are wanted.
-
-        Returns:
-            ``[sum(ready), vocab_size]``, valid until the next step.
+            step: What the scheduler chose.
+            masks: For sequences with a grammar: position in ``step.sampled``, allowed tokens as
+                bits, int32 ``[ceil(vocab_size / 32)]``.
         """
-        self.cache.copy(step.copies)
-        inputs = self._gather(step, ready)
-        if self.graphs is not None and inputs.is_decode:
-            logits = self.graphs.run(inputs)
-            if logits is not None:
-                return logits
-        return self.model.forward(inputs.send(self.model.device))
+        started = time.perf_counter()
+        if step.copies:
+            self.cache.copy(step.copies)
+        self._load_rows(step)
+        rows = [sequence.row for sequence in step.sampled]
+        found: Sequence[Tensor | None]
+        if step.is_decode and self._is_known(step):
+            found = self._decode(step, rows, masks)
+        else:
+            found = self._compute(step, rows, masks)
+        for row, at in zip(rows, step.logits_rows, strict=True):
+            self._lengths[row] = step.ends[at] + 1
+        return self._send_back(step, rows, found, started)
 
-    def _gather(self, step: Step, ready: list[bool]) -> StepInputs:
-        rows, token_ids = [], []
-        for sequence, chunk in zip(step.sequences, step.num_tokens, strict=True):
-            rows.append(self._update_row(sequence))
-            start = sequence.num_computed
-            token_ids += sequence.token_ids[start : start + chunk]
-        computed = np.array([sequence.num_computed for sequence in step.sequences], np.int32)
-        query_lens = np.array(step.num_tokens, np.int32)
-        seq_lens = computed + query_lens
-        ends = np.cumsum(query_lens, dtype=np.int32)
-        starts = np.concatenate([np.zeros(1, np.int32), ends])
-        size = self.cache.block_size
-        tables = self._tables[rows, : -(-int(seq_lens.max()) // size)]
-        positions = np.arange(ends[-1]) - np.repeat(starts[:-1] - computed, query_lens)
-        blocks = tables[np.repeat(np.arange(len(rows)), query_lens), positions // size]
-        return StepInputs(
-            token_ids=np.array(token_ids, np.int64),
-            positions=positions.astype(np.int64),
-            slot_mapping=blocks.astype(np.int64) * size + positions % size,
-            logits_rows=ends[np.array(ready)].astype(np.int64) - 1,
-            seq_lens=seq_lens,
-            starts=starts,
-            block_tables=tables,
+    def read(self, launched: LaunchedStep) -> list[SampledToken]:
+        """Wait for a step and return its tokens, one for each of ``step.sampled``."""
+        launched.wait()
+        if not launched.rows:
+            return []
+        tokens, best, logprobs = launched.tensors
+        assert tokens is not None
+        assert best is not None
+        return self.sampler.table(tokens, best, logprobs, launched.rows)
+
+    def warm_up(self, max_num_batched_tokens: int, show: Callable[[Any], Any] = iter) -> None:
+        """Compile what prefill runs, and record the decode steps of every size.
+
+        Args:
+            max_num_batched_tokens: The longest prefill step.
+            show: Wraps the list of sizes, for a progress bar.
+        """
+        with torch.inference_mode():
+            for num_tokens in (max_num_batched_tokens, 16):
+                self.model.forward(self._prefill_batch(num_tokens))
+            if self.graphs is not None:
+                for size in show(self.graphs.sizes[::-1]):
+                    if not self.graphs.ensure(size, True):
+                        break
+
+    # --- rows ------------------------------------------------------------------------------
+
+    def _load_rows(self, step: SchedulerOutput) -> None:
+        """Load the sampling parameters of sequences that have got a row."""
+        owners = self._owners
+        new = [s for s in step.sequences if owners[s.row] is not s.table]
+        if len(step.sampled) > len(step.sequences) or new:
+            new += [s for s in step.sampled if owners[s.row] is not s.table and s not in new]
+        if not new:
+            return
+        self.sampler.start([s.row for s in new], [self._sampling_input(s) for s in new])
+        for sequence in new:
+            owners[sequence.row] = sequence.table
+            self._num_sent[sequence.row] = self._lengths[sequence.row] = 0
+
+    def _is_known(self, step: SchedulerOutput) -> bool:
+        """Whether the device has each sequence's last token, and all its blocks but the last."""
+        lengths, num_sent = self._lengths, self._num_sent
+        return all(
+            lengths[s.row] == end and num_sent[s.row] >= len(s.table.blocks) - 1
+            for s, end in zip(step.sequences, step.ends, strict=True)
         )
 
-    def _update_row(self, sequence: Sequence) -> int:
-        """Write the blocks that a sequence has taken since its last step into its row."""
-        row, table = sequence.row, sequence.table
-        blocks = table.blocks
-        assert row is not None
-        if self._owners[row] is not table:
-            self._owners[row], self._num_blocks[row] = table, 0
-        # The last block known may have been replaced by a copy of its own.
-        known = max(0, self._num_blocks[row] - 1)
-        self._tables[row, known : len(blocks)] = blocks[known:]
-        self._num_blocks[row] = len(blocks)
-        return row
+    # --- decode ----------------------------------------------------------------------------
+
+    def _decode(self, step: SchedulerOutput, rows: list[int], masks: Any) -> Any:
+        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
+        for row, sequence in zip(rows, step.sequences, strict=True):
+            self._num_sent[row] = len(sequence.table.blocks)
+        longest = max(step.ends)
+        if self._begin is None:
+            batch, where = self._begin_on_host(rows, blocks, longest)
+            return self.sampler.sample(self.model.forward(batch), where, rows, masks)
+        n, features = len(rows), self.sampler.features
+        is_plain = not masks and not np.any(features[rows] & ~np.int32(PLAIN))
+        size = n
+        if self.graphs is not None:
+            size = self.graphs.fit(n)
+            if not self.graphs.ensure(size, is_plain):
+                size = n
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        packet = self._pinned[self._turn]
+        numbers = packet.numpy()
+        numbers[:n], numbers[n:size] = rows, -1
+        numbers[size : size + n] = blocks
+        self._begin.inbox[: 2 * size].copy_(packet[: 2 * size], non_blocking=True)
+        if self.graphs is not None and self.graphs.reason is None:
+            found = self.graphs.replay(size, is_plain)
+        else:
+            found = self._step(size, is_plain, longest)
+        if is_plain:
+            return found, None, None
+        return self.sampler.sample(found[:n], self._begin.rows(size)[:n].long(), rows, masks)
+
+    def _record_step(self, size: int, samples: bool) -> Tensor:
+        return self._step(size, samples, self.max_model_len)
+
+    def _step(self, size: int, samples: bool, max_seq_len: int) -> Tensor:
+        """A decode step of the rows in the inbox: packed tokens, or logits."""
+        batch = self._begin(size, max_seq_len)
+        logits = self.model.forward(batch)
+        if not samples:
+            return self._begin.keep(logits) if self.graphs is not None else logits
+        packed: Tensor = self._begin.draw(logits, self._begin.rows(size))
+        return packed
+
+    def _begin_on_host(
+        self, rows: list[int], blocks: list[int], longest: int
+    ) -> tuple[ForwardBatch, Tensor]:
+        """What ``begin`` does on a GPU, in torch."""
+        where, last = torch.tensor([rows, blocks])
+        size = self.cache.block_size
+        lengths = self.sampler.lengths[where]
+        positions = lengths.long() - 1
+        column = positions // size
+        self._tables[where, column] = last.int()
+        num_seqs = len(rows)
+        numbers = torch.arange(num_seqs + 1)
+        tables = self._tables[:, : -(-longest // size)].index_select(0, where)
+        return ForwardBatch(
+            token_ids=self.sampler.last_tokens[where],
+            positions=positions,
+            batch=PagedBatch(tables, lengths, numbers.int(), 1, longest),
+            slot_mapping=last * size + positions % size,
+            logits_rows=numbers[:num_seqs],
+        ), where
+
+    # --- any other step --------------------------------------------------------------------
+
+    def _compute(self, step: SchedulerOutput, rows: list[int], masks: Any) -> Any:
+        """Launch a step whose tokens the host knows, but for those that are still unread."""
+        arrays = self._gather(step, rows)
+        if self.device.type == "cuda":
+            packed = pack(list(arrays.values()), self.device).to(self.device, non_blocking=True)
+            tensors = dict(zip(arrays, unpack(packed, list(arrays.values())), strict=True))
+        else:
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        batch = self._place(tensors, max(step.num_tokens), max(step.ends))
+        logits = self.model.forward(batch)
+        if not rows:
+            return None, None, None
+        return self.sampler.sample(logits, tensors["sampled_rows"], rows, masks)
+
+    def _gather(self, step: SchedulerOutput, sampled_rows: list[int]) -> dict[str, Any]:
+        token_ids: list[int] = []
+        unread: list[tuple[int, int]] = []
+        new_blocks: list[tuple[int, int, int]] = []
+        rows = [sequence.row for sequence in step.sequences]
+        for sequence, chunk, end in zip(step.sequences, step.num_tokens, step.ends, strict=True):
+            known = sequence.token_ids[end - chunk : end]
+            token_ids += known
+            if len(known) < chunk:
+                unread.append((len(token_ids), sequence.row))
+                token_ids.append(0)
+            row, blocks = sequence.row, sequence.table.blocks
+            # The last block known may have been replaced by a copy of its own.
+            first = max(0, self._num_sent[row] - 1)
+            new_blocks += [(row, at, blocks[at]) for at in range(first, len(blocks))]
+            self._num_sent[row], self._lengths[row] = len(blocks), end
+        query_lens = np.array(step.num_tokens, np.int32)
+        seq_lens = np.array(step.ends, np.int32)
+        starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        shifts = np.repeat(seq_lens - starts[1:], query_lens)
+        unread_at, unread_rows = np.array(unread, np.int64).reshape(-1, 2).T
+        block_rows, block_columns, block_ids = np.array(new_blocks, np.int64).reshape(-1, 3).T
+        return {
+            "token_ids": np.array(token_ids, np.int64),
+            "positions": np.arange(starts[-1], dtype=np.int64) + shifts,
+            "seq_of_token": np.repeat(np.arange(len(rows)), query_lens),
+            "logits_rows": starts[1:][step.logits_rows].astype(np.int64) - 1,
+            "seq_lens": seq_lens,
+            "starts": starts,
+            "rows": np.array(rows, np.int64),
+            "sampled_rows": np.array(sampled_rows, np.int64),
+            "sampled_lens": seq_lens[step.logits_rows],
+            "unread_at": unread_at.copy(),
+            "unread_rows": unread_rows.copy(),
+            "block_rows": block_rows.copy(),
+            "block_columns": block_columns.copy(),
+            "block_ids": block_ids.astype(np.int32),
+        }
+
+    def _place(self, t: dict[str, Tensor], max_query_len: int, max_seq_len: int) -> ForwardBatch:
+        """Bring the rows up to date, and lay the step out: a few launches, whatever the size."""
+        size, sampler = self.cache.block_size, self.sampler
+        self._tables[t["block_rows"], t["block_columns"]] = t["block_ids"]
+        sampler.lengths[t["rows"]] = t["seq_lens"]
+        sampler.lengths[t["sampled_rows"]] = t["sampled_lens"]  # forks have no tokens in the step
+        token_ids, positions = t["token_ids"], t["positions"]
+        if len(t["unread_at"]):
+            token_ids[t["unread_at"]] = sampler.last_tokens[t["unread_rows"]]
+        tables = self._tables[:, : -(-max_seq_len // size)].index_select(0, t["rows"])
+        blocks = tables[t["seq_of_token"], positions // size].long()
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            batch=PagedBatch(tables, t["seq_lens"], t["starts"], max_query_len, max_seq_len),
+            slot_mapping=blocks * size + positions % size,
+            logits_rows=t["logits_rows"],
+        )
+
+    def _prefill_batch(self, num_tokens: int) -> ForwardBatch:
+        """A step of made-up prompts, in blocks that nothing is in yet."""
+        size = self.cache.block_size
+        longest = min(num_tokens, self.max_model_len)
+        num_seqs = max(1, min(num_tokens, self.cache.num_tokens) // longest)
+        numbers = torch.arange(num_seqs * longest, device=self.device)
+        width = -(-longest // size)
+        blocks = torch.arange(num_seqs * width, device=self.device, dtype=torch.int32)
+        tables = (blocks % self.cache.num_blocks).view(num_seqs, width)
+        ends = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32) * longest
+        return ForwardBatch(
+            token_ids=numbers % self.model.vocab_size,
+            positions=numbers % longest,
+            batch=PagedBatch(tables, ends.diff(), ends, longest, longest),
+            slot_mapping=numbers % (num_seqs * width * size) % self.cache.num_tokens,
+            logits_rows=ends[1:].long() - 1,
+        )
+
+    def _send_back(
+        self, step: SchedulerOutput, rows: list[int], found: Any, started: float
+    ) -> LaunchedStep:
+        """Copy the results to the host behind the step, so that nothing waits for them here."""
+        if self.device.type != "cuda":
+            return LaunchedStep(step, rows, found, None, started)
+        tokens, best, logprobs = found
+        if rows and best is None:  # packed by a graph
+            n = len(rows)
+            packed = self._to_host(tokens)
+            size = tokens.shape[0] // 3
+            tokens = packed[: 2 * size].view(torch.int64)[:n]
+            best = packed[2 * size :].view(torch.float32)[:n]
+        elif rows:
+            tokens, best = self._to_host(tokens), self._to_host(best)
+        if logprobs is not None:
+            logprobs = self._to_host(logprobs)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return LaunchedStep(step, rows, (tokens, best, logprobs), event, started)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)

@@ -1,29 +1,35 @@
-"""From logits to tokens: penalties, temperature, top-k, top-p, min-p, and one draw.
+"""From logits to tokens: penalties, cuts, one draw, and log-probabilities, on the device.
 
-Sampling runs on integers. After the temperature a token's likelihood is a whole number of units,
-2**40 of them for the likeliest, and all that follows (the sums, the edges of top-k and top-p, the
-draw) is exact arithmetic on such numbers. Exact sums come out the same in any order, so a row
-gives the same token alone or among others, whatever the shape of the batch. What is less than
-2**-41 times as likely as the favourite rounds to nothing.
+The draw is Gumbel-max: the token with the largest ``logit / temperature - log(E)``, where E is
+exponential noise. No softmax over the vocabulary is needed, and tokens come out by their
+probabilities. The noise is a hash of (seed, index of the sample, position, token), so a row draws
+the same token alone or among others, after preemption, and on another device.
 
-The edge of top-k and top-p is found without sorting, digit by digit: a histogram over the leading
-11 bits of the tokens' order shows in which bucket the edge lies, a second one looks inside that
-bucket, a third settles it::
+Cuts run on integers. After the temperature a token's likelihood is a whole number of units, 2**40
+of them for the likeliest, so sums are exact in any order and a row keeps the same tokens in any
+batch. The edge of top-k and top-p is found without sorting, digit by digit: a histogram over the
+leading 11 bits of the tokens' order shows in which bucket the edge lies, a second one looks inside
+that bucket, a third settles it::
 
     need 70 units, best tokens first
     bucket    0    1    2    3   ...
     units    40   20   25   10          40 + 20 < 70 <= 40 + 20 + 25: the edge is in bucket 2
+
+Parameters of a running sequence lie on the device in its row; rows are numbers of a
+``Sampler``'s tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,16 +38,39 @@ from ..shapes import bind, check_dtype
 from ..transfer import send
 from .sampling_params import SamplingParams
 
-__all__ = ["SampledToken", "SamplingInput", "sample"]
+__all__ = ["Feature", "SampledToken", "Sampler", "SamplingInput", "find_features", "sample"]
 
 ONE = 2**40  # units of the likeliest token: 2**23 tokens still sum below 2**63
 DIGIT_BITS = 11  # three digits cover the 32 bits of a float's order
 ID_BITS = 31
+COLDEST = 1e-5
+"""Below this temperature the likeliest token is taken: logits do not resolve less."""
+KEYS, PROMPT_LEN, TOP_K, MIN_TOKENS = slice(0, 2), 2, 3, 4  # columns of Sampler.ints
+INVERSE, TEMPERATURE, TAIL, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(7)  # of floats
+
+
+class Feature(enum.IntFlag):
+    """What a row asks of the sampler beyond its likeliest token."""
+
+    RANDOM = 1
+    CUT = 2
+    """top_k, top_p or min_p"""
+    PENALTY = 4
+    BIAS = 8
+    BAN = 16
+    """Tokens that may not be chosen: always, as long as min_tokens lasts, or after others."""
+    MASK = 32
+    """A grammar's bit mask, another for every token."""
+    LOGPROBS = 64
+
+
+PLAIN = Feature.RANDOM
+"""What the draw does by itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """One row of the batch: a sequence about to get its next token.
+    """One row: a sequence about to get its next token.
 
     Token ids outside the vocabulary (a prompt's image placeholders, say) are ignored.
     """
@@ -51,7 +80,8 @@ class SamplingInput:
     output_token_ids: Sequence[int]
     seed: int  # params.seed, or the one that the engine drew
     index: int  # which of the request's n samples
-    forbidden_token_ids: Sequence[int] = ()
+    end_token_ids: Sequence[int] = ()  # forbidden for params.min_tokens tokens
+    bad_words: Sequence[Sequence[int]] = ()  # params.bad_words as tokens
 
 
 class SampledToken(NamedTuple):
@@ -67,8 +97,26 @@ class SampledToken(NamedTuple):
     error: str | None = None  # why the row has no token; token_id is 0 then
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
-    """Choose the next token of every row.
+def find_features(params: SamplingParams) -> Feature:
+    """What these parameters ask for; a grammar's ``MASK`` is the engine's to add."""
+    features = Feature(0)
+    if not params.is_greedy and params.temperature >= COLDEST:
+        features |= Feature.RANDOM
+        if params.top_k or params.top_p < 1.0 or params.min_p:
+            features |= Feature.CUT
+    if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0):
+        features |= Feature.PENALTY
+    if params.logit_bias:
+        features |= Feature.BIAS
+    if params.min_tokens or params.allowed_token_ids is not None or params.bad_words:
+        features |= Feature.BAN
+    if params.logprobs is not None:
+        features |= Feature.LOGPROBS
+    return features
+
+
+class Sampler:
+    """Samples rows, each by the parameters that lie on the device.
 
     The steps, in this order, each on what the one before left:
 
@@ -81,10 +129,250 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     4. ``top_k``: the k best tokens stay. ``top_p``: the fewest best tokens stay whose share of
        the likelihood is at least ``top_p``. Tokens tied with the last of them stay as well.
     5. ``min_p``: tokens at least ``min_p`` times as likely as the best stay.
-    6. The draw: with u from [0, 1), a function of (seed, index, number of output tokens) and of
-       nothing else, the first token whose running likelihood exceeds u times the total.
+    6. The draw, by noise of (seed, index, number of output tokens) and of nothing else.
 
-    So a row's token depends on that row alone, and a recomputed step repeats itself.
+    Args:
+        num_rows: Rows there are.
+        vocab_size: Width of the logits.
+        device: Where they are.
+
+    Attributes:
+        last_tokens: int64 ``[num_rows]``: the token that each row drew last.
+        lengths: int32 ``[num_rows]``: tokens that each row has; less ``PROMPT_LEN`` it is the
+            position of the next draw, which adds one.
+        ints: int32 ``[num_rows, 5]``: two words of the noise's key, and the columns above.
+        floats: float64 ``[num_rows, 7]``: see the columns above. ``INVERSE`` is 1 / temperature,
+            negative for greedy rows.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.ints = torch.zeros(num_rows, 5, dtype=torch.int32, device=device)
+        self.floats = torch.zeros(num_rows, 7, dtype=torch.float64, device=device)
+        self.features = np.zeros(num_rows, np.int32)
+        self._inputs: dict[int, SamplingInput] = {}
+        self._tokens = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._counts = _Counts(vocab_size, device)
+        self._tails: dict[int, Tensor] = {}
+        self._flat: dict[tuple[str, tuple[int, ...]], tuple[Tensor, ...]] = {}
+        self._draw: Any = None
+        if device.type == "cuda":
+            from .triton import draw
+
+            self._draw = draw
+
+    def start(self, rows: Sequence[int], inputs: Sequence[SamplingInput]) -> None:
+        """Load the parameters of rows whose sequences begin or come back."""
+        ints = np.zeros((len(rows), 5), np.int64)
+        floats = np.zeros((len(rows), 7), np.float64)
+        for at, (row, input_) in enumerate(zip(rows, inputs, strict=True)):
+            features = find_features(input_.params)
+            self.features[row] = features
+            self._inputs[row] = input_
+            ints[at], floats[at] = _encode(input_, features, self.vocab_size)
+            if features & Feature.PENALTY:
+                self._counts.load(row, input_)
+            if longest := max((len(ids) - 1 for ids in input_.bad_words), default=0):
+                tail = [-1] * longest + list(input_.output_token_ids[-longest:])
+                self._tails[row] = self._send(tail[-longest:])
+        self._flat.clear()
+        where = _index(rows, self.device)
+        self.ints[where] = send(ints.astype(np.uint32).view(np.int32), self.device)
+        self.floats[where] = send(floats, self.device)
+
+    def sample(
+        self, logits: Tensor, rows: Tensor, host_rows: Sequence[int], masks: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Choose the next token of every row.
+
+        Args:
+            logits: ``[n, vocab_size]``, float16, bfloat16 or float32. Not written to.
+            rows: int64 ``[n]``, on the device.
+            host_rows: The same numbers.
+            masks: Of rows with a grammar: pairs of a position in ``rows`` and its int32 mask.
+
+        Returns:
+            Token ids int64 ``[n]``; the largest logits, float32 ``[n]``, finite where there is a
+            token; and, if any row asks for log-probabilities, float64 ``[n, 1 + 2 * most]``: the
+            token's, then id and log-probability of the best in turn.
+        """
+        host_rows = list(host_rows)
+        features = self.features[host_rows]
+        present = Feature(int(np.bitwise_or.reduce(features)))
+        shaped = logits
+        if present & ~(PLAIN | Feature.LOGPROBS) or masks:
+            shaped = self._shape(logits.float(), rows, host_rows, features, masks)
+        tokens, best = self.draw(shaped, rows, features)
+        if present & Feature.PENALTY:
+            at = np.flatnonzero(features & Feature.PENALTY).tolist()
+            self._counts.add([host_rows[i] for i in at], tokens[_index(at, self.device)])
+        if present & Feature.BAN:
+            self._move_tails(tokens, host_rows)
+        if not present & Feature.LOGPROBS:
+            return tokens, best, None
+        at = np.flatnonzero(features & Feature.LOGPROBS).tolist()
+        asked = [self._inputs[host_rows[i]].params.logprobs or 0 for i in at]
+        num_top = min(max(asked), self.vocab_size)
+        where = None if len(at) == len(features) else _index(at, self.device)
+        return tokens, best, _logprobs(logits, tokens, where, num_top)
+
+    def draw(self, logits: Tensor, rows: Tensor, features: Any) -> tuple[Tensor, Tensor]:
+        """Steps 2, 3 and 6: token ids int64 ``[n]`` and the largest logits float32 ``[n]``.
+
+        The rows advance by their token.
+
+        Args:
+            logits: ``[n, vocab_size]``.
+            rows: int64 ``[n]``.
+            features: int ``[n]``; rows that are greedy cost no more than that.
+        """
+        if self._draw is not None:
+            packed, n = self._draw(logits, rows, self), len(rows)
+            return packed[: 2 * n].view(torch.int64), packed[2 * n :].view(torch.float32)
+        tokens, best = self._draw_on_host(logits, rows, features)
+        self.last_tokens[rows] = tokens
+        self.lengths[rows] += 1
+        return tokens, best
+
+    def _draw_on_host(self, logits: Tensor, rows: Tensor, features: Any) -> tuple[Tensor, Tensor]:
+        x = logits.float()
+        best, tokens = x.max(dim=1)
+        drawn = np.flatnonzero(features & Feature.RANDOM)
+        if not len(drawn):
+            return tokens, best
+        at = slice(None) if len(drawn) == len(rows) else _index(drawn, self.device)
+        x, top, rows = x[at], best[at], rows[at]
+        scale = self.floats[rows, INVERSE].float()[:, None]
+        noise = _noise(self._tokens, self.ints[rows], self.lengths[rows])
+        found = torch.sub(x, top[:, None]).mul_(scale).sub_(noise.log_()).argmax(dim=1)
+        tokens[at] = found
+        return tokens.where(torch.isfinite(best), 0), best
+
+    def table(
+        self, tokens: Tensor, best: Tensor, logprobs: Tensor | None, host_rows: Sequence[int]
+    ) -> list[SampledToken]:
+        """What ``sample`` returned, brought to the host, for each row."""
+        ids, tops = tokens.tolist(), best.tolist()
+        if logprobs is None and all(map(math.isfinite, tops)):
+            return [SampledToken(token_id) for token_id in ids]
+        listed: list[Any] = [()] * len(ids) if logprobs is None else logprobs.tolist()
+        asked = iter(range(len(ids)))
+        found = []
+        for token_id, top, row in zip(ids, tops, host_rows, strict=True):
+            params = self._inputs[row].params
+            entry = listed[next(asked)] if params.logprobs is not None else ()
+            found.append(_sampled_token(params, token_id, top, entry))
+        return found
+
+    def _move_tails(self, tokens: Tensor, host_rows: Sequence[int]) -> None:
+        for i, row in enumerate(host_rows):
+            if self._inputs[row].bad_words and row in self._tails:
+                self._tails[row] = torch.cat([self._tails[row][1:], tokens[i : i + 1]])
+
+    # --- step 1 and the cuts -------------------------------------------------------------
+
+    def _shape(
+        self, x: Tensor, rows: Tensor, host_rows: list[int], features: Any, masks: Any
+    ) -> Tensor:
+        """The logits after steps 1, 4 and 5: what is not kept is -inf, NaN and +inf are left."""
+        x = x.clone()
+
+        def having(feature: Feature) -> list[int]:
+            return list(np.flatnonzero(features & feature).tolist())
+
+        if at := having(Feature.BIAS):
+            where, token_ids, values = self._biases([(i, host_rows[i]) for i in at])
+            x[where, token_ids] += values
+        if at := having(Feature.PENALTY):
+            picked = _index(at, self.device)
+            x[picked] = self._penalise(x[picked], rows[picked], [host_rows[i] for i in at])
+        if at := having(Feature.BAN):
+            self._ban(x, rows, [(i, host_rows[i]) for i in at])
+        if masks:
+            at = [i for i, _ in masks]
+            words = send(np.stack([mask for _, mask in masks]), self.device)
+            # Subtracting infinity, not writing it, leaves a NaN to be found.
+            x[_index(at, self.device)] -= self._as_bans(words)
+        if at := having(Feature.CUT):
+            picked = _index(at, self.device)
+            params = [self._inputs[host_rows[i]].params for i in at]
+            kept = _cut(x[picked], self.floats[rows[picked]], self.ints[rows[picked]], params)
+            x[picked] -= torch.where(kept, 0.0, math.inf)
+        return x
+
+    def _biases(self, at: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        key = "bias", tuple(n for pair in at for n in pair)
+        if key not in self._flat:
+            triples = [
+                (i, token_id, bias)
+                for i, row in at
+                for token_id, bias in dict(self._inputs[row].params.logit_bias or ()).items()
+                if token_id < self.vocab_size
+            ]
+            columns = np.array(triples, np.float64).reshape(-1, 3).T
+            where, token_ids = send(columns[:2].astype(np.int64), self.device)
+            self._flat[key] = where, token_ids, send(columns[2].astype(np.float32), self.device)
+        return self._flat[key]
+
+    def _penalise(self, x: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+        in_output, in_prompt = self._counts.of(host_rows)
+        repetition, presence, frequency = self.floats[rows, REPETITION:].T[:, :, None]
+        wide = x.double()
+        scaled = torch.where(x > 0, wide / repetition, wide * repetition)
+        wide = torch.where(in_prompt | (in_output > 0), scaled, wide)
+        penalised: Tensor = wide - presence * (in_output > 0) - frequency * in_output
+        return penalised.float()
+
+    def _ban(self, x: Tensor, rows: Tensor, at: list[tuple[int, int]]) -> None:
+        """Rule out what is never allowed, end tokens that come too early, and bad words' ends."""
+        key = "ban", tuple(n for pair in at for n in pair)
+        if key not in self._flat:
+            self._flat[key] = self._find_bans(at)
+        where, token_ids, until, allowed_at, words = self._flat[key]
+        position = self.lengths[rows] - self.ints[rows, PROMPT_LEN]
+        # Subtracting infinity, not writing it, leaves a NaN to be found.
+        x[where, token_ids] -= torch.where(position[where] < until, math.inf, 0.0)
+        if len(words):
+            x[allowed_at] -= self._as_bans(words)
+        for i, row in at:
+            for *before, last in self._inputs[row].bad_words:
+                if before:
+                    is_next = (self._tails[row][-len(before) :] == self._send(before)).all()
+                    x[i, last] -= torch.where(is_next, math.inf, 0.0)
+
+    def _find_bans(self, at: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        until: dict[tuple[int, int], int] = {}
+        allowed_at, words = [], []
+        for i, row in at:
+            input_ = self._inputs[row]
+            params = input_.params
+            until |= {(i, token_id): params.min_tokens for token_id in input_.end_token_ids}
+            until |= {(i, ids[0]): _ALWAYS for ids in input_.bad_words if len(ids) == 1}
+            if params.allowed_token_ids is not None:
+                allowed_at.append(i)
+                words.append(_pack_bits(params.allowed_token_ids, self.vocab_size))
+        triples = [(*pair, n) for pair, n in until.items() if 0 <= pair[1] < self.vocab_size]
+        where, token_ids, ends = np.array(triples, np.int64).reshape(-1, 3).T.copy()
+        masks = np.array(words, np.int32).reshape(len(words), -(-self.vocab_size // 32))
+        return (
+            *(send(column, self.device) for column in (where, token_ids, ends)),
+            _index(allowed_at, self.device),
+            send(masks, self.device),
+        )
+
+    def _as_bans(self, words: Tensor) -> Tensor:
+        """Bit masks int32 ``[n, ceil(vocab_size / 32)]`` as 0 where allowed, else infinity."""
+        bits = words[:, (self._tokens >> 5).long()] >> (self._tokens & 31)
+        return torch.where((bits & 1) == 1, 0.0, math.inf)
+
+    def _send(self, token_ids: Sequence[int]) -> Tensor:
+        return _index(token_ids, self.device)
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
+    """Choose the next token of every row: ``Sampler`` for rows that are on the host.
 
     Args:
         logits: ``[num_rows, vocab_size]``, float16, bfloat16, float32 or float64 (rounded to
@@ -113,132 +401,136 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     check_dtype("logits", logits, torch.float16, torch.bfloat16, torch.float32, torch.float64)
     if not rows:
         return []
-
-    raw = logits.detach().float()
-    shaped = _penalise(raw, rows)
-    best, token_ids = shaped.max(dim=1)
-    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    cut = [i for i in drawn if (p := rows[i].params).top_k or p.top_p < 1.0 or p.min_p]
-    for group in filter(None, (cut, sorted({*drawn} - {*cut}))):
-        at = _rows(group, raw)
-        token_ids[at] = _draw(shaped.index_select(0, at), best[at], [rows[i] for i in group])
-
-    # float64 holds every id and float32 exactly: one table, one transfer to the host.
-    columns = [torch.stack([token_ids.double(), best.double()], dim=1)]
-    if any(row.params.logprobs is not None for row in rows):
-        columns.append(_logprobs(raw, token_ids, rows))
-    table: list[list[float]] = torch.cat(columns, dim=1).tolist()
-    return [_sampled_token(*entry) for entry in zip(rows, table, strict=True)]
+    logits = logits.detach()
+    logits = logits.float() if logits.dtype == torch.float64 else logits
+    sampler = Sampler(num_rows, logits.shape[1], logits.device)
+    numbers = range(num_rows)
+    sampler.start(numbers, rows)
+    lengths = [len(row.prompt_token_ids) + len(row.output_token_ids) for row in rows]
+    sampler.lengths.copy_(torch.tensor(lengths))
+    found = sampler.sample(logits, _index(numbers, logits.device), numbers)
+    return sampler.table(*found, numbers)
 
 
-def _sampled_token(row: SamplingInput, entry: list[float]) -> SampledToken:
-    token_id, best, *reported = entry
-    if not math.isfinite(best):
-        error = (
-            f"the largest logit is {best}, expected a finite one: -inf means that every token is "
-            "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
-        )
-        return SampledToken(0, error=error)
-    if row.params.logprobs is None:
-        return SampledToken(int(token_id))
-    pairs = zip(reported[1::2], reported[2::2], strict=True)
-    top = [(int(top_id), logprob) for top_id, logprob in pairs]
-    return SampledToken(int(token_id), reported[0], tuple(top[: row.params.logprobs]))
+class _Counts:
+    """How often rows with penalties have had each token: kept up to date, not searched for.
 
+    Memory is taken for rows that ask for it: a slot each, doubled when there are none left.
+    """
 
-def _penalise(logits: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
-    """The logits after step 1; the same tensor when no row asks for anything."""
-    params = [row.params for row in rows]
-    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-    at = [i for i, given in enumerate(penalties) if given != (1.0, 0.0, 0.0)]
-    biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
-    barred = [i for i, row in enumerate(rows) if row.forbidden_token_ids]
-    if not (at or biased or barred):
-        return logits
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._slots: dict[int, int] = {}
+        self._output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
-    logits = logits.clone()
-    if biased:
-        _add_bias(logits, biased, rows)
-    if at:
-        repetition, presence, frequency = _columns([penalties[i] for i in at], logits)
-        in_output = _count([rows[i].output_token_ids for i in at], logits)
-        in_prompt = _count([rows[i].prompt_token_ids for i in at], logits)
-        where = _rows(at, logits)
-        x = logits[where].double()
-        scaled = torch.where(x > 0, x / repetition, x * repetition)
-        x = torch.where(in_prompt + in_output > 0, scaled, x)
-        logits[where] = (x - presence * (in_output > 0) - frequency * in_output).float()
-    if barred:
-        is_barred = _count([rows[i].forbidden_token_ids for i in barred], logits) > 0
-        # Subtracting infinity, not writing it, leaves a NaN to be found.
-        logits[_rows(barred, logits)] -= torch.where(is_barred, math.inf, 0.0)
-    return logits
-
-
-def _add_bias(logits: Tensor, biased: Sequence[int], rows: Sequence[SamplingInput]) -> None:
-    triples = [
-        (i, token_id, bias)
-        for i in biased
-        for token_id, bias in dict(rows[i].params.logit_bias or ()).items()
-        if token_id < logits.shape[1]
-    ]
-    columns = np.array(triples, np.float64).reshape(-1, 3).T
-    row, token = send(columns[:2].astype(np.int64), logits.device)
-    logits[row, token] += send(columns[2].astype(np.float32), logits.device)
-
-
-def _count(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:
-    """How often each token occurs in each row: int32 ``[len(rows), vocab_size]``."""
-    vocab_size = like.shape[1]
-    flat = []
-    for i, token_ids in enumerate(rows):
-        ids = np.asarray(token_ids, dtype=np.int64)
-        flat.append(ids[(ids >= 0) & (ids < vocab_size)] + i * vocab_size)
-    at = send(np.concatenate(flat), like.device)
-    counts = torch.zeros(len(rows) * vocab_size, dtype=torch.int32, device=like.device)
-    return counts.index_add_(0, at, torch.ones_like(at, dtype=torch.int32)).view(-1, vocab_size)
-
-
-def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
-    """Steps 3 to 6: the ids, int64 ``[num_rows]``. A cut that a row did not ask for keeps all."""
-    params = [row.params for row in rows]
-    vocab_size = logits.shape[1]
-    temperature, top_k, tail, min_p, uniform = _columns(
-        [
-            (
-                p.temperature,
-                min(p.top_k or vocab_size, vocab_size),
-                1.0 - p.top_p,
-                p.min_p,
-                _uniform(row.seed, row.index, len(row.output_token_ids)),
+    def load(self, row: int, input_: SamplingInput) -> None:
+        slot = self._slots.setdefault(row, len(self._slots))
+        if slot == len(self._output):
+            self._output, self._in_prompt = (
+                torch.cat([t, t.new_zeros(max(4, len(t)), t.shape[1])])
+                for t in (self._output, self._in_prompt)
             )
-            for p, row in zip(params, rows, strict=True)
-        ],
-        logits,
+        self._output[slot] = _count(input_.output_token_ids, self._output)
+        self._in_prompt[slot] = _count(input_.prompt_token_ids, self._output) > 0
+
+    def of(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Occurrences in the output, and whether in the prompt: ``[n, vocab_size]``."""
+        where = self._where(rows)
+        return self._output[where], self._in_prompt[where]
+
+    def add(self, rows: Sequence[int], tokens: Tensor) -> None:
+        self._output[self._where(rows), tokens] += 1
+
+    def _where(self, rows: Sequence[int]) -> Tensor:
+        return _index([self._slots[row] for row in rows], self._device)
+
+
+def _count(token_ids: Sequence[int], like: Tensor) -> Tensor:
+    """How often each token of the vocabulary occurs: int32 ``[vocab_size]``."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    ids = ids[(ids >= 0) & (ids < like.shape[1])]
+    counts = np.bincount(ids, minlength=like.shape[1]).astype(np.int32)
+    return send(counts, like.device)
+
+
+def _index(numbers: Sequence[int] | npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Numbers to index with, on the device."""
+    return send(np.array(numbers, np.int64), device)
+
+
+def _encode(
+    input_: SamplingInput, features: Feature, vocab_size: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """A row of ``Sampler.ints`` and of ``Sampler.floats``."""
+    params = input_.params
+    # Hexadecimal: Python refuses to print very long integers in decimal.
+    digest = hashlib.blake2b(f"{input_.seed:x},{input_.index}".encode(), digest_size=8).digest()
+    keys = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+    top_k = min(params.top_k or vocab_size, vocab_size)
+    is_random = bool(features & Feature.RANDOM)
+    # Not so small that float32 rounds it to 0, with which an infinite logit would be NaN.
+    inverse = max(1.0 / params.temperature, 1e-30) if is_random else -1.0
+    ints = (*keys, len(input_.prompt_token_ids), top_k, params.min_tokens)
+    return ints, (
+        inverse,
+        params.temperature,
+        1.0 - params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
     )
-    units = _units(logits, best, temperature)
+
+
+# --- noise ------------------------------------------------------------------------------------
+
+
+def _noise(tokens: Tensor, ints: Tensor, lengths: Tensor) -> Tensor:
+    """Exponential noise float32 ``[n, vocab_size]``; ``triton.py`` computes the same."""
+    position = lengths - ints[:, PROMPT_LEN]
+    first = _mix(ints[:, 0] + position * _GOLDEN)
+    second = _mix((ints[:, 1] ^ first) + position * _STEP)
+    words = _mix(_mix(tokens + first[:, None]).add_(second[:, None]))
+    # 31 bits as a number in (0, 1); as 1 - u they keep all digits where the winner is: near 0.
+    uniform = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A hash of 32 bits, one to one (Wellons' ``lowbias32``); writes to ``x``."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MIX_B)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+_MIX_A, _MIX_B = 0x7FEB352D, _signed(0x846CA68B)
+_GOLDEN, _STEP = _signed(0x9E3779B9), _signed(0x85EBCA6B)
+_ALWAYS = 2**31 - 1
+
+
+# --- cuts -------------------------------------------------------------------------------------
+
+
+def _cut(x: Tensor, floats: Tensor, ints: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Which tokens steps 4 and 5 keep: bool like ``x``. A cut that is not asked for keeps all."""
+    best = x.amax(dim=1)
+    units = _units(x, best, floats[:, TEMPERATURE, None])
+    kept = torch.ones_like(x, dtype=torch.bool)
     if any(p.top_k for p in params):
-        units *= _is_kept(logits, torch.ones_like(units), top_k.long())
+        kept = _is_kept(x, torch.ones_like(units), ints[:, TOP_K, None].long())
+        units *= kept
     if any(p.top_p < 1.0 for p in params):
         total = units.sum(dim=1, keepdim=True)
-        units *= _is_kept(logits, units, (total - (tail * total).long()).clamp_(min=1))
+        need = (total - (floats[:, TAIL, None] * total).long()).clamp_(min=1)
+        kept &= _is_kept(x, units, need)
     if any(p.min_p for p in params):
-        units *= units >= min_p * ONE
-
-    running = units.cumsum(dim=1)
-    target = (uniform * running[:, -1:]).long()
-    # A row of NaN may point past the end; it is reported, not followed.
-    return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=vocab_size - 1)
-
-
-def _columns(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
-    """What each row has several numbers of, as float64 columns ``[numbers, num_rows, 1]``."""
-    return send(np.array(rows, np.float64), like.device).T[:, :, None]
-
-
-def _rows(numbers: Sequence[int], like: Tensor) -> Tensor:
-    """Row numbers to index ``like`` with."""
-    return send(np.array(numbers, np.int64), like.device)
+        kept &= units >= floats[:, MIN_P, None] * ONE
+    return kept
 
 
 def _units(logits: Tensor, best: Tensor, temperature: Tensor | float) -> Tensor:
@@ -271,28 +563,46 @@ def _is_kept(logits: Tensor, amounts: Tensor, need: Tensor) -> Tensor:
     return order <= edge.int()
 
 
-def _uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on nothing but the arguments."""
-    # Hexadecimal: Python refuses to print very long integers in decimal.
-    digest = hashlib.blake2b(f"{seed:x},{index},{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+# --- results ----------------------------------------------------------------------------------
 
 
-def _logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingInput]) -> Tensor:
-    """Columns for the host, float64: the token's logprob; id and logprob of the best, in turn."""
-    at = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    num_top = min(max(rows[i].params.logprobs or 0 for i in at), raw.shape[1])
-    where = _rows(at, raw)
-    logits = raw[where]
+def _logprobs(raw: Tensor, tokens: Tensor, where: Tensor | None, num_top: int) -> Tensor:
+    """Float64 ``[n, 1 + 2 * num_top]``: the token's logprob; id and logprob of the best, in turn.
+
+    Of the rows at ``where``; ``None`` is all.
+    """
+    if where is not None:
+        raw, tokens = raw[where], tokens[where]
+    logits = raw.float()
     best = logits.amax(dim=1)
     total = _units(logits, best, 1.0).sum(dim=1).double() / ONE
     log_total = (total.log() + best)[:, None]
     # The id in the low bits settles ties, whatever num_top the neighbours ask for.
     keys = (_order(logits).long() << ID_BITS) + torch.arange(logits.shape[1], device=raw.device)
     top_ids = keys.topk(num_top, largest=False).values & (2**ID_BITS - 1)
-    ids = torch.cat([token_ids[where][:, None], top_ids], dim=1)
-    logprobs = logits.gather(1, ids) - log_total
-    columns = torch.zeros(len(rows), 1 + 2 * num_top, dtype=torch.float64, device=raw.device)
+    logprobs = logits.gather(1, torch.cat([tokens[:, None], top_ids], dim=1)) - log_total
     pairs = torch.stack([top_ids.double(), logprobs[:, 1:]], dim=2)
-    columns[where] = torch.cat([logprobs[:, :1], pairs.flatten(1)], dim=1)
-    return columns
+    return torch.cat([logprobs[:, :1], pairs.flatten(1)], dim=1)
+
+
+def _sampled_token(
+    params: SamplingParams, token_id: int, best: float, reported: Sequence[float]
+) -> SampledToken:
+    if not math.isfinite(best):
+        error = (
+            f"the largest logit is {best}, expected a finite one: -inf means that every token is "
+            "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
+        )
+        return SampledToken(0, error=error)
+    if params.logprobs is None:
+        return SampledToken(token_id)
+    pairs = zip(reported[1::2], reported[2::2], strict=True)
+    top = tuple((int(top_id), logprob) for top_id, logprob in pairs)
+    return SampledToken(token_id, reported[0], top[: params.logprobs])
+
+
+def _pack_bits(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[Any]:
+    """Token ids as an int32 mask ``[ceil(vocab_size / 32)]``."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[[token_id for token_id in token_ids if token_id < vocab_size]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

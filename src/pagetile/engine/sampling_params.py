@@ -44,6 +44,8 @@ class SamplingParams:
             100 for each token id. Stored as pairs in the order of the ids.
         logprobs: Report each token's log-probability and this many of the likeliest
             alternatives; 0 reports the token's alone, ``None`` nothing.
+        allowed_token_ids: Choose among these tokens only; ``None`` allows all.
+        bad_words: Texts that are not generated: the token that would complete one is ruled out.
         detokenize: Turn tokens into text.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Let the text end after the stop string, not before it.
@@ -79,6 +81,8 @@ class SamplingParams:
     min_tokens: int = 0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
     logprobs: int | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -94,8 +98,10 @@ class SamplingParams:
             value = getattr(self, name)
             check(isinstance(value, bool), name, value, "True or False")
         self._store("top_k", max(self.top_k, 0))
-        self._store("stop", _stop_strings(self.stop))
-        self._store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._store("stop", _strings("stop", self.stop))
+        self._store("bad_words", _strings("bad_words", self.bad_words))
+        self._store("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
+        self._store("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         self._store("logit_bias", _logit_bias(self.logit_bias))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -140,22 +146,23 @@ _INTEGERS: dict[str, tuple[str, int | None, bool]] = {
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
+def _strings(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     strings = [value] if isinstance(value, str) else value
     fits = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
-    check(fits, "stop", value, "a string or a list of strings, none of them empty")
+    check(fits, name, value, "a string or a list of strings, none of them empty")
     return tuple(strings)  # type: ignore[arg-type]
 
 
-def _stop_token_ids(value: object) -> tuple[int, ...]:
+def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
-        return ()
+        return None
     allowed = "a list of token ids, integers >= 0"
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise RequestError(f"stop_token_ids={value!r}: expected {allowed}")
-    check(all(map(_is_token_id, value)), "stop_token_ids", value, allowed)
+        raise RequestError(f"{name}={value!r}: expected {allowed}")
+    check(all(map(_is_token_id, value)), name, value, allowed)
+    check(name != "allowed_token_ids" or len(value) > 0, name, value, "at least one token id")
     return tuple(int(token_id) for token_id in value)
 
 

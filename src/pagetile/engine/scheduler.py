@@ -1,10 +1,19 @@
-"""Who computes how many tokens in the next step: continuous batching over one block pool.
+"""Which sequences compute how many tokens in the next step: continuous batching over one pool.
 
 Every step has a budget of tokens. Running sequences come first, in order of arrival: one token
 each in decode, a chunk of the prompt in prefill. What is left admits waiting ones. When the
-pool runs dry, a later sequence gives way: its blocks are freed and it waits, first in line, to
-be computed again. The first running sequence never gives way, and any sequence alone fits into
-the pool, so there is always progress.
+pool runs dry, a later sequence is preempted: its blocks are freed and it waits, first in line, to
+be computed again. The first running sequence is never preempted, and any sequence alone fits
+into the pool, so there is always progress.
+
+A step may be scheduled while the one before is in flight::
+
+    schedule N ─► launch N ─► schedule N+1 ─► launch N+1 ─► complete N ─► schedule N+2 ─► …
+
+- A sequence that reaches its length with an unread token is not scheduled again.
+- Nothing is preempted while a step is in flight: ``schedule`` returns None and asks to complete it.
+- A sequence that ends keeps its row and its blocks until no step in flight computes it.
+- Blocks enter the prefix index in ``complete``: their tokens are known and their content is there.
 """
 
 from __future__ import annotations
@@ -13,20 +22,32 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
-from .request import Sequence
+from .chunks import ChunkSizer
+from .request import Sequence, Status
 
-__all__ = ["CacheCounts", "Scheduler", "Step"]
+__all__ = ["CacheCounts", "Scheduler", "SchedulerOutput"]
 
 
 @dataclass
-class Step:
+class SchedulerOutput:
     """What the next forward pass computes."""
 
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     """New tokens of each sequence."""
+    ends: list[int] = field(default_factory=list)
+    """Tokens of each sequence that are computed after the step."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to copy before anything is written."""
+    sampled: list[Sequence] = field(default_factory=list)
+    """The sequences that get a token, forks included."""
+    logits_rows: list[int] = field(default_factory=list)
+    """For each of ``sampled``, the position in ``sequences`` of the one whose logits it uses."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence computes one token and samples the next."""
+        return len(self.sampled) == len(self.sequences) == sum(self.num_tokens)
 
 
 @dataclass
@@ -62,6 +83,7 @@ class Scheduler:
         index: Where full blocks are found by their tokens; ``None`` turns prefix caching off.
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step.
+        chunks: How many prompt tokens a step may compute beside streams that decode.
     """
 
     def __init__(
@@ -71,11 +93,15 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        chunks: ChunkSizer | None = None,
     ) -> None:
         self.pool, self.index, self.block_size = pool, index, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.chunks = chunks or ChunkSizer()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.ended: list[Sequence] = []
+        """Finished sequences that a step in flight still computes."""
         self.counts = CacheCounts()
         self._free_rows = list(range(max_num_seqs))[::-1]
 
@@ -85,26 +111,49 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
+        """Queue a new sequence, behind those of its priority."""
         self.counts.prompt_tokens += len(sequence.token_ids)
-        self.waiting.append(sequence)
+        priority, at = sequence.request.priority, len(self.waiting)
+        while at and self.waiting[at - 1].request.priority > priority:
+            at -= 1
+        self.waiting.insert(at, sequence)
 
-    def schedule(self) -> Step:
-        """Choose the next step's tokens and reserve their slots."""
-        step = Step()
+    def schedule(self, *, in_flight: bool = False) -> SchedulerOutput | None:
+        """Choose the next step's tokens and reserve their slots.
+
+        Args:
+            in_flight: Whether a step is launched and not completed.
+
+        Returns:
+            The step, empty if nothing can be computed now. ``None`` only with ``in_flight``: one
+            that runs would have to be preempted; complete the step in flight and ask again.
+        """
+        step = SchedulerOutput()
         budget = self.max_num_batched_tokens
+        beside = self.chunks.limit(self.running, budget)
+        if in_flight and self._would_preempt(budget, beside):
+            return None
         preempted = False
-        for sequence in list(self.running):
-            if sequence.row is None:
-                continue  # gave way to an earlier one in this very step
-            chunk = min(sequence.num_pending, budget)
+        for sequence in self.running.copy():
+            if (
+                sequence.row < 0
+                or len(sequence.token_ids) + sequence.num_unread >= sequence.max_len
+            ):
+                continue  # preempted in this very step, or its last token is on its way
+            chunk = sequence.num_pending
+            if chunk != 1:
+                chunk = min(chunk, beside)
+            chunk = min(chunk, budget)
             if chunk == 0:
-                break
-            preempted |= self._make_room(sequence, chunk)
-            if sequence.row is None:
+                continue
+            if not in_flight:
+                preempted |= self._make_room(sequence, chunk)
+            if sequence.row < 0:
                 continue
             self._reserve(step, sequence, chunk)
             budget -= chunk
+            beside -= chunk if chunk != 1 else 0
+        budget = min(budget, beside)
         while budget and self.waiting and not preempted and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             chunk = min(sequence.num_pending, budget)
@@ -113,75 +162,118 @@ class Scheduler:
         self._count(step)
         return step
 
-    def complete(self, step: Step) -> list[Sequence]:
-        """Note that a step was computed; returns the sequences that can sample now.
+    def complete(self, step: SchedulerOutput) -> None:
+        """Note that a step was computed, when its tokens are read and not yet appended.
 
         Full blocks become findable here and not earlier: before, their content is not written.
         """
-        ready = []
-        for sequence, chunk in zip(step.sequences, step.num_tokens, strict=True):
-            sequence.num_computed += chunk
-            if self.index is not None:
-                num_full = sequence.num_computed // self.block_size
-                if num_full > len(sequence.block_hashes):
+        size = self.block_size
+        for sequence, end in zip(step.sequences, step.ends, strict=True):
+            if self.index is not None and sequence.status is Status.RUNNING:
+                num_full = end // size
+                if num_full > sequence.num_indexed:
                     sequence.block_hashes.extend(sequence.token_ids)
-                self.index.insert(sequence.block_hashes, sequence.table.blocks, num_full)
-            if sequence.num_pending == 0:
-                ready.append(sequence)
-        return ready
+                    self.index.insert(sequence.block_hashes, sequence.table.blocks, num_full)
+                    sequence.num_indexed = num_full
+        self._leave(step)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` run on from everything ``parent`` has computed, sharing its blocks."""
+    def fork(self, step: SchedulerOutput, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` sample from the logits of ``parent``, and run on with its blocks."""
         child.table, child.block_hashes = parent.table.fork(), parent.block_hashes.fork()
-        child.num_computed = parent.num_computed
+        child.num_computed, child.num_indexed = parent.num_computed, parent.num_indexed
         self._start(child, after=parent)
+        self._sample(step, child, step.sequences.index(parent))
 
     def restart(self) -> None:
-        """Let everything that runs give way: after half a step nobody knows what is computed."""
+        """Preempt everything that runs: a step failed, and what steps in flight did is unknown.
+
+        What they sampled is forgotten, and will be sampled again.
+        """
         for sequence in reversed(self.running.copy()):
             self._give_way(sequence)
+        for sequence in self.ended.copy():
+            self._release(sequence)
 
-    def distrust(self, sequence: Sequence) -> None:
-        """Let nobody find a sequence's blocks: what is in them led to no result."""
+    def evict_from_prefix_cache(self, sequence: Sequence) -> None:
+        """Let no prompt find a sequence's blocks: the forward pass over them failed."""
         for block in sequence.table.blocks:
             self.pool.overwrite(block)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give its blocks back."""
-        if sequence.row is not None:
-            self._stop(sequence)
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence, wherever it is. Its blocks go back when no step in flight writes them."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self.ended.append(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.table.free()
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        if sequence.row >= 0 and not sequence.num_steps:
+            self._release(sequence)
 
     def check(self) -> None:
-        """Prove that every block is free or held by the running sequences' tables."""
-        self.pool.check(sequence.table.blocks for sequence in self.running)
+        """Prove that every block is free or held by the tables of sequences that have a row."""
+        holders = [*self.running, *self.ended]
+        self.pool.check(sequence.table.blocks for sequence in holders)
+        rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
+        assert rows == list(range(self.max_num_seqs)), f"rows are lost or held twice: {rows}"
+        for sequence in self.waiting:
+            assert sequence.status is Status.WAITING, sequence
+            assert not sequence.table.blocks, "a waiting sequence holds blocks"
 
     # --- one sequence ----------------------------------------------------------------------
 
-    def _reserve(self, step: Step, sequence: Sequence, chunk: int) -> None:
-        step.copies += sequence.table.append(chunk)
+    def _reserve(self, step: SchedulerOutput, sequence: Sequence, chunk: int) -> None:
+        copies = sequence.table.append(chunk)
+        if copies:
+            step.copies += copies
         step.sequences.append(sequence)
         step.num_tokens.append(chunk)
+        sequence.num_computed += chunk
+        sequence.num_steps += 1
+        step.ends.append(sequence.num_computed)
+        if sequence.num_computed == len(sequence.token_ids) + sequence.num_unread:
+            self._sample(step, sequence, len(step.sequences) - 1)
+
+    def _sample(self, step: SchedulerOutput, sequence: Sequence, logits_row: int) -> None:
+        step.sampled.append(sequence)
+        step.logits_rows.append(logits_row)
+        sequence.num_unread += 1
+        if step.sequences[logits_row] is not sequence:
+            sequence.num_steps += 1  # a fork is in the step by its token alone
+
+    def _leave(self, step: SchedulerOutput) -> None:
+        for sequence in step.sequences:
+            sequence.num_steps -= 1
+        for sequence, row in zip(step.sampled, step.logits_rows, strict=True):
+            sequence.num_unread -= 1
+            if step.sequences[row] is not sequence:
+                sequence.num_steps -= 1
+        if self.ended:
+            for sequence in self.ended.copy():
+                if not sequence.num_steps:
+                    self._release(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if a row and blocks for all its tokens are there."""
         rows = 1 if sequence.request.is_forked else sequence.request.params.n
         if self._rows_left() < rows:
             return False
-        cached = self._match(sequence)
+        most_cached = (len(sequence.token_ids) - 1) // self.block_size  # the last is computed
+        cached = []
+        if self.index is not None:
+            sequence.block_hashes.extend(sequence.token_ids)
+            cached = self.index.match(sequence.block_hashes, most_cached)
         needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
         idle = sum(self.pool.ref_count(block) == 0 for block in cached)
         # Running sequences will ask for a block now and then: leave them a few.
         spare = len(self.running)
-        if self.running and not self.pool.can_allocate(needed + idle + spare):
+        holds = bool(self.running or self.ended)
+        if holds and not self.pool.can_allocate(needed + idle + spare):
             return False
         if self.index is not None:
-            sequence.table.adopt_prefix(
-                self.index, sequence.block_hashes, max_blocks=self._most_cached(sequence)
-            )
+            sequence.table.adopt_prefix(self.index, sequence.block_hashes, max_blocks=most_cached)
         sequence.num_computed = sequence.table.num_tokens
+        sequence.num_indexed = len(cached)
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed
             self.counts.cached_tokens += sequence.num_computed
@@ -190,15 +282,16 @@ class Scheduler:
         self._start(sequence)
         return True
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the beginning of a sequence; its last token is always computed."""
-        if self.index is None:
-            return []
-        sequence.block_hashes.extend(sequence.token_ids)
-        return self.index.match(sequence.block_hashes, self._most_cached(sequence))
-
-    def _most_cached(self, sequence: Sequence) -> int:
-        return (len(sequence.token_ids) - 1) // self.block_size
+    def _would_preempt(self, budget: int, beside: int) -> bool:
+        """Whether the running sequences may need more blocks than are free."""
+        if self.pool.can_allocate(len(self.running) + budget // self.block_size + 1):
+            return False
+        needed = 0
+        for sequence in self.running:
+            if sequence.num_tokens < sequence.max_len:
+                chunk = sequence.num_pending
+                needed += sequence.table.blocks_needed(chunk if chunk == 1 else min(chunk, beside))
+        return not self.pool.can_allocate(needed)
 
     def _make_room(self, sequence: Sequence, chunk: int) -> bool:
         """Preempt until ``sequence`` can have its blocks, itself last; True if anyone gave way."""
@@ -206,7 +299,9 @@ class Scheduler:
         while not self.pool.can_allocate(sequence.table.blocks_needed(chunk)):
             later = self.running[self.running.index(sequence) :]
             victim = min(reversed(later[1:] or later), key=self._cost)
-            self._preempt(victim)
+            self.counts.preemptions += 1
+            victim.num_lost = victim.num_computed
+            self._give_way(victim)
             preempted = True
             if victim is sequence:
                 break
@@ -217,39 +312,38 @@ class Scheduler:
         alone = sum(self.pool.ref_count(block) == 1 for block in sequence.table.blocks)
         return min(alone * self.block_size, sequence.num_computed) if alone else float("inf")
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.counts.preemptions += 1
-        sequence.num_lost = sequence.num_computed
-        self._give_way(sequence)
-
     def _give_way(self, sequence: Sequence) -> None:
-        self._stop(sequence)
-        sequence.table.free()
+        self.running.remove(sequence)
+        self._release(sequence)
         sequence.table = BlockTable(self.pool)  # another: its row is stale
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_indexed = 0
+        sequence.num_unread = sequence.num_steps = 0
+        sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
 
     def _start(self, sequence: Sequence, after: Sequence | None = None) -> None:
-        sequence.row = self._free_rows.pop()
+        sequence.row, sequence.status = self._free_rows.pop(), Status.RUNNING
         at = len(self.running) if after is None else self.running.index(after) + 1
         self.running.insert(at, sequence)
 
-    def _stop(self, sequence: Sequence) -> None:
-        assert sequence.row is not None
+    def _release(self, sequence: Sequence) -> None:
+        """Take back the row and the blocks of a sequence that runs no more."""
+        if sequence.status is Status.FINISHED:
+            self.ended.remove(sequence)
         self._free_rows.append(sequence.row)
-        sequence.row = None
-        self.running.remove(sequence)
+        sequence.row = -1
+        sequence.table.free()
 
     def _rows_left(self) -> int:
         """Free rows that no running request still has to fork into."""
         promised = {
             sequence.request.request_id: sequence.request.params.n - 1
             for sequence in self.running
-            if not sequence.request.is_forked
+            if sequence.request.params.n > 1 and not sequence.request.is_forked
         }
         return len(self._free_rows) - sum(promised.values())
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: SchedulerOutput) -> None:
         counts, size = self.counts, self.block_size
         counts.copied_blocks += len(step.copies)
         held = self.pool.num_blocks - self.pool.num_free

@@ -1,4 +1,4 @@
-"""What is proven of a request before anything of it begins."""
+"""Validates requests before they are queued."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .detokenizer import Detokenizer
 from .numbers import is_index, is_list
 from .sampling_params import SamplingParams
 
-__all__ = ["Intake"]
+__all__ = ["InputProcessor"]
 
 
 @dataclass(frozen=True)
-class Intake:
+class InputProcessor:
     """Turns prompts into tokens, and refuses what an engine could never serve."""
 
     tokenizer: Any
@@ -54,7 +54,7 @@ class Intake:
         return token_ids
 
     def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
-        """Prove that a request can be served; returns the prompt's token ids.
+        """Check that a request can be served, and return the prompt's token ids.
 
         Raises:
             RequestError: It never can: see ``encode``; or the prompt leaves no room for a token,
@@ -72,8 +72,24 @@ class Intake:
             )
         self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
         self._check_vocabulary("logit_bias", list(dict(params.logit_bias or ())))
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError(
+                f"bad_words={params.bad_words!r} but the model directory has no tokenizer: use "
+                "logit_bias with -100"
+            )
         Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
         return token_ids
+
+    def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of ``bad_words``: each word alone, and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for text in (word, " " + word.lstrip()):
+                token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if token_ids:
+                    found[tuple(token_ids)] = None
+        return tuple(found)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens < self.max_model_len:

@@ -1,0 +1,175 @@
+"""Workloads of whole generation for one engine: prompts with the tokens that each asks for.
+
+``python -m benchmarks.workload_n`` runs workload N and small batches on one GPU and prints JSON:
+256 prompts of 100 to 1024 random tokens, 100 to 1024 new tokens each, temperature 0.6, over a model
+of Qwen3-0.6B's sizes with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pagetile import LLM, SamplingParams
+
+from .generators import QWEN3
+
+__all__ = ["Requests", "draw_n", "generate", "time_per_token"]
+
+Requests = list[tuple[list[int], int]]
+"""Prompts as token ids, and how many new tokens each gets."""
+
+
+def draw_n(num_prompts: int = 256, vocab_size: int = 10000) -> Requests:
+    """Workload N: prompts are drawn first, lengths of outputs after all of them."""
+    rng = random.Random(0)
+    prompts = [
+        [rng.randint(0, vocab_size) for _ in range(rng.randint(100, 1024))]
+        for _ in range(num_prompts)
+    ]
+    return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+def generate(llm: LLM, requests: Requests, **options: Any) -> float:
+    """Seconds that an engine takes for all requests."""
+    options = {"temperature": 0.6, "ignore_eos": True, **options}
+    params = [SamplingParams(max_tokens=n, **options) for _, n in requests]
+    start = time.perf_counter()
+    llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def time_per_token(llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int = 256) -> float:
+    """Milliseconds between two tokens of each of ``num_seqs`` sequences, greedy."""
+    found = []
+    for turn in range(3):
+        rng = random.Random(turn * 1000 + num_seqs)
+        prompts = [[rng.randrange(10000) for _ in range(num_prompt)] for _ in range(num_seqs)]
+        seconds = [
+            generate(llm, [(prompt, n) for prompt in prompts], temperature=0.0)
+            for n in (8, 8 + num_new)
+        ]
+        found.append(1e3 * (seconds[1] - seconds[0]) / num_new)
+    return statistics.median(found)
+
+
+def host_time_per_step(llm: LLM, num_seqs: int, num_steps: int = 200) -> float:
+    """Milliseconds of the host's own work a decode step: what a step takes without waiting."""
+    engine = llm.engine
+    rng = random.Random(5)
+    params = SamplingParams(max_tokens=num_steps + 100, temperature=0.6, ignore_eos=True)
+    ids = [
+        engine.add_request([rng.randrange(10000) for _ in range(64)], params)
+        for _ in range(num_seqs)
+    ]
+    for _ in range(60):
+        engine.step()
+    waited = 0.0
+    wait = torch.cuda.Event.synchronize
+
+    def timed(event: torch.cuda.Event) -> None:
+        nonlocal waited
+        start = time.perf_counter()
+        wait(event)
+        waited += time.perf_counter() - start
+
+    torch.cuda.Event.synchronize = timed  # type: ignore[method-assign, assignment]
+    try:
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        seconds = time.perf_counter() - start
+    finally:
+        torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
+    for request_id in ids:
+        engine.abort(request_id)
+        engine.take_output(request_id)
+    return 1e3 * (seconds - waited) / num_steps
+
+
+def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
+    """Kernels by time, and the share of time in which the GPU is busy, after ``skip`` seconds."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    engine = llm.engine
+    for prompt, n in requests:
+        engine.add_request(prompt, SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True))
+    start = time.perf_counter()
+    while time.perf_counter() - start < skip:
+        engine.step()
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as prof:
+        begin = time.perf_counter()
+        for _ in range(60):
+            engine.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+    for request_id in list(engine._requests):
+        engine.abort(request_id)
+        engine.take_output(request_id)
+    rows = [(e.key, e.self_device_time_total, e.count) for e in prof.key_averages()]
+    rows.sort(key=lambda row: -row[1])
+    busy = sum(t for _, t, _ in rows) / 1e6
+    return {
+        "busy": busy / seconds,
+        "ms a step": 1e3 * seconds / 60,
+        "kernels a step": sum(n for *_, n in rows) / 60,
+        "kernels": [(key[:70], round(t / 60, 1), round(n / 60, 1)) for key, t, n in rows[:25]],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is asked for and print one JSON object a line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", default=["n", "small", "host", "profile"])
+    parser.add_argument("--eager", action="store_true")
+    asked = parser.parse_args(arguments)
+    start = time.perf_counter()
+    llm = LLM(
+        QWEN3.load(torch.bfloat16, "cuda"),
+        device="cuda",
+        max_num_seqs=256,
+        max_model_len=4096,
+        enforce_eager=asked.eager,
+    )
+    _print("start", seconds=time.perf_counter() - start, device=torch.cuda.get_device_name())
+    requests = draw_n()
+    total = sum(n for _, n in requests)
+    if "n" in asked.parts:
+        seconds = []
+        for _ in range(2):
+            llm.reset_prefix_cache()  # or the second run would find the first one's prompts
+            seconds.append(generate(llm, requests))
+        _print("N", tokens=total, first=total / seconds[0], second=total / seconds[1])
+    if "small" in asked.parts:
+        _print("ms a token", **{str(n): time_per_token(llm, n) for n in (1, 8, 64)})
+    if "host" in asked.parts:
+        _print("host ms a step", **{str(n): host_time_per_step(llm, n) for n in (1, 64, 256)})
+    if "profile" in asked.parts:
+        llm.reset_prefix_cache()
+        _print("profile", **profile(llm, requests))
+    if "variants" in asked.parts:
+        variants: dict[str, dict[str, Any]] = {
+            "logprobs": {"logprobs": 1},
+            "stop": {"stop": ["\x00never"]},
+            "top_p": {"top_p": 0.9},
+            "penalty": {"presence_penalty": 0.5},
+        }
+        for name, options in variants.items():
+            llm.reset_prefix_cache()
+            _print(name, rate=total / generate(llm, requests, **options))
+
+
+def _print(name: str, **values: Any) -> None:
+    print(json.dumps({"what": name, **values}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The kernels of a decode step compute what the torch code beside them does."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagetile.engine.cuda_graphs import padded_sizes
+from pagetile.engine.sampler import Sampler, SamplingInput
+from pagetile.engine.sampling_params import SamplingParams
+
+BLOCK_SIZE, WIDTH, NUM_ROWS, VOCAB_SIZE = 4, 9, 7, 5000
+
+
+def home():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_sampler(device, seed=0, temperature=0.8):
+    """Rows that are greedy and random in turn, of different lengths."""
+    sampler = Sampler(NUM_ROWS, VOCAB_SIZE, torch.device("cpu"))
+    inputs = [
+        SamplingInput(
+            SamplingParams(temperature=temperature if row % 3 else 0.0),
+            range(2 + row), (), seed + row, row,
+        )
+        for row in range(NUM_ROWS)
+    ]  # fmt: skip
+    sampler.start(range(NUM_ROWS), inputs)
+    generator = torch.Generator().manual_seed(seed)
+    sampler.lengths.copy_(torch.randint(7, WIDTH * BLOCK_SIZE, (NUM_ROWS,), generator=generator))
+    sampler.lengths[2] = BLOCK_SIZE * 2 + 1  # a block of its own for the last token
+    sampler.last_tokens.copy_(torch.randint(0, VOCAB_SIZE, (NUM_ROWS,), generator=generator))
+    for name in ("lengths", "last_tokens", "ints", "floats"):
+        setattr(sampler, name, getattr(sampler, name).to(device))
+    return sampler
+
+
+@pytest.mark.interpret
+def test_begin_lays_out_the_rows_of_the_inbox():
+    from pagetile.engine.triton import DecodeBuffers
+
+    sampler = make_sampler(home())
+    tables = torch.arange(NUM_ROWS * WIDTH, dtype=torch.int32).view(NUM_ROWS, WIDTH)
+    buffers = DecodeBuffers(tables.to(home()), sampler, BLOCK_SIZE)
+    buffers.inbox[:8] = torch.tensor([5, 2, -1, 0, 91, 92, 0, 93])
+    batch = buffers(4, 100)
+    lengths, rows = sampler.lengths.cpu(), [5, 2, -1, 0]
+    assert batch.batch.seq_lens.tolist() == [0 if r < 0 else int(lengths[r]) for r in rows]
+    assert batch.batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    for at, (row, block) in enumerate([(5, 91), (2, 92), (-1, 0), (0, 93)]):
+        if row < 0:
+            assert batch.slot_mapping[at] == -1
+            continue
+        position = int(lengths[row]) - 1
+        expected = tables[row, : position // BLOCK_SIZE + 1].tolist()
+        expected[-1] = block
+        assert batch.token_ids[at] == sampler.last_tokens[row]
+        assert batch.positions[at] == position
+        assert batch.slot_mapping[at] == block * BLOCK_SIZE + position % BLOCK_SIZE
+        assert batch.batch.block_tables[at, : len(expected)].tolist() == expected
+        assert buffers._rows_tables[row, : len(expected)].tolist() == expected
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("temperature", [0.8, 1e-3, 1e300])
+def test_drawn_tokens_are_those_of_torch_and_the_rows_advance(dtype, temperature):
+    from pagetile.engine import triton as kernels
+
+    generator = torch.Generator().manual_seed(1)
+    for seed in range(3):
+        # A row of equal logits, one of NaN, one that allows nothing, one with nothing in a tile.
+        logits = torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator).mul(3).to(dtype)
+        logits[3] = 0.0
+        logits[4, 4500] = torch.nan
+        logits[5] = -torch.inf
+        logits[6, :4096] = -torch.inf
+        on_host = make_sampler(torch.device("cpu"), seed, temperature)
+        rows = torch.tensor([3, 1, 0, 4, 2, 5, 6])
+        before = on_host.lengths.clone()
+        tokens, best = on_host.draw(logits[rows], rows, on_host.features[rows.numpy()])
+        assert torch.equal(on_host.lengths[rows], before[rows] + 1)
+        on_device = make_sampler(home(), seed, temperature)
+        some = torch.tensor([3, 1, 0, -1, 4, 2, 5, 6], dtype=torch.int32)
+        given = torch.cat([logits[rows[:3]], logits[:1], logits[rows[3:]]]).to(home())
+        packed = kernels.draw(given, some.to(home()), on_device).cpu()
+        kept = some >= 0
+        assert packed[:16].view(torch.int64)[kept].tolist() == tokens.tolist()
+        assert torch.equal(packed[16:].view(torch.float32)[kept].isnan(), best.isnan())
+        assert torch.equal(packed[16:].view(torch.float32)[kept].nan_to_num(), best.nan_to_num())
+        assert torch.equal(on_device.lengths.cpu(), on_host.lengths)
+        assert torch.equal(on_device.last_tokens.cpu(), on_host.last_tokens)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 16, 17, 100, 128, 1000])
+def test_every_number_of_sequences_has_a_padded_size_not_far_above_it(max_num_seqs):
+    sizes = padded_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_num_seqs
+    for num_seqs in range(1, max_num_seqs + 1):
+        size = min(size for size in sizes if size >= num_seqs)
+        assert size < num_seqs + max(16, num_seqs)
+        assert size < 2 * num_seqs
+
+
+def test_packed_arrays_come_back_as_they_were():
+    from pagetile.transfer import pack, unpack
+
+    generator = np.random.default_rng(0)
+    shapes = [(3,), (0,), (1,), (4, 5), (0, 7), (2, 0), (33,)]
+    arrays = [
+        generator.integers(-100, 100, shape).astype(dtype)
+        for dtype in (np.int64, np.int32)
+        for shape in shapes
+    ]
+    packed = pack(arrays, torch.device("cpu"))
+    for tensor, array in zip(unpack(packed.clone(), arrays), arrays, strict=True):
+        assert tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype
+        assert tensor.data_ptr() % 16 == 0 or not array.size

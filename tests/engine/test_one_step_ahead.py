@@ -1,0 +1,464 @@
+"""A step is scheduled before the tokens of the one before it are known: nothing changes.
+
+Each rule of ``scheduler.py`` has a test, and a random machine mixes all that can happen: arrivals,
+forks, aborts, preemption, failures, ends by length, token and string. After every step the pool,
+the index and the steps in flight are checked.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from pagetile import SamplingParams
+from pagetile.engine import Engine
+from pagetile.kv_cache import BlockPool
+from pagetile.kv_cache.storage import KVCache
+from pagetile.models import load_model
+from pagetile.testing.models import tiny_model
+
+BLOCK_SIZE = 4
+MAX_LEN = 40
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class Letters:
+    """A tokenizer of one character a token."""
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [ord(letter) - 32 for letter in text]
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return "".join(chr(32 + token_id) for token_id in token_ids)
+
+
+def make_engine(num_blocks: int = 64, is_ahead: bool = True, **options: Any) -> Engine:
+    model = load_model(tiny_model("llama"))
+    cache = KVCache(model.layers, BlockPool(num_blocks, BLOCK_SIZE))
+    for layer in (*cache.k, *cache.v):
+        layer.fill_(torch.nan)  # what nothing was written to spoils whoever reads it
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
+    return Engine(
+        model,
+        cache,
+        Letters(),
+        max_model_len=min(MAX_LEN, cache.num_tokens),
+        async_scheduling=is_ahead,
+        **options,
+    )
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return make_engine()
+
+
+def finish(engine: Engine) -> list[Any]:
+    deltas = []
+    for _ in range(2000):
+        if not engine.has_unfinished:
+            break
+        deltas += engine.step()
+        engine.check()
+    assert not engine.has_unfinished
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return deltas
+
+
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams) -> Any:
+    """What an engine of a large pool makes of a request by itself, a step after the other."""
+    engine = make_engine(is_ahead=False, enable_prefix_caching=False)
+    request_id = engine.add_request(prompt, params)
+    finish(engine)
+    return engine.take_output(request_id)
+
+
+def is_same(output: Any, expected: Any) -> bool:
+    """Text, tokens, reasons; log-probabilities up to rounding, and their number."""
+    if replace(output, logprobs=None, cumulative_logprob=None) != replace(
+        expected, logprobs=None, cumulative_logprob=None
+    ):
+        return False
+    if output.logprobs is None or expected.logprobs is None:
+        return output.logprobs is expected.logprobs
+    found, wanted = ([[p for _, p in entry] for entry in o.logprobs] for o in (output, expected))
+    return len(found) == len(output.token_ids) and all(
+        a == pytest.approx(b, abs=1e-4) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+# --- one rule, one test ------------------------------------------------------------------------
+
+
+def test_the_next_step_is_launched_before_tokens_are_read(engine: Engine) -> None:
+    events = []
+    run, read = engine._runner.run, engine._runner.read
+    engine._runner.run = lambda *args: events.append("launch") or run(*args)  # type: ignore
+    engine._runner.read = lambda launched: events.append("read") or read(launched)  # type: ignore
+    engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=4))
+    finish(engine)
+    assert events == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]
+
+
+def test_a_length_is_foreseen_and_costs_no_step_more() -> None:
+    for is_ahead in (False, True):
+        engine, computed = make_engine(is_ahead=is_ahead), []
+        run = engine._runner.run
+
+        def watched(step: Any, masks: Any, run: Any = run, computed: Any = computed) -> Any:
+            computed.append(sum(step.num_tokens))
+            return run(step, masks)
+
+        engine._runner.run = watched  # type: ignore[method-assign]
+        engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=4))
+        finish(engine)
+        assert computed == [3, 1, 1, 1]
+
+
+def test_the_token_after_an_end_is_dropped(engine: Engine) -> None:
+    free = alone((5, 6, 7), GREEDY).outputs[0].token_ids
+    stop = replace(GREEDY, stop_token_ids=[free[4]], logprobs=1)
+    request_id = engine.add_request([5, 6, 7], stop)
+    deltas = finish(engine)
+    [output] = engine.take_output(request_id).outputs
+    cut = free.index(free[4]) + 1
+    assert output.token_ids == free[:cut]
+    assert [delta.token_id for delta in deltas] == list(free[:cut])
+    assert len(output.logprobs) == cut
+    assert is_same(output, alone((5, 6, 7), stop).outputs[0])
+
+
+def test_blocks_of_an_ended_sequence_wait_for_the_step_that_writes_them(engine: Engine) -> None:
+    free = alone((5, 6, 7), GREEDY).outputs[0].token_ids
+    request_id = engine.add_request([5, 6, 7], replace(GREEDY, stop_token_ids=[free[2]]))
+    engine.add_request([9, 9], replace(GREEDY, max_tokens=30))
+    while not engine.is_finished(request_id):
+        engine.step()
+    [sequence] = engine._requests[request_id].sequences
+    [launched] = engine._in_flight
+    assert sequence in launched.step.sequences
+    assert all(engine.pool.ref_count(block) for block in sequence.table.blocks)
+    assert sequence.table.blocks
+    engine.step()
+    assert not sequence.table.blocks
+    finish(engine)
+
+
+def test_blocks_are_found_by_known_tokens_only(engine: Engine) -> None:
+    engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=30))
+    [sequence] = engine._requests[0].sequences
+    num_full = 0
+    while engine.has_unfinished:
+        engine.step()
+        held = [block for block in sequence.table.blocks if block in engine._index]
+        # The last known token is not computed by a step that was read.
+        assert len(held) <= (len(sequence.token_ids) - 1) // BLOCK_SIZE
+        num_full = max(num_full, len(held))
+    assert num_full == 7
+
+
+def test_nothing_is_preempted_while_a_step_is_in_flight() -> None:
+    engine, seen = make_engine(num_blocks=10), []
+    give_way = engine.scheduler._give_way
+
+    def watched(sequence: Any) -> None:
+        seen.append(len(engine._in_flight))
+        assert sequence.num_unread == 0
+        give_way(sequence)
+
+    engine.scheduler._give_way = watched  # type: ignore[method-assign]
+    prompts = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
+    ids = [engine.add_request(prompt, replace(GREEDY, max_tokens=20)) for prompt in prompts]
+    finish(engine)
+    assert seen
+    assert not any(seen)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        expected = alone(prompt, replace(GREEDY, max_tokens=20))
+        assert engine.take_output(request_id).outputs == expected.outputs
+
+
+def test_forks_sample_in_the_step_that_computes_the_prompt(engine: Engine) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=9, ignore_eos=True)
+    request_id = engine.add_request([5, 6, 7, 8, 9], params)
+    deltas = engine.step()
+    assert [delta.index for delta in deltas] == [0, 1, 2]
+    finish(engine)
+    outputs = engine.take_output(request_id).outputs
+    assert all(map(is_same, outputs, alone((5, 6, 7, 8, 9), params).outputs))
+    assert len({output.token_ids for output in outputs}) == 3
+
+
+def test_an_abort_leaves_what_was_returned(engine: Engine) -> None:
+    request_id = engine.add_request([5, 6, 7], GREEDY)
+    other = engine.add_request([8, 9], GREEDY)
+    deltas = [delta for _ in range(3) for delta in engine.step()]
+    engine.abort(request_id)
+    engine.check()
+    deltas += finish(engine)
+    [output] = engine.take_output(request_id).outputs
+    returned = [delta.token_id for delta in deltas if delta.request_id == request_id]
+    assert list(output.token_ids) == returned
+    assert output.token_ids == alone((5, 6, 7), GREEDY).outputs[0].token_ids[:3]
+    assert engine.take_output(other).outputs == alone((8, 9), GREEDY).outputs
+
+
+def test_an_abort_of_all_leaves_nothing_in_flight(engine: Engine) -> None:
+    request_id = engine.add_request([5, 6, 7], GREEDY)
+    engine.step()
+    assert engine._in_flight
+    engine.abort(request_id)
+    assert not engine.has_unfinished
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+@pytest.mark.parametrize("where", ["launch", "read"])
+def test_a_failure_in_flight_loses_and_doubles_nothing(engine: Engine, where: str) -> None:
+    name = {"launch": "run", "read": "read"}[where]
+    whole, num_calls = getattr(engine._runner, name), 0
+
+    def sometimes(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 4 == 3:
+            raise RuntimeError("once")
+        return whole(*args)
+
+    setattr(engine._runner, name, sometimes)
+    params = replace(GREEDY, logprobs=1, temperature=0.9, seed=5, n=2)
+    request_id, deltas, failures = engine.add_request([5, 6, 7], params), [], 0
+    while engine.has_unfinished:
+        try:
+            deltas += engine.step()
+        except RuntimeError:
+            failures += 1
+        engine.check()
+    outputs = engine.take_output(request_id).outputs
+    assert failures > 2
+    assert all(map(is_same, outputs, alone((5, 6, 7), params).outputs))
+    for output in outputs:
+        found = [delta.token_id for delta in deltas if delta.index == output.index]
+        assert tuple(found) == output.token_ids
+
+
+def test_blocks_of_a_step_that_failed_are_never_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys were not written: whoever found them would compute with what lay there before."""
+    prompt = tuple(range(5, 26))
+    with monkeypatch.context() as patch:
+
+        def fail(step: Any) -> torch.Tensor:
+            raise RuntimeError("once")
+
+        patch.setattr(engine.model, "forward", fail)
+        failed = engine.add_request(prompt, GREEDY)
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+    engine.abort(failed)
+    request_id = engine.add_request(prompt, GREEDY)
+    finish(engine)
+    output = engine.take_output(request_id)
+    assert output.num_cached_tokens == 0
+    assert output.outputs == alone(prompt, GREEDY).outputs
+
+
+def test_blocks_that_led_to_nan_are_never_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, forward = tuple(range(5, 26)), engine.model.forward
+    with monkeypatch.context() as patch:
+
+        def spoil(step: Any) -> torch.Tensor:
+            return forward(step) * torch.nan
+
+        patch.setattr(engine.model, "forward", spoil)
+        failed = engine.add_request(prompt, GREEDY)
+        engine.step()
+    assert engine.take_output(failed).outputs[0].finish_reason == "error"
+    finish(engine)
+    request_id = engine.add_request(prompt, GREEDY)
+    finish(engine)
+    assert engine.take_output(request_id).num_cached_tokens == 0
+
+
+class OddOnly:
+    """A grammar: tokens that are larger than the one before, or the end."""
+
+    def __init__(self) -> None:
+        self.last = -1
+
+    def fill_mask(self, mask: Any) -> None:
+        mask[:] = 0
+        for token_id in range(self.last + 1, 96):
+            mask[token_id // 32] |= (1 << token_id % 32) - ((token_id % 32 == 31) << 32)
+        mask[2 // 32] |= 1 << 2  # the end
+
+    def accept(self, token_id: int) -> None:
+        self.last = token_id
+
+
+def test_a_grammar_sees_each_token_before_it_restricts_the_next(engine: Engine) -> None:
+    params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=12)
+    request_id = engine.add_request([5, 6, 7], params, make_grammar=OddOnly)
+    other = engine.add_request([8, 9], GREEDY)
+    finish(engine)
+    for output in engine.take_output(request_id).outputs:
+        tokens = [token_id for token_id in output.token_ids if token_id != 2]
+        assert tokens == sorted({*tokens})
+    assert engine.take_output(other).outputs == alone((8, 9), GREEDY).outputs
+
+
+# --- all of it at once -------------------------------------------------------------------------
+
+
+class Injected(Exception):
+    """A failure that the machine makes."""
+
+
+class Machine:
+    """Drives an engine at random and remembers what it should have done."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.engine = make_engine(
+            num_blocks=rng.choice([10, 14, 30]),
+            is_ahead=rng.random() < 0.8,
+            max_num_batched_tokens=rng.choice([8, 12, 64]),
+            enable_prefix_caching=rng.random() < 0.8,
+        )
+        self.asked: dict[Any, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.texts: dict[tuple[Any, int], str] = {}
+        self.tokens: dict[tuple[Any, int], list[int]] = {}
+        self.aborted: set[Any] = set()
+        self.written: dict[int, list[tuple[Any, list[int]]]] = {}
+        self.is_failing, self.num_failures = "", 0
+        engine = self.engine
+        run, read, forward = engine._runner.run, engine._runner.read, engine.model.forward
+
+        def watched(step: Any, masks: Any) -> Any:
+            self.fail_if("before")
+            launched = run(step, masks)
+            self.written[id(launched)] = [
+                (s, s.table.blocks[(end - n) // BLOCK_SIZE : -(-end // BLOCK_SIZE)])
+                for s, n, end in zip(step.sequences, step.num_tokens, step.ends, strict=True)
+            ]
+            self.fail_if("after")
+            return launched
+
+        def watched_read(launched: Any) -> Any:
+            self.fail_if("read")
+            return read(launched)
+
+        def watched_forward(batch: Any) -> Any:
+            logits = forward(batch)
+            self.fail_if("forward")
+            return logits
+
+        engine._runner.run = watched  # type: ignore[method-assign]
+        engine._runner.read = watched_read  # type: ignore[method-assign]
+        engine.model.forward = watched_forward  # type: ignore[method-assign]
+
+    def fail_if(self, where: str) -> None:
+        if self.is_failing == where:
+            self.is_failing, self.num_failures = "", self.num_failures + 1
+            raise Injected
+
+    def add(self) -> None:
+        rng = self.rng
+        head = rng.choice([(), (11, 12, 13, 14, 15, 16, 17, 18, 19)])
+        prompt = head + tuple(rng.randrange(3, 96) for _ in range(rng.randint(1, 8)))
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.9]),
+            seed=rng.randrange(5),
+            top_k=rng.choice([0, 0, 8]),
+            top_p=rng.choice([1.0, 0.8]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.7]),
+            min_tokens=rng.choice([0, 0, 3]),
+            logprobs=rng.choice([None, None, 2]),
+            n=rng.choice([1, 1, 3]),
+            stop=rng.choice([(), (), ("a", "Q7"), ("zz",)]),
+            stop_token_ids=rng.choice([(), (30, 40, 50, 60, 70, 80)]),
+            ignore_eos=rng.random() < 0.5,
+            max_tokens=rng.choice([3, 9, 15]),
+        )
+        stream = rng.random() < 0.5
+        request_id = self.engine.add_request(
+            prompt, params, stream=stream, priority=rng.choice([0, 0, 1])
+        )
+        self.asked[request_id] = prompt, params
+
+    def abort(self) -> None:
+        live = [i for i in self.asked if not self.engine.is_finished(i)]
+        if live:
+            request_id = self.rng.choice(live)
+            self.engine.abort(request_id)
+            self.aborted.add(request_id)
+
+    def step(self) -> None:
+        if self.rng.random() < 0.06:
+            self.is_failing = self.rng.choice(["before", "after", "read", "forward"])
+        try:
+            deltas = self.engine.step()
+        except Injected:
+            deltas = []
+        self.is_failing = ""
+        for delta in deltas:
+            key = delta.request_id, delta.index
+            self.texts[key] = self.texts.get(key, "") + delta.text
+            if delta.token_id is not None:
+                self.tokens.setdefault(key, []).append(delta.token_id)
+
+    def check(self) -> None:
+        self.engine.check()
+        for launched in self.engine._in_flight:
+            for sequence, blocks in self.written[id(launched)]:
+                held = set(sequence.table.blocks)
+                assert held.issuperset(blocks), "a step in flight writes what others may take"
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not self.engine.has_unfinished:
+                break
+            self.step()
+            self.check()
+        engine = self.engine
+        assert not engine.has_unfinished
+        assert engine.pool.num_free == engine.pool.num_blocks
+        for request_id, (prompt, params) in self.asked.items():
+            request = engine._requests[request_id]
+            output = engine.take_output(request_id)
+            expected = alone(prompt, params)
+            assert output.finished
+            for one in output.outputs:
+                key = request_id, one.index
+                wanted = expected.outputs[one.index]
+                assert tuple(self.tokens.get(key, ())) == one.token_ids
+                if one.finish_reason == "abort":
+                    assert request_id in self.aborted
+                    assert one.token_ids == wanted.token_ids[: len(one.token_ids)]
+                    assert len(one.logprobs or one.token_ids) == len(one.token_ids)
+                    continue
+                assert is_same(one, wanted), (prompt, params, one, wanted)
+                if request.makes_text_early:
+                    assert self.texts[key] == one.text
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> None:
+    preemptions = failures = late = 0
+    for seed in range(6 * group, 6 * group + 6):
+        machine = Machine(seed)
+        for _ in range(70):
+            machine.rng.choices([machine.add, machine.abort, machine.step], [4, 1, 14])[0]()
+            machine.check()
+            late += bool(machine.engine.scheduler.ended)
+        machine.finish()
+        preemptions += machine.engine.counts.preemptions
+        failures += machine.num_failures
+    assert min(preemptions, failures, late) > 5, "the machine mixes all of it"
