@@ -6,7 +6,7 @@ For the models that the engine drives (``models``), and not a public function of
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -16,21 +16,13 @@ from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
 from ...shapes import Form, check_device, form
 from ..gated_activation import ACTIVATIONS
-from ..rms_norm import KINDS
+from ..rms_norm import KINDS, Norm
 from . import reference
 from .problem import Problem
 
-__all__ = ["Norm", "small_linear"]
+__all__ = ["small_linear"]
 
 IMPLEMENTATIONS = ("triton", "reference")
-
-
-class Norm(NamedTuple):
-    """An RMS norm, as ``rms_norm`` computes it."""
-
-    weight: Tensor
-    eps: float
-    kind: str
 
 
 def small_linear(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from torch.nn import functional
 
 from ...device import DeviceInfo
 from ..gated_activation import gated_activation
-from ..rms_norm import rms_norm
+from ..rms_norm import Norm, rms_norm
 from .problem import Problem
-
-if TYPE_CHECKING:
-    from .api import Norm
 
 __all__ = ["run", "supports"]
 

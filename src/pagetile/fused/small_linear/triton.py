@@ -19,7 +19,7 @@ where torch's separate operations do. Supports float32 (few), float16 and bfloat
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -30,11 +30,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...device import DeviceInfo
 from ...tiles.triton.activations import activate
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
+from ...tiles.triton.norms import normalise
+from ..rms_norm import Norm
 from .plan import MOST_FEW, MOST_ROWS, Plan, make_plan
 from .problem import Problem
-
-if TYPE_CHECKING:
-    from .api import Norm
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -139,16 +138,12 @@ def few_kernel(
         if NORM != "":
             factor = tl.load(norm_weight + start + column, mask=is_column, other=0.0)
             factor = factor.to(tl.float32)
-            if NORM == "shifted":
-                factor += 1.0
         for m in tl.static_range(M):
             part = tl.load(x + m * x_row + start + column, mask=is_column, other=0.0)
             part = part.to(tl.float32)
             if NORM != "":
-                part *= tl.sum(tl.where(rows == m, scales, 0.0))
-                if NORM == "rounded":
-                    part = _round(part, dtype)
-                part = _round(part * factor, dtype)
+                scale = tl.sum(tl.where(rows == m, scales, 0.0))
+                part = normalise(part, scale, factor, NORM, dtype)
             product = tl.sum(tile.to(tl.float32) * part[None, :], 1)
             y += tl.where(rows[None, :] == m, product[:, None], 0.0)
             if ACTIVATION != "":

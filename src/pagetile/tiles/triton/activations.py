@@ -8,12 +8,13 @@ import triton.language as tl
 def activate(x, NAME: tl.constexpr):
     """``silu``, ``gelu`` (by the error function), ``gelu_tanh`` or ``relu`` of float32 numbers."""
     if NAME == "silu":
-        # x / (1 + exp(-x)): far below 0 the exponential is infinite, and the quotient -0.
-        y = x / (1.0 + tl.exp(-x))
+        decay = tl.exp(-tl.abs(x))  # never infinite
+        y = x * tl.where(x < 0, decay, 1.0) / (1.0 + decay)
     elif NAME == "gelu_tanh":
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        # tanh(inner) = 1 - 2 / (1 + exp(2 inner)), right at both infinities.
-        y = 0.5 * x * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        decay = tl.exp(-tl.abs(z))
+        y = x * tl.where(z < 0, decay, 1.0) / (1.0 + decay)
     elif NAME == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
