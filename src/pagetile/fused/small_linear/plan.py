@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,25 @@ def _plan_few(problem: Problem) -> Plan:
     return Plan("few", problem.num_rows, tile_n, width, num_warps=4)
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether the kernel here takes less time than torch's product and what goes with it."""
-    if problem.num_rows == 0 or problem.num_rows > MOST_ROWS or problem.dtype == torch.float64:
-        return False
-    return problem.num_rows <= MOST_FEW or problem.dtype.itemsize == 2
+@functools.lru_cache(maxsize=4096)
+def is_faster(
+    num_rows: int,
+    num_columns: int,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
+    has_norm: bool = False,
+) -> bool:
+    """Whether the kernel here takes less time than torch's product and what goes with it.
+
+    Args:
+        num_rows: Rows of ``x``.
+        num_columns: Numbers of a row of the result.
+        size: Numbers of a row of ``x``.
+        dtype: The type of all of them.
+        is_gated: Whether the weight has as many rows again, and an activation follows.
+        has_norm: Whether a norm comes before the product.
+    """
+    most = MOST_FEW if has_norm or dtype.itemsize > 2 else MOST_ROWS
+    return 0 < num_rows <= most and dtype != torch.float64 and size * dtype.itemsize % 16 == 0
