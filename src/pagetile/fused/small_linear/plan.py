@@ -12,12 +12,17 @@ from .problem import Problem
 __all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "make_plan"]
 
 MOST_FEW = 4
-"""Rows that are multiplied number by number; more go through tensor cores."""
+"""Rows that can be multiplied number by number; more go through tensor cores."""
 MOST_ROWS = 64
-_WIDEST = 4096
-"""Numbers of a row that a program of few rows has at a time."""
-_TILE_BYTES = 32 << 10
-"""Bytes of the weight that a program of few rows has in registers."""
+_FEW_ELEMENTS = 8192
+"""Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
+
+# Measured on an H100, in bfloat16 (docs/performance.md): up to which size of the weight the
+# kernels here beat cuBLAS, and what it takes from them where a weight is larger.
+_MOST_BYTES_FEW = 36 << 20
+_MOST_BYTES_TILES = 16 << 20
+_LEAST_COLUMNS_TILES = 2048
+_LEAST_COLUMNS_HEAD = 65536
 
 
 class Plan(NamedTuple):
@@ -36,28 +41,44 @@ class Plan(NamedTuple):
     """Tiles of ``tiles`` that are on their way at a time."""
 
 
-def make_plan(problem: Problem) -> Plan:
-    """The cut for a problem that ``supports`` takes."""
-    if problem.num_rows <= MOST_FEW:
+def make_plan(problem: Problem, *, is_small: bool = False) -> Plan:
+    """The cut for a problem that ``supports`` takes; a small GPU has less shared memory."""
+    if _is_few(problem):
         return _plan_few(problem)
-    tile_m = max(16, 1 << (problem.num_rows - 1).bit_length())
-    tile_n = 32 if problem.num_columns >= 16384 else 16
-    tile_k = 128 if problem.size % 256 else 256
-    while tile_k > 32 and tile_k >= 2 * problem.size:
-        tile_k //= 2
-    stages = 4 if (tile_m + tile_n * (1 + problem.is_gated)) * tile_k <= 16384 else 3
-    return Plan("tiles", tile_m, tile_n, tile_k, num_warps=4, stages=stages)
+    plan = _plan_tiles(problem)
+    return plan._replace(stages=2) if is_small else plan
+
+
+def _is_few(problem: Problem) -> bool:
+    rows = problem.num_rows
+    if rows > MOST_FEW:
+        return False
+    is_forced = rows == 1 or problem.has_norm or problem.dtype.itemsize > 2
+    return is_forced or (not problem.is_gated and problem.num_columns <= problem.size)
 
 
 def _plan_few(problem: Problem) -> Plan:
-    width = min(_WIDEST, 1 << (problem.size - 1).bit_length())
-    # A width that divides a row wastes no lanes; a narrow one takes many passes.
-    divisor = problem.size & -problem.size
-    if problem.size > width or (divisor < problem.size and divisor >= 1024):
-        width = max(1024, min(width, divisor)) if divisor >= 1024 else width
-    row_bytes = width * problem.dtype.itemsize * (1 + problem.is_gated)
-    tile_n = max(1, min(16, _TILE_BYTES // row_bytes))
+    size = problem.size
+    # One tile of whole rows, or many passes of 2048 numbers over rows that it divides.
+    width = 1 << (size - 1).bit_length()
+    if width > 4096 or (size == 4096 and problem.num_rows == 1):
+        width = 2048 if size % 2048 == 0 or size > 8192 else 4096
+    elements = _FEW_ELEMENTS if width >= size else _FEW_ELEMENTS // 2 * (1 + problem.is_gated)
+    tile_n = max(1, min(16, elements // (width * (1 + problem.is_gated))))
     return Plan("few", problem.num_rows, tile_n, width, num_warps=4)
+
+
+def _plan_tiles(problem: Problem) -> Plan:
+    tile_m = max(16, 1 << (problem.num_rows - 1).bit_length())
+    is_wide = problem.num_columns >= _LEAST_COLUMNS_HEAD
+    tile_n = 64 if is_wide and tile_m == 64 else 32
+    if (is_wide and tile_m < 64) or problem.num_columns < _LEAST_COLUMNS_TILES:
+        tile_n = 16
+    tile_k = 256 if tile_m == 16 else 128
+    while tile_k > 32 and tile_k >= 2 * problem.size:
+        tile_k //= 2
+    num_warps = 2 if tile_m == 16 and not problem.is_gated else 4
+    return Plan("tiles", tile_m, tile_n, tile_k, num_warps, stages=5)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,5 +101,17 @@ def is_faster(
         is_gated: Whether the weight has as many rows again, and an activation follows.
         has_norm: Whether a norm comes before the product.
     """
-    most = MOST_FEW if has_norm or dtype.itemsize > 2 else MOST_ROWS
-    return 0 < num_rows <= most and dtype != torch.float64 and size * dtype.itemsize % 16 == 0
+    if not 0 < num_rows <= MOST_ROWS or dtype == torch.float64 or size * dtype.itemsize % 16:
+        return False
+    num_bytes = (1 + is_gated) * num_columns * size * dtype.itemsize
+    if num_rows == 1:
+        return True
+    if has_norm:
+        return num_rows == 2 and num_bytes <= _MOST_BYTES_FEW
+    if num_rows <= MOST_FEW and num_bytes <= _MOST_BYTES_FEW:
+        return True
+    if dtype.itemsize > 2:
+        return False
+    if num_columns >= _LEAST_COLUMNS_HEAD:
+        return num_rows <= 32
+    return num_bytes <= _MOST_BYTES_TILES and num_columns >= _LEAST_COLUMNS_TILES

@@ -273,6 +273,7 @@ def run(
         residual is not None,
         (_row_stride(x), residual_row),
         addresses % 16 == 0,
+        DeviceInfo.of(x.device).is_small,
         begins_early(x.device),
     )
     out = x.new_empty(*x.shape[:-1], num_columns)
@@ -298,10 +299,11 @@ def _prepare(
     has_residual: bool,
     strides: tuple[int, int],
     is_aligned: bool,
+    is_small: bool,
     is_early: bool,
 ) -> Launch:
     """All but the tensors."""
-    plan = make_plan(problem)
+    plan = make_plan(problem, is_small=is_small)
     unit = 16 // problem.dtype.itemsize
     launcher = make_launcher(
         plan, problem.dtype, problem.num_rows, problem.size, kind, activation, has_bias,
