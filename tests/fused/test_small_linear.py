@@ -137,9 +137,7 @@ def test_what_the_kernel_does_not_take():
     assert "rows; 1 to 4" in triton.supports(fits._replace(num_rows=5), hopper)
     assert triton.supports(fits._replace(num_rows=64, dtype=BF16), hopper) is None
     assert "1 to 64" in triton.supports(fits._replace(num_rows=65, dtype=BF16), hopper)
-    assert "1 to 4" in triton.supports(
-        fits._replace(num_rows=8, dtype=BF16, has_norm=True), hopper
-    )
+    assert "1 to 4" in triton.supports(fits._replace(num_rows=8, dtype=BF16, has_norm=True), hopper)
     assert "gradient" in triton.supports(fits._replace(needs_gradient=True), hopper)
     assert "gaps" in triton.supports(fits._replace(is_regular=False), hopper)
     assert "multiples of 16 bytes" in triton.supports(fits._replace(size=63), hopper)

@@ -25,6 +25,4 @@ def run(
     hidden = residual + x
     if after is None:
         return hidden, None
-    return hidden, rms_norm(
-        hidden, after.weight, eps=after.eps, kind=after.kind, impl="reference"
-    )
+    return hidden, rms_norm(hidden, after.weight, eps=after.eps, kind=after.kind, impl="reference")

@@ -71,9 +71,7 @@ def rotate_and_write(
         form(qkv), angles, sizes, heads.is_shared, tuple(form(norm.weight) for norm in norms),
         form(k_cache), form(v_cache), form(slot_mapping), is_learned, impl,
     )  # fmt: skip
-    q: Tensor = module.run(
-        qkv, cos, sin, heads, k_cache, v_cache, slot_mapping, k_scale, v_scale
-    )
+    q: Tensor = module.run(qkv, cos, sin, heads, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 
 

@@ -151,7 +151,7 @@ def _rotary_write(
     rows = tl.arange(0, TILE_M)
     if program < q_programs:
         row = program * TILE_M + rows
-        token, head = (row // NUM_HEADS).to(tl.int64), row % NUM_HEADS
+        token, head = (row // NUM_HEADS).to(tl.int64), (row % NUM_HEADS).to(tl.int64)
         _norm_and_turn(
             q_out, (row.to(tl.int64) * SIZE)[:, None],
             qkv, (token * qkv_token + head * SIZE)[:, None], (token < num_tokens)[:, None],

@@ -21,6 +21,7 @@ _FEW_ELEMENTS = 8192
 # kernels here beat cuBLAS, and what it takes from them where a weight is larger.
 _MOST_BYTES_FEW = 36 << 20
 _MOST_BYTES_TILES = 16 << 20
+_WIDEST_NORM = 8192
 _LEAST_COLUMNS_TILES = 2048
 _LEAST_COLUMNS_HEAD = 65536
 
@@ -104,10 +105,11 @@ def is_faster(
     if not 0 < num_rows <= MOST_ROWS or dtype == torch.float64 or size * dtype.itemsize % 16:
         return False
     num_bytes = (1 + is_gated) * num_columns * size * dtype.itemsize
+    if has_norm:
+        most = 2 if num_bytes <= _MOST_BYTES_FEW else 1
+        return num_rows <= most and size <= _WIDEST_NORM
     if num_rows == 1:
         return True
-    if has_norm:
-        return num_rows == 2 and num_bytes <= _MOST_BYTES_FEW
     if num_rows <= MOST_FEW and num_bytes <= _MOST_BYTES_FEW:
         return True
     if dtype.itemsize > 2:

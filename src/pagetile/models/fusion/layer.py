@@ -28,6 +28,7 @@ from .weights import Product, merge
 
 __all__ = ["FusedLayer", "Link", "Watch"]
 
+
 class Link:
     """Hidden states between two layers, and their norm that the first one has computed."""
 

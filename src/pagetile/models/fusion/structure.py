@@ -229,8 +229,10 @@ class _Recogniser:
         """The roles within a feed-forward module; ``None`` if it is of another kind."""
         inside = [m for m in mlp.modules() if any(True for _ in m.parameters(recurse=False))]
         called = [event.module for event in self.runs[0].events if event.module in set(inside)]
-        if len(called) != len(inside) or len(called) not in (2, 3) or not all(
-            map(is_linear, called)
+        if (
+            len(called) != len(inside)
+            or len(called) not in (2, 3)
+            or not all(map(is_linear, called))
         ):
             return None
         *gate_up, down = called
