@@ -10,7 +10,16 @@ from torch import nn
 from pagetile.errors import UnsupportedError
 from pagetile.models import ForwardBatch, fused, load_model, paged_model
 from pagetile.models.fused import find_impl, find_replacements
+from pagetile.models.fusion import Fusion
 from pagetile.testing.models import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def only_modules(monkeypatch):
+    """Norms and rotary embeddings alone: whole layers have their own tests."""
+    monkeypatch.setattr(
+        paged_model, "fuse", lambda model, attention, limit, found, impl: Fusion([*found])
+    )
 
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])

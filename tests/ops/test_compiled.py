@@ -14,9 +14,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: nothing 
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from pagetile.fused.add_norm import triton as add_norm  # noqa: E402
+from pagetile.fused.gated_activation import triton as gated_activation  # noqa: E402
 from pagetile.fused.instance_norm import triton as instance_norm  # noqa: E402
 from pagetile.fused.rms_norm import triton as rms_norm  # noqa: E402
 from pagetile.fused.rotary import triton as rotary  # noqa: E402
+from pagetile.fused.rotary_write import triton as rotary_write  # noqa: E402
+from pagetile.fused.small_linear import plan as small_linear_plan  # noqa: E402
+from pagetile.fused.small_linear import triton as small_linear  # noqa: E402
+from pagetile.fused.small_linear.problem import Problem as SmallLinear  # noqa: E402
 from pagetile.ops.copy_blocks import triton as copy_blocks  # noqa: E402
 from pagetile.ops.merge_states import triton as merge_states  # noqa: E402
 from pagetile.ops.window_attention import triton_rows  # noqa: E402
@@ -368,3 +374,81 @@ def test_rotary(dtype, size, half, is_shared, tmp_path):
 
 def test_rotary_at_any_address(tmp_path):
     assert_fits(rotary.make_launcher(BF16, (7, 1), 1024, 511, False, 1, False), tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "rounded"), ("shifted", "shifted")])
+@pytest.mark.parametrize("size", [72, 1024, 5120, 16384])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_add_norm(dtype, size, before, after, tmp_path):
+    launcher = add_norm.make_launcher(dtype, size, before, after, True, True)
+    ptx = assert_fits(launcher, tmp_path, spilled=128 if size == 16384 else 0)
+    assert "ld.global.v4.b32" in ptx
+    assert "griddepcontrol.wait" in ptx
+    assert_fits(add_norm.make_launcher(dtype, 77, before, after, False, False), tmp_path)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_gated_activation(dtype, activation, tmp_path):
+    ptx = assert_fits(gated_activation.make_launcher(dtype, 3072, activation, True, True), tmp_path)
+    assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
+    assert_fits(gated_activation.make_launcher(dtype, 77, activation, False, False), tmp_path)
+
+
+@pytest.mark.parametrize("norms", [("", ""), ("rounded", "rounded"), ("shifted", "shifted")])
+@pytest.mark.parametrize(
+    ("sizes", "half", "angles"),
+    [((16, 8, 128, 128), 64, "own"), ((32, 8, 80, 80), 16, "own"), ((8, 4, 256, 256), 128, "own"),
+     ((64, 8, 64, 64), 32, "shared"), ((4, 4, 128, 64), 64, "")],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_rotary_write(dtype, sizes, half, angles, norms, tmp_path):
+    factors = (16 // dtype.itemsize,) * 2
+    launcher = rotary_write.make_launcher(
+        (dtype, dtype), sizes, half, 16, norms, angles, factors, True, True
+    )
+    ptx = assert_fits(launcher, tmp_path)
+    assert re.search(r"ld.global.v[24].b", ptx)
+    assert re.search(r"st.global.v[24].b", ptx)
+
+
+PRODUCTS = [(1024, 4096, ""), (2048, 1024, ""), (1024, 3072, "silu"), (3072, 1024, ""),
+            (4096, 6144, ""), (14336, 4096, ""), (4096, 14336, "silu"), (3584, 18944, "gelu_tanh"),
+            (18944, 3584, ""), (1024, 151936, ""), (64, 24, "")]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 32, 64])
+@pytest.mark.parametrize(("size", "num_columns", "activation"), PRODUCTS)
+def test_products_of_few_rows(size, num_columns, activation, num_rows, tmp_path):
+    problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation))
+    plan = small_linear_plan.make_plan(problem)
+    launcher = small_linear.make_launcher(
+        plan, BF16, num_rows, size, "", activation, False, not activation
+    )
+    compiled = launcher.compile(HOPPER)
+    used = resources(compiled, tmp_path)
+    is_used = small_linear_plan.is_faster(num_rows, num_columns, size, BF16,
+                                          is_gated=bool(activation))  # fmt: skip
+    assert used["STACK"] <= SLACK or not is_used, (plan, used)
+    assert compiled.metadata.shared <= 227 << 10
+    assert "griddepcontrol.wait" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", ["rounded", "scaled", "shifted"])
+@pytest.mark.parametrize(("size", "num_columns", "activation"), PRODUCTS)
+def test_products_of_few_rows_with_a_norm(size, num_columns, activation, kind, tmp_path):
+    for num_rows in (1, 2):
+        if not small_linear_plan.is_faster(num_rows, num_columns, size, BF16, has_norm=True):
+            continue
+        problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation), True)
+        plan = small_linear_plan.make_plan(problem)
+        launcher = small_linear.make_launcher(plan, BF16, num_rows, size, kind, activation)
+        ptx = assert_fits(launcher, tmp_path)
+        assert "ld.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_products_of_few_rows_in_float32(num_rows, tmp_path):
+    plan = small_linear_plan.make_plan(SmallLinear(num_rows, 1024, 3072, F32, True))
+    assert plan.kind == "few"
+    assert_fits(small_linear.make_launcher(plan, F32, num_rows, 1024, "", "silu"), tmp_path)

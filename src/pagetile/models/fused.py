@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from ..device import DeviceInfo
 from ..errors import PagetileError
-from ..fused.rms_norm import KINDS, rms_norm
+from ..fused.rms_norm import KINDS, Norm, rms_norm
 from ..fused.rotary import rotate
 from ..tiles.types import FLOATS
 
-__all__ = ["Replacement", "find_impl", "find_replacements"]
+__all__ = ["Replacement", "find_impl", "find_replacements", "own_forward", "read_norm"]
 
 Replacement = tuple[nn.Module, str, Any]
 """A module, the name of an attribute, and what it is while we drive the model."""
@@ -68,7 +68,7 @@ def find_replacements(
             found.append((module, "forward", forward))
     made: dict[FunctionType, FunctionType | None] = {}
     for module in attention:
-        function = _own_forward(module)
+        function = own_forward(module)
         if function is None:
             continue
         if function not in made:
@@ -79,7 +79,7 @@ def find_replacements(
     return found
 
 
-def _own_forward(module: nn.Module) -> FunctionType | None:
+def own_forward(module: nn.Module) -> FunctionType | None:
     """The function of its class that a module runs; ``None`` if somebody put another before it."""
     function = getattr(type(module), "forward", None)  # a scripted module's class has none
     is_own = "forward" not in vars(module) and module._compiled_call_impl is None
@@ -89,14 +89,22 @@ def _own_forward(module: nn.Module) -> FunctionType | None:
 # --- norms ------------------------------------------------------------------------------------
 
 
-def _replace_norm(module: Any, impl: str) -> Callable[[Tensor], Tensor] | None:
-    function = _own_forward(module)
+def read_norm(module: Any) -> Norm | None:
+    """The norm that a module computes by one of ``rms_norm``'s formulas; ``None`` for others."""
+    function = own_forward(module)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if function is None or not isinstance(eps, float) or not _is_shaped_as_norm(module, function):
         return None
     kind = _find_kind(module, function, eps)
-    if kind is None:
+    return None if kind is None else Norm(module.weight, eps, kind)
+
+
+def _replace_norm(module: Any, impl: str) -> Callable[[Tensor], Tensor] | None:
+    norm = read_norm(module)
+    if norm is None:
         return None
+    _, eps, kind = norm
+    function = type(module).forward
 
     def forward(x: Tensor) -> Tensor:
         try:

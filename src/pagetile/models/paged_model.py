@@ -16,6 +16,7 @@ from ..kv_cache.storage import KVCache, LayerSpec
 from .attention import NAME, SLOT, AttentionLayer, collect_configs, driven, register
 from .forward_batch import ForwardBatch
 from .fused import Replacement, find_impl, find_replacements
+from .fusion import Fusion, fuse
 from .loading import explained, read_model
 from .probe import describe_layers, record_calls, register_probe
 from .proof import make_sequences, prove
@@ -45,6 +46,8 @@ class PagedModel:
         dtype: Type of its weights.
         device: Where they are.
         config: The config of its text part.
+        fused_layers: On a GPU, why each decoder layer runs as Transformers wrote it, by its name;
+            ``None``: it runs by fused kernels.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class PagedModel:
         self._modules = modules
         self._attributes = [*((layer.module, SLOT, layer) for layer in modules), *replacements]
         self._options, self._takes_rows = _read_signature(model)
+        self.fused_layers: dict[str, str | None] = {}
         self._is_bound = False
 
     def bind(self, cache: KVCache | None) -> None:
@@ -213,14 +217,18 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
         modules, layers = describe_layers(model, calls, limit)
         attention = [layer.module for layer in modules]
         impl = find_impl(model.device, model.dtype)
+        fusion = Fusion()
+        if impl is not None:
+            fusion = fuse(model, modules, limit, find_replacements(model, attention, impl), impl)
         paged = PagedModel(
             model,
             modules,
             layers,
             vocab_size=vocab_size,
             max_model_len=limit,
-            replacements=[] if impl is None else find_replacements(model, attention, impl),
+            replacements=fusion.replacements,
         )
+        paged.fused_layers = fusion.reasons
         prove(paged, model, attention, sequences)
     return paged
 

@@ -6,7 +6,7 @@ For the models that the engine drives (``models/fused``), and not a public funct
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,13 +18,21 @@ from ...shapes import Form, check_device, forms
 from . import reference
 from .problem import Problem, fold
 
-__all__ = ["KINDS", "rms_norm"]
+__all__ = ["KINDS", "Norm", "rms_norm"]
 
 IMPLEMENTATIONS = ("triton", "reference")
 
 KINDS = ("rounded", "scaled", "shifted")
 """Ways to weigh: Llama's rounds to the type of ``x`` and multiplies by ``weight``; gpt-oss's
 multiplies and then rounds; Gemma's multiplies by ``1 + weight`` and then rounds."""
+
+
+class Norm(NamedTuple):
+    """The arguments of ``rms_norm`` beside ``x``: one norm of a model."""
+
+    weight: Tensor
+    eps: float
+    kind: str
 
 
 def rms_norm(

@@ -19,10 +19,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device import DeviceInfo
 from ...shapes import Form, form
-from ...tiles.triton.launch import POINTERS, Launch, Launcher, refuse
+from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
+from ...tiles.triton.norms import normalise
 from .problem import Problem, Rows, fold
 
 TILE = 1024  # numbers of a program, where a row has no more
@@ -59,23 +61,23 @@ def _rms_norm(
     KIND: tl.constexpr,
     TILE_M: tl.constexpr,
     W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     column = tl.arange(0, W)
     inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
 
     at = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
-    y = tl.load(x + at[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    y = tl.load(x + at[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
-    y *= tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)[:, None]
-    if KIND == "rounded":
-        y = y.to(out.dtype.element_ty).to(tl.float32)
-    if KIND == "shifted":
-        scale += 1.0
+    root = tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)[:, None]
+    y = normalise(y, root, scale[None, :], KIND, out.dtype.element_ty)
     at = row.to(tl.int64) * SIZE
-    y = (y * scale[None, :]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] + column[None, :], y, mask=inside)
+    tl.store(out + at[:, None] + column[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
 def run(x: Tensor, weight: Tensor, eps: float, kind: str) -> Tensor:
@@ -99,7 +101,8 @@ def _prepare(
     if rows.num == 0:
         return None, rows.out_strides
     factor = math.gcd(16 // x.dtype.itemsize, size, rows.outer_stride, rows.inner_stride)
-    launcher = make_launcher(x.dtype, size, kind, factor, is_aligned)
+    is_early = begins_early(x.device)
+    launcher = make_launcher(x.dtype, size, kind, factor, is_aligned, is_early)
     return launcher.bind(_grid(rows, launcher), *rows[:4], eps), rows.out_strides
 
 
@@ -109,7 +112,7 @@ def _grid(rows: Rows, launcher: Launcher) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def make_launcher(
-    dtype: torch.dtype, size: int, kind: str, factor: int, is_aligned: bool
+    dtype: torch.dtype, size: int, kind: str, factor: int, is_aligned: bool, is_early: bool = True
 ) -> Launcher:
     """The kernel for rows of ``size``, which begin at multiples of ``factor`` numbers."""
     width = triton.next_power_of_2(size)
@@ -122,5 +125,6 @@ def make_launcher(
         "eps": "fp32",
     }  # fmt: skip
     constants = {"SIZE": size, "KIND": kind, "TILE_M": tile_m, "W": width}
+    constants["PDL"] = is_early
     num_warps = min(16, max(1, tile_m * width // 256))
-    return Launcher(_rms_norm, types, constants, num_warps=num_warps)
+    return Launcher(_rms_norm, types, constants, num_warps=num_warps, launch_pdl=is_early)

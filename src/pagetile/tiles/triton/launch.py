@@ -28,6 +28,7 @@ __all__ = [
     "Launch",
     "Launcher",
     "as_floats",
+    "begins_early",
     "is_aligned",
     "refuse",
     "window_of",
@@ -60,6 +61,15 @@ def refuse(device: DeviceInfo, **dtypes: torch.dtype) -> str | None:
         have, need = (".".join(map(str, version)) for version in (device.capability, OLDEST))
         return f"{device.name} has compute capability {have}; {need} and later run"
     return refuse_types(**dtypes)
+
+
+def begins_early(device: torch.device) -> bool:
+    """Whether kernels on a device can be launched before the previous one ends (PDL).
+
+    From compute capability 9.0 on. A kernel that is launched so executes ``gdc_wait`` in every
+    program, before it reads what a kernel writes and before it writes anything.
+    """
+    return device.type == "cuda" and DeviceInfo.of(device).capability >= (9, 0)
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -1,0 +1,99 @@
+"""A residual addition with the norm of what is added and the norm of the sum in one launch.
+
+For the models that the engine drives (``models``), and not a public function of pagetile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError, UnsupportedError
+from ...ops.dispatch import choose
+from ...ops.eager import needs_gradient
+from ...shapes import Form, check_device, check_dtype, form
+from ..rms_norm import KINDS, Norm
+from . import reference
+from .problem import Problem
+
+__all__ = ["add_norm"]
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def add_norm(
+    residual: Tensor,
+    x: Tensor,
+    *,
+    before: Norm | None = None,
+    after: Norm | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """``hidden = residual + before(x)``, and ``after(hidden)``, each rounded to the type.
+
+    Args:
+        residual: ``[..., size]`` float32, float16 or bfloat16, without gaps.
+        x: Likewise.
+        before: Norm of ``x``; ``None`` adds it as it is.
+        after: Norm of the sum; ``None`` if it is not wanted.
+        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
+
+    Returns:
+        The sum, and its norm or ``None``.
+
+    Raises:
+        ShapeError: Sizes disagree.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> import torch
+        >>> x = torch.full((1, 4), 1.5)
+        >>> add_norm(x, x, after=Norm(torch.arange(4.0), 0.0, "scaled"))
+        (tensor([[3., 3., 3., 3.]]), tensor([[0., 1., 2., 3.]]))
+    """
+    norms = tuple(None if n is None else (form(n.weight), n.kind) for n in (before, after))
+    weights = [n.weight for n in (before, after) if n is not None]
+    is_learned = needs_gradient(residual, x, *weights)
+    module = _settle(form(residual), form(x), norms, is_learned, impl)
+    found: tuple[Tensor, Tensor | None] = module.run(residual, x, before, after)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(residual: Any, x: Any, norms: tuple[Any, ...], is_learned: bool, impl: str) -> Any:
+    """Check tensors of these forms, and choose the module that runs."""
+    residual, x = Form(*residual), Form(*x)
+    if residual.shape != x.shape or not x.shape:
+        raise ShapeError(f"x is {list(x.shape)}, expected {list(residual.shape)} like residual")
+    check_dtype("x", x, residual.dtype)
+    weights = {f"weight {at}": Form(*norm[0]) for at, norm in enumerate(norms) if norm is not None}
+    for weight in weights.values():
+        if weight.shape != x.shape[-1:]:
+            raise ShapeError(f"a weight is {list(weight.shape)}, expected [{x.shape[-1]}]")
+    for norm in norms:
+        if norm is not None and norm[1] not in KINDS:
+            raise UnsupportedError(f"kind is {norm[1]!r}, expected one of {', '.join(KINDS)}")
+    check_device("residual", residual.device, x=x, **weights)
+    if impl == "reference":
+        return reference
+    problem = Problem(
+        size=x.shape[-1],
+        num_rows=x.shape[:-1].numel(),
+        is_contiguous=all(map(_is_contiguous, (residual, x, *weights.values()))),
+        dtype=x.dtype,
+        norm_dtypes=tuple(weight.dtype for weight in weights.values()),
+        needs_gradient=is_learned,
+    )
+    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)
+
+
+def _is_contiguous(x: Form) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

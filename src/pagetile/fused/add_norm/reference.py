@@ -1,0 +1,28 @@
+"""The same by torch's own operations, one after the other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ..rms_norm import Norm, rms_norm
+from .problem import Problem
+
+__all__ = ["run", "supports"]
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Nothing is refused here."""
+    return None
+
+
+def run(
+    residual: Tensor, x: Tensor, before: Norm | None, after: Norm | None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum, and its norm."""
+    if before is not None:
+        x = rms_norm(x, before.weight, eps=before.eps, kind=before.kind, impl="reference")
+    hidden = residual + x
+    if after is None:
+        return hidden, None
+    return hidden, rms_norm(hidden, after.weight, eps=after.eps, kind=after.kind, impl="reference")

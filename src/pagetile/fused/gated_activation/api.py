@@ -1,0 +1,77 @@
+"""SwiGLU, GeGLU and their like: ``activation(gate) * up`` of one product's two halves.
+
+For the models that the engine drives (``models``), and not a public function of pagetile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError, UnsupportedError
+from ...ops.dispatch import choose
+from ...ops.eager import needs_gradient
+from ...shapes import Form, form
+from . import reference
+from .problem import Problem
+
+__all__ = ["ACTIVATIONS", "gated_activation"]
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+"""``gelu`` is the exact one, by the error function."""
+
+
+def gated_activation(gate_up: Tensor, activation: str, *, impl: str = "auto") -> Tensor:
+    """``activation(gate) * up``, the activation rounded to the type before it is multiplied.
+
+    Args:
+        gate_up: ``[..., 2 * size]`` float32, float16 or bfloat16: the gate, then the other.
+        activation: One of ``ACTIVATIONS``.
+        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
+
+    Returns:
+        ``[..., size]`` without gaps.
+
+    Raises:
+        ShapeError: A row has an odd number of numbers.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> import torch
+        >>> gated_activation(torch.tensor([[-1.0, 2.0, 10.0, 10.0]]), "relu")
+        tensor([[ 0., 20.]])
+    """
+    module = _settle(form(gate_up), activation, needs_gradient(gate_up), impl)
+    out: Tensor = module.run(gate_up, activation)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(gate_up: Any, activation: str, is_learned: bool, impl: str) -> Any:
+    """Check a tensor of this form, and choose the module that runs."""
+    gate_up = Form(*gate_up)
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
+        )
+    if not gate_up.shape or gate_up.shape[-1] % 2:
+        raise ShapeError(f"gate_up is {list(gate_up.shape)}, expected an even last dimension")
+    if impl == "reference":
+        return reference
+    expected, is_regular = gate_up.shape[-1], gate_up.strides[-1] == 1
+    for at in reversed(range(len(gate_up.shape) - 1)):
+        is_regular &= gate_up.shape[at] == 1 or gate_up.strides[at] == expected
+        expected *= gate_up.shape[at]
+    problem = Problem(
+        size=gate_up.shape[-1] // 2,
+        num_rows=gate_up.shape[:-1].numel(),
+        dtype=gate_up.dtype,
+        is_regular=is_regular,
+        needs_gradient=is_learned,
+    )
+    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(gate_up.device), impl)

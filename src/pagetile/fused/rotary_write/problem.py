@@ -1,0 +1,47 @@
+"""What decides which implementation runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..rms_norm import Norm
+
+__all__ = ["Heads", "Problem"]
+
+
+class Heads(NamedTuple):
+    """How a row of the merged projection is divided, and what is done to its heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    v_head_size: int
+    q_norm: Norm | None = None
+    """Norm of each head of the queries; ``None``: there is none."""
+    k_norm: Norm | None = None
+    is_shared: bool = False
+    """As for ``rotate``: both numbers of a pair share one angle."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row: queries, keys, values."""
+        return self.num_heads * self.head_size + self.num_kv_heads * (
+            self.head_size + self.v_head_size
+        )
+
+
+class Problem(NamedTuple):
+    """A call, as host numbers."""
+
+    size: int
+    """Numbers of a head."""
+    num_rows: int
+    """Heads of all tokens."""
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    norm_dtypes: tuple[torch.dtype, ...]
+    is_regular: bool
+    """Whether the numbers of every row are neighbours."""
+    needs_gradient: bool

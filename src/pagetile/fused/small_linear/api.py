@@ -1,0 +1,136 @@
+"""A linear layer of few rows, with the norm before it and what follows it in the same launch.
+
+For the models that the engine drives (``models``), and not a public function of pagetile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError, UnsupportedError
+from ...ops.dispatch import choose
+from ...ops.eager import needs_gradient
+from ...shapes import Form, check_device, form
+from ..gated_activation import ACTIVATIONS
+from ..rms_norm import KINDS, Norm
+from . import reference
+from .problem import Problem
+
+__all__ = ["small_linear"]
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def small_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    activation: str = "",
+    residual: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """``residual + activate(norm(x) @ weight.T + bias)``, each step rounded as torch rounds it.
+
+    Args:
+        x: ``[..., size]`` float32, float16 or bfloat16; up to 4 rows, of 16-bit types up to 64.
+        weight: ``[num_columns, size]``, of the same type and without gaps; with ``activation``
+            ``[2 * num_columns, size]``, the rows of the gate first.
+        bias: One number for each row of ``weight``.
+        norm: An RMS norm of ``x``, of up to 4 rows.
+        activation: ``""``, or one of ``gated_activation``'s: the result is then
+            ``activation(gate) * up``.
+        residual: ``[..., num_columns]``, added last.
+        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient and takes any
+            number of rows. ``auto`` does not ask which is faster: ``is_faster`` does.
+
+    Returns:
+        ``[..., num_columns]`` without gaps.
+
+    Raises:
+        ShapeError: Sizes disagree.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> import torch
+        >>> x, weight = torch.ones(1, 3), torch.ones(2, 3)
+        >>> small_linear(x, weight, residual=torch.tensor([[0.5, -3.0]]))
+        tensor([[3.5000, 0.0000]])
+    """
+    is_learned = needs_gradient(*(t for t in (x, weight, bias, residual) if t is not None))
+    forms = (None if t is None else form(t) for t in (x, weight, bias, residual))
+    norm_form = None if norm is None else (form(norm.weight), norm.kind)
+    module = _settle(*forms, norm_form, activation, is_learned, impl)
+    out: Tensor = module.run(x, weight, bias, norm, activation, residual)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(
+    x: Any, weight: Any, bias: Any, residual: Any, norm: Any, activation: str, is_learned: bool,
+    impl: str,
+) -> Any:  # fmt: skip
+    """Check tensors of these forms, and choose the module that runs."""
+    x, weight = Form(*x), Form(*weight)
+    others = {"weight": weight}
+    if activation and activation not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
+        )
+    if len(weight.shape) != 2 or x.shape[-1:] != weight.shape[1:] or x.shape[-1] == 0:
+        raise ShapeError(
+            f"weight is {list(weight.shape)}, expected rows like those of x {list(x.shape)}"
+        )
+    num_columns, rest = divmod(weight.shape[0], 2 if activation else 1)
+    if rest:
+        raise ShapeError(f"weight has {weight.shape[0]} rows, expected as many of gate and of up")
+    if bias is not None:
+        others["bias"] = Form(*bias)
+        if others["bias"].shape != weight.shape[:1]:
+            raise ShapeError(f"bias is {list(bias[0])}, expected [{weight.shape[0]}]")
+    if residual is not None:
+        others["residual"] = Form(*residual)
+        if others["residual"].shape != (*x.shape[:-1], num_columns):
+            raise ShapeError(
+                f"residual is {list(residual[0])}, expected {[*x.shape[:-1], num_columns]}"
+            )
+    if norm is not None:
+        others["norm.weight"] = Form(*norm[0])
+        if norm[1] not in KINDS:
+            raise UnsupportedError(f"kind is {norm[1]!r}, expected one of {', '.join(KINDS)}")
+        if others["norm.weight"].shape != x.shape[-1:]:
+            raise ShapeError(f"norm.weight is {list(norm[0][0])}, expected [{x.shape[-1]}]")
+    check_device("x", x.device, **others)
+    if impl == "reference":
+        return reference
+    problem = Problem(
+        num_rows=x.shape[:-1].numel(),
+        size=x.shape[-1],
+        num_columns=num_columns,
+        dtype=x.dtype,
+        is_gated=bool(activation),
+        has_norm=norm is not None,
+        is_regular=all(
+            other.dtype == x.dtype and _is_contiguous(other, 1 if name == "residual" else 0)
+            for name, other in others.items()
+        )
+        and _is_contiguous(x, 1),
+        needs_gradient=is_learned,
+    )
+    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)
+
+
+def _is_contiguous(x: Form, free: int) -> bool:
+    """Whether a tensor has no gaps, or, with ``free`` 1, one stride leads from row to row."""
+    expected = 1
+    for at in reversed(range(len(x.shape))):
+        is_free = free and at == len(x.shape) - 2
+        if x.shape[at] != 1 and x.strides[at] != expected and not is_free:
+            return False
+        expected = (x.strides[at] if is_free else expected) * x.shape[at]
+    return True

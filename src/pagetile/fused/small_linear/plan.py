@@ -1,0 +1,119 @@
+"""How a product of few rows is cut, and where that is faster than torch's."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .problem import Problem
+
+__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "make_plan"]
+
+MOST_FEW = 4
+"""Rows that can be multiplied number by number; more go through tensor cores."""
+MOST_ROWS = 64
+_FEW_ELEMENTS = 8192
+"""Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
+
+# Measured on an H100, in bfloat16 (docs/performance.md): up to which size of the weight the
+# kernels here beat cuBLAS, and what it takes from them where a weight is larger.
+_MOST_BYTES_FEW = 36 << 20
+_MOST_BYTES_TILES = 16 << 20
+_WIDEST_NORM = 8192
+_LEAST_COLUMNS_TILES = 2048
+_LEAST_COLUMNS_HEAD = 65536
+
+
+class Plan(NamedTuple):
+    """How the weight is cut into programs."""
+
+    kind: str
+    """``few`` or ``tiles``, the kernel."""
+    tile_m: int
+    """Rows of ``x`` of a program."""
+    tile_n: int
+    """Rows of the weight of a program; of a gated one as many of the gate and of the other."""
+    tile_k: int
+    """Numbers of a row that are read at a time."""
+    num_warps: int
+    stages: int = 1
+    """Tiles of ``tiles`` that are on their way at a time."""
+
+
+def make_plan(problem: Problem, *, is_small: bool = False) -> Plan:
+    """The cut for a problem that ``supports`` takes; a small GPU has less shared memory."""
+    if _is_few(problem):
+        return _plan_few(problem)
+    plan = _plan_tiles(problem)
+    return plan._replace(stages=2) if is_small else plan
+
+
+def _is_few(problem: Problem) -> bool:
+    rows = problem.num_rows
+    if rows > MOST_FEW:
+        return False
+    is_forced = rows == 1 or problem.has_norm or problem.dtype.itemsize > 2
+    return is_forced or (not problem.is_gated and problem.num_columns <= problem.size)
+
+
+def _plan_few(problem: Problem) -> Plan:
+    size = problem.size
+    # One tile of whole rows, or many passes of 2048 numbers over rows that it divides.
+    width = 1 << (size - 1).bit_length()
+    if width > 4096 or (size == 4096 and problem.num_rows == 1):
+        width = 2048 if size % 2048 == 0 or size > 8192 else 4096
+    elements = _FEW_ELEMENTS if width >= size else _FEW_ELEMENTS // 2 * (1 + problem.is_gated)
+    tile_n = max(1, min(16, elements // (width * (1 + problem.is_gated))))
+    return Plan("few", problem.num_rows, tile_n, width, num_warps=4)
+
+
+def _plan_tiles(problem: Problem) -> Plan:
+    tile_m = max(16, 1 << (problem.num_rows - 1).bit_length())
+    is_wide = problem.num_columns >= _LEAST_COLUMNS_HEAD
+    tile_n = 64 if is_wide and tile_m == 64 else 32
+    if (is_wide and tile_m < 64) or problem.num_columns < _LEAST_COLUMNS_TILES:
+        tile_n = 16
+    tile_k = 256 if tile_m == 16 else 128
+    while tile_k > 32 and tile_k >= 2 * problem.size:
+        tile_k //= 2
+    num_warps = 2 if tile_m == 16 and not problem.is_gated else 4
+    return Plan("tiles", tile_m, tile_n, tile_k, num_warps, stages=5)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_faster(
+    num_rows: int,
+    num_columns: int,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
+    has_norm: bool = False,
+) -> bool:
+    """Whether the kernel here takes less time than torch's product and what goes with it.
+
+    Args:
+        num_rows: Rows of ``x``.
+        num_columns: Numbers of a row of the result.
+        size: Numbers of a row of ``x``.
+        dtype: The type of all of them.
+        is_gated: Whether the weight has as many rows again, and an activation follows.
+        has_norm: Whether a norm comes before the product.
+    """
+    if not 0 < num_rows <= MOST_ROWS or dtype == torch.float64 or size * dtype.itemsize % 16:
+        return False
+    num_bytes = (1 + is_gated) * num_columns * size * dtype.itemsize
+    if has_norm:
+        most = 2 if num_bytes <= _MOST_BYTES_FEW else 1
+        return num_rows <= most and size <= _WIDEST_NORM
+    if num_rows == 1:
+        return True
+    if num_rows <= MOST_FEW and num_bytes <= _MOST_BYTES_FEW:
+        return True
+    if dtype.itemsize > 2:
+        return False
+    if num_columns >= _LEAST_COLUMNS_HEAD:
+        return num_rows <= 32
+    return num_bytes <= _MOST_BYTES_TILES and num_columns >= _LEAST_COLUMNS_TILES

@@ -1,0 +1,35 @@
+"""The same by torch's own operations, one after the other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from ...device import DeviceInfo
+from ..gated_activation import gated_activation
+from ..rms_norm import Norm, rms_norm
+from .problem import Problem
+
+__all__ = ["run", "supports"]
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Nothing is refused here."""
+    return None
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    """``[..., num_columns]``."""
+    if norm is not None:
+        x = rms_norm(x, norm.weight, eps=norm.eps, kind=norm.kind, impl="reference")
+    y = functional.linear(x, weight, bias)
+    if activation:
+        y = gated_activation(y, activation, impl="reference")
+    return y if residual is None else residual + y

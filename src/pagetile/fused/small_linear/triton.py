@@ -1,0 +1,358 @@
+"""Products of few rows with a large matrix on a GPU, near the bandwidth of reading the matrix.
+
+::
+
+    y[m, n] = epilogue(sum_k norm(x)[m, k] * weight[n, k])
+
+    few    1 to 4 rows: a program has TILE_N whole rows of the weight, in registers
+    tiles  up to 64 rows: a program multiplies TILE_N rows of the weight by tensor cores
+
+With programmatic dependent launch (``PDL``) a program asks for its rows of the weight, which no
+kernel before it writes, and only then waits for the previous kernel: reading does not pause
+between one product and the next.
+
+The epilogue adds a bias, computes ``activation(gate) * up`` of a weight that holds the rows of
+the gate before those of the up projection, and adds a residual. It rounds to the type of ``x``
+where torch's separate operations do. Supports float32 (few), float16 and bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...device import DeviceInfo
+from ...tiles.triton.activations import activate
+from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
+from ...tiles.triton.norms import normalise
+from ..rms_norm import Norm
+from .plan import MOST_FEW, MOST_ROWS, Plan, make_plan
+from .problem import Problem
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    if problem.needs_gradient:
+        return "a gradient is wanted; the reference has one"
+    if not problem.is_regular:
+        return "a tensor has gaps or another type than x"
+    most = MOST_FEW if problem.dtype == torch.float32 or problem.has_norm else MOST_ROWS
+    if not 0 < problem.num_rows <= most:
+        return f"x has {problem.num_rows} rows; 1 to {most} run here"
+    if problem.size * problem.dtype.itemsize % 16:
+        return f"rows of {problem.size} numbers do not begin at multiples of 16 bytes"
+    return refuse(device, x=problem.dtype)
+
+
+@triton.jit
+def _round(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _finish(
+    y, up, bias, up_bias, dtype: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """The product with its bias, and the activation of a gated one; float32, rounded."""
+    if HAS_BIAS:
+        y += bias
+    y = _round(y, dtype)
+    if ACTIVATION != "":
+        if HAS_BIAS:
+            up += up_bias
+        y = _round(_round(activate(y, ACTIVATION), dtype) * _round(up, dtype), dtype)
+    return y
+
+
+@triton.jit
+def few_kernel(
+    out,  # [M, num_columns]
+    x,  # [M, K]
+    weight,  # [num_columns, K], of a gated product [2 * num_columns, K]
+    norm_weight,  # [K]
+    bias,  # [num_columns], of a gated product [2 * num_columns]
+    residual,  # [M, num_columns]
+    num_columns,
+    x_row,
+    residual_row,
+    eps,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    NORM: tl.constexpr,  # a kind of ``rms_norm``, or ""
+    ACTIVATION: tl.constexpr,  # or ""
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,  # M, or the next power of 2
+    TILE_N: tl.constexpr,
+    W: tl.constexpr,  # numbers of a row that a program has at a time
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = out.dtype.element_ty
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    column = tl.arange(0, W)
+    is_row = n < num_columns
+    at = weight + n.to(tl.int64)[:, None] * K + column[None, :]
+    up_at = at + num_columns.to(tl.int64) * K
+    inside = is_row[:, None] & (column < K)[None, :]
+
+    # What the previous kernel does not write.
+    tile = tl.load(at, mask=inside, other=0.0)
+    if ACTIVATION != "":
+        up_tile = tl.load(up_at, mask=inside, other=0.0)
+    y_bias = tl.zeros([TILE_N], tl.float32)
+    up_bias = y_bias
+    if HAS_BIAS:
+        y_bias = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            up_bias = tl.load(bias + num_columns + n, mask=is_row, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    rows = tl.arange(0, ROWS)
+    scales = tl.zeros([ROWS], tl.float32)
+    if NORM != "":
+        for m in tl.static_range(M):
+            squares = tl.zeros([W], tl.float32)
+            for start in tl.static_range(0, K, W):
+                at_x = x + m * x_row + start + column
+                part = tl.load(at_x, mask=start + column < K, other=0.0).to(tl.float32)
+                squares += part * part
+            scales = tl.where(rows == m, tl.rsqrt(tl.sum(squares) / K + eps), scales)
+
+    y = tl.zeros([TILE_N, ROWS], tl.float32)
+    up = y
+    for start in tl.static_range(0, K, W):
+        is_column = start + column < K
+        if start > 0:
+            inside = is_row[:, None] & is_column[None, :]
+            tile = tl.load(at + start, mask=inside, other=0.0)
+            if ACTIVATION != "":
+                up_tile = tl.load(up_at + start, mask=inside, other=0.0)
+        if NORM != "":
+            factor = tl.load(norm_weight + start + column, mask=is_column, other=0.0)
+            factor = factor.to(tl.float32)
+        for m in tl.static_range(M):
+            part = tl.load(x + m * x_row + start + column, mask=is_column, other=0.0)
+            part = part.to(tl.float32)
+            if NORM != "":
+                scale = tl.sum(tl.where(rows == m, scales, 0.0))
+                part = normalise(part, scale, factor, NORM, dtype)
+            product = tl.sum(tile.to(tl.float32) * part[None, :], 1)
+            y += tl.where(rows[None, :] == m, product[:, None], 0.0)
+            if ACTIVATION != "":
+                product = tl.sum(up_tile.to(tl.float32) * part[None, :], 1)
+                up += tl.where(rows[None, :] == m, product[:, None], 0.0)
+
+    inside = is_row[:, None] & (rows < M)[None, :]
+    y = _finish(y, up, y_bias[:, None], up_bias[:, None], dtype, ACTIVATION, HAS_BIAS)
+    if HAS_RESIDUAL:
+        at_x = residual + n[:, None] + rows[None, :] * residual_row
+        y += tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + n[:, None] + rows[None, :] * num_columns, y.to(dtype), mask=inside)
+
+
+@triton.jit
+def _prefetch(weight, first, end, K: tl.constexpr, ROWS: tl.constexpr):
+    """Bring rows of the weight into the second-level cache, a line of 128 bytes at a time."""
+    line: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    lines: tl.constexpr = ROWS * K // line
+    step: tl.constexpr = 128
+    begin = first.to(tl.int64) * K
+    last = end.to(tl.int64) * K - 1
+    for start in range(0, lines, step):
+        at = weight + tl.minimum(begin + (start + tl.arange(0, step)) * line, last)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def tiles_kernel(
+    out,  # [num_rows, num_columns]
+    x,  # [num_rows, K]
+    weight,  # [num_columns, K], of a gated product [2 * num_columns, K]
+    bias,  # [num_columns], of a gated product [2 * num_columns]
+    residual,  # [num_rows, num_columns]
+    num_rows,
+    num_columns,
+    x_row,
+    residual_row,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # or ""
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = out.dtype.element_ty
+    first = tl.program_id(0) * TILE_N
+    n = first + tl.arange(0, TILE_N)
+    m = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
+    column = tl.arange(0, TILE_K)
+    is_row, is_column = n < num_columns, m < num_rows
+    # Rows beyond the end are read again from the last one, and not written.
+    row = tl.where(is_row, n, num_columns - 1).to(tl.int64)
+    at = weight + row[:, None] * K + column[None, :]
+    up_at = at + num_columns.to(tl.int64) * K
+    x_at = x + m.to(tl.int64)[:, None] * x_row + column[None, :]
+    y_bias = tl.zeros([TILE_N], tl.float32)
+    up_bias = y_bias
+    if HAS_BIAS:
+        y_bias = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            up_bias = tl.load(bias + num_columns + n, mask=is_row, other=0.0).to(tl.float32)
+    if PDL:
+        end = tl.minimum(first + TILE_N, num_columns)
+        _prefetch(weight, first, end, K, TILE_N)
+        if ACTIVATION != "":
+            _prefetch(weight, num_columns + first, num_columns + end, K, TILE_N)
+        gdc_launch_dependents()
+        gdc_wait()
+
+    y = tl.zeros([TILE_M, TILE_N], tl.float32)
+    up = y
+    for start in tl.range(0, K, TILE_K, num_stages=STAGES):
+        if K % TILE_K == 0:
+            x_tile = tl.load(x_at + start, mask=is_column[:, None], other=0.0)
+            tile = tl.load(at + start)
+        else:
+            inside = (start + column < K)[None, :]
+            x_tile = tl.load(x_at + start, mask=is_column[:, None] & inside, other=0.0)
+            tile = tl.load(at + start, mask=inside, other=0.0)
+        y = tl.dot(x_tile, tl.trans(tile), y)
+        if ACTIVATION != "":
+            if K % TILE_K == 0:
+                up_tile = tl.load(up_at + start)
+            else:
+                up_tile = tl.load(up_at + start, mask=(start + column < K)[None, :], other=0.0)
+            up = tl.dot(x_tile, tl.trans(up_tile), up)
+
+    inside = is_column[:, None] & is_row[None, :]
+    y = _finish(y, up, y_bias[None, :], up_bias[None, :], dtype, ACTIVATION, HAS_BIAS)
+    if HAS_RESIDUAL:
+        at = residual + m.to(tl.int64)[:, None] * residual_row + n[None, :]
+        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    at = out + m.to(tl.int64)[:, None] * num_columns + n[None, :]
+    tl.store(at, y.to(dtype), mask=inside)
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    """One launch."""
+    size = x.shape[-1]
+    num_rows = x.numel() // size
+    num_columns = weight.shape[0] // (2 if activation else 1)
+    residual_row = 0 if residual is None else _row_stride(residual)
+    others = (None if norm is None else norm.weight, bias, residual)
+    addresses = functools.reduce(
+        int.__or__, (t.data_ptr() for t in (x, weight, *others) if t is not None)
+    )
+    launch = _prepare(
+        Problem(num_rows, size, num_columns, x.dtype, bool(activation), norm is not None),
+        "" if norm is None else norm.kind,
+        0.0 if norm is None else norm.eps,
+        activation,
+        bias is not None,
+        residual is not None,
+        (_row_stride(x), residual_row),
+        addresses % 16 == 0,
+        DeviceInfo.of(x.device).is_small,
+        begins_early(x.device),
+    )
+    out = x.new_empty(*x.shape[:-1], num_columns)
+    tensors: list[Any] = [x, weight, *others]
+    if not launch.launcher.constants.get("M"):
+        del tensors[2]  # the kernel of tiles has no norm
+    # Any address will do for what is not there.
+    launch(out, *(x if tensor is None else tensor for tensor in tensors))
+    return out
+
+
+def _row_stride(x: Tensor) -> int:
+    return x.stride(-2) if x.dim() > 1 else x.shape[-1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    problem: Problem,
+    kind: str,
+    eps: float,
+    activation: str,
+    has_bias: bool,
+    has_residual: bool,
+    strides: tuple[int, int],
+    is_aligned: bool,
+    is_small: bool,
+    is_early: bool,
+) -> Launch:
+    """All but the tensors."""
+    plan = make_plan(problem, is_small=is_small)
+    unit = 16 // problem.dtype.itemsize
+    launcher = make_launcher(
+        plan, problem.dtype, problem.num_rows, problem.size, kind, activation, has_bias,
+        has_residual, is_aligned and all(stride % unit == 0 for stride in strides), is_early,
+    )  # fmt: skip
+    grid = -(-problem.num_columns // plan.tile_n), -(-problem.num_rows // plan.tile_m), 1
+    if plan.kind == "few":
+        return launcher.bind((grid[0], 1, 1), problem.num_columns, *strides, eps)
+    return launcher.bind(grid, problem.num_rows, problem.num_columns, *strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_launcher(
+    plan: Plan,
+    dtype: torch.dtype,
+    num_rows: int,
+    size: int,
+    kind: str = "",
+    activation: str = "",
+    has_bias: bool = False,
+    has_residual: bool = False,
+    is_aligned: bool = True,
+    is_early: bool = True,
+) -> Launcher:
+    """The kernel for a plan and rows of ``size``."""
+    given = POINTERS[dtype] + ":16" * is_aligned
+    stride = f"i32:{16 // dtype.itemsize}" if is_aligned else "i32"
+    names = ("x", "weight", "norm_weight", "bias", "residual")
+    types = {"out": f"{POINTERS[dtype]}:16", **dict.fromkeys(names, given)}
+    features = {
+        "ACTIVATION": activation, "HAS_BIAS": has_bias, "HAS_RESIDUAL": has_residual,
+    }  # fmt: skip
+    if plan.kind == "few":
+        types |= {"num_columns": "i32", "x_row": stride, "residual_row": stride, "eps": "fp32"}
+        constants = {
+            "M": num_rows, "K": size, "NORM": kind, **features,
+            "ROWS": triton.next_power_of_2(num_rows), "TILE_N": plan.tile_n, "W": plan.tile_k,
+            "PDL": is_early,
+        }  # fmt: skip
+        kernel = few_kernel
+    else:
+        del types["norm_weight"]
+        types |= {"num_rows": "i32", "num_columns": "i32", "x_row": stride, "residual_row": stride}
+        constants = {
+            "K": size, **features, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+            "TILE_K": plan.tile_k, "STAGES": plan.stages, "PDL": is_early,
+        }  # fmt: skip
+        kernel = tiles_kernel
+    return Launcher(
+        kernel, types, constants, num_warps=plan.num_warps, num_stages=plan.stages,
+        launch_pdl=is_early,
+    )  # fmt: skip

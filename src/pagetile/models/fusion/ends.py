@@ -1,0 +1,122 @@
+"""What a model runs before its first layer and after its last: angles, the last norm, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...fused.small_linear import is_faster, small_linear
+from ..fused import own_forward
+from .layer import Link
+from .structure import is_linear
+from .trace import Event, ModelTrace
+
+__all__ = ["find_angles", "last_norm", "small_head"]
+
+_MOST_BYTES = 64 << 20
+"""Of a table of angles."""
+
+
+def last_norm(link: Link, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The forward of a norm whose result the layer before it may have computed."""
+
+    def forward_last(x: Tensor) -> Tensor:
+        normed = link.take(x)
+        return forward(x) if normed is None else normed[None]
+
+    return forward_last
+
+
+def small_head(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:
+    """The forward of a linear module by ``small_linear`` where that is faster."""
+    if not is_linear(module):
+        return None
+    own = type(module).forward
+    weight: Any = module.weight
+    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    bias = getattr(module, "bias", None)
+    expected, found = nn.functional.linear(x, weight, bias), own(module, x)
+    if not isinstance(found, Tensor) or not torch.equal(expected, found):
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        weight: Any = module.weight
+        num_rows = x.numel() // max(1, x.shape[-1])
+        if (
+            x.dtype == weight.dtype
+            and weight.is_contiguous()
+            and is_faster(num_rows, *weight.shape, x.dtype)
+        ):
+            return small_linear(x, weight, bias=getattr(module, "bias", None), impl=impl)
+        return own(module, x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def find_angles(
+    trace: ModelTrace, max_model_len: int | None
+) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Modules that turn positions into cosines and sines, and a forward that looks them up.
+
+    Args:
+        trace: A forward of the model.
+        max_model_len: Positions stay below; without a limit nothing is found.
+    """
+    if max_model_len is None:
+        return []
+    used = {id(call.kwargs.get("position_embeddings")) for call in trace.layers}
+    calls: dict[nn.Module, list[Event]] = {}
+    for event in trace.others:
+        if id(event.output) in used:
+            calls.setdefault(event.module, []).append(event)
+    found = []
+    for module, events in calls.items():
+        forward = _look_up(module, events, max_model_len)
+        if forward is not None:
+            found.append((module, forward))
+    return found
+
+
+def _look_up(
+    module: nn.Module, events: list[Event], max_model_len: int
+) -> Callable[..., Any] | None:
+    own = own_forward(module)
+    tables: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+    for event in events:
+        if own is None or event.kwargs or len(event.args) < 2:
+            return None
+        x, positions, *others = event.args
+        if not _is_pair(event.output) or not all(isinstance(o, (str, int)) for o in others):
+            return None
+        width = event.output[0].shape[-1]
+        if 2 * width * max_model_len * x.dtype.itemsize > _MOST_BYTES:
+            return None
+        every = torch.arange(max_model_len, device=x.device)[None]
+        cos, sin = module(x, every, *others)
+        table = torch.cat((cos, sin), -1)[0].contiguous()
+        mine = table[positions[0]].split(width, -1)
+        if not all(torch.equal(a, b[0]) for a, b in zip(mine, event.output, strict=True)):
+            return None
+        tables[(x.dtype, *others)] = table, width
+
+    def forward(x: Tensor, position_ids: Tensor, *others: Any, **options: Any) -> Any:
+        entry = None if options else tables.get((x.dtype, *others))
+        if entry is None or position_ids.shape[0] != 1:
+            return own(module, x, position_ids, *others, **options)  # type: ignore[misc]
+        table, width = entry
+        rows = table.index_select(0, position_ids[0])[None]
+        return rows[..., :width], rows[..., width:]
+
+    return forward
+
+
+def _is_pair(output: Any) -> bool:
+    return (
+        isinstance(output, tuple)
+        and len(output) == 2
+        and all(isinstance(x, Tensor) and x.ndim == 3 and x.shape[0] == 1 for x in output)
+        and output[0].shape == output[1].shape
+    )

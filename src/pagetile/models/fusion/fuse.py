@@ -1,0 +1,177 @@
+"""Fuse what can be fused of a model: the attributes that its modules have while it is driven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..attention import AttentionLayer
+from ..fused import Replacement, own_forward, read_norm
+from .ends import find_angles, last_norm, small_head
+from .layer import FusedLayer, Link, Watch
+from .structure import Mismatch, Mlp, Structure, first_of, recognise
+from .trace import GAINS, LayerCall, ModelTrace, run_layer, trace_model
+from .weights import can_merge
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Fusion", "fuse"]
+
+_OPTIONS = {"scaling": "softmax_scale", "sliding_window": "sliding_window",
+            "softcap": "logits_soft_cap", "s_aux": "sinks"}  # fmt: skip
+"""Arguments of Transformers' attention functions, and ours."""
+
+
+@dataclass(eq=False)
+class Fusion:
+    """What was found in a model."""
+
+    replacements: list[Replacement] = field(default_factory=list)
+    """All of them, those that were given included."""
+    reasons: dict[str, str | None] = field(default_factory=dict)
+    """Why each decoder layer is not fused, by its name; ``None``: it is."""
+
+
+@torch.no_grad()
+def fuse(
+    model: PreTrainedModel,
+    attention: Sequence[AttentionLayer],
+    max_model_len: int | None,
+    replacements: Sequence[Replacement],
+    impl: str,
+) -> Fusion:
+    """Recognise decoder layers and what is around them, and merge their weights.
+
+    Args:
+        model: The model, in evaluation mode.
+        attention: Its attention layers, in the order of their calls.
+        max_model_len: Positions stay below.
+        replacements: What is replaced within the modules already.
+        impl: What the fused operations run.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    parents = {layer: _find_parent(model, names, layer.module) for layer in attention}
+    layers: dict[nn.Module, nn.Module] = {
+        parent: layer.module for layer, parent in parents.items() if parent is not None
+    }
+    found = Fusion([*replacements])
+    forwards = {module: value for module, name, value in replacements if name == "forward"}
+    try:
+        trace = trace_model(model, layers, max_model_len)
+    except Exception as error:  # what a model makes of random numbers is its own affair
+        found.reasons = {names[layer]: f"its model cannot be traced: {error}" for layer in layers}
+        return found
+    calls = {call.module: call for call in trace.layers}
+    fused: dict[nn.Module, FusedLayer] = {}
+    with _without_tf32():
+        for layer, parent in parents.items():
+            if parent is None:
+                continue
+            made = _fuse_layer(model, calls.get(parent), layer, impl)
+            found.reasons[names[parent]] = made if isinstance(made, str) else None
+            if isinstance(made, FusedLayer):
+                fused[parent] = made
+                made.watch = _watch(made.structure, forwards)
+    _connect(fused, trace, found, forwards)
+    found.replacements += [
+        (module, "forward", forward) for module, forward in find_angles(trace, max_model_len)
+    ]
+    head = model.get_output_embeddings()
+    forward = None if head is None else small_head(head, impl)
+    if head is not None and forward is not None:
+        found.replacements.append((head, "forward", forward))
+    return found
+
+
+def _find_parent(
+    model: nn.Module, names: dict[nn.Module, str], module: nn.Module
+) -> nn.Module | None:
+    """The element of a list of modules that a module lies in."""
+    path = names[module].split(".")
+    for at in reversed(range(1, len(path))):
+        if isinstance(model.get_submodule(".".join(path[:at])), nn.ModuleList):
+            return model.get_submodule(".".join(path[: at + 1]))
+    return None
+
+
+def _fuse_layer(
+    model: PreTrainedModel, call: LayerCall | None, layer: AttentionLayer, impl: str
+) -> FusedLayer | str:
+    """The layer's forward by fused kernels, or why there is none."""
+    if call is None or not call.args:
+        return "it is not called with its hidden states first"
+    if not layer.writes:
+        return "it reads the keys of another layer"
+    if any(
+        own_forward(module) is None or module._forward_hooks or module._forward_pre_hooks
+        for module in call.module.modules()
+    ):
+        return "somebody has put a hook or a forward on one of its modules"
+    options = {name: value for name, value in call.attention.options.items() if name in _OPTIONS}
+    sinks = options.get("s_aux")
+    if sinks is not None and not isinstance(sinks, nn.Parameter):
+        return "it computes its sinks"
+    try:
+        runs = [run_layer(model, call, gain) for gain in GAINS]
+        structure = recognise(call, runs)
+    except Mismatch as error:
+        return str(error)
+    except Exception as error:  # it was not made for float32, or for random numbers
+        return f"it cannot be traced: {error}"
+    groups = [structure.qkv, (structure.o,)]
+    if isinstance(structure.mlp, Mlp):
+        groups += [structure.mlp.gate_up, (structure.mlp.down,)]
+    if not all(map(can_merge, groups)):
+        return "weights of its products cannot lie side by side"
+    given = {_OPTIONS[name]: value for name, value in options.items()}
+    return FusedLayer(structure, layer, given, frozenset(call.kwargs), impl)
+
+
+def _watch(structure: Structure, forwards: dict[nn.Module, Any]) -> Watch:
+    """The modules that a fused layer passes by, and what stands on them while it is driven."""
+    called = structure.mlp.modules() if isinstance(structure.mlp, nn.Module) else ()
+    left = {structure.layer, *called}
+    inside = [module for module in structure.layer.modules() if module not in left]
+    return Watch([(module, forwards.get(module)) for module in inside])
+
+
+def _connect(
+    fused: dict[nn.Module, FusedLayer],
+    trace: ModelTrace,
+    found: Fusion,
+    forwards: dict[nn.Module, Any],
+) -> None:
+    """Let each layer compute the norm that comes after it."""
+    outputs = {id(first_of(call.output)): call.module for call in trace.layers}
+    for call in trace.layers:
+        layer, previous = fused.get(call.module), outputs.get(id(call.args[0]))
+        if layer is not None and previous in fused:
+            assert previous is not None
+            fused[previous].after = layer.before
+    for event in trace.others:
+        previous = outputs.get(id(event.input))
+        forward = forwards.get(event.module)
+        norm = None if previous not in fused or forward is None else read_norm(event.module)
+        if norm is None:
+            continue
+        assert previous is not None
+        link = fused[previous].after = Link(norm)
+        found.replacements.remove((event.module, "forward", forward))
+        found.replacements.append((event.module, "forward", last_norm(link, forward)))
+    found.replacements += [(module, "forward", layer.forward) for module, layer in fused.items()]
+
+
+class _without_tf32:  # noqa: N801 - reads as a context manager
+    """Products in float32 as exact as float32 is, for a while."""
+
+    def __enter__(self) -> None:
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_float32_matmul_precision(self.before)

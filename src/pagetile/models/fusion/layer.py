@@ -1,0 +1,209 @@
+"""A decoder layer by fused kernels: what runs in place of a recognised layer's ``forward``.
+
+Launches of a decode step of 1 to 4 tokens, and of any other step::
+
+    [norm + q k v]  turn + write  attention  [o + residual]  [norm + gate up + act]  [down + res.]
+    q k v  turn + write  attention  o  [add + norm]  gate up  act  down  [add + norm of the next]
+
+Up to 64 tokens the activation is part of the gate's product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...errors import PagetileError
+from ...fused.add_norm import add_norm
+from ...fused.gated_activation import gated_activation
+from ...fused.rms_norm import Norm, rms_norm
+from ...fused.rotary_write import rotate_and_write
+from ...fused.small_linear import is_faster, small_linear
+from ...ops.paged_attention import paged_attention
+from ..attention import AttentionLayer
+from .structure import Mlp, Structure
+from .weights import Product, merge
+
+__all__ = ["FusedLayer", "Link", "Watch"]
+
+
+class Link:
+    """Hidden states between two layers, and their norm that the first one has computed."""
+
+    __slots__ = ("hidden", "norm", "normed")
+
+    def __init__(self, norm: Norm | None) -> None:
+        self.norm = norm
+        self.hidden: Tensor | None = None
+        self.normed: Tensor | None = None
+
+    def take(self, hidden: Tensor) -> Tensor | None:
+        """The norm of these hidden states, if it is known; it is forgotten then."""
+        normed = self.normed if self.hidden is hidden else None
+        self.hidden = self.normed = None
+        return normed
+
+
+class Watch:
+    """Modules that are not called while a model is driven, and how they were when it was loaded.
+
+    Args:
+        modules: The modules, and the ``forward`` that stands on each while the model is driven.
+    """
+
+    def __init__(self, modules: list[tuple[nn.Module, object]]) -> None:
+        self._modules = modules
+        self._weights = [
+            (module._parameters, name, parameter.data_ptr())
+            for module, _ in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def is_as_before(self) -> bool:
+        """Whether the modules compute what they did, and no hook waits for their calls."""
+        for module, forward in self._modules:
+            own = module.__dict__
+            if own.get("forward") is not forward:
+                return False
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return False
+        for parameters, name, address in self._weights:
+            parameter = parameters.get(name)
+            if parameter is None or parameter.data_ptr() != address:
+                return False
+        return True
+
+
+class FusedLayer:
+    """The forward of a recognised decoder layer.
+
+    Args:
+        structure: The layer.
+        attention: Its attention module, with the cache and the step.
+        options: Arguments of ``paged_attention`` that the layer asks for.
+        kwargs: Names of the arguments that its model calls it with.
+        impl: What the fused operations run.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        attention: AttentionLayer,
+        options: dict[str, Any],
+        kwargs: frozenset[str],
+        impl: str,
+    ) -> None:
+        self.structure, self.attention, self.impl = structure, attention, impl
+        self._options, self._kwargs = options, kwargs
+        self._own = type(structure.layer).forward
+        self.qkv, self.o = merge(structure.qkv), merge([structure.o])
+        self.gate_up: Product | None = None
+        self.down: Product | None = None
+        if isinstance(structure.mlp, Mlp):
+            self.gate_up = merge(structure.mlp.gate_up)
+            self.down = merge([structure.mlp.down])
+        self.watch = Watch([])
+        self.before, self.after = Link(structure.input_norm), Link(None)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own; whatever is not as it was when it was recognised runs that."""
+        layer = self.structure.layer
+        normed = self.before.take(hidden)
+        if (
+            not args
+            and self.attention.step is not None
+            and kwargs.keys() == self._kwargs
+            and kwargs.get("attention_mask") is None
+            and kwargs.get("past_key_values") is None
+            and self.watch.is_as_before()
+        ):
+            try:
+                out = self._run(hidden, normed, kwargs)
+            except PagetileError:  # what the kernels do not take, the layer's own code may
+                pass
+            else:
+                return (out,) if self.structure.returns_tuple else out
+        return self._own(layer, hidden, *args, **kwargs)
+
+    def _run(self, hidden: Tensor, normed: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
+        structure = self.structure
+        x = hidden[0]
+        is_few = is_faster(len(x), *self.qkv.weight.shape, x.dtype, has_norm=True)
+        out = self._attend(x, normed, kwargs)
+        post, pre = structure.post_attention_norm, structure.pre_mlp_norm
+        y, normed = self._add(x, out, self.o, post, pre, is_few)
+
+        if self.gate_up is not None and self.down is not None:
+            assert isinstance(structure.mlp, Mlp)
+            out = self._product(self.gate_up, y, normed, pre, structure.mlp.activation)
+            down = self.down
+        else:
+            assert isinstance(structure.mlp, nn.Module)
+            if normed is None:
+                normed = y if pre is None else self._norm(y, pre)
+            found = structure.mlp(normed[None])
+            out, down = (found[0] if isinstance(found, tuple) else found)[0], None
+        post, following = structure.post_mlp_norm, self.after
+        y, normed = self._add(y, out, down, post, following.norm, is_few)
+        result = y[None]
+        if normed is not None:
+            following.hidden, following.normed = result, normed
+        return result
+
+    def _attend(self, x: Tensor, normed: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
+        """Attention before its last product, ``[num_tokens, num_heads * v_head_size]``."""
+        structure, attention = self.structure, self.attention
+        step, k_cache, v_cache = attention.step, attention.k_cache, attention.v_cache
+        assert step is not None
+        assert k_cache is not None
+        assert v_cache is not None
+        cos = sin = None
+        if structure.has_angles:
+            cos, sin = kwargs["position_embeddings"]
+        qkv = self._product(self.qkv, x, normed, structure.input_norm)
+        scales = {"k_scale": attention.k_scale, "v_scale": attention.v_scale}
+        q = rotate_and_write(
+            qkv, cos, sin, structure.heads, k_cache, v_cache, step.slot_mapping, **scales,
+            impl=self.impl,
+        )  # fmt: skip
+        out, _ = paged_attention(q, k_cache, v_cache, step.batch, **self._options, **scales)
+        return out.flatten(1)
+
+    def _product(
+        self, product: Product, x: Tensor, normed: Tensor | None, norm: Norm | None,
+        activation: str = "",
+    ) -> Tensor:  # fmt: skip
+        """``activation(norm(x) @ weight.T + bias)``."""
+        rows, size = product.weight.shape
+        shape = rows // (2 if activation else 1), size
+        options: dict[str, Any] = {"bias": product.bias, "activation": activation}
+        if normed is None and norm is not None:
+            if is_faster(len(x), *shape, x.dtype, is_gated=bool(activation), has_norm=True):
+                return small_linear(x, product.weight, norm=norm, **options, impl=self.impl)
+            normed = self._norm(x, norm)
+        x = x if normed is None else normed
+        if is_faster(len(x), *shape, x.dtype, is_gated=bool(activation)):
+            return small_linear(x, product.weight, **options, impl=self.impl)
+        y = functional.linear(x, product.weight, product.bias)
+        return gated_activation(y, activation, impl=self.impl) if activation else y
+
+    def _add(
+        self, residual: Tensor, x: Tensor, product: Product | None, post: Norm | None,
+        following: Norm | None, is_few: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """``residual + post(product(x))``, and its norm if that costs no launch."""
+        if product is not None:
+            if post is None and is_few and is_faster(len(x), *product.weight.shape, x.dtype):
+                weight, bias = product.weight, product.bias
+                y = small_linear(x, weight, bias=bias, residual=residual, impl=self.impl)
+                return y, None
+            x = self._product(product, x, None, None)
+        return add_norm(
+            residual, x, before=post, after=None if is_few else following, impl=self.impl
+        )
+
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return rms_norm(x, norm.weight, eps=norm.eps, kind=norm.kind, impl=self.impl)

@@ -1,0 +1,221 @@
+"""What the modules of a model are given and return, noted while it runs on random numbers.
+
+The attention function of a trace computes nothing: it notes its arguments and returns random
+numbers, so that what a layer does with them can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..attention import SLOT, collect_configs, driven
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["GAINS", "AttentionEvent", "Event", "LayerCall", "ModelTrace", "Run", "run_layer",
+           "trace_model"]  # fmt: skip
+
+TRACE = "pagetile_trace"
+
+GAINS = (None, 1.5, 50.0)
+"""How large the numbers of a run become, relative to a product's input; ``None``: as they are.
+
+Activations are told apart by numbers around 1, limits on what a product may return by large ones,
+and additions by all three.
+"""
+
+_NUM_TOKENS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One call of a module."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def input(self) -> Any:
+        """The first argument, by position or by name."""
+        return next(iter((*self.args, *self.kwargs.values())), None)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionEvent:
+    """One call of the attention function."""
+
+    module: nn.Module
+    query: Tensor
+    """``[1, num_heads, num_tokens, head_size]``, and so the two below."""
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+    output: Tensor
+    """Random numbers ``[1, num_tokens, num_heads, v_head_size]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """How a model calls one of its decoder layers."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    attention: AttentionEvent
+
+
+@dataclass(eq=False)
+class ModelTrace:
+    """One forward of a model."""
+
+    layers: list[LayerCall] = field(default_factory=list)
+    others: list[Event] = field(default_factory=list)
+    """Calls of modules outside of its layers, in the order in which they returned."""
+    positions: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One forward of a layer in float32."""
+
+    x: Tensor
+    output: Any
+    events: list[Event]
+    """Calls of the modules within, in the order in which they returned."""
+    attention: AttentionEvent
+    weights: dict[int, Tensor]
+    """The parameters that it ran with, by the id of the layer's own."""
+    kwargs: dict[str, Any]
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(TRACE, _note)
+
+
+def _note(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    shape = 1, query.shape[2], query.shape[1], value.shape[3]
+    output = _random(shape, query)
+    events: list[AttentionEvent] = module.__dict__[SLOT]
+    events.append(AttentionEvent(module, query, key, value, options, output))
+    return output, None
+
+
+def _random(shape: Sequence[int], like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(*shape, generator=generator).to(like)
+
+
+@contextmanager
+def _hooked(modules: Iterable[nn.Module], events: list[Event]) -> Iterator[None]:
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        events.append(Event(module, args, kwargs, output))
+
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def trace_model(
+    model: PreTrainedModel, layers: dict[nn.Module, nn.Module], max_model_len: int | None
+) -> ModelTrace:
+    """Run a model on a few tokens at positions far apart.
+
+    Args:
+        model: The model.
+        layers: Its decoder layers, and the attention module of each.
+        max_model_len: Positions stay below.
+    """
+    _register()
+    trace, calls, events = ModelTrace(), [], []  # type: ignore[var-annotated]
+    last = (max_model_len or 4096) - 1
+    positions = torch.tensor([0, 1, 2, last // 3, last // 2, last], device=model.device)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    token_ids = torch.arange(1, 1 + _NUM_TOKENS, device=model.device) * 7919 % vocab_size
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    slots = [(module, SLOT, calls) for module in layers.values()]
+    with (
+        driven(collect_configs(model), TRACE, slots),
+        _hooked(layers, events),
+        _hooked(outside, trace.others),
+    ):
+        model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            return_dict=True,
+        )
+    by_module = {call.module: call for call in calls}
+    for event in events:
+        attention = by_module[layers[event.module]]
+        trace.layers.append(
+            LayerCall(event.module, event.args, event.kwargs, event.output, attention)
+        )
+    trace.positions = positions[None]
+    return trace
+
+
+def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> Run:
+    """Run a layer alone, in float32, on random hidden states and with its weights or larger ones.
+
+    Args:
+        model: The model that the layer belongs to.
+        call: How the model calls it.
+        gain: One of ``GAINS``.
+    """
+    layer = call.module
+    weights: dict[int, Tensor] = {}
+    named = dict(layer.named_parameters())
+    for name, parameter in named.items():
+        weights[id(parameter)] = named[name] = _amplify(parameter.detach().float(), gain)
+    first, *args = call.args
+    x = _random(first.shape, first.float()) * (gain or 1.0)
+    kwargs = {name: _widen(value) for name, value in call.kwargs.items()}
+    calls: list[AttentionEvent] = []
+    events: list[Event] = []
+    inside = [module for module in layer.modules() if module is not layer]
+    slots = [(call.attention.module, SLOT, calls)]
+    with driven(collect_configs(model), TRACE, slots), _hooked(inside, events):
+        output = functional_call(layer, named, (x, *map(_widen, args)), kwargs)
+    (attention,) = calls
+    return Run(x, output, events, attention, weights, kwargs)
+
+
+def _amplify(parameter: Tensor, gain: float | None) -> Tensor:
+    if gain is None:
+        return parameter
+    if parameter.ndim < 2:  # biases that are 0 and norms that are 1 would show nothing
+        return parameter + 0.3 * _random(parameter.shape, parameter)
+    length = parameter.norm(dim=-1, keepdim=True).mean().clamp_min(1e-20)
+    return parameter * (gain / length)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.float()
+    if isinstance(value, tuple):
+        return tuple(map(_widen, value))
+    return value

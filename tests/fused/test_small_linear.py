@@ -1,0 +1,168 @@
+import pytest
+import torch
+
+from pagetile.device import DeviceInfo
+from pagetile.errors import ShapeError, UnsupportedError
+from pagetile.fused.rms_norm import KINDS, Norm
+from pagetile.fused.small_linear import is_faster, plan, small_linear
+from pagetile.fused.small_linear.problem import Problem
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+EPS = 1e-3
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
+def impl(request):
+    return request.param
+
+
+def problem(num_rows, size, num_columns, dtype=F32, activation="", kind="", **has):
+    """Random operands by name; those that are not asked for are left out."""
+    generator = torch.Generator().manual_seed(size)
+    rows = num_columns * (2 if activation else 1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    found = {"x": 3 * draw(1, num_rows, size), "weight": draw(rows, size) / size**0.5}
+    if has.get("bias"):
+        found["bias"] = draw(rows)
+    if has.get("residual"):
+        found["residual"] = draw(1, num_rows, num_columns)
+    if kind:
+        found["norm"] = draw(size)
+    return found
+
+
+def run(tensors, activation, kind, impl, mirror):
+    names = list(tensors)
+    with mirror(*tensors.values(), impl=impl) as there:
+        given = dict(zip(names, there, strict=True))
+        norm = Norm(given.pop("norm"), EPS, kind) if kind else None
+        x, weight = given.pop("x"), given.pop("weight")
+        return small_linear(x, weight, norm=norm, activation=activation, **given, impl=impl).cpu()
+
+
+def in_float64(tensors, activation, kind):
+    """By hand, and by torch's operations one after the other in the type of the operands."""
+    found = []
+    for wide in (True, False):
+        t = {name: x.double() if wide else x for name, x in tensors.items()}
+        norm = Norm(t.pop("norm"), EPS, kind) if kind else None
+        x, weight = t.pop("x"), t.pop("weight")
+        if norm is not None and wide:
+            scale = norm.weight + (kind == "shifted")
+            x, norm = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * scale, None
+        options = {"norm": norm, "activation": activation, **t}
+        found.append(small_linear(x, weight, **options, impl="reference").double())
+    return found
+
+
+def check(tensors, activation, kind, impl, mirror):
+    """No further from float64 than twice the separate operations, and a band of rounding."""
+    out = run(tensors, activation, kind, impl, mirror)
+    true, own = in_float64(tensors, activation, kind)
+    assert (out.dtype, out.shape) == (tensors["x"].dtype, true.shape)
+    allowed = 2 * (own - true).norm() + 4 * torch.finfo(out.dtype).eps * true.norm()
+    assert (out.double() - true).norm() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("size", "num_columns"), [(64, 24), (96, 5), (1032, 3)])
+def test_few_rows(impl, size, num_columns, num_rows, dtype, mirror):
+    check(problem(num_rows, size, num_columns, dtype), "", "", impl, mirror)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("num_rows", [5, 16, 17, 64])
+@pytest.mark.parametrize(("size", "num_columns"), [(64, 24), (96, 5), (520, 40)])
+def test_rows_of_tiles(impl, size, num_columns, num_rows, dtype, mirror):
+    check(problem(num_rows, size, num_columns, dtype), "", "", impl, mirror)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 7])
+@pytest.mark.parametrize("activation", ["", "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("has", [{"bias": True}, {"residual": True, "bias": True}], ids=str)
+def test_what_follows_the_product(impl, has, activation, num_rows, mirror):
+    check(problem(num_rows, 64, 24, F16, activation, **has), activation, "", impl, mirror)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 80), (2, 1032)])
+def test_a_norm_before_the_product(impl, num_rows, size, kind, dtype, mirror):
+    check(problem(num_rows, size, 20, dtype, "silu", kind), "silu", kind, impl, mirror)
+
+
+@pytest.mark.interpret
+def test_a_row_longer_than_a_tile_is_read_in_parts(mirror):
+    for num_rows in (1, 4):
+        tensors = problem(num_rows, 9216, 3, F32, "silu", "rounded", residual=True)
+        assert plan.make_plan(Problem(num_rows, 9216, 3, F32, True, True)).tile_k < 9216
+        check(tensors, "silu", "rounded", "triton", mirror)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("num_rows", [2, 6])
+def test_rows_of_x_and_of_the_residual_may_lie_apart(num_rows, mirror):
+    tensors = problem(num_rows, 64, 24, F16, residual=True)
+    apart = {}
+    for name in ("x", "residual"):
+        wide = torch.full((1, num_rows, 2 * tensors[name].shape[-1]), torch.nan, dtype=F16)
+        apart[name] = wide[..., : tensors[name].shape[-1]].copy_(tensors[name])
+    out = run({**tensors, **apart}, "", "", "triton", mirror)
+    assert torch.equal(out, run(tensors, "", "", "triton", mirror))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 16, 33, 64])
+@pytest.mark.parametrize(
+    ("size", "num_columns", "activation"),
+    [(1024, 4096, ""), (2048, 1024, ""), (1024, 3072, "silu"), (3072, 1024, ""),
+     (4096, 14336, "silu"), (14336, 4096, ""), (1024, 151936, "")],
+)  # fmt: skip
+def test_large_models_products(size, num_columns, activation, num_rows, mirror):
+    tensors = problem(num_rows, size, num_columns, BF16, activation, residual=True)
+    check(tensors, activation, "", "triton", mirror)
+    again = [run(tensors, activation, "", "triton", mirror) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+def test_what_the_kernel_does_not_take():
+    hopper = DeviceInfo("cuda", 132, capability=(9, 0))
+    triton = pytest.importorskip("pagetile.fused.small_linear.triton")
+    fits = Problem(4, 64, 8, F32)
+    assert triton.supports(fits, hopper) is None
+    assert "rows; 1 to 4" in triton.supports(fits._replace(num_rows=5), hopper)
+    assert triton.supports(fits._replace(num_rows=64, dtype=BF16), hopper) is None
+    assert "1 to 64" in triton.supports(fits._replace(num_rows=65, dtype=BF16), hopper)
+    assert "1 to 4" in triton.supports(fits._replace(num_rows=8, dtype=BF16, has_norm=True), hopper)
+    assert "gradient" in triton.supports(fits._replace(needs_gradient=True), hopper)
+    assert "gaps" in triton.supports(fits._replace(is_regular=False), hopper)
+    assert "multiples of 16 bytes" in triton.supports(fits._replace(size=63), hopper)
+    assert "float64" in triton.supports(fits._replace(dtype=torch.float64), hopper)
+
+
+def test_wrong_arguments_are_named():
+    x, weight = torch.zeros(2, 8), torch.zeros(6, 8)
+    with pytest.raises(ShapeError, match=r"weight is \[6, 9\]"):
+        small_linear(x, torch.zeros(6, 9))
+    with pytest.raises(ShapeError, match=r"bias is \[5\], expected \[6\]"):
+        small_linear(x, weight, bias=torch.zeros(5))
+    with pytest.raises(ShapeError, match=r"residual is \[2, 6\], expected \[2, 3\]"):
+        small_linear(x, weight, activation="silu", residual=torch.zeros(2, 6))
+    with pytest.raises(ShapeError, match="7 rows"):
+        small_linear(x, torch.zeros(7, 8), activation="silu")
+    with pytest.raises(UnsupportedError, match="activation is 'tanh'"):
+        small_linear(x, weight, activation="tanh")
+
+
+def test_nothing_is_faster_for_many_rows_or_wide_types():
+    assert is_faster(1, 4096, 4096, BF16)
+    assert is_faster(1, 4096, 4096, BF16, has_norm=True)
+    assert not is_faster(4, 4096, 4096, BF16, has_norm=True)
+    assert not is_faster(0, 4096, 4096, BF16)
+    assert not is_faster(256, 4096, 4096, BF16)
+    assert not is_faster(1, 4096, 4096, torch.float64)
+    assert not is_faster(8, 4096, 4096, F32)

@@ -1,0 +1,405 @@
+"""Which decoder layers are fused, that they compute the same, and that a model stays a model."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_adapter import Packing, eager_logits, row_errors, sequences_of
+from torch import nn
+from torch.nn import functional
+
+from pagetile.errors import UnsupportedError
+from pagetile.models import ForwardBatch, load_model, paged_model
+from pagetile.models.fusion import layer as fused_layer
+from pagetile.models.fusion import trace
+from pagetile.testing.models import tiny_model
+
+EPS = torch.finfo(torch.float32).eps
+FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "gpt_oss")
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
+def impl(request, monkeypatch):
+    """What a model loaded from here on is driven with, on the CPU as on a GPU."""
+    monkeypatch.setattr(paged_model, "find_impl", lambda device, dtype: request.param)
+    return request.param
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    monkeypatch.setattr(paged_model, "find_impl", lambda device, dtype: "reference")
+
+
+def layers_of(model):
+    return model.model.layers
+
+
+def logits_error(model, paged=None, seed=0):
+    sequences = sequences_of(model.config.vocab_size)
+    expected = torch.cat(eager_logits(model, sequences))
+    paged = load_model(model) if paged is None else paged
+    logits = torch.cat(Packing(paged, sequences, 4, seed=seed).run())
+    return row_errors(logits, expected).max()
+
+
+# --- what is recognised ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FUSED)
+def test_layers_of_the_common_structure_are_fused(family, dtype, reference):
+    model = tiny_model(family, dtype=dtype)
+    paged = load_model(model)
+    assert list(paged.fused_layers) == [f"model.layers.{n}" for n in range(3)]
+    assert set(paged.fused_layers.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gpt2", "attention is not the first"),
+        ("opt", "attention is not the first"),
+        ("gpt_neox", "attention is not the first"),
+        ("olmo2", "not of heads"),
+        ("stablelm", "attention is not the first"),
+        ("glm", "another formula"),
+        ("deepseek_v3", "the products of its attention give"),
+    ],
+)
+def test_layers_of_another_structure_are_not(family, reason, reference):
+    model = tiny_model(family)
+    paged = load_model(model)
+    assert len(paged.fused_layers) == 3
+    assert all(reason in found for found in paged.fused_layers.values())
+    assert logits_error(model, paged) < 64 * EPS
+
+
+def test_a_layer_that_shares_keys_is_not_fused(reference):
+    paged = load_model(tiny_model("gemma3n"))
+    assert sum("keys of another" in str(why) for why in paged.fused_layers.values()) == 2
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_logits_stay_the_models_own(family, impl):
+    model = tiny_model(family)
+    paged = load_model(model)
+    assert set(paged.fused_layers.values()) == {None}
+    assert logits_error(model, paged) < 64 * EPS
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_its_own_eager_forward(reference):
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    exact = copy.deepcopy(model)
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.double()
+    sequences = sequences_of(model.config.vocab_size)
+    truth = torch.cat(eager_logits(exact, sequences))
+    eager = row_errors(torch.cat(eager_logits(model, sequences)), truth)
+    paged = load_model(model)
+    ours = row_errors(torch.cat(Packing(paged, sequences, 4, seed=0).run()), truth)
+    assert ours.median() <= 2 * eager.median()
+    assert ours.max() <= 2 * eager.max()
+
+
+# --- what is nearly the structure ------------------------------------------------------------
+
+
+class ClampedLinear(nn.Linear):
+    """As OLMo's ``clip_qkv``: a limit that no number reaches as the weights are."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-30, 30)
+
+
+def clamp_a_product(layer):
+    layer.self_attn.k_proj.__class__ = ClampedLinear
+
+
+def scale_queries_of_late_positions(layer):
+    own = type(layer.self_attn)
+
+    class Scaled(own):
+        def forward(self, hidden_states, position_embeddings, *args, position_ids=None, **options):
+            scale = 1 + (position_ids[0, :, None] >= 200) * 0.1
+            cos, sin = (x * scale for x in position_embeddings)
+            return super().forward(
+                hidden_states, (cos, sin), *args, position_ids=position_ids, **options
+            )
+
+    layer.self_attn.__class__ = Scaled
+
+
+def scale_the_residual(layer):
+    own = type(layer)
+
+    class Scaled(own):
+        def forward(self, hidden_states, **options):
+            return super().forward(hidden_states, **options) * 1.001
+
+    layer.__class__ = Scaled
+
+
+def gate_the_heads(layer):
+    class Gated(nn.Linear):
+        def forward(self, x):
+            return super().forward(x * torch.sigmoid(x))
+
+    layer.self_attn.o_proj.__class__ = Gated
+
+
+def add_a_norm(layer):
+    layer.register_module("extra", nn.LayerNorm(48))
+    own = type(layer)
+
+    class Normed(own):
+        def forward(self, hidden_states, **options):
+            return self.extra(super().forward(hidden_states, **options))
+
+    layer.__class__ = Normed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [clamp_a_product, scale_queries_of_late_positions, scale_the_residual, gate_the_heads,
+     add_a_norm],
+)  # fmt: skip
+def test_a_layer_that_differs_a_little_is_left_alone(change, reference):
+    model = tiny_model("llama")
+    change(layers_of(model)[1])
+    paged = load_model(model)
+    fused = [why is None for why in paged.fused_layers.values()]
+    assert fused == [True, False, True], paged.fused_layers
+    assert logits_error(model, paged) < 64 * EPS
+
+
+def test_a_feed_forward_module_of_another_kind_is_called(reference):
+    model = tiny_model("llama")
+
+    class Squared(type(layers_of(model)[1].mlp)):
+        def forward(self, x):
+            return self.down_proj(functional.relu(self.gate_proj(x)).square() * self.up_proj(x))
+
+    layers_of(model)[1].mlp.__class__ = Squared
+    paged = load_model(model)
+    assert set(paged.fused_layers.values()) == {None}
+    seen = []
+    layers_of(model)[1].mlp.register_forward_hook(lambda module, args, out: seen.append(out))
+    assert logits_error(model, paged) < 64 * EPS
+    assert seen
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_every_activation_is_told_from_the_others(activation, reference):
+    model = tiny_model("llama", hidden_act=activation)
+    paged = load_model(model)
+    fused = [value.__self__ for _, name, value in paged._attributes
+             if name == "forward" and isinstance(getattr(value, "__self__", None),
+                                                 fused_layer.FusedLayer)]  # fmt: skip
+    known = {"gelu_pytorch_tanh": "gelu_tanh"}.get(activation, activation)
+    assert [layer.structure.mlp.activation for layer in fused] == [known] * 3
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
+def test_a_models_state_is_what_it_was(family, reference, tmp_path):
+    model = tiny_model(family)
+    before = copy.deepcopy(model.state_dict())
+    parameters = [*model.parameters()]
+    load_model(model)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(before[name], x) for name, x in after.items())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(before[name], x) for name, x in again.items())
+
+
+def test_nothing_is_held_twice(reference):
+    model = tiny_model("qwen2")
+    load_model(model)
+    memories = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    held = sum(memory.nbytes() for memory in memories.values())
+    assert held == sum(p.numel() * p.element_size() for p in model.parameters())
+    attention, mlp = layers_of(model)[0].self_attn, layers_of(model)[0].mlp
+    for modules in (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (mlp.gate_proj, mlp.up_proj),
+    ):
+        for name in ("weight", "bias"):
+            parts = [getattr(module, name) for module in modules]
+            if parts[0] is not None:
+                assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+def test_weights_that_are_loaded_later_count(impl):
+    model, other = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
+    paged = load_model(model)
+    model.load_state_dict(other.state_dict())
+    assert logits_error(other, paged) < 64 * EPS
+    assert logits_error(model, paged) < 64 * EPS
+
+
+def test_a_weight_that_is_replaced_later_counts(impl):
+    model = tiny_model("llama")
+    paged = load_model(model)
+    layer = layers_of(model)[1]
+    for module in (layer.self_attn.k_proj, layer.mlp.up_proj, layer.input_layernorm):
+        module.weight = nn.Parameter(-1.5 * module.weight.detach())
+        assert logits_error(model, paged) < 256 * EPS
+
+
+def test_two_paged_models_of_one_model_share_its_weights(reference):
+    model = tiny_model("llama")
+    first = load_model(model)
+    address = layers_of(model)[0].self_attn.q_proj.weight.data_ptr()
+    second = load_model(model)
+    assert layers_of(model)[0].self_attn.q_proj.weight.data_ptr() == address
+    for paged in (first, second, first):
+        assert logits_error(model, paged) < 64 * EPS
+
+
+def test_a_model_still_trains(reference):
+    model, twin = tiny_model("llama"), tiny_model("llama")
+    load_model(model)
+    for each in (model, twin):
+        optimiser = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimiser.zero_grad()
+            each(torch.tensor([[1, 2, 3, 4]]), labels=torch.tensor([[1, 2, 3, 4]])).loss.backward()
+            optimiser.step()
+    for ours, own in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, own)
+    assert logits_error(model) < 64 * EPS
+
+
+# --- what runs -------------------------------------------------------------------------------
+
+
+def count_calls(paged, model, num_tokens, monkeypatch):
+    """The fused operations of one step, by their names."""
+    calls = []
+    for name in ("small_linear", "rotate_and_write", "paged_attention", "add_norm", "rms_norm",
+                 "gated_activation"):  # fmt: skip
+
+        def counted(*args, name=name, own=getattr(fused_layer, name), **options):
+            calls.append(name)
+            return own(*args, **options)
+
+        monkeypatch.setattr(fused_layer, name, counted)
+    linear = functional.linear
+
+    def product(*args, **options):
+        calls.append("linear")
+        return linear(*args, **options)
+
+    monkeypatch.setattr(fused_layer, "functional", SimpleNamespace(linear=product))
+    packing = Packing(paged, sequences_of(model.config.vocab_size), 4, seed=0)
+    calls.clear()
+    paged.forward(packing.step([0, num_tokens, 0]))
+    return calls
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen3", 6), ("gemma2", 8), ("phi3", 6)])
+def test_a_step_of_one_token_is_few_launches(family, most, reference, monkeypatch):
+    model = tiny_model(family, dtype=torch.bfloat16)
+    calls = count_calls(load_model(model), model, 1, monkeypatch)
+    assert len(calls) <= 3 * most
+
+
+def test_norms_between_layers_are_computed_with_the_addition(reference, monkeypatch):
+    model = tiny_model("qwen3")
+    calls = count_calls(load_model(model), model, 7, monkeypatch)
+    # Only the first layer has a norm of its own; the last one computes the model's last norm.
+    assert calls.count("rms_norm") == 1
+    assert calls.count("add_norm") == 2 * 3
+
+
+def test_a_hook_that_is_put_on_a_module_later_sees_its_calls(impl):
+    model = tiny_model("qwen3")
+    paged = load_model(model)
+    layer, seen = layers_of(model)[1], []
+    for module in (layer.self_attn.q_proj, layer.self_attn.q_norm, layer.mlp.act_fn, layer.mlp):
+        module.register_forward_hook(lambda module, args, out: seen.append(module))
+    assert logits_error(model, paged) < 64 * EPS
+    assert {layer.self_attn.q_proj, layer.self_attn.q_norm, layer.mlp, layer.mlp.act_fn} <= {*seen}
+
+
+def test_a_hook_that_is_there_before_keeps_a_layer_as_it_is(reference):
+    model = tiny_model("llama")
+    layers_of(model)[2].mlp.register_forward_hook(lambda module, args, out: None)
+    paged = load_model(model)
+    *fused, why = paged.fused_layers.values()
+    assert fused == [None, None]
+    assert "hook" in why
+
+
+def test_the_last_norm_is_seen_by_its_hooks(impl):
+    model = tiny_model("llama")
+    paged, seen = load_model(model), []
+    model.model.norm.register_forward_hook(lambda module, args, out: seen.append(out))
+    logits = paged.forward(Packing(paged, sequences_of(96), 4, seed=0).step([1, 2, 3]))
+    torch.testing.assert_close(model.lm_head(seen[0])[0], logits)
+
+
+def test_nothing_of_it_stays_on_the_model(impl):
+    model = tiny_model("qwen3")
+    attributes = [list(vars(module)) for module in model.modules()]
+    paged = load_model(model)
+    step = Packing(paged, sequences_of(96), 4, seed=0).step([1, 2, 3])
+    paged.forward(step)
+    assert [list(vars(module)) for module in model.modules()] == attributes
+    with pytest.raises(IndexError):
+        paged.forward(
+            ForwardBatch(
+                step.token_ids + 96, step.positions, step.batch, step.slot_mapping, step.logits_rows
+            )
+        )
+    assert [list(vars(module)) for module in model.modules()] == attributes
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_angles_are_looked_up(reference, monkeypatch):
+    model = tiny_model("gemma3")  # one table a kind of layer
+    paged = load_model(model)
+    own = type(model.model.rotary_emb).forward
+    seen = []
+    monkeypatch.setattr(
+        type(model.model.rotary_emb), "forward", lambda *args: seen.append(args) or own(*args)
+    )
+    packing = Packing(paged, sequences_of(96), 4, seed=0)
+    paged.forward(packing.step([1, 2, 3]))
+    assert not seen
+    model(torch.tensor([[1, 2, 3]]))
+    assert seen
+
+
+def test_a_fused_layer_that_is_wrong_does_not_pass_the_proof(reference, monkeypatch):
+    own = fused_layer.rotate_and_write
+    load_model(tiny_model("llama"))
+
+    def wrong(qkv, cos, sin, *args, **options):
+        return own(qkv, sin, cos, *args, **options)
+
+    monkeypatch.setattr(fused_layer, "rotate_and_write", wrong)
+    with pytest.raises(UnsupportedError, match="its logits differ"):
+        load_model(tiny_model("llama"))
+
+
+def test_a_model_that_cannot_be_traced_runs_without(reference, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr(trace, "_random", fail)
+    model = tiny_model("llama")
+    paged = load_model(model)
+    assert all("cannot be traced" in why for why in paged.fused_layers.values())
+    assert logits_error(model, paged) < 64 * EPS
+
+
+def test_on_a_cpu_nothing_is_fused():
+    paged = load_model(tiny_model("llama"))
+    assert paged.fused_layers == {}
