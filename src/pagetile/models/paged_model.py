@@ -17,6 +17,7 @@ from .attention import NAME, SLOT, AttentionLayer, collect_configs, driven, regi
 from .forward_batch import ForwardBatch
 from .fused import Replacement, find_impl, find_replacements
 from .loading import explained, read_model
+from .module_attention import find_adapters
 from .probe import describe_layers, record_calls, register_probe
 from .proof import make_sequences, prove
 from .support import check_class, check_config, find_floor, find_limit, refusing
@@ -209,7 +210,8 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
     register_probe()
     with refusing(type(model).__name__):
         sequences = make_sequences(model, limit)
-        calls, vocab_size = record_calls(model, sequences[0])
+        adapters = find_adapters(model, limit)
+        calls, vocab_size = record_calls(model, sequences[0], adapters)
         modules, layers = describe_layers(model, calls, limit)
         attention = [layer.module for layer in modules]
         impl = find_impl(model.device, model.dtype)
@@ -219,7 +221,10 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
             layers,
             vocab_size=vocab_size,
             max_model_len=limit,
-            replacements=[] if impl is None else find_replacements(model, attention, impl),
+            replacements=[
+                *adapters,
+                *([] if impl is None else find_replacements(model, attention, impl)),
+            ],
         )
         prove(paged, model, attention, sequences)
     return paged
