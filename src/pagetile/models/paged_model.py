@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import RequestError, ShapeError, UnsupportedError
 from ..kv_cache.storage import KVCache, LayerSpec
 from .attention import NAME, SLOT, AttentionLayer, collect_configs, driven, register
+from .experts import find_experts
 from .forward_batch import ForwardBatch
 from .fused import Replacement, find_impl, find_replacements
 from .loading import explained, read_model
@@ -224,6 +225,7 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
             replacements=[
                 *adapters,
                 *([] if impl is None else find_replacements(model, attention, impl)),
+                *([] if impl is None else find_experts(model, impl)),
             ],
         )
         prove(paged, model, attention, sequences)

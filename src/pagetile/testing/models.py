@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ADAPTED", "FAMILIES", "REFUSED", "UNUSUAL", "tiny_config", "tiny_model"]
+__all__ = ["ADAPTED", "EXPERTS", "FAMILIES", "REFUSED", "UNUSUAL", "tiny_config", "tiny_model"]
 
 FAMILIES = (
     "llama",
@@ -44,10 +44,13 @@ ADAPTED = (
 )
 """Families whose attention modules do not call it, and are replaced while the model is driven."""
 
-UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm")
+UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm", "qwen3_moe")
 """More that run: with keys shared between layers, with layers that drop the keyword arguments
 that are meant for their attention, with values of another width than keys, with a rotary embedding
-that turns neighbours."""
+that turns neighbours, with experts of another width than the other layers."""
+
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families with a mixture of experts."""
 
 REFUSED = ("codegen", "mamba", "qwen3_next", "bert")
 """Families that do not: other attention, no attention, some attention, attention both ways."""
@@ -133,6 +136,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "glm": {"head_dim": 16},
+    "qwen3_moe": {
+        **_NARROW,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "bloom": {"num_attention_heads": 6, "hidden_size": 96},
     # The smallest width of MPT's default feed-forward; its slopes are its own for 6 heads.
     "mpt": {
