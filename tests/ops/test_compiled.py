@@ -361,10 +361,11 @@ def test_moe(dtype, strides, bias, tmp_path):
     sizes = 2048, 768
     activation = "silu" if bias == (0, 0) else "clamped"
     aligned = True, True, bias == (0, 0)
-    ptx = assert_fits(moe.make_gate_up(dtype, *sizes, aligned, strides, bias, activation), tmp_path)
+    in_turn = bias != (0, 0)
+    launcher = moe.make_gate_up(dtype, *sizes, aligned, strides, bias, in_turn, activation)
+    ptx = assert_fits(launcher, tmp_path)
     assert ("mma.sync" in ptx) == (dtype != F32)
-    if bias == (0, 0):
-        assert "cp.async" in ptx
+    assert "cp.async" in ptx
     down = (768 * 2048, 768, 1) if strides[2] == 1 else (768 * 2048, 1, 2048)
     bias = bias and (2048 * bool(bias[0]), bool(bias[1]))
     ptx = assert_fits(moe.make_down(dtype, F32, *sizes, (True,), down, bias), tmp_path)

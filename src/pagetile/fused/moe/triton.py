@@ -105,6 +105,7 @@ def _gate_up(
     STRIDE_K: tl.constexpr,
     BIAS_STRIDE_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IN_TURN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -116,19 +117,31 @@ def _gate_up(
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
     x_at = x + (pair // top_k).to(tl.int64)[:, None] * HIDDEN + k[None, :]
-    w_at = expert * expert_stride + n[None, :] * STRIDE_N + k[:, None] * STRIDE_K
+    w_at = expert * expert_stride + k[:, None] * STRIDE_K
     in_n = n < INNER
 
-    g = tl.zeros([TILE_M, TILE_N], tl.float32)
-    u = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for first_k in range(0, HIDDEN, TILE_K):
-        in_k = k < HIDDEN - first_k
-        rows = tl.load(x_at + first_k, mask=inside[:, None] & in_k[None, :], other=0.0)
-        in_w = in_k[:, None] & in_n[None, :]
-        g_w = tl.load(gate + w_at + first_k * STRIDE_K, mask=in_w, other=0.0)
-        u_w = tl.load(up + w_at + first_k * STRIDE_K, mask=in_w, other=0.0)
-        g = tl.dot(rows, g_w, g, input_precision="ieee")
-        u = tl.dot(rows, u_w, u, input_precision="ieee")
+    if IN_TURN:  # columns of gate and up are neighbours: read both, and part them afterwards
+        both_n = tl.program_id(0) * 2 * TILE_N + tl.arange(0, 2 * TILE_N)
+        both = tl.zeros([TILE_M, 2 * TILE_N], tl.float32)
+        for first_k in range(0, HIDDEN, TILE_K):
+            in_k = k < HIDDEN - first_k
+            rows = tl.load(x_at + first_k, mask=inside[:, None] & in_k[None, :], other=0.0)
+            in_w = in_k[:, None] & (both_n < 2 * INNER)[None, :]
+            at = gate + w_at + both_n[None, :] + first_k * STRIDE_K
+            both = tl.dot(rows, tl.load(at, mask=in_w, other=0.0), both, input_precision="ieee")
+        g, u = tl.split(tl.reshape(both, [TILE_M, TILE_N, 2]))
+    else:
+        g = tl.zeros([TILE_M, TILE_N], tl.float32)
+        u = tl.zeros([TILE_M, TILE_N], tl.float32)
+        w_at += n[None, :] * STRIDE_N
+        for first_k in range(0, HIDDEN, TILE_K):
+            in_k = k < HIDDEN - first_k
+            rows = tl.load(x_at + first_k, mask=inside[:, None] & in_k[None, :], other=0.0)
+            in_w = in_k[:, None] & in_n[None, :]
+            g_w = tl.load(gate + w_at + first_k * STRIDE_K, mask=in_w, other=0.0)
+            u_w = tl.load(up + w_at + first_k * STRIDE_K, mask=in_w, other=0.0)
+            g = tl.dot(rows, g_w, g, input_precision="ieee")
+            u = tl.dot(rows, u_w, u, input_precision="ieee")
 
     if HAS_BIAS:
         bias_at = expert * bias_stride + n * BIAS_STRIDE_N
@@ -232,7 +245,7 @@ def run(
     sort((-(-num_entries // SORT_TILE), 1, 1), order, starts, experts, num_pairs)
     first = make_gate_up(
         x.dtype, hidden_size, inner_size, _lie(x, gate, up), gate.stride(), _strides(gate_bias),
-        activation,
+        up.data_ptr() == gate.data_ptr() + gate.element_size(), activation,
     )  # fmt: skip
     first(
         (-(-inner_size // first.constants["TILE_N"]), num_pairs, 1),
@@ -298,9 +311,14 @@ def make_gate_up(
     are_aligned: tuple[bool, ...],
     strides: tuple[int, ...],
     bias_strides: tuple[int, int],
+    are_neighbours: bool,
     activation: str,
 ) -> Launcher:
-    """The first product of experts whose weights have these strides; ``(0, 0)``: no biases."""
+    """The first product of experts whose weights have these strides.
+
+    ``bias_strides`` are ``(0, 0)`` without biases. ``are_neighbours``: ``up`` lies one element
+    behind ``gate``.
+    """
     x, gate, up = (_pointer(dtype, is_aligned) for is_aligned in are_aligned)
     types = {
         "inner": _pointer(dtype, True), "x": x, "gate": gate, "up": up,
@@ -311,7 +329,8 @@ def make_gate_up(
     constants = {
         "HIDDEN": hidden_size, "INNER": inner_size, "STRIDE_N": strides[1], "STRIDE_K": strides[2],
         "BIAS_STRIDE_N": bias_strides[1], "HAS_BIAS": bias_strides != (0, 0),
-        "ACTIVATION": activation, **_tiles(dtype, strides),
+        "IN_TURN": are_neighbours and strides[1] == 2, "ACTIVATION": activation,
+        **_tiles(dtype, strides),
     }  # fmt: skip
     return Launcher(_gate_up, types, constants, num_warps=4, num_stages=3)
 
