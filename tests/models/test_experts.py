@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import ForwardBatch, load_model
 from pagetile.models.attention import collect_configs, driven
@@ -173,7 +174,7 @@ def test_a_long_prefill_is_the_modules_own(monkeypatch):
 def test_a_decode_step_is_recorded(family, dtype):
     """One graph, replayed with other tokens, gives the logits of the step run as it is."""
     paged = load_model(tiny_model(family, dtype=dtype), device="cuda")
-    cache = KVCache(paged.layers, num_blocks=8, block_size=16, dtype=dtype, device="cuda")
+    cache = KVCache(paged.layers, BlockPool(8, 16), dtype=dtype, device="cuda")
     for blocks in (*cache.k, *cache.v):
         blocks.normal_()
     paged.bind(cache)

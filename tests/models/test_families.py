@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagetile import LLM, RequestError, SamplingParams, UnsupportedError
+from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import ForwardBatch, load_model
 from pagetile.models.attention import NAME, collect_configs, driven
@@ -30,7 +31,7 @@ def paged_logits(model, token_ids: torch.Tensor, chunk: int = 150) -> torch.Tens
     """Logits of one sequence, chunk by chunk."""
     paged = load_model(model)
     num_blocks = -(-len(token_ids) // 16)
-    cache = KVCache(paged.layers, num_blocks=num_blocks, block_size=16, dtype=paged.dtype)
+    cache = KVCache(paged.layers, BlockPool(num_blocks, 16), dtype=paged.dtype)
     paged.bind(cache)
     tables = torch.arange(num_blocks, dtype=torch.int32).flip(0)[None].contiguous()
     logits = []
