@@ -44,7 +44,7 @@ def moe_experts(
     """``sum_j weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t])))``, e = experts[t, j].
 
     Products and the sum are in float32; what the activation gives is rounded to the type of ``x``.
-    A token's result does not depend on the other tokens of the call.
+    A token's result depends on how many tokens there are, and not on what they are.
 
     Args:
         x: ``[num_tokens, hidden_size]`` float32, float16 or bfloat16.

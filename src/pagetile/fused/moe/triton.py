@@ -1,7 +1,7 @@
 """The experts on a GPU: four launches, whatever the router chose.
 
 A pair is a token and one of its experts. Pairs are sorted by expert; then every expert that was
-chosen multiplies its rows, up to ``TILE_M`` at a time, so that its weights are read once::
+chosen multiplies its rows, ``TILE_M`` at a time, so that its weights are read once or twice::
 
     _sort       order[i]       pairs by expert, and where each expert's begin
     _gate_up    inner[pair]    activation(gate . x[token], up . x[token])
@@ -28,7 +28,6 @@ from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from .problem import Expert, Problem
 
 MOST_PAIRS = 4096
-TILE_M = 16
 SORT_TILE = 64
 SUM_TILE = 1024
 
@@ -241,11 +240,12 @@ def run(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
 
     gate, up, down, gate_bias, up_bias, down_bias = expert
+    tile_m = choose_tile_m(num_pairs, num_experts)
     sort, num_entries = make_sort(num_experts), max(num_pairs, num_experts + 1)
     sort((-(-num_entries // SORT_TILE), 1, 1), order, starts, experts, num_pairs)
     first = make_gate_up(
         x.dtype, hidden_size, inner_size, _lie(x, gate, up), gate.stride(), _strides(gate_bias),
-        up.data_ptr() == gate.data_ptr() + gate.element_size(), activation,
+        up.data_ptr() == gate.data_ptr() + gate.element_size(), activation, tile_m,
     )  # fmt: skip
     first(
         (-(-inner_size // first.constants["TILE_N"]), num_pairs, 1),
@@ -254,7 +254,7 @@ def run(
     )  # fmt: skip
     second = make_down(
         x.dtype, weights.dtype, hidden_size, inner_size, _lie(down), down.stride(),
-        _strides(down_bias),
+        _strides(down_bias), tile_m,
     )  # fmt: skip
     second(
         (-(-hidden_size // second.constants["TILE_N"]), num_pairs, 1),
@@ -279,13 +279,20 @@ def _pointer(dtype: torch.dtype, is_aligned: bool) -> str:
     return POINTERS[dtype] + ":16" * is_aligned
 
 
-def _tiles(dtype: torch.dtype, strides: tuple[int, ...]) -> dict[str, int]:
-    """Columns of a program, and how much of their rows it reads at a time."""
+def choose_tile_m(num_pairs: int, num_experts: int) -> int:
+    """Return the rows of a tile: about twice the mean of an expert, so that most need one tile."""
+    mean = num_pairs / num_experts
+    return 16 if mean <= 8 else 32 if mean <= 24 else 64
+
+
+def _tiles(dtype: torch.dtype, strides: tuple[int, ...], tile_m: int) -> dict[str, int]:
+    """Rows and columns of a program, and how much of them it reads at a time."""
     in_rows = strides[2] == 1
+    is_large = tile_m > 16
     return {
-        "TILE_M": TILE_M,
-        "TILE_N": 32 if in_rows else 64,
-        "TILE_K": (256 if in_rows else 128) // dtype.itemsize,
+        "TILE_M": tile_m,
+        "TILE_N": 32 if in_rows and not is_large else 64,
+        "TILE_K": (256 if in_rows and not is_large else 128) // dtype.itemsize,
     }
 
 
@@ -313,6 +320,7 @@ def make_gate_up(
     bias_strides: tuple[int, int],
     are_neighbours: bool,
     activation: str,
+    tile_m: int,
 ) -> Launcher:
     """The first product of experts whose weights have these strides.
 
@@ -330,7 +338,7 @@ def make_gate_up(
         "HIDDEN": hidden_size, "INNER": inner_size, "STRIDE_N": strides[1], "STRIDE_K": strides[2],
         "BIAS_STRIDE_N": bias_strides[1], "HAS_BIAS": bias_strides != (0, 0),
         "IN_TURN": are_neighbours and strides[1] == 2, "ACTIVATION": activation,
-        **_tiles(dtype, strides),
+        **_tiles(dtype, strides, tile_m),
     }  # fmt: skip
     return Launcher(_gate_up, types, constants, num_warps=4, num_stages=3)
 
@@ -344,6 +352,7 @@ def make_down(
     are_aligned: tuple[bool, ...],
     strides: tuple[int, ...],
     bias_strides: tuple[int, int],
+    tile_m: int,
 ) -> Launcher:
     """The second product, as ``make_gate_up`` makes the first."""
     types = {
@@ -354,7 +363,7 @@ def make_down(
     constants = {
         "HIDDEN": hidden_size, "INNER": inner_size, "STRIDE_N": strides[1], "STRIDE_K": strides[2],
         "BIAS_STRIDE_N": bias_strides[1], "HAS_BIAS": bias_strides != (0, 0),
-        **_tiles(dtype, strides),
+        **_tiles(dtype, strides, tile_m),
     }  # fmt: skip
     return Launcher(_down, types, constants, num_warps=4, num_stages=4)
 
