@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pagetile import LLM, SamplingParams
-from pagetile.testing.models import FAMILIES, tiny_model
+from pagetile.testing.models import ADAPTED, FAMILIES, tiny_model
 
 NEW_TOKENS = 12
 
@@ -105,7 +105,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ADAPTED])
 @pytest.mark.parametrize("setting", [PLAIN, CHUNKED, PREFIXES, TINY_POOL], ids=lambda s: s.name)
 def test_greedy_tokens_equal_generate_run_alone(family: str, setting: Setting, device: str) -> None:
     prompts = _prompts(family)
@@ -131,6 +131,6 @@ def test_greedy_tokens_equal_generate_run_alone(family: str, setting: Setting, d
 
 
 def test_the_expected_tokens_tell_prompts_apart() -> None:
-    for family in FAMILIES:
+    for family in (*FAMILIES, *ADAPTED):
         continuations = {tuple(_expected(family, prompt)) for prompt in _prompts(family)}
         assert len(continuations) >= 4, family

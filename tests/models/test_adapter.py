@@ -13,7 +13,7 @@ from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import ForwardBatch, PagedModel, load_model
 from pagetile.models import attention as attention_module
-from pagetile.testing.models import FAMILIES, UNUSUAL, tiny_model
+from pagetile.testing.models import ADAPTED, FAMILIES, UNUSUAL, tiny_model
 
 LENGTHS = (5, 19, 31)  # the longer ones reach past every window, twice
 NOWHERE = 2147480000  # past the end of a table row anything may stand
@@ -105,7 +105,7 @@ class Packing:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("family", FAMILIES + UNUSUAL)
+@pytest.mark.parametrize("family", FAMILIES + UNUSUAL + ADAPTED)
 def test_packed_chunks_give_the_logits_of_whole_sequences(family, block_size):
     model = tiny_model(family)
     sequences = sequences_of(model.config.vocab_size)

@@ -28,9 +28,8 @@ STATE = "keeps a recurrent or convolution state"
 ENCODER = "is an encoder"
 
 REASONS = {
-    "bloom": INTERFACE,
-    "falcon": INTERFACE,
-    "gptj": INTERFACE,
+    "codegen": INTERFACE,
+    "xglm": INTERFACE,
     "mamba": STATE,
     "qwen3_next": STATE,
     "jamba": STATE,

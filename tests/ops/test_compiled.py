@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from pagetile.fused.add_norm import triton as add_norm  # noqa: E402
 from pagetile.fused.gated_activation import triton as gated_activation  # noqa: E402
 from pagetile.fused.instance_norm import triton as instance_norm  # noqa: E402
+from pagetile.fused.moe import triton as moe  # noqa: E402
 from pagetile.fused.rms_norm import triton as rms_norm  # noqa: E402
 from pagetile.fused.rotary import triton as rotary  # noqa: E402
 from pagetile.fused.rotary_write import triton as rotary_write  # noqa: E402
@@ -354,6 +355,30 @@ def test_rms_norm(dtype, kind, size, tmp_path):
     ptx = assert_fits(rms_norm.make_launcher(dtype, size, kind, factor, True), tmp_path)
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize(
+    ("strides", "bias"),
+    [((2 * 768 * 2048, 2048, 1), (0, 0)), ((2 * 768 * 2048, 2, 2 * 768), (2 * 768, 2))],
+    ids=["rows", "columns"],
+)
+@pytest.mark.parametrize("tile_m", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_moe(dtype, tile_m, strides, bias, tmp_path):
+    sizes = 2048, 768
+    activation = "silu" if bias == (0, 0) else "clamped"
+    aligned = True, True, bias == (0, 0)
+    in_turn = bias != (0, 0)
+    launcher = moe.make_gate_up(dtype, *sizes, aligned, strides, bias, in_turn, activation, tile_m)
+    ptx = assert_fits(launcher, tmp_path)
+    assert ("mma" in ptx) == (dtype != F32)
+    assert "cp.async" in ptx
+    down = (768 * 2048, 768, 1) if strides[2] == 1 else (768 * 2048, 1, 2048)
+    bias = bias and (2048 * bool(bias[0]), bool(bias[1]))
+    ptx = assert_fits(moe.make_down(dtype, F32, *sizes, (True,), down, bias, tile_m), tmp_path)
+    assert "cp.async" in ptx
+    assert_fits(moe.make_sort(128), tmp_path)
+    assert_fits(moe.make_sum(dtype, 2048, 8), tmp_path)
 
 
 def test_rms_norm_at_any_address(tmp_path):

@@ -103,6 +103,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as Transformers asks for it: ``query`` ``[1, num_heads, num_tokens, head_size]``.
@@ -149,6 +150,7 @@ def attend(
         softmax_scale=scaling,
         sliding_window=sliding_window,
         logits_soft_cap=softcap,
+        alibi_slopes=alibi_slopes,
         sinks=s_aux,
         k_scale=layer.k_scale,
         v_scale=layer.v_scale,

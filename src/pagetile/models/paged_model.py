@@ -14,10 +14,12 @@ from torch import Tensor
 from ..errors import RequestError, ShapeError, UnsupportedError
 from ..kv_cache.storage import KVCache, LayerSpec
 from .attention import NAME, SLOT, AttentionLayer, collect_configs, driven, register
+from .experts import find_experts
 from .forward_batch import ForwardBatch
 from .fused import Replacement, find_impl, find_replacements
 from .fusion import Fusion, fuse
 from .loading import explained, read_model
+from .module_attention import find_adapters
 from .probe import describe_layers, record_calls, register_probe
 from .proof import make_sequences, prove
 from .support import check_class, check_config, find_floor, find_limit, refusing
@@ -213,20 +215,22 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
     register_probe()
     with refusing(type(model).__name__):
         sequences = make_sequences(model, limit)
-        calls, vocab_size = record_calls(model, sequences[0])
+        adapters = find_adapters(model, limit)
+        calls, vocab_size = record_calls(model, sequences[0], adapters)
         modules, layers = describe_layers(model, calls, limit)
         attention = [layer.module for layer in modules]
         impl = find_impl(model.device, model.dtype)
-        fusion = Fusion()
+        fusion, experts = Fusion(), []
         if impl is not None:
             fusion = fuse(model, modules, limit, find_replacements(model, attention, impl), impl)
+            experts = find_experts(model, impl)
         paged = PagedModel(
             model,
             modules,
             layers,
             vocab_size=vocab_size,
             max_model_len=limit,
-            replacements=fusion.replacements,
+            replacements=[*adapters, *fusion.replacements, *experts],
         )
         paged.fused_layers = fusion.reasons
         prove(paged, model, attention, sequences)

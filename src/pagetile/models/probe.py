@@ -8,6 +8,7 @@ a chunk of 8192 that no short forward would reach is found here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..kv_cache.storage import LayerSpec
 from .attention import SLOT, AttentionLayer, collect_configs, driven, refuse_options
+from .fused import Replacement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,19 +81,22 @@ def _make_mask(**arguments: Any) -> Tensor:
 
 
 @torch.no_grad()
-def record_calls(model: PreTrainedModel, token_ids: Tensor) -> tuple[list[AttentionCall], int]:
+def record_calls(
+    model: PreTrainedModel, token_ids: Tensor, adapters: Sequence[Replacement] = ()
+) -> tuple[list[AttentionCall], int]:
     """Every call of the attention function in one forward, and the width of its logits.
 
     Args:
         model: The model.
         token_ids: int64 ``[num_tokens]``.
+        adapters: Replacements that make its modules call the attention function.
 
     Raises:
         UnsupportedError: The model gives no logits.
     """
     calls: list[AttentionCall] = []
     slots = [(module, SLOT, calls) for module in model.modules()]
-    with driven(collect_configs(model), PROBE, slots):
+    with driven(collect_configs(model), PROBE, [*slots, *adapters]):
         output = model(input_ids=token_ids[None], use_cache=False, return_dict=True)
     logits = getattr(output, "logits", None)
     if logits is None:
@@ -155,7 +160,7 @@ def _check_counts(calls: list[AttentionCall], num_layers: int, names: dict[nn.Mo
 
 def _check_call(call: AttentionCall, max_model_len: int | None) -> None:
     options = dict(call.options)
-    for known in ("scaling", "sliding_window", "softcap", "s_aux"):
+    for known in ("scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes"):
         options.pop(known, None)
     is_causal = options.pop("is_causal", None)
     if is_causal is None:

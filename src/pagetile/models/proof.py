@@ -26,6 +26,7 @@ from ..kv_cache.storage import KVCache
 from ..ops.paged_attention import PagedBatch
 from .attention import collect_configs, driven
 from .forward_batch import ForwardBatch
+from .module_attention import find_reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,7 +89,7 @@ def prove(
 
 def _run_eager(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     """Logits ``[length, vocab_size]`` of a whole sequence, positions and masks its own."""
-    with driven(collect_configs(model), "eager"):
+    with driven(collect_configs(model), find_reference(model)):
         output = model(input_ids=token_ids[None], use_cache=False, return_dict=True)
     logits: Tensor = output.logits[0]
     return logits

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PagetileError, RequestError, UnsupportedError
+from .module_attention import MODEL_TYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -82,7 +83,8 @@ def _refuse(
             f"from position {floor} on its queries are scaled, by their place in a step and not "
             f"in their sequence: set max_model_len to at most {floor - 1}"
         )
-    if not getattr(model_class, "_can_set_attn_implementation", lambda: True)():
+    calls_interface = getattr(model_class, "_can_set_attn_implementation", lambda: True)()
+    if not calls_interface and config.model_type not in MODEL_TYPES:
         return "its layers do not call Transformers' attention interface"
     return None
 
@@ -113,7 +115,7 @@ def find_limit(config: PreTrainedConfig, max_model_len: int | None) -> int | Non
         UnsupportedError: It is more than the model gets right in a packed batch.
     """
     text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
     limit = limit if isinstance(limit, int) and limit > 0 else None
     switch = _find_rope_switch(text)
     known = min((n for n in (limit, switch, max_model_len) if n is not None), default=None)

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["FAMILIES", "REFUSED", "UNUSUAL", "tiny_config", "tiny_model"]
+__all__ = ["ADAPTED", "EXPERTS", "FAMILIES", "REFUSED", "UNUSUAL", "tiny_config", "tiny_model"]
 
 FAMILIES = (
     "llama",
@@ -30,14 +30,29 @@ FAMILIES = (
     "olmo2",
     "mixtral",
 )
-"""Families that run on a paged cache."""
+"""Families that call Transformers' attention interface and run on a paged cache."""
 
-UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm")
+ADAPTED = (
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon_grouped",
+    "falcon_alibi",
+    "falcon_alibi_multi_query",
+    "gptj",
+    "gpt_neo",
+)
+"""Families whose attention modules do not call it, and are replaced while the model is driven."""
+
+UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm", "qwen3_moe")
 """More that run: with keys shared between layers, with layers that drop the keyword arguments
 that are meant for their attention, with values of another width than keys, with a rotary embedding
-that turns neighbours."""
+that turns neighbours, with experts of another width than the other layers."""
 
-REFUSED = ("bloom", "mamba", "qwen3_next", "bert")
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families with a mixture of experts."""
+
+REFUSED = ("codegen", "mamba", "qwen3_next", "bert")
 """Families that do not: other attention, no attention, some attention, attention both ways."""
 
 _COMMON: dict[str, Any] = {
@@ -121,12 +136,54 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "glm": {"head_dim": 16},
-    "bloom": {},
+    "qwen3_moe": {
+        **_NARROW,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "bloom": {"num_attention_heads": 6, "hidden_size": 96},
+    # The smallest width of MPT's default feed-forward; its slopes are its own for 6 heads.
+    "mpt": {
+        "num_attention_heads": 6,
+        "hidden_size": 96,
+        "max_seq_len": 256,
+        "attn_config": {"clip_qkv": 1.5, "alibi_bias_max": 4, "softmax_scale": 0.3},
+    },
+    "falcon": {"ffn_hidden_size": 80, "multi_query": True, "bias": True},
+    "falcon_grouped": {"ffn_hidden_size": 80, "new_decoder_architecture": True, "num_kv_heads": 2},
+    # Twelve heads have slopes that are no powers of two: Falcon rounds their products.
+    "falcon_alibi": {
+        "num_attention_heads": 12,
+        "hidden_size": 96,
+        "ffn_hidden_size": 80,
+        "multi_query": False,
+        "parallel_attn": False,
+        "alibi": True,
+        "bias": True,
+    },
+    "falcon_alibi_multi_query": {
+        "num_attention_heads": 12,
+        "hidden_size": 96,
+        "ffn_hidden_size": 80,
+        "alibi": True,
+    },
+    "gptj": {"rotary_dim": 8, "n_inner": 80},
+    "gpt_neo": {"attention_types": [[["local", "global", "local"], 1]], "window_size": 7},
+    "codegen": {"rotary_dim": 8, "n_inner": 80},
     "mamba": {},
     "qwen3_next": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16},
     "bert": {"is_decoder": False},
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text"}
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "falcon_grouped": "falcon",
+    "falcon_alibi": "falcon",
+    "falcon_alibi_multi_query": "falcon",
+}
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -143,7 +200,7 @@ def tiny_model(
     """A family's tiny model, ready to run on the CPU.
 
     Args:
-        family: One of ``FAMILIES``, ``UNUSUAL`` or ``REFUSED``.
+        family: One of ``FAMILIES``, ``ADAPTED``, ``UNUSUAL`` or ``REFUSED``.
         seed: The same seed gives the same weights; torch's own generator is not touched.
         dtype: Type of the weights, which are rounded from the same float32 values.
         **changes: What its config should say instead.

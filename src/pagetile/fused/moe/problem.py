@@ -1,0 +1,41 @@
+"""What decides which implementation of the experts runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Expert", "Problem"]
+
+
+class Problem(NamedTuple):
+    """A call, as host numbers."""
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    inner_size: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    is_contiguous: bool
+    """Whether the rows of ``x``, ``experts`` and ``weights`` lie without gaps."""
+    needs_gradient: bool
+
+
+class Expert(NamedTuple):
+    """The weights of all experts: ``down(activation(gate(x), up(x)))``."""
+
+    gate: Tensor
+    """``[num_experts, inner_size, hidden_size]``, by any strides."""
+    up: Tensor
+    """Like ``gate``, with its strides."""
+    down: Tensor
+    """``[num_experts, hidden_size, inner_size]``, by any strides."""
+    gate_bias: Tensor | None = None
+    """``[num_experts, inner_size]``, by any strides; all three biases or none."""
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    """``[num_experts, hidden_size]``, by any strides."""

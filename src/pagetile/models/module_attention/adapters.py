@@ -1,0 +1,232 @@
+"""Make attention modules call the attention interface while we drive them, proven one by one.
+
+Five families of Transformers compute attention in their modules (``families``). For the length of
+a step one method of each module is replaced, as ``driven`` replaces attributes; the replacement
+calls the attention function that the model's config names, so that the probe and the paged
+attention see these modules like all others::
+
+    BloomAttention.forward  ->  q, k, v as the module makes them
+                                ALL_ATTENTION_FUNCTIONS["pagetile"](module, q, k, v, ...)
+                                output as the module projects it
+
+A replacement is used only if, with dense attention, it gives the output of the module's own
+forward on the inputs that the module gets from its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ...tiles.eager import attend as attend_dense
+from ..attention import NAME, collect_configs, driven
+from ..fused import Replacement
+from .bias import KeyBias, fit_bias
+from .families import Attention, Family, find_family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["find_adapters", "find_reference"]
+
+_MOST_KEYS = 8192
+"""Positions at which a bias is looked at, at most."""
+_USUAL_KEYS = 2048
+"""Positions at which it is looked at for a model without a limit."""
+_NUM_TOKENS = {4: 300, 8: 300, 2: 14}
+"""Tokens of the comparison by bytes of an element.
+
+Enough for GPT-Neo's window of 256 and for a bias that bfloat16 rounds. Of 16-bit types few,
+because BLOOM itself rounds its bias to them, the more the further a key is.
+"""
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def find_reference(model: PreTrainedModel) -> str:
+    """The implementation of a model's own attention that its logits are compared with.
+
+    Falcon with ALiBi adds its bias twice under "eager" and once under "sdpa": such modules are
+    held against what the model is set to. All others' "eager" is the definition.
+    """
+    if any(find_family(module) for module in model.modules()):
+        return model.config._attn_implementation or "eager"
+    return "eager"
+
+
+@torch.no_grad()
+def find_adapters(model: PreTrainedModel, max_model_len: int | None) -> list[Replacement]:
+    """Replacements that make a model's attention modules call the attention interface.
+
+    Args:
+        model: Any model; one whose modules call it already needs none.
+        max_model_len: Positions that need to be right; ``None`` if there is no limit.
+
+    Raises:
+        UnsupportedError: A module does not compute what its replacement does.
+    """
+    found = [(m, family) for m in model.modules() if (family := find_family(m)) is not None]
+    if not found:
+        return []
+    inputs = _placeholders(model, found)
+    length = min(max_model_len or _USUAL_KEYS, _MOST_KEYS)
+    bias = _read_bias(model, found, inputs, length)
+    _compare(model, found, bias, max_model_len)
+    call = _interface(model.config)
+    return [*((m, family.method, family.make(m, call, bias)) for m, family in found), *inputs]
+
+
+def _interface(config: PreTrainedConfig) -> Attention:
+    """The attention function that a config names at the time of the call."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def call(*arguments: Any, **options: Any) -> tuple[Tensor, Any]:
+        function = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+        return function(*arguments, **options)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _placeholders(
+    model: PreTrainedModel, found: list[tuple[nn.Module, Family]]
+) -> list[Replacement]:
+    """A mask for models that fail without one: it is passed on as it is, and hides nothing."""
+    if not any(family.needs_mask for _, family in found):
+        return []
+    base = model.base_model
+    own = base.forward
+    placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+
+    def forward(*arguments: Any, attention_mask: Any = None, **options: Any) -> Any:
+        mask = placeholder if attention_mask is None else attention_mask
+        return own(*arguments, attention_mask=mask, **options)
+
+    return [(base, "forward", forward)]
+
+
+class _Seen(Exception):
+    """Ends a forward as soon as the first attention module was called."""
+
+
+def _read_bias(
+    model: PreTrainedModel,
+    found: list[tuple[nn.Module, Family]],
+    inputs: list[Replacement],
+    length: int,
+) -> KeyBias | None:
+    """The bias that a model hands to its attention modules for ``length`` keys in a row."""
+    module, family = found[0]
+    if family.bias is None:
+        return None
+    seen: dict[str, Any] = {}
+
+    def look(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
+        seen.update(options)
+        raise _Seen
+
+    token_ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+    own = find_reference(model)
+    hook = module.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with driven(collect_configs(model), NAME, inputs):  # which makes no mask of length²
+            model(input_ids=token_ids, use_cache=False)
+    except _Seen:
+        pass
+    finally:
+        hook.remove()
+    bias = seen.get(family.bias)
+    if bias is None:
+        return None
+    num_heads = getattr(module, "num_heads", None) or module.n_heads
+    fitted = fit_bias(bias.reshape(num_heads, -1)[:, -length:])
+    if family.bias == "alibi" and own == "eager" and _adds_twice(module):
+        fitted = KeyBias(2 * fitted.slopes)
+    return fitted
+
+
+def _adds_twice(module: nn.Module) -> bool:
+    """Whether a module's model adds the bias to its mask as well, as Falcon's does in "eager"."""
+    return hasattr(module, "new_decoder_architecture")
+
+
+def _compare(
+    model: PreTrainedModel,
+    found: list[tuple[nn.Module, Family]],
+    bias: KeyBias | None,
+    max_model_len: int | None,
+) -> None:
+    """Raise UnsupportedError unless every replacement gives its module's own output."""
+    names = {module: name for name, module in model.named_modules()}
+    num_tokens = min(_NUM_TOKENS[model.dtype.itemsize], max_model_len or _USUAL_KEYS)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    token_ids = torch.arange(1, num_tokens + 1, device=model.device) * 7919 % vocab_size
+    with (
+        _compared(found, bias, names, _TOLERANCES[model.dtype]),
+        driven(collect_configs(model), find_reference(model)),
+    ):
+        model(input_ids=token_ids[None], use_cache=False)
+
+
+@contextmanager
+def _compared(
+    found: list[tuple[nn.Module, Family]],
+    bias: KeyBias | None,
+    names: dict[nn.Module, str],
+    tolerance: float,
+) -> Iterator[None]:
+    """Compare each module with its replacement whenever its model calls it."""
+
+    def compare(family: Family) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, options: dict[str, Any], output: Any) -> None:
+            method = family.make(module, _attend_densely, bias)
+            vars(module)[family.method] = method
+            try:
+                made = module.forward(*arguments, **options)[0]
+            finally:
+                del vars(module)[family.method]
+            own = output[0].float()
+            error = float((made.float() - own).norm() / own.norm().clamp_min(1e-30))
+            if not error <= tolerance:  # NaN, too
+                raise UnsupportedError(
+                    f"layer {names[module]!r} does not compute what {type(module).__name__} of "
+                    f"Transformers does (relative error {error:.1e}, at most {tolerance:.1e} "
+                    "expected)"
+                )
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(compare(family), with_kwargs=True) for module, family in found
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _attend_densely(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Causal attention of one sequence; the mask is the model's own and says the same."""
+    parts = (part.squeeze(0).transpose(0, 1).float() for part in (q, k, v))
+    out, _ = attend_dense(
+        *parts,
+        softmax_scale=scaling,
+        causal=True,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+    )
+    return out[None].to(v.dtype), None

@@ -1,0 +1,198 @@
+"""Experts of a mixture, replaced by a computation that waits for no routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pagetile.kv_cache import BlockPool
+from pagetile.kv_cache.storage import KVCache
+from pagetile.models import ForwardBatch, load_model
+from pagetile.models.attention import collect_configs, driven
+from pagetile.models.experts import find_experts
+from pagetile.ops.paged_attention import PagedBatch
+from pagetile.testing.models import EXPERTS, tiny_model
+
+TOKENS = torch.arange(40)[None] * 31 % 90 + 3
+
+
+class WaitingError(Exception):
+    """An operation would have made the host wait for a GPU."""
+
+
+class RefusingToWait(TorchDispatchMode):
+    """Raises where an operation's result has a shape or a number that only the device knows."""
+
+    WAITS = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.overloadpacket.__name__
+        where_of_one = name == "where" and len(args) == 1
+        if where_of_one or any(name.startswith(word) for word in self.WAITS):
+            raise WaitingError(name)
+        return operator(*args, **(kwargs or {}))
+
+
+def run(model, replacements=()) -> torch.Tensor:
+    with torch.no_grad(), driven(collect_configs(model), "eager", replacements):
+        return model(input_ids=TOKENS, use_cache=False).logits[0]
+
+
+def mixtures(model) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "experts")]
+
+
+def set_experts(model, name: str) -> None:
+    """What Transformers computes its experts with."""
+    for config in collect_configs(model):
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation_internal = name
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_logits_are_the_models_own(family, implementation):
+    model = tiny_model(family)
+    set_experts(model, implementation)
+    found = find_experts(model, "reference")
+    assert {id(module) for module, _, _ in found} == {id(m.experts) for m in mixtures(model)}
+    torch.testing.assert_close(run(model, found), run(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_of_16_bits_are_recognised(family, dtype):
+    model = tiny_model(family, dtype=dtype)
+    assert len(find_experts(model, "reference")) == len(mixtures(model)) > 0
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_nothing_in_a_mixture_waits(family):
+    model = tiny_model(family)
+    set_experts(model, "eager")
+    module = mixtures(model)[0]
+    x = torch.randn(1, 5, model.config.hidden_size)
+    with (
+        torch.no_grad(),
+        pytest.raises(WaitingError),
+        RefusingToWait(),
+    ):
+        module(x)
+    replacements = find_experts(model, "reference")
+    with torch.no_grad(), driven([], "eager", replacements), RefusingToWait():
+        module(x)
+
+
+def test_numbers_of_gpt_oss_are_its_own():
+    model = tiny_model("gpt_oss")
+    before = run(model)
+    for module in mixtures(model):
+        module.experts.alpha, module.experts.limit = 0.9, 0.3
+    assert (run(model) - before).abs().max() > 0.1
+    found = find_experts(model, "reference")
+    assert found
+    torch.testing.assert_close(run(model, found), run(model), rtol=1e-4, atol=1e-4)
+
+
+def gelu(experts) -> None:
+    experts.act_fn = nn.GELU()
+
+
+def exchanged(experts) -> None:
+    class Exchanged(type(experts)):
+        def _apply_gate(self, both):
+            up, gate = both.chunk(2, dim=-1)
+            return self.act_fn(gate) * up
+
+    experts.__class__ = Exchanged
+
+
+def clamped_far_away(experts) -> None:
+    class Clamped(type(experts)):
+        def _apply_gate(self, both):
+            return super()._apply_gate(both.clamp(max=200.0))
+
+    experts.__class__ = Clamped
+
+
+def scaled(experts) -> None:
+    class Scaled(type(experts)):
+        def forward(self, *arguments):
+            return 1.1 * super().forward(*arguments)
+
+    experts.__class__ = Scaled
+
+
+def patched(experts) -> None:
+    own = experts.forward
+    experts.forward = lambda *arguments: 1.1 * own(*arguments)
+
+
+def with_another_parameter(experts) -> None:
+    experts.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    "change", [gelu, exchanged, clamped_far_away, scaled, patched, with_another_parameter]
+)
+def test_experts_that_compute_something_else_are_left_alone(change):
+    model = tiny_model("mixtral")
+    experts = mixtures(model)[1].experts
+    change(experts)
+    replaced = [module for module, _, _ in find_experts(model, "reference")]
+    assert len(replaced) == 2
+    assert all(module is not experts for module in replaced)
+
+
+def test_weights_that_moved_are_read_where_they_are():
+    model = tiny_model("mixtral")
+    found = find_experts(model, "reference")
+    for module in mixtures(model):
+        module.experts.down_proj.data = 2 * module.experts.down_proj.data
+    torch.testing.assert_close(run(model, found), run(model), rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_prefill_is_the_modules_own(monkeypatch):
+    model = tiny_model("mixtral")
+    experts = mixtures(model)[0].experts
+    _, _, forward = find_experts(model, "reference")[0]
+    calls = []
+    monkeypatch.setattr("pagetile.models.experts.moe_experts", lambda *a, **o: calls.append(a))
+    x, chosen, weights = torch.randn(1025, 48), torch.zeros(1025, 2).long(), torch.rand(1025, 2)
+    with torch.no_grad():
+        forward(x[1:], chosen[1:], weights[1:])
+        assert len(calls) == 1
+        assert torch.equal(forward(x, chosen, weights), experts(x, chosen, weights))
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_decode_step_is_recorded(family, dtype):
+    """One graph, replayed with other tokens, gives the logits of the step run as it is."""
+    paged = load_model(tiny_model(family, dtype=dtype), device="cuda")
+    cache = KVCache(paged.layers, BlockPool(8, 16), dtype=dtype, device="cuda")
+    for blocks in (*cache.k, *cache.v):
+        blocks.normal_()
+    paged.bind(cache)
+    tables = torch.arange(8, dtype=torch.int32, device="cuda").view(4, 2)
+    lengths = torch.full((4,), 20, dtype=torch.int32, device="cuda")
+    positions = torch.full((4,), 19, device="cuda")
+    step = ForwardBatch(
+        token_ids=torch.tensor([5, 6, 7, 8], device="cuda"),
+        positions=positions,
+        batch=PagedBatch.decode(tables, lengths, max_seq_len=32),
+        slot_mapping=tables[:, 1].long() * 16 + 3,
+        logits_rows=torch.arange(4, device="cuda"),
+    )
+    paged.forward(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = paged.forward(step)
+    step.token_ids.copy_(torch.tensor([50, 40, 30, 20], device="cuda"))
+    graph.replay()
+    replayed = logits.clone()
+    assert torch.equal(replayed, paged.forward(step))
