@@ -170,10 +170,38 @@ def test_the_drawn_mask_is_the_last_windows(tmp_path):
 
 def test_three_axes_are_drawn_in_slices(tmp_path):
     figure = draw_windows(WindowGrid.of((14, 14, 14), (7, 7, 7), (3, 3, 3)))
-    assert len(figure.axes) == 4
+    assert len(figure.axes) == 8
     words = texts(figure, tmp_path)
-    for title in ("planes 0 to 6: regions 0 to 8", "planes 11 to 13: regions 18 to 26"):
+    for title in (
+        "after: planes 0 to 6, regions 0 to 8",
+        "after: planes 11 to 13, regions 18 to 26",
+    ):
         assert title in words
+    for title in ("before: planes 3 to 9", "before: planes 10 to 13", "before: planes 0 to 2"):
+        assert title in words
+    numbers = [{text.get_text() for text in axes.texts} for axes in figure.axes[:3]]
+    assert numbers == [{"0", "1", "2", "3"}, *[{"4", "5", "6", "7"}] * 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "shift"), [((26, 20), (3, 2)), ((14, 21), (3, 0)), ((8, 8), (0, 0))]
+)
+def test_every_piece_of_a_window_has_its_number(size, shift):
+    grid = WindowGrid.of(size, (7, 7), shift)
+    rows, columns = (torch.arange(n) for n in grid.padded)
+    of_place = rows[:, None] // 7 * grid.windows[1] + columns[None, :] // 7
+    before, after, _ = draw_windows(grid).axes
+    for axes, numbers in ((after, of_place), (before, of_place.roll(grid.shift, dims=(0, 1)))):
+        found = [(text.get_text(), text.get_position()) for text in axes.texts]
+        assert all(int(numbers[int(y), int(x)]) == int(number) for number, (x, y) in found)
+        bands = [len(grid_cuts(numbers, axis)) for axis in (0, 1)]
+        assert len(found) == bands[0] * bands[1]
+
+
+def grid_cuts(numbers, axis):
+    """Where the windows of a numbered map begin along an axis."""
+    lines = numbers.movedim(axis, 0)
+    return [0, *((lines[1:] != lines[:-1]).any(dim=1).nonzero().flatten() + 1).tolist()]
 
 
 def test_grids_that_cannot_be_drawn_are_refused():

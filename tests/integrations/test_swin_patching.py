@@ -1,4 +1,4 @@
-"""Patching leaves no trace, steps aside where it must, and never takes a module on trust."""
+"""Patching can be undone, falls back where it must, and proves each module before it patches."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ def run(name, model):
 
 
 def snapshot(model):
-    """Everything that makes a model: classes, names, and the very tensors."""
+    """Classes, attribute names, parameters and buffers of a model."""
     return {
         name: (type(module), sorted(vars(module)), [*module._parameters.items()],
                [(key, id(value)) for key, value in module._buffers.items()])
@@ -72,7 +72,7 @@ def test_patching_twice_is_patching_once(name):
     swin.unpatch(model)
 
 
-def test_patched_ends_with_its_block_and_leaves_what_was_patched_before():
+def test_patched_restores_only_what_it_patched():
     model = CASES["transformers-v1"].model()
     before = snapshot(model)
     with swin.patched(model) as report:
@@ -127,8 +127,8 @@ def test_pickles_are_patched(name):
     assert torch.equal(run(name, torch.load(file, weights_only=False)), out)
 
 
-def test_our_names_hide_none_of_the_frameworks(name):
-    """A name of ours that a framework's object has as well would change the framework's code."""
+def test_replacement_classes_shadow_no_attribute_of_the_frameworks(name):
+    """A shadowed attribute would change the behaviour of the framework's code."""
     ours = {key for kind in (Swapped, SwappedAttention, SwappedLayer) for key in vars(kind)}
     ours = {key for key in ours if not key.startswith("__")} | {"_regions"}
     for module in CASES[name].model().modules():
@@ -137,7 +137,7 @@ def test_our_names_hide_none_of_the_frameworks(name):
 
 
 def test_threads_share_a_patched_model():
-    """Each thread has its own size of map, so they fight for the memory of region ids."""
+    """Each thread has its own size of map, so they compete for the cache of region ids."""
     model = CASES["timm-v2-dynamic"].model()
     sizes = [(72, 120), (64, 88), (96, 72), (40, 120)]
     images = [torch.randn(1, 3, *size) for size in sizes]
@@ -161,7 +161,7 @@ def test_threads_share_a_patched_model():
     assert not wrong
 
 
-# --- where it steps aside -----------------------------------------------------------------------
+# --- where it falls back  -----------------------------------------------------------------------
 
 
 def operators(graph):
@@ -233,7 +233,7 @@ DROPOUTS = {
 }
 
 
-def test_training_with_dropout_of_weights_is_the_originals(name, attentions):
+def test_training_with_attention_dropout_runs_the_original(name, attentions):
     model = CASES[name].model(**{DROPOUTS[name]: 0.5}).train()
     x = CASES[name].input()
     torch.manual_seed(3)
@@ -249,8 +249,8 @@ def test_training_with_dropout_of_weights_is_the_originals(name, attentions):
     assert len(attentions) == len(report.attentions)
 
 
-def test_dropout_in_a_model_that_is_evaluated_draws(name):
-    """To see how much it matters, somebody turns on dropouts and nothing else."""
+def test_dropout_modules_in_training_mode_run_the_original(name):
+    """Monte-Carlo dropout puts only the dropout modules into training mode."""
     model = CASES[name].model(**{DROPOUTS[name]: 0.5}).eval()
     for module in model.modules():
         module.train(isinstance(module, torch.nn.Dropout))
@@ -272,7 +272,7 @@ def test_dropout_in_a_model_that_is_evaluated_draws(name):
         ("transformers-v2", "dropout"),
     ],
 )
-def test_whoever_hooks_a_part_of_an_attention_is_called(name, part, attentions):
+def test_hooks_on_parts_of_an_attention_are_called(name, part, attentions):
     model, calls = CASES[name].model(), []
     swin.patch(model)
     [first, *others] = [m for m in model.modules() if isinstance(m, SwappedAttention)]
@@ -294,7 +294,7 @@ def test_an_attention_with_another_part_proves_itself(first):
     assert len(report.attentions) == len(all_of_them) - 1
 
 
-def test_a_class_that_was_made_of_ours_is_not_unpatched():
+def test_a_class_derived_from_a_patched_one_is_not_unpatched():
     from torch.nn.utils import parametrize
 
     name = "timm-v2"
@@ -303,7 +303,7 @@ def test_a_class_that_was_made_of_ours_is_not_unpatched():
     swin.patch(model)
     attention = next(each for each in model.modules() if isinstance(each, SwappedAttention))
     parametrize.register_parametrization(attention, "logit_scale", torch.nn.Identity())
-    with pytest.raises(UnsupportedError, match="was made of a patched class: undo that first"):
+    with pytest.raises(UnsupportedError, match="is derived from a patched class: undo that first"):
         swin.unpatch(model)
     torch.testing.assert_close(run(name, model), expected, rtol=1e-4, atol=1e-5)
     parametrize.remove_parametrizations(attention, "logit_scale")
@@ -312,7 +312,7 @@ def test_a_class_that_was_made_of_ours_is_not_unpatched():
 
 
 @pytest.mark.parametrize("name", ["torchvision-v1", "torchvision-v2"])
-def test_no_images_are_no_images(name):
+def test_an_empty_batch_gives_an_empty_batch(name):
     model, x = CASES[name].model(), CASES[name].input()
     expected = model(x[:0]).shape
     swin.patch(model)
@@ -320,7 +320,7 @@ def test_no_images_are_no_images(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
-def test_tangents_are_the_originals(attentions):
+def test_forward_mode_runs_the_original(attentions):
     from torch.autograd import forward_ad
 
     name = "torchvision-v1"
@@ -338,7 +338,7 @@ def test_tangents_are_the_originals(attentions):
 
 
 @pytest.mark.parametrize("name", ["transformers-v1", "transformers-v2"])
-def test_weights_that_are_asked_for_are_the_originals(name, attentions):
+def test_requested_attention_weights_come_from_the_original(name, attentions):
     model, x = CASES[name].model(attn_implementation="eager"), CASES[name].input()
     expected = model(x, output_attentions=True).attentions
     assert expected
@@ -349,7 +349,7 @@ def test_weights_that_are_asked_for_are_the_originals(name, attentions):
     assert all(map(torch.equal, found, expected))
 
 
-def test_attention_that_is_somebody_elses_stays_so(attentions):
+def test_a_registered_attention_of_the_user_is_kept(attentions):
     from transformers import AttentionInterface
 
     def mine(module, query, key, value, mask, **options):
@@ -408,14 +408,15 @@ def test_a_release_that_computes_something_else_is_left_alone(name, monkeypatch)
 
     monkeypatch.setattr(kind, "forward", colder)
     expected = run(name, model)
-    report = swin.patch(model)
+    with pytest.warns(UserWarning, match="patched (nothing|no window attention) in .*differ by"):
+        report = swin.patch(model)
     assert not report.attentions
     assert not report.layers
     assert all("computes something else" in entry.what for entry in report.left_alone)
     assert torch.equal(run(name, model), expected)
 
 
-def test_a_mask_that_another_release_makes_otherwise_is_left_alone(monkeypatch):
+def test_a_release_with_another_mask_is_left_alone(monkeypatch):
     model = CASES["transformers-v1"].model()
     kind = type(model.encoder.layers[0].blocks[1])
     make = kind.get_attn_mask
@@ -437,23 +438,25 @@ def test_a_trial_that_fails_is_the_reason(monkeypatch):
     model = CASES["transformers-v1"].model()
     kind = type(model.encoder.layers[0].blocks[0].attention)
     monkeypatch.setattr(kind, "forward", lambda self: None)
-    assert "TypeError" in swin.patch(model).left_alone[0].what
+    with pytest.warns(UserWarning, match="patched nothing.*TypeError"):
+        assert "TypeError" in swin.patch(model).left_alone[0].what
 
 
-def test_a_release_that_is_laid_out_otherwise_is_left_alone(monkeypatch):
+def test_a_release_with_another_structure_is_left_alone(monkeypatch):
     model = CASES["transformers-v1"].model()
     kind = type(model.encoder.layers[0].blocks[0].attention)
     model.encoder.layers[0].blocks[0].attention.relative_position_bias = None
     left = swin.patch(model).left_alone
     assert [entry.name for entry in left] == ["encoder.layers.0.blocks.0.attention"]
-    assert "laid out otherwise" in left[0].what
+    assert "another structure" in left[0].what
 
     swin.unpatch(model)
     monkeypatch.delitem(sys.modules, "pagetile.integrations.swin.frameworks.transformers")
     monkeypatch.delattr(sys.modules[kind.__module__], "SwinAttention")
-    report = swin.patch(model)
+    with pytest.warns(UserWarning, match="patched nothing"):
+        report = swin.patch(model)
     assert not report.attentions
-    assert all("no drop-in" in entry.what for entry in report.left_alone)
+    assert all("is not supported" in entry.what for entry in report.left_alone)
 
 
 def test_a_forward_on_the_instance_is_left_alone():
@@ -467,7 +470,7 @@ def test_a_forward_on_the_instance_is_left_alone():
     assert [entry.name for entry in report.layers] == ["encoder.layers.1.blocks.1"]
 
 
-def test_subclasses_and_strangers_are_left_alone():
+def test_subclasses_and_unsupported_classes_are_left_alone():
     library = framework("transformers")
     model = CASES["transformers-v1"].model()
     attention = model.encoder.layers[0].blocks[0].attention
@@ -477,15 +480,18 @@ def test_subclasses_and_strangers_are_left_alone():
     assert "Mine is a subclass" in left[0].what
     sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1], "num_heads": [1]}
     donut = library.DonutSwinModel(library.DonutSwinConfig(**sizes, window_size=4))
-    report = swin.patch(donut)
+    with pytest.warns(UserWarning, match="patched nothing"):
+        report = swin.patch(donut)
     assert not report.attentions
-    assert "no drop-in for transformers.models.donut" in report.left_alone[0].what
+    assert "transformers.models.donut" in report.left_alone[0].what
+    assert "is not supported" in report.left_alone[0].what
 
 
-def test_parameters_without_values_are_left_alone():
+def test_meta_parameters_are_left_alone():
     with torch.device("meta"):
         model = transformers()
-    report = swin.patch(model)
+    with pytest.warns(UserWarning, match="patched nothing"):
+        report = swin.patch(model)
     assert not report.attentions
     assert all("meta device" in entry.what for entry in report.left_alone)
 
@@ -498,25 +504,48 @@ def test_patching_draws_no_random_numbers_and_changes_no_mode(name):
     assert all(module.training for module in model.modules())
 
 
-def test_patching_minds_no_default_device_and_no_autocast():
+def test_patching_ignores_default_device_and_autocast():
     model = transformers()
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
         assert len(swin.patch(model).attentions) == 4
 
 
-def test_a_model_without_windows():
-    report = swin.patch(torch.nn.Linear(2, 2))
-    assert str(report).startswith("patched: 0 window attentions\n  known are MONAI's SwinUNETR")
+@pytest.mark.parametrize("patch", [swin.patch, lambda model: swin.patched(model).__enter__()])
+def test_patching_nothing_warns(patch):
+    with pytest.warns(UserWarning, match="patched nothing in Linear: it has no window attention"):
+        report = patch(torch.nn.Linear(2, 2))
+    first, second = str(report).splitlines()
+    assert first == "patched nothing; left nothing alone"
+    assert second.startswith("  supported: MONAI's SwinUNETR")
+
+
+def test_the_warning_names_the_first_reason():
+    with torch.device("meta"):
+        model = transformers()
+    with pytest.warns(
+        UserWarning,
+        match=r"patched nothing in SwinModel: left 4 modules alone, .*"
+        r"encoder.layers.0.blocks.0.attention: its parameters are on the meta",
+    ):
+        report = swin.patch(model)
+    assert str(report).splitlines()[0] == "patched nothing; left 4 modules alone"
+
+
+def test_patching_a_patched_model_does_not_warn():
+    model = transformers()
+    swin.patch(model)
+    assert swin.patch(model).attentions
 
 
 def test_the_report_names_every_module():
     model = CASES["transformers-v1"].model()
     words = str(swin.patch(model)).splitlines()
-    assert words[0] == "patched: 4 window attentions"
-    assert words[1] == (
+    assert words[0] == "patched 4 window attentions, 2 layers; left nothing alone"
+    assert words[1] == "attention on pagetile.window_attention: 4 window attentions"
+    assert words[2] == (
         "  encoder.layers.0.blocks.0.attention: Transformers Swin, window 4×4, 2 heads of 8"
     )
-    assert words[5] == "region ids instead of dense masks: 2 layers"
+    assert words[6] == "region ids instead of dense masks: 2 layers"
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -557,6 +586,6 @@ def test_no_operation_forms_scores_or_dense_masks(name):
 
 
 @pytest.mark.parametrize("call", [swin.patch, swin.unpatch])
-def test_what_is_no_module_is_refused(call):
+def test_patching_something_else_than_a_module_raises(call):
     with pytest.raises(DTypeError, match=r"model is of type str, expected a torch.nn.Module"):
         call("swin")

@@ -26,7 +26,7 @@ from pagetile.fused.small_linear import triton as small_linear  # noqa: E402
 from pagetile.fused.small_linear.problem import Problem as SmallLinear  # noqa: E402
 from pagetile.ops.copy_blocks import triton as copy_blocks  # noqa: E402
 from pagetile.ops.merge_states import triton as merge_states  # noqa: E402
-from pagetile.ops.window_attention import triton_rows  # noqa: E402
+from pagetile.ops.window_attention.triton import gather_rows  # noqa: E402
 from pagetile.ops.write_kv import triton as write_kv  # noqa: E402
 
 SLACK = 0 if triton.__version__.startswith("3.6.") else 96
@@ -321,7 +321,7 @@ def test_write_kv_of_other_sizes(size, v_size, block_size, tmp_path):
 @pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("size", [6, 36, 288])
 def test_rows_of_a_map_move_sixteen_bytes_at_a_time(size, fills, tmp_path):
-    ptx = assert_fits(triton_rows.make_launcher(torch.int64, size, fills, True), tmp_path)
+    ptx = assert_fits(gather_rows.make_launcher(torch.int64, size, fills, True), tmp_path)
     assert "ld.global.v2.b64" in ptx
     assert "st.global.v2.b64" in ptx
 
@@ -329,7 +329,7 @@ def test_rows_of_a_map_move_sixteen_bytes_at_a_time(size, fills, tmp_path):
 @pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_rows_of_a_map_of_any_width(word, tmp_path):
     for size in (1, 3, 1100):
-        assert_fits(triton_rows.make_launcher(word, size, True, False), tmp_path)
+        assert_fits(gather_rows.make_launcher(word, size, True, False), tmp_path)
 
 
 @pytest.mark.parametrize(

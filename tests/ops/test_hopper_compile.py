@@ -18,11 +18,9 @@ from test_compiled import HOPPER, SLACK, check_registers, dump, resources  # noq
 
 from pagetile.device import DeviceInfo  # noqa: E402
 from pagetile.ops.window_attention import hopper  # noqa: E402
-from pagetile.ops.window_attention import hopper_launch as launch  # noqa: E402
-from pagetile.ops.window_attention import hopper_one_tile_launch as one_tile  # noqa: E402
-from pagetile.ops.window_attention import hopper_operands as operands  # noqa: E402
-from pagetile.ops.window_attention.hopper_plan import (  # noqa: E402
-    CAREFUL_TILE,
+from pagetile.ops.window_attention.hopper import launch, one_tile  # noqa: E402
+from pagetile.ops.window_attention.hopper.constants import ONLINE_TILE  # noqa: E402
+from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
     make_columns_plan,
     make_one_tile_plan,
     make_plan,
@@ -232,11 +230,11 @@ def test_window_attention_fits_a_multiprocessor(change, most_spilled, tmp_path):
         assert not any(re.search(r"\b(LDL|STL)", text) for text in body)
     for body in careful:  # and for every tile of the decays of two rows
         exponentials = sum("MUFU.EX2" in text for text in body)
-        assert exponentials == plan.piece // 2 + 2 * (plan.piece // CAREFUL_TILE)
+        assert exponentials == plan.piece // 2 + 2 * (plan.piece // ONLINE_TILE)
 
 
 WALKS = {
-    "columns": (make_columns_plan, partial(launch.make_columns_launcher, is_early=True)),
+    "columns": (make_columns_plan, partial(launch.make_columns_launcher, uses_pdl=True)),
     "rows": (make_rows_plan, launch.make_rows_launcher),
 }
 
@@ -294,12 +292,12 @@ def test_gradients_of_windows_fit_a_multiprocessor(change, walk, most_spilled, t
 
 
 def test_what_goes_before_and_after_gradients_of_windows_compiles():
-    launch.make_marker("*u8", 343).compile(HOPPER)
+    launch.make_region_encoder("*u8", 343).compile(HOPPER)
     problem = replace(WINDOWS, head_size=32, dtype=BF16)
     deltas = launch.make_deltas_launcher(problem, has_dlse=True).compile(HOPPER)
     assert "ld.global.b16" not in deltas.asm["ptx"]
-    launch.make_sums_launcher(3, 343, 11, is_early=True).compile(HOPPER)
-    one_tile.make_matcher("*u8", 49).compile(HOPPER)
+    launch.make_sums_launcher(3, 343, 11, uses_pdl=True).compile(HOPPER)
+    one_tile.make_region_packer("*u8", 49).compile(HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -336,9 +334,9 @@ def test_window_attention_runs_where_it_is_faster_than_triton(change, reason):
 @pytest.mark.parametrize("scale", [0.25, 1.0, 16.0, 1 / 16, 0.05, 1e-7, -0.25, -7.0, 0.0])
 def test_a_scale_that_bias_can_be_divided_by(scale):
     q = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    found, normal = operands.normal_scale(q, scale)
+    found, normal = launch.normalise_scale(q, scale)
     assert normal >= 1 / 16
     assert torch.equal(found.double() * normal, q.double() * scale)
     if abs(scale) > 0.01:
-        found, normal = operands.normal_scale(q.half(), scale)
+        found, normal = launch.normalise_scale(q.half(), scale)
         assert torch.equal(found.double() * normal, q.half().double() * scale)

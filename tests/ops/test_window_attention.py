@@ -267,10 +267,13 @@ def test_two_kernels_find_the_gradients_of_one_tile_where_one_does_not_fit(monke
     pytest.importorskip("triton")
     from pagetile.ops.window_attention import triton as kernels
 
-    cut = kernels._cut
-    monkeypatch.setattr(
-        kernels, "_cut", lambda *of: (replace(cut(*of)[0], one_tile_stages=0), *cut(*of)[1:])
-    )
+    choose = kernels._plan_and_keys
+
+    def without_one_tile(*arguments):
+        plan, *keys = choose(*arguments)
+        return replace(plan, one_tile_stages=0), *keys
+
+    monkeypatch.setattr(kernels, "_plan_and_keys", without_one_tile)
     inputs = make(Case((4, 4)), "triton")
     inputs.tensors["q"][0, 0, 0] = 0  # no numbers to be taken for "this window is mixed"
     assert_matches(inputs, inputs.attend("triton"))
@@ -410,11 +413,11 @@ def test_hopper_does_some_of_many_windows_again(mask, monkeypatch):
     from pagetile.ops.window_attention import hopper
 
     def in_one_chunk(*question):
-        plan, launcher = find_forward(*question)
+        plan, launcher = plan_forward(*question)
         return replace(plan, chunks=1), launcher
 
-    find_forward = hopper.find_forward
-    monkeypatch.setattr(hopper, "find_forward", in_one_chunk)
+    plan_forward = hopper.plan_forward
+    monkeypatch.setattr(hopper, "plan_forward", in_one_chunk)
     case = Case((7, 7, 7), num_heads=1, head_size=16, dtype=F16, mask=mask, images=25)
     inputs = make(case, "hopper")
     inputs.tensors["q"][[3, 93, 94, 199]] *= 20

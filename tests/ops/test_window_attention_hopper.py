@@ -1,4 +1,4 @@
-"""Around the kernels for Hopper: their plans, and the small kernels that prepare their work."""
+"""Plans of the window kernels on Hopper, and the small kernels before and after them."""
 
 import itertools
 from dataclasses import replace
@@ -8,15 +8,13 @@ import torch
 
 from pagetile.device import DeviceInfo
 from pagetile.ops.window_attention import Problem
-from pagetile.ops.window_attention.hopper_plan import (
-    MARKS,
-    PIECE,
-    WORDS,
-    find_width,
+from pagetile.ops.window_attention.hopper.constants import ONE_HOT_COLUMNS, PIECE, REGION_WORDS
+from pagetile.ops.window_attention.hopper.plan import (
     make_columns_plan,
     make_one_tile_plan,
     make_plan,
     make_rows_plan,
+    padded_head_size,
 )
 
 F16 = torch.float16
@@ -38,44 +36,44 @@ def plans(maker):
 
 
 @pytest.mark.parametrize("maker", [make_plan, make_columns_plan])
-def test_pieces_cover_the_tokens_and_fit(maker):
+def test_pieces_cover_the_tokens_and_fit_into_shared_memory(maker):
     found = list(plans(maker))
     assert len(found) > len(SIZES) // 2
     for problem, plan in found:
-        columns = plan.groups * plan.piece + plan.rest
+        columns = plan.full_pieces * plan.piece + plan.last_piece
         assert problem.num_tokens <= columns < problem.num_tokens + PIECE
-        width = find_width(problem.head_size)
-        marks = MARKS if problem.has_regions else 0
+        width = padded_head_size(problem.head_size)
+        one_hot = ONE_HOT_COLUMNS if problem.has_regions else 0
         is_columns = maker is make_columns_plan
-        rows = plan.streams * plan.q_stages * plan.rows * 2 * (width * (1 + is_columns) + marks)
+        rows = plan.streams * plan.q_stages * plan.rows * 2 * (width * (1 + is_columns) + one_hot)
         pieces = (
-            plan.streams * plan.stages * plan.piece * (2 * (2 * width + marks) + 8 * is_columns)
+            plan.streams * plan.stages * plan.piece * (2 * (2 * width + one_hot) + 8 * is_columns)
         )
-        wrong = 0 if is_columns else 4 * plan.streams * plan.rows
-        assert 2 * plan.rows * columns + rows + pieces + wrong + 2048 <= SHARED_MEMORY
+        retry = 0 if is_columns else 4 * plan.streams * plan.rows
+        assert 2 * plan.rows * columns + rows + pieces + retry + 2048 <= SHARED_MEMORY
         registers = plan.streams * plan.warps * 32 * plan.registers + 128 * 24
         assert registers <= 1 << 16
         assert plan.stages >= 2
 
 
-def test_shares_cover_the_keys_and_fit():
+def test_key_splits_cover_the_keys_and_fit_into_shared_memory():
     found = list(plans(make_rows_plan))
     assert found
     for problem, plan in found:
-        width = find_width(problem.head_size)
-        marks = MARKS if problem.has_regions else 0
-        together = plan.shares * plan.keys
+        width = padded_head_size(problem.head_size)
+        one_hot = ONE_HOT_COLUMNS if problem.has_regions else 0
+        together = plan.splits * plan.keys
         assert (plan.launches - 1) * together < problem.num_tokens <= plan.launches * together
         assert plan.launches * together <= (2 if width > 32 else 1.5) * problem.num_tokens
         assert plan.keys % plan.box == 0
         assert plan.box % 32 == 0
-        numbers = 2 * (2 * width + marks)
+        numbers = 2 * (2 * width + one_hot)
         memory = (
-            2 * PIECE * plan.shares * plan.keys + plan.stages * plan.shares * plan.keys * numbers
+            2 * PIECE * plan.splits * plan.keys + plan.stages * plan.splits * plan.keys * numbers
         )
-        memory += 2 * PIECE * (numbers + 8) + plan.buffers * plan.shares * PIECE * width * 4
+        memory += 2 * PIECE * (numbers + 8) + plan.buffers * plan.splits * PIECE * width * 4
         assert memory + 512 <= SHARED_MEMORY
-        assert plan.shares * 128 * plan.registers + 128 * 24 <= 1 << 16
+        assert plan.splits * 128 * plan.registers + 128 * 24 <= 1 << 16
 
 
 @pytest.mark.parametrize(
@@ -95,24 +93,24 @@ def test_shares_cover_the_keys_and_fit():
         (1024, (3, 3, 128)),
     ],
 )
-def test_keys_are_shared_by_few_launches_of_few_keys(num_tokens, cut):
+def test_the_row_kernel_takes_few_launches_of_few_keys(num_tokens, cut):
     plan = make_rows_plan(replace(VOLUME, num_tokens=num_tokens, head_size=32), H200)
-    assert (plan.launches, plan.shares, plan.keys) == cut
+    assert (plan.launches, plan.splits, plan.keys) == cut
 
 
-def test_gradients_by_columns_are_never_without_those_by_rows():
+def test_where_the_column_kernel_fits_the_row_kernel_fits():
     for problem, _ in plans(make_columns_plan):
         assert make_rows_plan(problem, H200) is not None
 
 
-def test_head_sizes_without_room_are_left_to_others():
+def test_heads_that_do_not_fit_into_shared_memory_have_no_plan():
     assert make_plan(replace(VOLUME, num_tokens=1024, head_size=64), H200) is None
     assert make_columns_plan(replace(VOLUME, num_tokens=784, head_size=64), H200) is None
 
 
 @pytest.mark.parametrize("maker", [make_plan, make_columns_plan, make_rows_plan])
 @pytest.mark.parametrize("num_heads", [1, 3, 6, 12, 67])
-def test_every_program_has_a_window_and_every_multiprocessor_a_program(maker, num_heads):
+def test_programs_have_windows_and_multiprocessors_have_programs(maker, num_heads):
     for num_windows in (1, 2, 8, 64, 343, 2744):
         problem = replace(VOLUME, num_heads=num_heads, num_windows=num_windows)
         plan = maker(problem, H200)
@@ -126,7 +124,7 @@ def test_every_program_has_a_window_and_every_multiprocessor_a_program(maker, nu
 
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 3, 12, 67, 2000])
-def test_programs_share_windows_of_one_tile_evenly(is_backward, num_heads):
+def test_programs_share_one_tile_windows_evenly(is_backward, num_heads):
     for num_windows, head_size in itertools.product((1, 64, 343, 4096), (8, 32, 64)):
         problem = replace(
             VOLUME, num_heads=num_heads, num_windows=num_windows, num_tokens=49, head_size=head_size
@@ -149,8 +147,8 @@ def device():
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
-def test_a_product_of_marks_tells_regions_apart(dtype):
-    from pagetile.ops.window_attention.hopper_marks import mark_regions
+def test_the_product_of_one_hot_columns_is_the_mask(dtype):
+    from pagetile.ops.window_attention.hopper.auxiliary import encode_regions
 
     random = torch.Generator().manual_seed(1)
     counts, num_tokens, factor = [1, 2, 3, 7, 8, 9, 20], 50, 565.685
@@ -158,32 +156,35 @@ def test_a_product_of_marks_tells_regions_apart(dtype):
         [torch.randperm(num_tokens, generator=random) % count * 3 + 5 for count in counts]
     )
     regions = (regions - (20 if dtype != torch.uint8 else 0)).to(dtype).to(device())
-    kinds = torch.full([len(counts)], -1, dtype=torch.int32, device=device())
-    marks = torch.full([len(counts), num_tokens, 2 * MARKS], torch.nan, device=device()).half()
+    classes = torch.full([len(counts)], -1, dtype=torch.int32, device=device())
+    shape = [len(counts), num_tokens, 2 * ONE_HOT_COLUMNS]
+    one_hot = torch.full(shape, torch.nan, device=device()).half()
     factor = torch.tensor(factor).half().item()
-    mark_regions[(len(counts),)](kinds, marks, regions, factor, 8, NUM_TOKENS=num_tokens, TILE=64)
-    assert kinds.tolist() == [0, 1, 1, 1, 1, 2, 2]
+    encode_regions[(len(counts),)](
+        classes, one_hot, regions, factor, 8, NUM_TOKENS=num_tokens, TILE=64
+    )
+    assert classes.tolist() == [0, 1, 1, 1, 1, 2, 2]
     for window in range(1, 5):
-        columns, rows = marks[window].double().split(MARKS, dim=1)
+        columns, rows = one_hot[window].double().split(ONE_HOT_COLUMNS, dim=1)
         same = regions[window][:, None] == regions[window][None, :]
         assert torch.equal(rows @ columns.mT, (same.double() - 1) * factor)
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("num_tokens", [33, 50, 64])
-def test_words_tell_regions_apart(num_tokens):
-    from pagetile.ops.window_attention.hopper_marks import match_regions
+def test_packed_bits_are_the_pairs_of_one_region(num_tokens):
+    from pagetile.ops.window_attention.hopper.auxiliary import pack_regions
 
     random = torch.Generator().manual_seed(4)
     counts = [1, 2, 9, 64]
     regions = torch.stack(
         [torch.randperm(num_tokens, generator=random) % count - 5 for count in counts]
     )
-    words = torch.full([len(counts), WORDS], 7, dtype=torch.int32, device=device())
-    match_regions[(len(counts),)](words, regions.to(device()), NUM_TOKENS=num_tokens)
+    words = torch.full([len(counts), REGION_WORDS], 7, dtype=torch.int32, device=device())
+    pack_regions[(len(counts),)](words, regions.to(device()), NUM_TOKENS=num_tokens)
     assert words[:, 2 * PIECE].tolist() == [0, 1, 1, 1]
     bits = words[:, : 2 * PIECE].view(-1, PIECE, 2, 1) >> torch.arange(32, device=device()) & 1
-    assert bits[:, num_tokens:].all()  # what a mask adds makes no weights of those
+    assert bits[:, num_tokens:].all()  # padded queries are never masked
     same = regions[:, :, None] == regions[:, None, :]
     found = bits.flatten(2)[:, :num_tokens, :num_tokens].bool().cpu()
     assert torch.equal(found, same)
@@ -192,8 +193,8 @@ def test_words_tell_regions_apart(num_tokens):
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [F16, torch.float32], ids=str)
 @pytest.mark.parametrize("has_dlse", [True, False])
-def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
-    from pagetile.ops.window_attention.hopper_deltas import make_deltas
+def test_deltas_and_pivots_match_float64(has_dlse, dtype):
+    from pagetile.ops.window_attention.hopper.auxiliary import make_deltas
 
     random = torch.Generator().manual_seed(2)
     windows, heads, tokens, size, padded = 2, 3, 70, 12, 128
@@ -210,12 +211,12 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
         pivot, delta, out, dout, lse, dlse, *dout.stride()[:3], 1.5, NUM_HEADS=heads,
         NUM_TOKENS=tokens, PADDED=padded, HEAD_SIZE=size, HAS_DLSE=has_dlse, TILE=256, D=16,
     )  # fmt: skip
-    if dtype == F16:  # of every piece: negative, in two numbers; and negative
+    if dtype == F16:  # -pivot as two float16 numbers a piece, and -delta
         high, low = pivot.view(F16).view(-1, padded // PIECE, 2, PIECE).float().unbind(2)
         pivot = -(high + low).flatten(1)
         delta = -delta.view(F16).view(-1, padded // PIECE, 2, PIECE)[:, :, 0].float().flatten(1)
         assert (low.abs() <= high.abs() / 2048).all()
-    pivot, delta = (  # of every 32: pairs of eights side by side
+    pivot, delta = (  # undo the order of threads within 32 rows
         x.view(-1, padded // 32, 4, 4, 2).transpose(2, 3).flatten(1) for x in (pivot, delta)
     )
     wanted = (out.transpose(1, 2).double() * dout.double()).sum(-1) - has_dlse * dlse
@@ -230,14 +231,14 @@ def test_deltas_and_pivots_are_those_of_whole_rows(has_dlse, dtype):
 @pytest.mark.interpret
 @pytest.mark.parametrize("is_table", [True, False], ids=["table", "dense"])
 @pytest.mark.parametrize(("chunks", "most"), [(1, 1), (8, 8), (11, 4)])
-def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks, most, is_table):
-    from pagetile.ops.window_attention.hopper_sums import sum_tiles
+def test_bias_sums_are_added_over_chunks_and_put_in_order(chunks, most, is_table):
+    from pagetile.ops.window_attention.hopper.auxiliary import sum_tiles
 
     heads, tokens, rows, keys = 2, 77, 2, 5  # tiles of 64 rows and of 16 keys
     random = torch.Generator().manual_seed(3)
     whole = torch.randn(chunks, heads, 64 * rows, 16 * keys, generator=random).to(device())
     tiles = whole.view(chunks, heads, rows, 64, keys, 16).transpose(3, 4)
-    held = tiles.reshape(-1, 4, 2, 8, 2, 4, 2)  # warp, row's eight, row; key's eight, pair, key
+    held = tiles.reshape(-1, 4, 2, 8, 2, 4, 2)  # warp, 8 rows, row; 8 keys, pair, key
     sums = held.permute(0, 4, 1, 3, 5, 2, 6).reshape(chunks, -1).contiguous()
     dbias = torch.full((heads, tokens, tokens), torch.nan, device=device())
     offsets = (torch.randperm(90, generator=random)[:tokens] - 3).int().to(device())
@@ -245,7 +246,7 @@ def test_sums_of_a_bias_are_added_up_and_put_in_order(chunks, most, is_table):
     grid = (sums.shape[1] // 512 + -(-len(inverse) // 16),)
     sum_tiles[grid](
         dbias, inverse if is_table else sums.int(), sums, offsets, chunks, len(inverse) - 1,
-        NUM_HEADS=heads, NUM_TOKENS=tokens, MOST=most, TILE=512, WIDTH=128,
+        NUM_HEADS=heads, NUM_TOKENS=tokens, CHUNKS=most, TILE=512, WIDTH=128,
     )  # fmt: skip
     wanted = whole.double().sum(0)[:, :tokens, :tokens]
     assert torch.allclose(dbias.double(), wanted, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 
 from pagetile.device import DeviceInfo
 from pagetile.ops.window_attention import Problem
-from pagetile.ops.window_attention.triton_plan import cover, make_plan
+from pagetile.ops.window_attention.triton.plan import cover, make_plan
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "H200", capability=(9, 0))
@@ -68,8 +68,8 @@ def test_windows_of_one_tile_fit_into_memory_or_take_two_kernels(room):
 
 
 def test_float32_keeps_no_rounded_bias():
-    assert make_plan(replace(VOLUME, dtype=F32), H200).kept == 0
-    assert make_plan(VOLUME, H200).kept > 0
+    assert make_plan(replace(VOLUME, dtype=F32), H200).bias_cache == 0
+    assert make_plan(VOLUME, H200).bias_cache > 0
 
 
 # --- compiled ---------------------------------------------------------------------------------
@@ -96,18 +96,18 @@ def launchers(problem):
     factor = next(n for n in (8, 4, 2, 1) if problem.head_size % n == 0)
     if problem.dtype == F32:
         factor = min(factor, 4)
-    kinds = (("*fp32", "*i32", "*i32", "*u8" if problem.has_regions else "*fp32", "*fp32"),)
-    kinds += (factor, factor, True)
+    types = (("*fp32", "*i32", "*i32", "*u8" if problem.has_regions else "*fp32", "*fp32"),)
+    types += (factor, factor, True)
     first, last = plan.groups[0], plan.groups[-1]
-    yield kernels._attend(problem, plan, kinds)
+    yield kernels._forward_launcher(problem, plan, types)
     if plan.one_tile_stages:
-        yield kernels._one_tile_gradients(problem, plan, kinds, True)
+        yield kernels._one_tile_launcher(problem, plan, types, True)
         return
-    yield kernels._row_gradients(problem, plan, kinds, first, 0, len(plan.groups) == 1, False)
+    yield kernels._row_launcher(problem, plan, types, first, 0, len(plan.groups) == 1, False)
     if len(plan.groups) > 1:
         done = sum(itertools.chain(*plan.groups[:-1]))
-        yield kernels._row_gradients(problem, plan, kinds, last, done, True, True)
-    yield kernels._column_gradients(problem, plan, kinds)
+        yield kernels._row_launcher(problem, plan, types, last, done, True, True)
+    yield kernels._column_launcher(problem, plan, types)
 
 
 @pytest.mark.parametrize(("problem", "most_spilled"), COMPILED)
@@ -126,9 +126,9 @@ def test_another_number_of_windows_is_the_same_kernel():
     pytest.importorskip("triton")
     from pagetile.ops.window_attention import triton as kernels
 
-    ours, more, of_six = (
-        kernels._cut(replace(VOLUME, num_windows=n, num_masks=n, num_heads=heads), H200)
+    few, many, of_six_heads = (
+        kernels._plan_and_keys(replace(VOLUME, num_windows=n, num_masks=n, num_heads=heads), H200)
         for n, heads in ((343, 3), (1000, 3), (1000, 6))
     )
-    assert ours[1:] == more[1:]
-    assert ours[1] == of_six[1]  # forward also another number of heads
+    assert few[1:] == many[1:]
+    assert few[1] == of_six_heads[1]  # the forward kernel serves any number of heads

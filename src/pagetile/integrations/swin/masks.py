@@ -1,8 +1,8 @@
-"""Shift masks: region ids where the frameworks keep ``[num_windows, num_tokens, num_tokens]``.
+"""Shift masks as region ids, where the frameworks keep ``[num_windows, num_tokens, num_tokens]``.
 
-A mask travels to an attention in one of three forms: ``None``; region ids
-``[num_windows, num_tokens]`` of an integer type; or the framework's own dense mask. Two tokens of
-a window see each other where their ids agree; elsewhere the mask's one value is added.
+A layer passes a mask to its attention as ``None``, as region ids ``[num_windows, num_tokens]`` of
+an integer type, or as the framework's dense mask. Where the ids of two tokens differ, the mask's
+one value is added to their score.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...ops.window_attention import regions_from_mask, shift_regions
 
 __all__ = ["MASK_VALUE", "RegionMemory", "dense_mask"]
 
-MASK_VALUE = -100.0  # what every framework adds across a border
+MASK_VALUE = -100.0  # that every framework adds between regions
 
 
 def dense_mask(mask: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """A mask in any form as the frameworks' own code wants it."""
+    """Convert a mask in any form to the dense mask of the framework's own code."""
     if mask is None or mask.ndim == 3:
         return mask
     differ = mask[:, :, None] != mask[:, None, :]
@@ -32,11 +32,11 @@ def dense_mask(mask: Tensor | None, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 class RegionMemory:
-    """The region ids that a module used last.
+    """Cache of the region ids that a module used last.
 
-    Never stale: ids of a shifted grid are kept under the grid's numbers, ids read from a dense
-    mask under that very tensor and its version, which counts changes in place. Copies and pickles
-    start empty.
+    Ids of a shifted grid are keyed by the grid's sizes; ids read from a dense mask are keyed by
+    that tensor and its version counter, which in-place changes increment. Copies and pickles start
+    empty.
     """
 
     __slots__ = ("_grid", "_mask")
@@ -55,21 +55,21 @@ class RegionMemory:
         shift: tuple[int, ...],
         device: torch.device,
     ) -> Tensor:
-        """The region ids of a padded, shifted map of ``grid`` tokens."""
+        """Return the region ids of a padded, shifted map of ``grid`` tokens."""
         if torch.compiler.is_compiling():
             return shift_regions(grid, window, shift).to(device)
         key = (grid, window, shift, device)
         if self._grid is not None and self._grid[0] == key:
             return self._grid[1]
         regions = shift_regions(grid, window, shift).to(device)
-        # Tensors of a tracing mode, of inference mode or of a graph that has yet to run would be
-        # of no use to a later call.
+        # Fake tensors, inference tensors and tensors of a CUDA graph that has yet to run must not
+        # be cached for later calls.
         if type(regions) is Tensor and not regions.is_inference() and not _is_capturing(regions):
             self._grid = key, regions
         return regions
 
     def of_mask(self, mask: Tensor | None, times: int = 1) -> dict[str, Any]:
-        """The arguments of ``window_attention`` that say what ``mask`` says, added ``times``."""
+        """Return the arguments of ``window_attention`` for ``mask``, added ``times`` times."""
         arguments = self._of_mask(mask)
         if times != 1:
             for name in arguments.keys() & {"mask", "mask_value"}:
@@ -97,7 +97,7 @@ def _is_capturing(tensor: Tensor) -> bool:
 
 
 def _read(mask: Tensor) -> dict[str, Any]:
-    """Region ids, if that is what the mask says; else the mask."""
+    """Return the mask as region ids if it comes from regions, or else itself."""
     try:
         regions = regions_from_mask(mask)
     except ShapeError:

@@ -1,8 +1,9 @@
-"""Patch, unpatch, and patch for a while."""
+"""Patch and unpatch the modules of a model."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -26,7 +27,8 @@ from .swapped import (
 
 __all__ = ["patch", "patched", "unpatch"]
 
-# A framework's file of Swin models, and ours. A model of it can exist only once it is imported.
+# A framework's module with Swin models, and our adapter of it. Models exist only once the
+# framework's module was imported.
 ADAPTERS = {
     "monai.networks.nets.swin_unetr": "monai",
     "monai.networks.blocks.dynunet_block": "monai_blocks",
@@ -36,32 +38,38 @@ ADAPTERS = {
     "transformers.models.swinv2.modeling_swinv2": "transformers",
 }
 
-# What attention with a learned window bias keeps, by its names in the frameworks.
-MARKS = {"relative_position_bias_table", "cpb_mlp", "continuous_position_bias_mlp", "meta_mlp"}
+# Names of parameters and submodules that only window attention with a learned bias has.
+BIAS_NAMES = {"relative_position_bias_table", "cpb_mlp", "continuous_position_bias_mlp", "meta_mlp"}
 
 
 def patch(model: nn.Module) -> PatchReport:
     """Run a Swin model's window attention on ``pagetile.window_attention``, in place.
 
-    MONAI SwinUNETR, torchvision and timm Swin v1 and v2, Transformers Swin and Swinv2. No tensor
-    of scores and no dense shift mask is formed any more. MONAI's blocks attend to whole maps, and
-    the residual blocks of its U-Nets run norm and activation in one on a GPU. Parameters, buffers
-    and the state dict stay as they are, and so do gradients, up to rounding. Copies and pickles of
-    a patched model are patched. Patching twice is patching once.
+    Supports MONAI's SwinUNETR, Swin v1 and v2 of torchvision and timm, and Swin and Swinv2 of
+    Transformers. A patched model builds no matrix of scores and no dense shift mask. MONAI's blocks
+    attend to whole maps, and on a GPU the residual blocks of its U-Nets run norm, residual and
+    activation in one kernel. Parameters, buffers and the state dict stay as they are; outputs and
+    gradients stay the same up to rounding. Copies and pickles of a patched model are patched.
+    Patching twice equals patching once.
 
-    On a CPU windows of 7 × 7 tokens gain memory and no time: their dense masks are small.
+    On a CPU, windows of 7 × 7 tokens save memory but no time: their dense masks are small.
 
-    The model's own code runs where ours has no answer: under ``torch.export``, ``torch.jit.trace``,
-    ``torch.fx`` and ``torch.onnx``; while training with dropout on attention weights; when
-    attention weights are asked for. ``torch.jit.script`` unpatches what it compiles. Second
-    derivatives raise: unpatch for them. Before a module is patched, a copy of it proves that it
-    computes the same both ways.
+    The model's own code still runs under ``torch.export``, ``torch.jit.trace``, ``torch.fx`` and
+    ``torch.onnx``, while training with dropout on attention weights, and when attention weights are
+    requested. ``torch.jit.script`` unpatches the modules that it compiles. Second derivatives
+    raise: unpatch for them. Before a module is patched, a copy of it is run both ways and compared.
 
     Args:
-        model: Any module; the modules inside it that we know are patched.
+        model: Any module; every supported module inside it is patched.
 
     Returns:
-        What was patched, and what was left alone and why. ``print`` it.
+        What was patched, and what was left alone and why. ``print`` it: the first line sums it up.
+
+    Raises:
+        DTypeError: ``model`` is not a ``torch.nn.Module``.
+
+    Warns:
+        UserWarning: No window attention was patched; the message says why.
 
     Example:
         >>> from transformers import SwinConfig, SwinModel
@@ -69,18 +77,19 @@ def patch(model: nn.Module) -> PatchReport:
         ...                     num_heads=[2], window_size=4)
         >>> model = SwinModel(config)
         >>> print(patch(model))
-        patched: 2 window attentions
+        patched 2 window attentions, 1 layer; left nothing alone
+        attention on pagetile.window_attention: 2 window attentions
           encoder.layers.0.blocks.0.attention: Transformers Swin, window 4×4, 2 heads of 8
           encoder.layers.0.blocks.1.attention: Transformers Swin, window 4×4, 2 heads of 8
         region ids instead of dense masks: 1 layer
           encoder.layers.0.blocks.1: Transformers, window 4×4, shift 2, 16 channels
         >>> unpatch(model)
     """
-    return _patch(model)[0]
+    return _patch(model, stacklevel=3)[0]
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give every patched module of ``model`` its own class back. Nothing of the patch remains.
+    """Give every patched module of ``model`` its own class back; no trace of the patch remains.
 
     Example:
         >>> unpatch(nn.Linear(2, 2))
@@ -89,20 +98,23 @@ def unpatch(model: nn.Module) -> None:
     modules = list(model.modules())
     for module in modules:
         check_restorable(module)
-    for module in modules:  # a layer comes before its attentions
+    for module in modules:  # layers come before their attentions
         restore(module)
 
 
 @contextmanager
 def patched(model: nn.Module) -> Iterator[PatchReport]:
-    """``patch`` for the length of a ``with`` block; what was patched before stays patched.
+    """``patch`` a model for a ``with`` block; modules that were patched before stay patched.
 
     Example:
-        >>> with patched(nn.Linear(2, 2)) as report:
-        ...     print(len(report.attentions))
-        0
+        >>> from transformers import SwinConfig, SwinModel
+        >>> config = SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[1],
+        ...                     num_heads=[2], window_size=4)
+        >>> with patched(SwinModel(config)) as report:
+        ...     print(report.summary)
+        patched 1 window attention; left nothing alone
     """
-    report, touched = _patch(model)
+    report, touched = _patch(model, stacklevel=4)
     try:
         yield report
     finally:
@@ -110,14 +122,14 @@ def patched(model: nn.Module) -> Iterator[PatchReport]:
             restore(module)
 
 
-def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
-    """The report, and the modules that were not patched before."""
+def _patch(model: nn.Module, stacklevel: int) -> tuple[PatchReport, list[nn.Module]]:
+    """Patch a model; return the report, and the modules that were not patched before."""
     _check(model)
-    swaps = _known()
+    swaps = _supported_classes()
     proven: dict[tuple[object, ...], str | None] = {}
     touched: list[nn.Module] = []
     left_alone: list[Entry] = []
-    # An attention first: whether a block or a layer applies depends on it.
+    # Attentions first: blocks and layers are patched only if their attentions were.
     kinds = SwappedAttention, SwappedBlock, SwappedLayer, SwappedMerging, SwappedNorms
     entries: dict[type[Swapped], list[Entry]] = {kind: [] for kind in kinds}
     for kind in entries:
@@ -135,7 +147,7 @@ def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
                 module.__class__ = swap
                 touched.append(module)
             entries[kind].append(Entry(name, _describe(module, swap)))
-    left_alone += _strangers(model, swaps)
+    left_alone += _unsupported(model, swaps)
     report = PatchReport(
         attentions=tuple(entries[SwappedAttention]),
         layers=tuple(entries[SwappedLayer]),
@@ -144,6 +156,15 @@ def _patch(model: nn.Module) -> tuple[PatchReport, list[nn.Module]]:
         mergings=tuple(entries[SwappedMerging]),
         norms=tuple(entries[SwappedNorms]),
     )
+    if not report.attentions and (report.is_empty or left_alone):
+        reason = "it has no window attention of a supported class (print the report)"
+        if left_alone:
+            first = left_alone[0]
+            where = f"{first.name or 'the model'}: {first.what}"
+            reason = f"{report.summary.partition('; ')[2]}, the first being {where}"
+        what = "nothing" if report.is_empty else "no window attention"
+        message = f"swin.patch patched {what} in {type(model).__name__}: {reason}"
+        warnings.warn(message, stacklevel=stacklevel)
     return report, touched
 
 
@@ -152,23 +173,23 @@ def _check(model: object) -> None:
         raise DTypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
 
 
-def _known() -> Swaps:
-    """Every class that we can patch of the frameworks in use, and what it becomes."""
+def _supported_classes() -> Swaps:
+    """The classes of the imported frameworks that can be patched, and their replacements."""
     swaps: Swaps = {}
     for framework, adapter in ADAPTERS.items():
         if framework not in sys.modules:
             continue
-        # A release that lacks a class we know is laid out otherwise: all of it stays as it is.
+        # A release that lacks a class has another structure: leave all of it alone.
         with suppress(ImportError, AttributeError):
             swaps |= import_module(f".frameworks.{adapter}", __package__).SWAPS
     return swaps
 
 
 def _applies(module: nn.Module, swap: type[Swapped]) -> bool:
-    """Whether there is something to do."""
+    """Whether the swap changes anything for this module."""
     try:
         return swap.applies(module)
-    except Exception:  # whatever another release's module may lack: its trial will say
+    except Exception:  # another release's module may lack anything: let its trial decide
         return True
 
 
@@ -178,20 +199,20 @@ def _refusal(
     swaps: Swaps,
     proven: dict[tuple[object, ...], str | None],
 ) -> str | None:
-    """Why a module must stay as it is, or None."""
+    """Return why a module must be left alone, or None."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     try:
         key = swap, swap.variant(module), *_kinds_inside(module, swap)
-    except Exception as error:  # whatever another release's module may lack
-        return f"this release is laid out otherwise: {error}"
+    except Exception as error:  # another release's module may lack anything
+        return f"this release has another structure: {error}"
     if key not in proven:
         proven[key] = difference(module, swaps)
     return proven[key]
 
 
 def _kinds_inside(module: nn.Module, swap: type[Swapped]) -> list[type]:
-    """What an attention is made of: one that differs proves itself."""
+    """The classes inside an attention: each combination is proven separately."""
     return [type(each) for each in module.modules()] if issubclass(swap, SwappedAttention) else []
 
 
@@ -201,8 +222,8 @@ def _describe(module: nn.Module, swap: type[Swapped]) -> str:
     return f"{words} (its own code while training: attention dropout {rate:g})" if rate else words
 
 
-def _strangers(model: nn.Module, swaps: Swaps) -> Iterator[Entry]:
-    """Modules that look like window attention and are none that we know."""
+def _unsupported(model: nn.Module, swaps: Swaps) -> Iterator[Entry]:
+    """Modules that look like window attention but are of no supported class."""
     known: set[nn.Module] = set()
     for name, module in model.named_modules():
         swap = type(module) if isinstance(module, Swapped) else swaps.get(type(module))
@@ -214,6 +235,6 @@ def _strangers(model: nn.Module, swaps: Swaps) -> Iterator[Entry]:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         if isinstance(module, tuple(swaps)):
             known.update(inside)
-            yield Entry(name, f"{kind} is a subclass of one we know, and may differ from it")
-        elif any(own in MARKS for own in (*module._parameters, *module._modules)):
-            yield Entry(name, f"no drop-in for {kind}")
+            yield Entry(name, f"{kind} is a subclass of a supported class, and may differ from it")
+        elif any(own in BIAS_NAMES for own in (*module._parameters, *module._modules)):
+            yield Entry(name, f"{kind} is not supported")

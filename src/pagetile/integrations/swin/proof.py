@@ -1,7 +1,7 @@
-"""No module is patched on trust: a copy of it must compute the same, patched and not.
+"""Prove on a copy that a patched module computes the same as the original.
 
-Frameworks change between releases, and quietly: Transformers 5.23 adds Swinv2's shift mask twice.
-A module whose copy differs is left alone, with the difference as the reason.
+Frameworks change quietly between releases: Transformers 5.23 adds Swinv2's shift mask twice. A
+module whose copy differs is left alone, with the difference as the reason.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from .attend import hooks_of
-from .swapped import Swaps, restore
+from .masks import dense_mask
+from .swapped import Randn, Swaps, restore
 
-__all__ = ["difference"]
+__all__ = ["difference", "mask_of", "windows"]
 
 TOLERANCE = 1e-6  # of float64 results whose parameters and inputs are of order one
 
 
 def difference(module: nn.Module, swaps: Swaps) -> str | None:
-    """Why ``module`` would not compute the same when patched, or None if it would.
+    """Return why ``module`` would not compute the same when patched, or None if it would.
 
-    A copy in float64, on the CPU, with random parameters, runs a small trial both ways.
+    A copy in float64 with random parameters runs a small trial on the CPU, patched and not.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return "its parameters are on the meta device: load them, then patch"
     try:
         found, expected = _both(module, swaps)
-    except Exception as error:  # whatever a trial run may raise in another release
+    except Exception as error:  # another release may raise anything
         return f"a trial run failed with {type(error).__name__}: {error}"
     if found.shape != expected.shape:
-        return f"this release gives {list(expected.shape)} where we give {list(found.shape)}"
+        return f"this release returns {list(expected.shape)}, pagetile {list(found.shape)}"
     if expected.numel() == 0:
         return None
     gap = ((found - expected).abs().max() / expected.abs().max()).item()
@@ -62,10 +63,7 @@ def _both(module: nn.Module, swaps: Swaps) -> tuple[Tensor, Tensor]:
 
 
 def _randomised(module: nn.Module, random: torch.Generator) -> Any:
-    """A copy whose every parameter matters, and which nobody watches.
-
-    Fresh models start with zeros and ones.
-    """
+    """A copy without hooks and with random parameters, since zeros and ones could hide errors."""
     copied = copy.deepcopy(module).to("cpu", torch.float64).eval()
     for child in copied.modules():
         for hooks in hooks_of(child):
@@ -78,3 +76,21 @@ def _randomised(module: nn.Module, random: torch.Generator) -> Any:
             )
             parameter.copy_(values / width**0.5)
     return copied
+
+
+def windows(num_tokens: int, dim: int, randn: Randn) -> tuple[Tensor, Tensor]:
+    """Trial inputs: two images of two windows each, and a mask of -1.
+
+    A mask of -100 would hide errors in the weights that it suppresses.
+    """
+    thirds = torch.arange(num_tokens, device="cpu") % 3
+    regions = torch.stack((torch.zeros_like(thirds), thirds))
+    mask = dense_mask(regions, torch.float64)
+    assert mask is not None
+    return randn(4, num_tokens, dim), mask / 100
+
+
+def mask_of(mask: Tensor | None) -> Tensor:
+    """The mask that a layer hands to its attention, dense; empty for None."""
+    dense = dense_mask(mask, torch.float64)
+    return torch.empty(0) if dense is None else dense

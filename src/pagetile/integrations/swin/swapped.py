@@ -1,7 +1,7 @@
-"""How a module is patched: its class is exchanged for a subclass of itself.
+"""A module is patched by replacing its class with a subclass.
 
-Parameters, buffers, hooks, names and so the state dict stay as they are; ``isinstance`` holds;
-copies and pickles of a patched module are patched; one assignment patches, one restores.
+Parameters, buffers, hooks, names and the state dict stay as they are, and ``isinstance`` holds.
+Copies and pickles of a patched module are patched. One assignment patches, and one restores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from .attend import is_watched, stands_aside
+from .attend import has_hooks, must_fall_back
 from .masks import RegionMemory
 
 __all__ = [
@@ -34,39 +34,39 @@ Randn = Callable[..., Tensor]
 
 
 class Swapped:
-    """What a patched module is besides its framework's class."""
+    """Base of the replacement classes, beside the framework's class."""
 
     original: ClassVar[Any]
 
     @classmethod
     def applies(cls, module: Any) -> bool:
-        """Whether there is something to do for this module of the original class."""
+        """Whether the replacement changes anything for this module of the original class."""
         return True
 
     @staticmethod
     def variant(module: Any) -> str:
-        """What it is, in a few words. Modules of the same words differ in nothing but width."""
+        """A short description; modules with equal descriptions differ only in width."""
         raise NotImplementedError
 
     @staticmethod
     def width(module: Any) -> str:
-        """How wide it is."""
+        """The module's width, for the report."""
         raise NotImplementedError
 
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
-        """What a module of either class computes on a small input that leaves nothing out."""
+        """Run a module of either class on a small input that reaches all of its code."""
         raise NotImplementedError
 
     @property
     def region_memory(self) -> RegionMemory:
-        """The module's memory of region ids."""
+        """The module's cache of region ids."""
         memory: RegionMemory = self.__dict__.setdefault("_regions", RegionMemory())
         return memory
 
     def __prepare_scriptable__(self) -> Any:
-        # torch.jit.script asks each module for what it shall compile, and keeps the answer in the
-        # model's place: the patch is gone from what was scripted.
+        # torch.jit.script compiles the module that this returns, and puts it in the model's place,
+        # so scripting unpatches.
         restore(self)
         return self
 
@@ -79,44 +79,44 @@ class SwappedAttention(Swapped):
         """The dropout rate of the attention weights."""
         raise NotImplementedError
 
-    passed_by: ClassVar[tuple[str, ...]] = ()
-    """Names of submodules that the original calls and ours does not."""
+    bypassed: ClassVar[tuple[str, ...]] = ()
+    """Names of submodules that the original calls and the replacement does not."""
 
     def needs_original(self, x: Tensor, mask: Tensor | None = None) -> bool:
-        """Whether this call is the original's to answer."""
-        parts = [part for part in map(self._modules.get, self.passed_by) if part is not None]  # type: ignore[attr-defined]
-        # A dropout may draw in a model that is evaluated, to see how much it matters.
+        """Whether this call must run the original code."""
+        parts = [part for part in map(self._modules.get, self.bypassed) if part is not None]  # type: ignore[attr-defined]
+        # Dropout modules may be in training mode inside a model that is evaluated.
         is_training = self.training or any(part.training for part in parts)  # type: ignore[attr-defined]
         drops = is_training and self.weight_dropout(self) > 0
-        return drops or any(map(is_watched, parts)) or stands_aside(x, mask)
+        return drops or any(map(has_hooks, parts)) or must_fall_back(x, mask)
 
 
 class _Provider(Swapped):
-    """What hands its attentions something that only ours read."""
+    """Base of modules that pass their attentions what only patched attentions accept."""
 
     @staticmethod
     def attentions_of(module: Any) -> list[Any]:
-        """Every module that it goes to."""
+        """The attentions that it passes this to."""
         raise NotImplementedError
 
     @classmethod
     def applies(cls, module: Any) -> bool:
-        """Whether all of them are ours. One may be unpatched later: asked on every call."""
+        """Whether all of them are patched; asked on every call, as one may be unpatched later."""
         return all(
             isinstance(attention, SwappedAttention) for attention in cls.attentions_of(module)
         )
 
 
 class SwappedLayer(_Provider):
-    """A layer that hands region ids to its attentions."""
+    """A layer that passes region ids to its attentions."""
 
 
 class SwappedBlock(_Provider):
-    """A block that hands whole maps to its attention instead of windows."""
+    """A block that passes whole maps to its attention instead of windows."""
 
 
 class SwappedMerging(Swapped):
-    """A patch merging that takes all tokens of its cells at once."""
+    """A patch merging that gathers all tokens of its cells at once."""
 
 
 class SwappedNorms(Swapped):
@@ -124,17 +124,17 @@ class SwappedNorms(Swapped):
 
 
 def check_restorable(module: Any) -> None:
-    """Raise UnsupportedError where a patched class was made into another: by a parametrization."""
+    """Raise UnsupportedError for a class derived from a patched one, as parametrizations make."""
     kind = type(module)
     if isinstance(module, Swapped) and "original" not in vars(kind):
         raise UnsupportedError(
-            f"{kind.__name__} was made of a patched class: undo that first "
-            "(torch.nn.utils.parametrize.remove_parametrizations, for one), and then unpatch"
+            f"{kind.__name__} is derived from a patched class: undo that first, for example by "
+            "torch.nn.utils.parametrize.remove_parametrizations, and then unpatch"
         )
 
 
 def restore(module: Any) -> None:
-    """Give a module its own class back; nothing if it has it."""
+    """Give a module its own class back, if it was patched."""
     if not isinstance(module, Swapped):
         return
     check_restorable(module)

@@ -1,4 +1,4 @@
-"""The public operation: contract and defaults."""
+"""The public function: contract and defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def window_attention(
     qk_norm_eps: float = 1e-12,
     impl: str = "auto",
 ) -> AttentionOutput:
-    """Attention of every token of a window over the window's tokens, as Swin transformers do it.
+    """Attention of every token over the tokens of its window, as in Swin transformers.
 
     ::
 
@@ -44,46 +44,46 @@ def window_attention(
         out[i]  = softmax(s[i]) · v
 
     with ``u = rel_offsets``, ``centre = (table_size - 1) / 2``, and ``mask_value`` where the
-    regions of i and j differ. Neither an N × N index nor an N × N mask is ever made, and between
-    forward and backward nothing is kept but arguments, result and log-sum-exp. With
-    ``logit_scale`` it is Swin v2's attention: q and k are divided by ``max(norm, qk_norm_eps)``
-    and ``scale = softmax_scale · exp(min(logit_scale, log 100))``.
+    regions of i and j differ. It never builds an N × N index or an N × N mask, and keeps only its
+    arguments, the output and the log-sum-exp for the backward pass. With ``logit_scale`` it is
+    Swin v2's attention: q and k are divided by ``max(norm, qk_norm_eps)``, and
+    ``scale = softmax_scale · exp(min(logit_scale, log 100))``.
 
-    Gradients reach q, k, v, ``bias_table``, ``bias`` and ``logit_scale``; sums are float32 and in
-    one order, so two runs give the same bits. Under autocast q, k and v take its element type;
-    what is learned keeps its own.
+    Gradients reach q, k, v, ``bias_table``, ``bias`` and ``logit_scale``. Sums are float32 in a
+    fixed order, so two runs give the same bits. Under autocast q, k and v are cast to its element
+    type; learned parameters keep theirs.
 
     Args:
         q: ``[num_windows, num_heads, num_tokens, head_size]`` float32, float16 or bfloat16. Last
-            dimension contiguous; other strides are free, so that
-            ``qkv.unflatten(-1, (3, num_heads, head_size)).permute(2, 0, 3, 1, 4)`` will do.
-            Windows are ordered image by image. A kernel may hold scores of float16 in float16, as
-            eager code does: before ``softmax_scale`` they should stay below 65 504.
+            dimension contiguous; other strides are free, so
+            ``qkv.unflatten(-1, (3, num_heads, head_size)).permute(2, 0, 3, 1, 4)`` works.
+            Windows are ordered image by image. Scores of float16 inputs may be float16, as in
+            eager code: before ``softmax_scale`` they should stay below 65 504.
         k: Like ``q``.
         v: Like ``q``.
         bias_table: ``[table_size, num_heads]``, floating, ``table_size = prod(2·w - 1)`` over the
-            axes of the window. Swin v2's continuous bias is such a table as well: the network's
-            result for every offset.
+            axes of the window. Swin v2's continuous bias is such a table as well: its network's
+            output for every offset.
         rel_offsets: int32 ``[num_tokens]``, from the function of that name.
         bias: Instead of a table, ``[num_heads, num_tokens, num_tokens]``, or
-            ``[num_biases, num_heads, num_tokens, num_tokens]``, of which window ``w`` takes
+            ``[num_biases, num_heads, num_tokens, num_tokens]``, where window ``w`` takes number
             ``w % num_biases``.
         regions: Integers ``[num_masks, num_tokens]``, from ``shift_regions``; window ``w`` takes
             ``w % num_masks``.
-        mask: Instead of regions, ``[num_masks, num_tokens, num_tokens]``: floating to be added, or
-            bool, where False adds ``mask_value``. It has no gradient.
-        mask_value: What is added between regions. -100 in every Swin, and not -inf: large scores
-            can still outweigh it.
+        mask: Instead of regions, ``[num_masks, num_tokens, num_tokens]``: floating, added to the
+            scores, or bool, where False adds ``mask_value``. It has no gradient.
+        mask_value: Added to scores between regions. Every Swin uses -100 and not -inf, so that
+            large scores can outweigh it.
         softmax_scale: Multiplies ``q·k``. ``None`` is ``head_size ** -0.5``, or 1 with
             ``logit_scale``.
         logit_scale: ``[num_heads]`` or ``[num_heads, 1, 1]``, the logarithm of Swin v2's scale.
-        qk_norm_eps: Least norm that q and k are divided by.
+        qk_norm_eps: Smallest norm that q and k are divided by.
         impl: ``"auto"``, or one of ``"cpu"``, ``"triton"``, ``"hopper"``, ``"reference"``: a named
-            one runs or raises.
+            implementation runs or raises.
 
     Returns:
-        ``AttentionOutput(out, lse)``: ``out`` like ``q``, with the heads of a token side by side
-        in memory, so that ``out.transpose(1, 2).flatten(2)`` is free; ``lse`` float32
+        ``AttentionOutput(out, lse)``: ``out`` like ``q``, with the heads of a token contiguous, so
+        that ``out.transpose(1, 2).flatten(2)`` is a view; ``lse`` float32
         ``[num_windows, num_heads, num_tokens]``, natural logarithm (float64 for float64).
 
     Raises:
@@ -122,13 +122,13 @@ def window_attention(
 
 
 def explain_window_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
-    """Which implementations can run a call, one a line with the reason, in the order of "auto".
+    """Return which implementations can run a call, one a line, in the order of ``impl="auto"``.
 
     Args:
-        q: As for ``window_attention``, like everything else here.
-        k: As there.
-        v: As there.
-        **options: The keyword arguments of ``window_attention``; ``impl`` changes nothing.
+        q: As for ``window_attention``.
+        k: As for ``window_attention``.
+        v: As for ``window_attention``.
+        **options: The keyword arguments of ``window_attention``; ``impl`` is ignored.
 
     Example:
         >>> q = torch.zeros(4, 3, 49, 32, dtype=torch.float64)
@@ -159,7 +159,7 @@ def _operands(
     logit_scale: Tensor | None = None,
     qk_norm_eps: float = 1e-12,
 ) -> Operands:
-    """Fill in defaults and take the shorter spellings."""
+    """Fill in defaults and bring arguments to their full shapes."""
     biases = given(bias_table=bias_table, rel_offsets=rel_offsets, bias=bias)
     others = given(regions=regions, mask=mask, logit_scale=logit_scale)
     check_tensors(q=q, k=k, v=v, **biases, **others)

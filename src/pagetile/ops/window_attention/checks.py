@@ -16,13 +16,12 @@ from .problem import Operands, Problem
 
 __all__ = ["check", "check_values"]
 
-# float64 is for the reference: it makes it an oracle.
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ROWS = "num_windows num_heads num_tokens head_size"
 
 
-class _Forms(NamedTuple):
-    """The tensors of ``Operands``, by what is checked of them."""
+class _TensorForms(NamedTuple):
+    """The shapes and element types of ``Operands``' tensors, all that is checked of them."""
 
     q: Form
     k: Form
@@ -43,14 +42,14 @@ def check(x: Operands) -> Problem:
         x.q, x.k, x.v, x.bias_table, x.rel_offsets, x.bias, x.regions, x.mask, x.logit_scale
     )  # fmt: skip
     forms = tuple(None if tensor is None else form(tensor) for tensor in tensors)
-    if torch.compiler.is_compiling():  # sizes may be symbols, which are no keys
+    if torch.compiler.is_compiling():  # sizes may be symbolic, which cannot be cached
         return _check(forms)
     return _check_once(forms)
 
 
 def _check(forms: tuple[Any, ...]) -> Problem:
     named: list[Any] = [None if fields is None else Form(*fields) for fields in forms]
-    x = _Forms(*named)
+    x = _TensorForms(*named)
     _check_pairs(x)
     sizes = bind(
         q=(x.q, _ROWS),
@@ -106,8 +105,8 @@ def _check_offsets(offsets: tuple[int, ...], table_size: int) -> None:
     if table_size < needed:
         raise ShapeError(
             f"bias_table has {table_size} rows but rel_offsets reach from {least} to {most}, which "
-            f"needs {needed}: {other}, or the offsets want to know the table's: "
-            "rel_offsets(window, table_window)"
+            f"needs {needed}: {other}, or the table is for another window: "
+            "make them with rel_offsets(window, table_window)"
         )
     if len(set(offsets)) < len(offsets):
         raise ShapeError("rel_offsets has the same number twice: each token has its own position")
@@ -120,10 +119,10 @@ def _check_offsets(offsets: tuple[int, ...], table_size: int) -> None:
 
 
 def _grid_steps(offsets: tuple[int, ...]) -> list[int]:
-    """How far neighbours along each axis are apart, if tokens stand as ``rel_offsets`` has them.
+    """The differences between neighbours along each axis, if ``offsets`` come from ``rel_offsets``.
 
-    None for other tokens or another order of theirs: their steps say nothing of the table. Steps
-    of a whole window are odd multiples of each other, ``2·w - 1`` times.
+    Empty for other tokens or another order, which say nothing about the table. In a whole window,
+    each step is an odd multiple of the one before: ``2·w - 1``.
     """
     steps, grid, left = [1], [offsets[0]], offsets
     while len(left) > 1:
@@ -137,19 +136,19 @@ def _grid_steps(offsets: tuple[int, ...]) -> list[int]:
     return steps if is_nested and is_whole else []
 
 
-def _check_pairs(x: _Forms) -> None:
-    """What goes together, and what does not."""
+def _check_pairs(x: _TensorForms) -> None:
+    """Check arguments that need or exclude each other."""
     if (x.bias_table is None) != (x.rel_offsets is None):
         given, missing = "bias_table", "rel_offsets"
         if x.bias_table is None:
             given, missing = missing, given
-        raise ShapeError(f"{given} is given without {missing}: the table is read at its offsets")
+        raise ShapeError(f"{given} is given without {missing}: a table is read at its offsets")
     for one, other in (("bias_table", "bias"), ("regions", "mask")):
         if getattr(x, one) is not None and getattr(x, other) is not None:
             raise ShapeError(f"both {one} and {other} are given, expected one of them: add them up")
 
 
-def _check_types(x: _Forms) -> None:
+def _check_types(x: _TensorForms) -> None:
     check_dtype("q", x.q, *ALL_FLOATS)
     for name, tensor in (("k", x.k), ("v", x.v)):
         check_dtype(name, tensor, x.q.dtype)
@@ -168,17 +167,17 @@ def _check_types(x: _Forms) -> None:
     check_contiguous_rows(q=x.q, k=x.k, v=x.v)
 
 
-def _check_sizes(x: _Forms, sizes: dict[str, int]) -> None:
+def _check_sizes(x: _TensorForms, sizes: dict[str, int]) -> None:
     num_windows, num_tokens = sizes["num_windows"], sizes["num_tokens"]
     for name in ("num_heads", "num_tokens", "head_size"):
         if sizes[name] < 1:
             raise ShapeError(f"q has {name}={sizes[name]}, expected at least 1")
-    turns: tuple[tuple[str, Form | None], ...] = (
+    repeated: tuple[tuple[str, Form | None], ...] = (
         ("bias", x.bias),
         ("regions", x.regions),
         ("mask", x.mask),
     )
-    for name, tensor in turns:
+    for name, tensor in repeated:
         if tensor is not None and (tensor.shape[0] < 1 or num_windows % tensor.shape[0]):
             raise ShapeError(
                 f"{name} is for {tensor.shape[0]} windows but q has num_windows={num_windows}, "

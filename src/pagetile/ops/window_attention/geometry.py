@@ -1,4 +1,4 @@
-"""Positions and regions of a grid that is cut into windows: an integer a token, never N × N."""
+"""Positions and regions of the tokens of windows: one integer a token, never N × N."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rel_offsets(
     table_window: Sequence[int] | None = None,
     num_tokens: int | None = None,
 ) -> Tensor:
-    """A number for each token, whose differences index a table of relative-position biases.
+    """Return a number for each token; their differences index a table of relative-position biases.
 
     The N × N index that Swin implementations store is, entry for entry,
     ``offsets[i] - offsets[j] + centre`` with ``centre = (table_size - 1) / 2`` and::
@@ -65,7 +65,7 @@ def rel_offsets(
 
 
 def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
-    """Which part of the map each token comes from, after a cyclic shift.
+    """Return the region of the map that each token comes from, after a cyclic shift.
 
     Rolling a map by ``-shift`` brings tokens from opposite borders into one window. Tokens of one
     region were neighbours before; where two tokens' regions differ, the shift mask applies. For a
@@ -95,8 +95,8 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
     shift = as_sizes("shift", shift, least=0)
     if not len(grid) == len(window) == len(shift):
         raise ShapeError(
-            f"grid has {len(grid)} axes, window {len(window)} and shift {len(shift)}: they are one "
-            "a number for each axis"
+            f"grid has {len(grid)} axes, window {len(window)} and shift {len(shift)}, expected as "
+            "many in each"
         )
     for size, length, step in zip(grid, window, shift, strict=True):
         if size % length:
@@ -115,10 +115,10 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
 
 
 def as_sizes(name: str, sizes: Any, *, least: int = 1) -> tuple[int, ...]:
-    """One whole number for each axis.
+    """Return ``sizes`` as a tuple of integers, one for each axis.
 
     Raises:
-        ShapeError: It is something else.
+        ShapeError: It is something else, or a size is below ``least``.
     """
     try:
         listed = tuple(sizes)
@@ -132,7 +132,7 @@ def as_sizes(name: str, sizes: Any, *, least: int = 1) -> tuple[int, ...]:
 
 
 def partition(numbers: Tensor, window: Sequence[int]) -> Tensor:
-    """A padded map ``[*grid]`` as ``[num_windows, num_tokens]``."""
+    """Cut a padded map ``[*grid]`` into ``[num_windows, num_tokens]``."""
     sizes = zip(numbers.shape, window, strict=True)
     split = [n for size, length in sizes for n in (size // length, length)]
     order = [*range(0, len(split), 2), *range(1, len(split), 2)]
@@ -142,11 +142,11 @@ def partition(numbers: Tensor, window: Sequence[int]) -> Tensor:
 def clamp(
     grid: Sequence[int], window: Sequence[int], shift: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Window and shift of a map: where one window covers an axis it ends there, and is not shifted.
+    """Return window and shift for a map; an axis no longer than the window clamps it, unshifted.
 
     Args:
         grid: Tokens of the map along each axis.
-        window: As ``as_sizes`` gives them.
+        window: Sizes, as from ``as_sizes``.
         shift: Likewise.
 
     Raises:
@@ -154,8 +154,8 @@ def clamp(
     """
     if not len(grid) == len(window) == len(shift):
         raise ShapeError(
-            f"qkv's grid is {list(grid)}, window={list(window)} and shift={list(shift)}: they are "
-            "one number for each axis"
+            f"qkv's grid is {list(grid)}, window={list(window)} and shift={list(shift)}, expected "
+            "as many numbers in each"
         )
     for size, length, step in zip(grid, window, shift, strict=True):
         if size < 1:
@@ -172,9 +172,9 @@ def clamp(
 
 
 def regions_from_mask(mask: Tensor) -> Tensor:
-    """The regions behind a dense shift mask: a token's is the first token that it may see.
+    """Return the regions of a dense shift mask: a token's is the first token that it may see.
 
-    Reads the mask's values, so it waits for the device: call it once, not every step.
+    Reads the mask's values and so synchronises with the device: call it once, not every step.
 
     Args:
         mask: Floating ``[num_windows, num_tokens, num_tokens]``, 0 within a region and one other
@@ -185,8 +185,8 @@ def regions_from_mask(mask: Tensor) -> Tensor:
         int16 ``[num_windows, num_tokens]`` on the device of ``mask``.
 
     Raises:
-        ShapeError: It is not of that form: pass it as ``mask`` instead.
-        DTypeError: It is no tensor of floats.
+        ShapeError: The mask does not come from regions: pass it as ``mask`` instead.
+        DTypeError: It is not floating.
 
     Example:
         >>> regions_from_mask(torch.tensor([[[0.0, 0, -100], [0, 0, -100], [-100, -100, 0]]]))
@@ -202,8 +202,8 @@ def regions_from_mask(mask: Tensor) -> Tensor:
     visible = mask == 0
     regions = visible.to(torch.uint8).argmax(dim=-1)
     same = regions[:, :, None] == regions[:, None, :]
-    hidden = mask[~visible]
-    if not torch.equal(same, visible) or (hidden.numel() and bool((hidden != hidden[0]).any())):
+    masked = mask[~visible]
+    if not torch.equal(same, visible) or (masked.numel() and bool((masked != masked[0]).any())):
         raise ShapeError(
             "mask is not 0 within regions and one other value between them: pass it to "
             "window_attention as mask, not as regions"

@@ -1,4 +1,4 @@
-"""A map cut into windows and joined again: padded, rolled and partitioned by one index.
+"""A map cut into windows and joined again: padding, roll and partition as one index.
 
 ::
 
@@ -6,13 +6,14 @@
     tokens at the places of the windows     1 2 3 | 4 . 0        "." is padding
     places of the tokens                    5 0 1 2 3
 
-Every token has one place, so each way is one copy of rows, and the gradient of either way is the
-other: no sums, no atomics, the same bits on every run.
+Every token has exactly one place, so each direction is one gather of rows, and the gradient of one
+is the other: no sums, no atomics, the same bits on every run.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...device import DeviceInfo
-from ..dispatch import choose
 from ..eager import choose_gradient, is_plain, make_ways
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
@@ -30,17 +30,17 @@ __all__ = ["Layout", "from_heads", "layout", "to_heads"]
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a map stand in its windows."""
+    """The places of a map's tokens in its windows."""
 
     grid: tuple[int, ...]
     tokens: Tensor
-    """int32 ``[num_places]``: the token at each place, -1 where there is none."""
+    """int32 ``[num_places]``: the token at each place, -1 for padding."""
     padded: Tensor
     """int64 ``[num_padded]``: the places without a token."""
     places: Tensor
     """int32 ``[num_map_tokens]``: the place of each token."""
     offsets: Tensor
-    """int32 ``[num_tokens]``: the first offsets of the whole window."""
+    """int32 ``[num_tokens]``: ``rel_offsets`` of the window, its first ones if it is clamped."""
     regions: Tensor | None
     """uint8 ``[num_windows, num_tokens]``; ``None`` without a shift."""
 
@@ -48,17 +48,18 @@ class Layout(NamedTuple):
 def layout(
     grid: tuple[int, ...], window: tuple[int, ...], shift: tuple[int, ...], device: torch.device
 ) -> Layout:
-    """The layout of a map on ``device``, made once: a constant of what is compiled.
+    """Return the layout of a map on ``device``, cached; compiled code has it as a constant.
 
     Raises:
         ShapeError: The axes disagree, or a size is out of range.
     """
-    # Tensors of a tracing mode would be of no use to a later call.
+    # Under a tracing mode the tensors are fake, and must not be cached.
     make = _make if _get_current_dispatch_mode() is None else _make.__wrapped__
     return make(grid, window, shift, device)
 
 
-# As torch.compiler.assume_constant_result marks it (2.11 to 2.13), which takes a second to import.
+# The mark that torch.compiler.assume_constant_result sets (2.11 to 2.13); importing that module
+# takes a second.
 layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -73,7 +74,7 @@ def _make(
         numbers = F.pad(numbers, [n for size in reversed(extra) for n in (0, size)], value=-1)
         numbers = numbers.roll([-step for step in shift], list(range(len(grid))))
         tokens = partition(numbers, window).flatten()
-        # Padded places first, as they lie, and then the place of each token in turn.
+        # Padded places come first, in order, and then the place of each token in turn.
         order = tokens.argsort(stable=True)
         num_padded = len(tokens) - math.prod(grid)
         return Layout(
@@ -87,25 +88,25 @@ def _make(
 
 
 def to_heads(qkv: Tensor, where: Layout, padding: Tensor | None = None) -> tuple[Tensor, ...]:
-    """``[batch, *grid, 3, num_heads, head_size]`` to what attention takes: q, k and v.
+    """Cut ``[batch, *grid, 3, num_heads, head_size]`` into q, k and v of windows.
 
-    Each is ``[batch * num_windows, num_heads, num_tokens, head_size]``. Where no token stands it is
+    Each is ``[batch * num_windows, num_heads, num_tokens, head_size]``. Padded tokens are
     ``padding`` ``[3, num_heads, head_size]``, or zeros.
     """
     inputs = qkv.flatten(1, len(where.grid)), *where[1:4], padding
-    rows = (_cut_function if is_plain(qkv, padding) else _cut_watched)(*inputs)
+    rows = (_cut_function if is_plain(qkv, padding) else _cut_operator)(*inputs)
     windows: Tensor = torch.unflatten(rows, 1, (-1, len(where.offsets))).flatten(0, 1)
     return windows.permute(2, 0, 3, 1, 4).unbind()
 
 
 def from_heads(x: Tensor, where: Layout) -> Tensor:
-    """Attention's result, or its log-sum-exp, on the map again.
+    """Join windows to a map again: the output of attention, or its log-sum-exp.
 
     ``[batch * num_windows, num_heads, num_tokens, *row]`` to ``[batch, *grid, num_heads, *row]``.
     """
     num_windows = len(where.tokens) // len(where.offsets)
     windows: Tensor = torch.unflatten(x.transpose(1, 2), 0, (-1, num_windows))
-    join = _join_function if is_plain(x) else _join_watched
+    join = _join_function if is_plain(x) else _join_operator
     return torch.unflatten(join(windows.flatten(1, 2), *where[1:4]), 1, where.grid)
 
 
@@ -114,19 +115,39 @@ def _take_places(
 ) -> Tensor:
     """``[batch, num_map_tokens, *row]`` to ``[batch, num_places, *row]``."""
     filling = None if padding is None else padding.to(x.dtype)
-    rows: Tensor = _rows(x.device).take(x, tokens, padded, filling)
-    return rows
+    return gather_rows(x, tokens, padded, filling)
 
 
 def _take_tokens(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> Tensor:
     """``[batch, num_places, *row]`` to ``[batch, num_map_tokens, *row]``."""
-    rows: Tensor = _rows(x.device).take(x, places, padded[:0], None)
-    return rows
+    return gather_rows(x, places, padded[:0], None)
 
 
-def _rows(device: torch.device) -> Any:
-    """Who copies rows there."""
-    return choose(__package__, ("triton_rows", "torch_rows"), None, DeviceInfo.of(device), "auto")
+def gather_rows(x: Tensor, index: Tensor, absent: Tensor, filling: Tensor | None) -> Tensor:
+    """Return ``x[:, index]``, with ``filling`` or zeros where the index is negative: at ``absent``.
+
+    On a CPU ``index_select`` is as fast as a copy; a GPU takes a kernel (``triton/gather_rows``).
+    """
+    if _has_kernel(x.device):
+        from .triton import gather_rows as kernel
+
+        rows: Tensor = kernel.gather_rows(x, index, filling)
+        return rows
+    if not absent.numel():
+        return x.index_select(1, index)
+    rows = x.index_select(1, index.clamp(min=0))
+    if filling is None:
+        return rows.index_fill_(1, absent, 0)
+    return rows.index_copy_(1, absent, filling.expand(len(x), len(absent), *filling.shape))
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from .triton import gather_rows as kernel
+
+    return kernel.supports(DeviceInfo.of(device)) is None
 
 
 _cut = torch.library.custom_op("pagetile::cut_windows", _take_places, mutates_args=())
@@ -143,7 +164,7 @@ def _(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> Tensor:
     return x.new_empty(len(x), len(places), *x.shape[2:])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *where = inputs
     ctx.save_for_backward(*where[:3])
     ctx.padding_dtype = where[3].dtype if len(where) == 4 and where[3] is not None else None
@@ -155,14 +176,14 @@ def _uncut(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.padding_dtype is not None and ctx.needs_input_grad[4]:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         dpadding = gradient.index_select(1, saved[1]).sum((0, 1), dtype=wide).to(ctx.padding_dtype)
-    join = choose_gradient(_take_tokens, _join_watched, gradient)
+    join = choose_gradient(_take_tokens, _join_operator, gradient)
     return join(gradient, *saved), None, None, None, dpadding
 
 
 def _unjoin(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    cut = choose_gradient(_take_places, _cut_watched, gradient)
+    cut = choose_gradient(_take_places, _cut_operator, gradient)
     return cut(gradient, *ctx.saved_tensors, None), None, None, None
 
 
-_cut_function, _cut_watched = make_ways("CutWindows", _take_places, _cut, _keep, _uncut)
-_join_function, _join_watched = make_ways("JoinWindows", _take_tokens, _join, _keep, _unjoin)
+_cut_function, _cut_operator = make_ways("CutWindows", _take_places, _cut, _save, _uncut)
+_join_function, _join_operator = make_ways("JoinWindows", _take_tokens, _join, _save, _unjoin)

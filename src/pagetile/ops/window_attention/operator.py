@@ -1,8 +1,8 @@
-"""Window attention as torch knows it: an operator with a fake, and with a gradient.
+"""Window attention as a torch operator, with a fake implementation and a gradient.
 
-So ``torch.compile`` and ``torch.export`` see one node, checkpointing may run it twice, and between
-forward and backward nothing is kept but the inputs, the result and its log-sum-exp. Plain eager
-code takes a shorter way (``ops/eager``).
+``torch.compile`` and ``torch.export`` see one node, checkpointing may recompute it, and between
+forward and backward only the inputs, the output and its log-sum-exp are kept. Plain eager code
+bypasses the operator (``ops/eager``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .problem import Gradients, Operands, Problem, empty_like
 __all__ = ["IMPLEMENTATIONS", "forward", "operands"]
 
 IMPLEMENTATIONS = ("cpu", "hopper", "triton", "reference")
-"""In the order in which ``impl="auto"`` tries them."""
+"""The order in which ``impl="auto"`` tries implementations."""
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias_table, Tensor? rel_offsets, Tensor? bias, "
@@ -32,18 +32,20 @@ _LEARNED = ("q", "k", "v", "bias_table", "bias", "logit_scale")
 
 
 def operands(*inputs: Any) -> Operands:
-    """The operator's inputs by name; the last, ``impl``, says who runs them."""
+    """The operator's inputs by name, without the last one, ``impl``."""
     return Operands(*inputs[:-1])
 
 
 def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """``AttentionOutput`` as a plain pair."""
+    """Return ``(out, lse)``."""
     refuse_tangents("window_attention", *inputs)
     if is_plain(*inputs):
         out, lse = _function(*inputs)
     else:
-        check(operands(*inputs))  # here, where an error has no compiler around it
-        out, lse = _watched(*inputs)
+        check(
+            operands(*inputs)
+        )  # before the operator, so that errors are not wrapped by a compiler
+        out, lse = _operator_call(*inputs)
     return out, lse
 
 
@@ -55,13 +57,13 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of what can be learned, in the order of ``_LEARNED``; empty where nothing is.
+    """Gradients in the order of ``_LEARNED``; empty tensors for inputs that were not given.
 
-    As many whatever was given: batching rules know no lists.
+    The number of results is fixed, because batching rules do not support lists.
     """
     *call, out, lse, dout, dlse = inputs
     x = operands(*call)
-    out, lse = _lay_out(out), lse.contiguous()  # hooks on saved tensors may lay them out anew
+    out, lse = _lay_out(out), lse.contiguous()  # hooks on saved tensors may change strides
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     problem, module = _choose(x, call[-1])
@@ -99,11 +101,11 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     x = operands(*inputs[:-4])
     learned = (x.bias_table, x.bias, x.logit_scale)
-    nothing = inputs[-3]  # the type of lse
+    lse = inputs[-3]
     return (
         *(empty_like(x.q) for _ in range(3)),
         *(
-            nothing.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+            lse.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
             for tensor in learned
         ),
     )
@@ -117,9 +119,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
+    saved = ctx.saved_tensors  # read once: a checkpoint recomputes on every access
     *tensors, out, lse = saved
-    backward = choose_gradient(_backward, _watched_backward, dout, dlse, *saved)
+    backward = choose_gradient(_backward, _backward_call, dout, dlse, *saved)
     inputs = [
         constant if tensor is None else tensor
         for tensor, constant in zip(tensors, ctx.constants, strict=True)
@@ -132,8 +134,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return *(gradients.get(name) for name in Operands.__dataclass_fields__), None
 
 
-_watched_backward = make_last(_operator_backward)
-_function, _watched = make_ways(
+_backward_call = make_last(_operator_backward)
+_function, _operator_call = make_ways(
     "WindowAttention", _forward, _operator, _setup_context, _differentiate
 )
 
@@ -147,6 +149,6 @@ def _choose(x: Operands, impl: str) -> tuple[Problem, Any]:
 
 
 def _lay_out(result: Tensor) -> Tensor:
-    """``result`` in the memory order that the fake promises, ``empty_like``'s."""
+    """Return ``result`` with the strides of ``empty_like``, as the fake implementation promises."""
     by_token = result.transpose(1, 2)
     return result if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)

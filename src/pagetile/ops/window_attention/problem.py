@@ -1,4 +1,4 @@
-"""The nouns of window attention: what a call brings, and the problem it poses."""
+"""Data types of window attention: the operands of a call, its gradients, and its problem."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 __all__ = ["MAX_LOGIT_SCALE", "Gradients", "Operands", "Problem", "empty_like"]
 
 MAX_LOGIT_SCALE = 4.605170185988092
-"""Swin v2 clamps its learned logarithm of the scale at log 100."""
+"""log 100, at which Swin v2 clamps its learned logarithm of the scale."""
 
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """Everything that a call of ``window_attention`` brings, with defaults filled in."""
+    """The arguments of a call of ``window_attention``, with defaults filled in."""
 
     q: Tensor
     """``[num_windows, num_heads, num_tokens, head_size]``, like ``k`` and ``v``."""
@@ -24,7 +24,7 @@ class Operands:
     bias_table: Tensor | None
     """``[table_size, num_heads]``, gathered at ``rel_offsets[i] - rel_offsets[j] + centre``."""
     rel_offsets: Tensor | None
-    """int32 ``[num_tokens]``, no two alike."""
+    """int32 ``[num_tokens]``, all different."""
     bias: Tensor | None
     """``[num_biases, num_heads, num_tokens, num_tokens]``."""
     regions: Tensor | None
@@ -40,7 +40,7 @@ class Operands:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """What flows back. ``None``: nobody asked for it."""
+    """The gradients of a call; ``None`` for inputs that were not given."""
 
     q: Tensor
     k: Tensor
@@ -52,7 +52,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Problem:
-    """A call as an implementation is asked about it: host integers and element types only."""
+    """What choosing an implementation and a plan depends on: host integers and element types."""
 
     num_windows: int
     num_heads: int
@@ -62,13 +62,13 @@ class Problem:
     table_size: int | None = None
     """Rows of the bias table; ``None`` without one."""
     num_biases: int = 0
-    """Dense biases, which the windows take in turn."""
+    """Dense biases; window ``w`` takes number ``w % num_biases``."""
     num_masks: int = 0
     """Windows of an image, whose regions or masks repeat from image to image."""
     has_regions: bool = False
     mask_dtype: torch.dtype | None = None
     learned_dtypes: tuple[torch.dtype, ...] = ()
-    """Of the table or bias and the logit_scale, as far as they are given."""
+    """Of the table or bias and the logit_scale, those that are given."""
     cosine: bool = False
     """Whether q and k are normalised, as Swin v2 does."""
 
@@ -78,12 +78,12 @@ class Problem:
         return self.table_size is not None or self.num_biases > 0
 
     def of_one_window(self) -> Problem:
-        """What kernels are compiled for: any number of windows, of masks and of biases."""
+        """The problem that kernels are compiled for: any number of windows, masks and biases."""
         num_masks, num_biases = min(self.num_masks, 1), min(self.num_biases, 1)
         return replace(self, num_windows=1, num_masks=num_masks, num_biases=num_biases)
 
 
 def empty_like(q: Tensor) -> Tensor:
-    """The shape of ``q``, heads side by side in memory: the next layer takes them as one row."""
+    """An empty tensor of ``q``'s shape in which the heads of a token are contiguous."""
     num_windows, num_heads, num_tokens, head_size = q.shape
     return q.new_empty(num_windows, num_tokens, num_heads, head_size).transpose(1, 2)

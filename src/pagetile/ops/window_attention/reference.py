@@ -11,12 +11,12 @@ from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Everything, everywhere."""
+    """Return None: it runs everywhere."""
     return None
 
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
-    """Score, add, softmax, mix. Autograd can differentiate it, which proves ``backward``."""
+    """Scores, bias and mask, softmax, output. Tests compare its autograd with ``backward``."""
     scores, _, _ = _scores(x)
     lse = torch.logsumexp(scores, dim=-1)
     out = _weights(scores, lse) @ x.v.to(scores.dtype)
@@ -45,20 +45,20 @@ def backward(
     if x.logit_scale is not None:
         clamped = x.logit_scale > MAX_LOGIT_SCALE
         dlogit_scale = (dq * q).sum(dim=(0, 2, 3)).masked_fill(clamped, 0.0).to(x.logit_scale.dtype)
-        dq = saturate(_unnormalise(dq, x.q.to(dq.dtype), x.qk_norm_eps), x.q.dtype)
-        dk = saturate(_unnormalise(dk, x.k.to(dk.dtype), x.qk_norm_eps), x.k.dtype)
+        dq = saturate(_normalise_gradient(dq, x.q.to(dq.dtype), x.qk_norm_eps), x.q.dtype)
+        dk = saturate(_normalise_gradient(dk, x.k.to(dk.dtype), x.qk_norm_eps), x.k.dtype)
     return Gradients(
         q=dq.to(x.q.dtype),
         k=dk.to(x.k.dtype),
         v=(weights.mT @ dout).to(x.v.dtype),
         bias_table=None if x.bias_table is None else _table_gradient(x, dscores.sum(dim=0)),
-        bias=None if x.bias is None else _turns(dscores, x.bias).sum(dim=0).to(x.bias.dtype),
+        bias=None if x.bias is None else _by_image(dscores, x.bias).sum(dim=0).to(x.bias.dtype),
         logit_scale=dlogit_scale,
     )
 
 
 def _scores(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores ``[num_windows, num_heads, num_tokens, num_tokens]``, and q and k as they met."""
+    """Scores ``[num_windows, num_heads, num_tokens, num_tokens]``, and q and k as multiplied."""
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     q, k = x.q.to(dtype), x.k.to(dtype)
     if x.logit_scale is not None:
@@ -67,21 +67,21 @@ def _scores(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     if x.bias_table is not None:
         scores = scores + x.bias_table.to(dtype)[table_index(x)].movedim(-1, 0)
     if x.bias is not None:
-        scores = (_turns(scores, x.bias) + x.bias.to(dtype)).flatten(0, 1)
+        scores = (_by_image(scores, x.bias) + x.bias.to(dtype)).flatten(0, 1)
     if x.regions is not None:
-        hidden = x.regions[:, None, :, None] != x.regions[:, None, None, :]
-        added = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, x.mask_value)
-        scores = (_turns(scores, x.regions) + added).flatten(0, 1)
+        is_masked = x.regions[:, None, :, None] != x.regions[:, None, None, :]
+        added = torch.zeros_like(is_masked, dtype=dtype).masked_fill(is_masked, x.mask_value)
+        scores = (_by_image(scores, x.regions) + added).flatten(0, 1)
     if x.mask is not None:
         added = x.mask[:, None]
         if x.mask.dtype == torch.bool:
             added = torch.zeros_like(added, dtype=dtype).masked_fill(~added, x.mask_value)
-        scores = (_turns(scores, x.mask) + added.to(dtype)).flatten(0, 1)
+        scores = (_by_image(scores, x.mask) + added.to(dtype)).flatten(0, 1)
     return scores, q, k
 
 
 def _scale(x: Operands) -> Tensor | float:
-    """What multiplies q·k: a number, or one a head."""
+    """The factor of q·k: a number, or one for each head."""
     if x.logit_scale is None:
         return x.softmax_scale
     dtype = torch.promote_types(x.q.dtype, torch.float32)
@@ -97,18 +97,18 @@ def table_index(x: Operands) -> Tensor:
     return offsets[:, None] - offsets[None, :] + centre
 
 
-def _turns(scores: Tensor, other: Tensor) -> Tensor:
-    """Windows image by image, so that each meets its own row of ``other``."""
+def _by_image(scores: Tensor, other: Tensor) -> Tensor:
+    """View windows as ``[images, len(other), ...]``, to broadcast ``other`` over images."""
     return scores.view(-1, other.shape[0], *scores.shape[1:])
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is no number
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is NaN
     return torch.exp(scores - pivot[..., None])
 
 
-def _unnormalise(gradient: Tensor, rows: Tensor, eps: float) -> Tensor:
-    """From the gradient of ``rows / max(|rows|, eps)`` to that of ``rows``."""
+def _normalise_gradient(gradient: Tensor, rows: Tensor, eps: float) -> Tensor:
+    """Turn the gradient of ``rows / max(|rows|, eps)`` into that of ``rows``."""
     norm = rows.norm(dim=-1, keepdim=True)
     unit = torch.where(norm >= eps, rows / norm.clamp(min=eps), 0.0)
     along = (gradient * unit).sum(dim=-1, keepdim=True)
@@ -117,10 +117,10 @@ def _unnormalise(gradient: Tensor, rows: Tensor, eps: float) -> Tensor:
 
 
 def saturate(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of normalised rows in their own type, finite in float16.
+    """Convert a gradient of normalised rows to their type, clamped to the range of float16.
 
-    A row of zeros has a gradient of up to 1 / eps. It meets zeros again further back (that row's
-    input was padding), and 0 · inf is no number.
+    A row of zeros has a gradient of up to 1 / eps. Further back it is multiplied by zeros (that
+    row's input was padding), and 0 · inf is NaN.
     """
     if dtype == torch.float16:
         gradient = gradient.clamp(-65504, 65504)
@@ -132,5 +132,7 @@ def _table_gradient(x: Operands, dbias: Tensor) -> Tensor:
     assert x.bias_table is not None
     sums = dbias.new_zeros(x.bias_table.shape)
     for rows, gradient in zip(table_index(x), dbias.unbind(1), strict=True):
-        sums[rows] += gradient.T  # a token meets no row twice: one order of sums on every device
+        sums[rows] += (
+            gradient.T
+        )  # no row occurs twice for a token, so sums have one order on every device
     return sums.to(x.bias_table.dtype)

@@ -1,13 +1,13 @@
-"""Attention in the windows of a whole map: the public entry that pads, rolls and cuts by index.
+"""Attention in the windows of a whole map: pads, rolls and cuts it by one index.
 
-Two copies: a row of q, k and v for each place of the windows, a row of the result for each token.
-In the first layer of Swin UNETR at 96³ (48³ tokens, 3 heads of 16, bfloat16) they read and write
-66 + 21 MB: 30 µs of a call's 180 on an H200, where padding, rolling and cutting took 455.
+There are two copies: a row of q, k and v for each place of the windows, and a row of the result for
+each token. In the first layer of Swin UNETR at 96³ (48³ tokens, 3 heads of 16, bfloat16) they move
+66 + 21 MB and take 30 of a call's 180 µs on an H200; padding, rolling and cutting took 455 µs.
 
-A kernel that read through the index would save them. But every kernel here, on a CPU, in Triton
-and on Hopper, forward and backward, takes a window's rows by one stride. On a map only 7 tokens in
-a row follow one another, and padded ones lie elsewhere: each would need a second way to its rows,
-and rows of gradients a third, to save a sixth of calls that are a twentieth of a training step.
+A kernel that read through the index would save these copies. But all kernels here, on every
+backend and in both directions, address a window's rows by one stride. On a map, only 7 tokens in a
+row are adjacent, and padded ones are elsewhere: every kernel would need a second way to load rows,
+and a third to store gradients, to save a sixth of calls that are a twentieth of a training step.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def shifted_window_attention(
     qk_norm_eps: float = 1e-12,
     impl: str = "auto",
 ) -> AttentionOutput:
-    """``window_attention`` of a whole map: what lies between a Swin's qkv layer and its projection.
+    """Run ``window_attention`` on a whole map: all between a Swin's qkv layer and its projection.
 
-    The same as padding the map behind each axis to whole windows, rolling it by ``-shift``,
-    cutting it, attending with the regions of ``shift_regions``, and going all the way back. The
-    six copies of that are two here, forward and backward.
+    Equals padding the map at the end of each axis to whole windows, rolling it by ``-shift``,
+    cutting it, attending with the regions of ``shift_regions``, and undoing these steps, with two
+    copies in each direction instead of six.
 
     An axis that is no longer than the window is clamped, as MONAI does it: the window ends with
     the axis, and is not shifted along it. (torchvision pads such an axis to the window: pad the
@@ -65,8 +65,8 @@ def shifted_window_attention(
         window: Tokens along each axis of the grid.
         shift: How far the windows are shifted along each axis. ``None``: not at all.
         padding: ``[3, num_heads, head_size]``, floating: q, k and v of padded tokens, which attend
-            and are attended to like all others. Models pad with zeros in front of the linear
-            layer, so it is that layer's ``bias.view(3, num_heads, head_size)``. ``None``: zeros.
+            and are attended to like all others. Models pad with zeros before the linear layer, so
+            this is the layer's ``bias.view(3, num_heads, head_size)``. ``None``: zeros.
         bias_table: ``[prod(2·w - 1), num_heads]`` over the axes of ``window``, floating.
         rel_offsets: int32 ``[num_tokens]`` of a clamped window. ``None``: the first ones of
             ``window``'s, with which MONAI's checkpoints were trained. The true ones of a window
@@ -102,28 +102,28 @@ def shifted_window_attention(
     window = as_sizes("window", window)
     shift = (0,) * len(window) if shift is None else as_sizes("shift", shift, least=0)
     _check(qkv, len(window), padding)
-    # A layout is of numbers: what is compiled is for one size of the map.
+    # A layout needs plain integers, so compiled code is specialised to the size of the map.
     grid = tuple(operator.index(size) for size in qkv.shape[1 : 1 + len(window)])
-    where = layout(grid, window, shift, qkv.device)
+    map_layout = layout(grid, window, shift, qkv.device)
     refuse_tangents("shifted_window_attention", qkv, padding)
     dtype = autocast_type(qkv)
     if dtype is not None and qkv.dtype != torch.float64:
         qkv = qkv.to(dtype)
     if bias_table is not None and rel_offsets is None:
         _check_table(bias_table, window)
-        rel_offsets = where.offsets
+        rel_offsets = map_layout.offsets
     result = window_attention(
-        *to_heads(qkv, where, padding),
+        *to_heads(qkv, map_layout, padding),
         bias_table=bias_table,
         rel_offsets=rel_offsets,
-        regions=where.regions,
+        regions=map_layout.regions,
         mask_value=mask_value,
         softmax_scale=softmax_scale,
         logit_scale=logit_scale,
         qk_norm_eps=qk_norm_eps,
         impl=impl,
     )
-    return AttentionOutput(*(from_heads(part, where) for part in result))
+    return AttentionOutput(*(from_heads(part, map_layout) for part in result))
 
 
 def _check_table(bias_table: Tensor, window: tuple[int, ...]) -> None:

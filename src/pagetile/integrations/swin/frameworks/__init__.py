@@ -1,4 +1,4 @@
-"""One file for each framework: which of its classes we stand in for, and how.
+"""One module for each framework: the classes that can be patched, and their replacements.
 
-They import their frameworks, so only ``patch`` imports them, and only those in use.
+They import their frameworks, so only ``patch`` imports them, and only for frameworks in use.
 """

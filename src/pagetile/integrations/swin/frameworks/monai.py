@@ -16,11 +16,13 @@ from ..attend import (
     WholeMap,
     attend_map,
     attend_packed,
-    is_watched,
+    has_hooks,
+    must_fall_back,
     offsets,
-    stands_aside,
 )
 from ..masks import dense_mask
+from ..proof import windows
+from ..report import heads, times
 from ..swapped import (
     Randn,
     SwappedAttention,
@@ -29,15 +31,13 @@ from ..swapped import (
     SwappedMerging,
     Swaps,
 )
-from ..trials import windows
-from ..words import heads, times
 
 
 class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
-    """Takes windows that a small map has clamped: they keep the whole window's first offsets."""
+    """Also runs windows clamped to a small map, with the first offsets of the whole window."""
 
     original = swin_unetr.WindowAttention
-    passed_by = ("softmax", "attn_drop")
+    bypassed = ("softmax", "attn_drop")
 
     def forward(self, x: Tensor, mask: Tensor | WholeMap | None) -> Tensor:
         """``x`` ``[num_windows, num_tokens, dim]``, ``mask`` in any form; or a whole map."""
@@ -61,7 +61,7 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
             self.qkv(x),
             cut,
             self.num_heads,
-            self.qkv.bias,  # what the layer makes of the zeros that pad a map
+            self.qkv.bias,  # the layer's output for the zeros that pad a map
             bias_table=self.relative_position_bias_table,
             rel_offsets=offsets(self.relative_position_index, num_tokens),
             softmax_scale=self.scale,
@@ -86,7 +86,7 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
 
 
 class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
-    """Hands its attention the whole map, where the original pads, rolls and cuts it."""
+    """Passes its attention the whole map, where the original pads, rolls and cuts it."""
 
     original = swin_unetr.SwinTransformerBlock
 
@@ -94,16 +94,16 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
         """``x`` ``[batch, *grid, dim]``; ``mask_matrix`` of the grid, in any form."""
         if self._takes_map(x):
             cut = cut_of(self, tuple(x.shape[1:-1]))
-            # A dense mask may say anything; region ids are a layer's of ours, and the grid's.
+            # A dense mask may hold anything; region ids come from a patched layer, for this grid.
             if not any(cut.shift) or (mask_matrix is not None and mask_matrix.ndim == 2):
                 return self.attn(self.norm1(x), cut)
         return self.original.forward_part1(self, x, mask_matrix)
 
     def _takes_map(self, x: Tensor) -> bool:
-        """Whether all is as released, nobody watches the attention's parts, and none drops.
+        """Whether the attention has its released parts, without hooks and without dropout.
 
-        A dropout would draw for a map and not for windows. Compilers join pads and rolls by
-        themselves, and want no index for each size.
+        A dropout would draw for a map instead of windows. Compilers fuse pads and rolls by
+        themselves, and an index would be a constant for each size.
         """
         if torch.compiler.is_compiling() or not self.applies(self):
             return False
@@ -112,7 +112,7 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
         return (
             type(attention.qkv) is nn.Linear
             and not (drop.training and getattr(drop, "p", 0) > 0)
-            and not any(map(is_watched, attention.modules()))
+            and not any(map(has_hooks, attention.modules()))
             and not attention.needs_original(x)
         )
 
@@ -144,7 +144,7 @@ class BasicLayer(SwappedLayer, swin_unetr.BasicLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` ``[batch, dim, *grid]``."""
-        if stands_aside(x) or not self.applies(self):
+        if must_fall_back(x) or not self.applies(self):
             return self.original.forward(self, x)
         grid = tuple(x.shape[2:])
         cut, mask = cut_of(self, grid), None
@@ -182,7 +182,7 @@ class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` ``[batch, *grid, dim]``."""
-        if stands_aside(x) or x.ndim - 2 not in self.orders:
+        if must_fall_back(x) or x.ndim - 2 not in self.orders:
             return self.original.forward(self, x)
         return self.reduction(self.norm(join_cells(x, self.orders[x.ndim - 2])))
 
@@ -200,21 +200,22 @@ class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
 
 
 class PatchMerging(PatchMergingV2, swin_unetr.PatchMerging):
-    """The same, with a cell's tokens in another order."""
+    """``PatchMergingV2`` with the tokens of a cell in another order."""
 
     original = swin_unetr.PatchMerging
     orders = PatchMergingV2.orders | {3: (0, 4, 2, 1, 6, 5, 3, 7)}
 
 
 def axes_of(merging: Any) -> int:
-    """How many axes its maps have: a cell has two tokens along each."""
+    """The number of axes of its maps; a cell has two tokens along each."""
     return 2 if merging.norm.normalized_shape[0] == 4 * merging.dim else 3
 
 
 def join_cells(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """``[batch, *grid, dim]`` to ``[batch, *grid / 2, cell * dim]``; odd axes end with zeros.
+    """Gather cells: ``[batch, *grid, dim]`` to ``[batch, *grid / 2, cell * dim]``.
 
-    ``order``: of a cell's tokens, each by its number when the last axis counts fastest.
+    Odd axes are padded with zeros. ``order`` lists the tokens of a cell, each by its number with
+    the last axis fastest.
     """
     axes = x.ndim - 2
     odd = [size % 2 for size in x.shape[1:-1]]
@@ -231,17 +232,17 @@ def join_cells(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def cut_of(module: Any, grid: tuple[int, ...]) -> WholeMap:
-    """How a block or a layer cuts a map: axes shorter than a window clamp it."""
+    """Window and shift of a block or layer for a map; an axis shorter than a window clamps it."""
     return WholeMap(*swin_unetr.get_window_size(grid, module.window_size, module.shift_size))
 
 
 def padded(grid: tuple[int, ...], cut: WholeMap) -> tuple[int, ...]:
-    """A map of whole windows."""
+    """The size of a map padded to whole windows."""
     return tuple(-(-size // width) * width for size, width in zip(grid, cut.window, strict=True))
 
 
 def trial_grid(window: Sequence[int]) -> tuple[int, ...]:
-    """Longer than a window along the first axis, and as long or shorter along the others."""
+    """A map longer than the window along the first axis, and no longer along the others."""
     first, *others = window
     return (first + 2, *(max(1, width - axis) for axis, width in enumerate(others)))
 

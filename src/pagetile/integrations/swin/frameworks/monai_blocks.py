@@ -1,4 +1,4 @@
-"""The residual blocks of MONAI's U-Nets: what Swin UNETR's decoder is made of."""
+"""The residual blocks of MONAI's U-Nets, of which Swin UNETR's decoder consists."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from monai.networks.blocks import dynunet_block
 from torch import Tensor, nn
 
 from ....fused.instance_norm import instance_norm
-from ..attend import is_watched, stands_aside
+from ..attend import has_hooks, must_fall_back
 from ..swapped import Randn, SwappedNorms, Swaps
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class UnetResBlock(SwappedNorms, dynunet_block.UnetResBlock):
-    """Norm, residual and activation in one, as long as nobody looks between them."""
+    """Norm, residual and activation in one operation, unless hooks observe the parts."""
 
     original = dynunet_block.UnetResBlock
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp`` ``[batch, channels, *grid]``."""
         is_batch = inp.ndim == self.conv1.conv.weight.ndim
-        if stands_aside(inp) or not is_batch or not self.applies(self):
+        if must_fall_back(inp) or not is_batch or not self.applies(self):
             return self.original.forward(self, inp)
         slope = self.lrelu.negative_slope
         out = instance_norm(self.conv1(inp), eps=self.norm1.eps, negative_slope=slope)
@@ -36,13 +36,13 @@ class UnetResBlock(SwappedNorms, dynunet_block.UnetResBlock):
 
     @classmethod
     def applies(cls, module: Any) -> bool:
-        """Norms without parameters or memory, a leaky ReLU, and nobody who watches them."""
+        """Norms without parameters or running statistics, a leaky ReLU, and no hooks on them."""
         norms = [each for name, each in module._modules.items() if name.startswith("norm")]
         return (
             all(type(norm) in NORMS and is_bare(norm) for norm in norms)
             and type(module.lrelu) is nn.LeakyReLU
             and module.lrelu.negative_slope > 0
-            and not any(is_watched(each) for each in (*norms, module.lrelu))
+            and not any(has_hooks(each) for each in (*norms, module.lrelu))
             and hasattr(module, "conv3") == hasattr(module, "norm3")
         )
 

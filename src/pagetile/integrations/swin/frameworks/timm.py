@@ -1,4 +1,4 @@
-"""timm's Swin Transformer, v1 and v2.
+"""Replacements for timm's Swin Transformer, v1 and v2.
 
 Its blocks keep a dense mask as a buffer, which the attention reads into region ids once; those
 with ``dynamic_mask`` would make one on every call, and make region ids instead.
@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from timm.models import swin_transformer, swin_transformer_v2
 from torch import Tensor
 
-from ..attend import attend_packed, continuous_bias, offsets, stands_aside
+from ..attend import attend_packed, continuous_bias, must_fall_back, offsets
 from ..masks import dense_mask
+from ..proof import mask_of, windows
+from ..report import heads, times
 from ..swapped import Randn, SwappedAttention, SwappedLayer, Swaps
-from ..trials import mask_of, windows
-from ..words import heads, times
 
 
 class WindowAttention(SwappedAttention, swin_transformer.WindowAttention):
-    """Version 1. Heads may be wider or narrower than ``dim / num_heads``."""
+    """Swin v1 attention. Heads may be wider or narrower than ``dim / num_heads``."""
 
     original = swin_transformer.WindowAttention
-    passed_by = ("softmax", "attn_drop")
+    bypassed = ("softmax", "attn_drop")
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``x`` ``[num_windows, num_tokens, dim]``; ``mask`` in any form."""
@@ -60,10 +60,10 @@ class WindowAttention(SwappedAttention, swin_transformer.WindowAttention):
 
 
 class WindowAttentionV2(SwappedAttention, swin_transformer_v2.WindowAttention):
-    """Version 2: cosine attention, and keys without a bias."""
+    """Swin v2 attention: cosine attention, and keys without a bias."""
 
     original = swin_transformer_v2.WindowAttention
-    passed_by = WindowAttention.passed_by
+    bypassed = WindowAttention.bypassed
     variant = staticmethod(WindowAttention.variant)
     width = staticmethod(WindowAttention.width)
     weight_dropout = staticmethod(WindowAttention.weight_dropout)
@@ -93,7 +93,7 @@ class WindowAttentionV2(SwappedAttention, swin_transformer_v2.WindowAttention):
 
 
 class _Block(SwappedLayer):
-    """What both versions' blocks share."""
+    """Base of the blocks of both versions."""
 
     window_size: tuple[int, int]
     shift_size: tuple[int, int]
@@ -104,9 +104,9 @@ class _Block(SwappedLayer):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:
-        """The mask of a padded map ``x`` ``[batch, height, width, dim]``, or of a static size."""
+        """Return the mask of a padded map ``[batch, height, width, dim]``, or of a fixed size."""
         shift = tuple(self.shift_size)
-        if x is None or stands_aside(x) or not any(shift) or not self.applies(self):
+        if x is None or must_fall_back(x) or not any(shift) or not self.applies(self):
             return self.original.get_attn_mask(self, x, device, dtype)
         grid = tuple(x.shape[1:3])
         return self.region_memory.of_grid(grid, tuple(self.window_size), shift, x.device)
@@ -134,13 +134,13 @@ class _Block(SwappedLayer):
 
 
 class SwinTransformerBlock(_Block, swin_transformer.SwinTransformerBlock):
-    """Version 1."""
+    """The block of Swin v1."""
 
     original = swin_transformer.SwinTransformerBlock
 
 
 class SwinTransformerV2Block(_Block, swin_transformer_v2.SwinTransformerV2Block):
-    """Version 2."""
+    """The block of Swin v2."""
 
     original = swin_transformer_v2.SwinTransformerV2Block
 

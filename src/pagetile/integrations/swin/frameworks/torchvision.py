@@ -1,4 +1,4 @@
-"""torchvision's Swin Transformer, v1 and v2: modules that take the whole map."""
+"""Replacements for torchvision's Swin Transformer, v1 and v2, whose attentions take the map."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torchvision.models import swin_transformer
 
 from ..attend import attend_packed, continuous_bias, offsets
+from ..report import heads, times
 from ..swapped import Randn, SwappedAttention, Swaps
-from ..words import heads, times
 
 
 class ShiftedWindowAttention(SwappedAttention, swin_transformer.ShiftedWindowAttention):
-    """Pads, shifts and cuts the map as the original does, and never makes its mask."""
+    """Pads, shifts and cuts the map as the original does, with region ids instead of a mask."""
 
     original = swin_transformer.ShiftedWindowAttention
 
@@ -48,7 +48,7 @@ class ShiftedWindowAttention(SwappedAttention, swin_transformer.ShiftedWindowAtt
 
 
 class ShiftedWindowAttentionV2(SwappedAttention, swin_transformer.ShiftedWindowAttentionV2):
-    """Cosine attention whose keys have no bias: its third of the parameter counts as zero."""
+    """Cosine attention whose keys have no bias: their third of the parameter is taken as zero."""
 
     original = swin_transformer.ShiftedWindowAttentionV2
     variant = staticmethod(ShiftedWindowAttention.variant)
@@ -69,7 +69,7 @@ class ShiftedWindowAttentionV2(SwappedAttention, swin_transformer.ShiftedWindowA
 
 
 def _attend_map(module: Any, x: Tensor, qkv_bias: Tensor | None, **scores: Any) -> Tensor:
-    """Windows of a padded and shifted map, attention, projection, and all the way back."""
+    """Pad, shift and cut a map, attend, project, and undo the first three."""
     window = tuple(module.window_size)
     height, width = x.shape[1:3]
     x = F.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
@@ -99,7 +99,7 @@ def _attend_map(module: Any, x: Tensor, qkv_bias: Tensor | None, **scores: Any) 
 
 
 def _cut(x: Tensor, window: tuple[int, ...]) -> Tensor:
-    """``[batch, height, width, dim]`` to ``[num_windows, num_tokens, dim]``."""
+    """Cut ``[batch, height, width, dim]`` into ``[num_windows, num_tokens, dim]``."""
     batch, height, width, dim = x.shape
     x = x.reshape(batch, height // window[0], window[0], width // window[1], window[1], dim)
     num_windows = batch * (height // window[0]) * (width // window[1])
@@ -107,7 +107,7 @@ def _cut(x: Tensor, window: tuple[int, ...]) -> Tensor:
 
 
 def _join(x: Tensor, window: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
-    """The way back."""
+    """Join ``[num_windows, num_tokens, dim]`` to ``[batch, height, width, dim]``."""
     rows, columns = (size // width for size, width in zip(grid, window, strict=True))
     batch = x.shape[0] // (rows * columns)
     x = x.view(batch, rows, columns, *window, x.shape[-1])

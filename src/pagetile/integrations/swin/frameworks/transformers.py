@@ -1,4 +1,4 @@
-"""Transformers' Swin and Swinv2."""
+"""Replacements for Transformers' Swin and Swinv2."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 from transformers.models.swin import modeling_swin
 from transformers.models.swinv2 import modeling_swinv2
 
-from ..attend import attend, continuous_bias, offsets, writes_down
+from ..attend import attend, continuous_bias, is_exporting, offsets
 from ..masks import dense_mask
+from ..proof import mask_of, windows
+from ..report import heads, times
 from ..swapped import Randn, SwappedAttention, SwappedLayer, Swaps
-from ..trials import mask_of, windows
-from ..words import heads, times
 
 
 class SwinAttention(SwappedAttention, modeling_swin.SwinAttention):
-    """Returns no attention weights, like the original with any attention but the eager one."""
+    """Returns no attention weights, as the original does unless its attention is eager."""
 
     original = modeling_swin.SwinAttention
-    passed_by = ("relative_position_bias",)
+    bypassed = ("relative_position_bias",)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """``hidden_states`` ``[num_windows, num_tokens, hidden_size]``."""
         bias = self.relative_position_bias
-        if self._is_asked_for_more(hidden_states, attention_mask, kwargs):
+        if self._needs_weights_or_other_code(hidden_states, attention_mask, kwargs):
             mask = dense_mask(attention_mask, hidden_states.dtype)
             return self.original.forward(self, hidden_states, mask, **kwargs)
         out = attend(
@@ -42,11 +42,13 @@ class SwinAttention(SwappedAttention, modeling_swin.SwinAttention):
         )
         return self.o_proj(out), None
 
-    def _is_asked_for_more(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
+    def _needs_weights_or_other_code(
+        self, x: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> bool:
         chosen = self.config._attn_implementation
         wanted = options.get("output_attentions", getattr(self.config, "output_attentions", False))
-        # The eager attention's weights may also leave through a hook. A window cut down to a small
-        # map does not fit the table: the original says so.
+        # A hook may read the eager attention's weights. A window clamped to a small map does not
+        # fit the table, for which the original raises the error.
         return bool(
             self.needs_original(x, mask)
             or wanted
@@ -75,10 +77,10 @@ class SwinAttention(SwappedAttention, modeling_swin.SwinAttention):
 
 
 class Swinv2SelfAttention(SwappedAttention, modeling_swinv2.Swinv2SelfAttention):
-    """Cosine attention. The original adds the mask twice, and models were trained that way."""
+    """Cosine attention. The original adds the mask twice, and models are trained that way."""
 
     original = modeling_swinv2.Swinv2SelfAttention
-    passed_by = ("dropout",)
+    bypassed = ("dropout",)
 
     def forward(
         self,
@@ -123,7 +125,7 @@ class Swinv2SelfAttention(SwappedAttention, modeling_swinv2.Swinv2SelfAttention)
 
 
 class _Layer(SwappedLayer):
-    """What both models' layers share: windows are square, and shifted by one number or not."""
+    """Base of the layers of both models: square windows, with one shift for both axes."""
 
     window_size: int
     shift_size: int
@@ -131,8 +133,8 @@ class _Layer(SwappedLayer):
     def get_attn_mask(
         self, height: int, width: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor | None:
-        """The mask of a padded map."""
-        if self.shift_size <= 0 or writes_down() or not self.applies(self):
+        """Return the mask of a padded map."""
+        if self.shift_size <= 0 or is_exporting() or not self.applies(self):
             return self.original.get_attn_mask(self, height, width, dtype, device)
         window, shift = (self.window_size,) * 2, (self.shift_size,) * 2
         device = torch.device(device or "cpu")
@@ -157,7 +159,7 @@ class _Layer(SwappedLayer):
 
 
 class SwinLayer(_Layer, modeling_swin.SwinLayer):
-    """Of Swin."""
+    """The layer of Swin."""
 
     original = modeling_swin.SwinLayer
 
@@ -167,7 +169,7 @@ class SwinLayer(_Layer, modeling_swin.SwinLayer):
 
 
 class Swinv2Layer(_Layer, modeling_swinv2.Swinv2Layer):
-    """Of Swinv2."""
+    """The layer of Swinv2."""
 
     original = modeling_swinv2.Swinv2Layer
 

@@ -1,7 +1,7 @@
-"""The backward kernel on a CPU; see ``cpu`` for the walk.
+"""The backward kernel on a CPU; the loop nest is in the package's docstring.
 
-Weights come back from the log-sum-exp, a tile of rows at a time; what they add to the gradients
-of keys and values stays transposed, beside these, until a window's rows are done.
+Weights are recomputed from the log-sum-exp, a tile of rows at a time. Gradients of keys and values
+are accumulated transposed, like these, until all rows of a window are done.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from ...tiles.cpu.compile import entry, folded, inner
-from ...tiles.cpu.simd import LN_2, LOG2_E, take_number
-from .cpu_forward import (
+from ....tiles.cpu.compile import entry, folded, inner
+from ....tiles.cpu.simd import LN_2, LOG2_E, take_number
+from .forward_kernel import (
     load_bias,
     load_keys,
     load_regions,
@@ -21,32 +21,32 @@ from .cpu_forward import (
     scores,
     sizes_of,
 )
-from .cpu_rows import (
-    AS_THEY_ARE,
+from .rows import (
+    NO_NORM,
     ROWS,
+    clamped_inverse,
     copy_rows,
     find_runs,
     head_scale,
     inverse_norm,
-    largest_inverse,
     normalise_gradient,
+    reverse_table,
     scatter_bias,
-    turn_back,
-    turn_table,
+    transpose_back,
     write_row,
 )
-from .cpu_tiles import (
+from .tiles import (
     accumulate,
     add_outer,
     inner_products,
     mix_window,
+    recompute_weights,
     score,
-    soften_again,
     subtract_row,
 )
 
-Found = namedtuple("Found", "dq dk dv dtable dscale")
-Given = namedtuple("Given", "out lse dout dout_strides dlse")
+GradientArrays = namedtuple("GradientArrays", "dq dk dv dtable dscale")
+SavedForward = namedtuple("SavedForward", "out lse dout dout_strides dlse")
 Scratch = namedtuple(
     "Scratch",
     "keys values key_rows dkeys dvalues inverses regions regions_at table runs bias s ds dbias rows"
@@ -56,21 +56,21 @@ Scratch = namedtuple(
 
 @folded()
 def _store_rows(dq, x, w, depth, columns, window, head, first, num_rows, scale):
-    """Write a tile's rows of dq; returns their share in the gradient of the scale's logarithm."""
+    """Write a tile's rows of dq; return their part of the gradient of the scale's logarithm."""
     to = ((window * x.num_tokens + first) * x.num_heads + head) * x.size
     if x.eps < 0:
         for r in range(num_rows):
             write_row(dq, to + r * x.num_heads * x.size, w.result, r * columns, scale, x.size)
         return np.float32(0)
     share = np.float32(0)
-    # Rows of q lie in ``w.rows`` as units times the scale and log2 e.
+    # ``w.rows`` holds the normalised rows of q times the scale and log2 e.
     inner_products(w.along, w.rows, depth, w.result, 0, columns, num_rows, x.size)
     for r in range(num_rows):
         row = window * x.q_strides[0] + head * x.q_strides[1] + (first + r) * x.q_strides[2]
         inverse = inverse_norm(x.q, row, x.size, x.eps)
         along = w.along[r] * LN_2
         share += along
-        is_kept = inverse < largest_inverse(x.eps) and scale != 0
+        is_kept = inverse < clamped_inverse(x.eps) and scale != 0
         kept = along * LN_2 / scale if is_kept else np.float32(0)
         subtract_row(w.result, r * columns, w.rows, r * depth, scale, kept, x.size)
         write_row(dq, to + r * x.num_heads * x.size, w.result, r * columns, inverse, x.size)
@@ -78,19 +78,21 @@ def _store_rows(dq, x, w, depth, columns, window, head, first, num_rows, scale):
 
 
 @folded()
-def _store_keys(found, x, z, w, slot, window, head):
-    """Turn a window's gradients of keys and values round again."""
+def _store_keys(gradients, x, z, w, slot, window, head):
+    """Write a window's dK and dV, transposing them back."""
     at, token = slot * z.depth * z.width, x.num_heads * x.size
     to = (window * x.num_tokens * x.num_heads + head) * x.size
-    turn_back(found.dv, to, token, w.dvalues, at, x.num_tokens, z.width, x.size, np.float32(1))
+    transpose_back(
+        gradients.dv, to, token, w.dvalues, at, x.num_tokens, z.width, x.size, np.float32(1)
+    )
     if x.eps >= 0:
         normalise_gradient(w.dkeys, w.keys, at, w.inverses, slot * z.width, z.width, x.size, x.eps)
-    turn_back(found.dk, to, token, w.dkeys, at, x.num_tokens, z.width, x.size, LN_2)
+    transpose_back(gradients.dk, to, token, w.dkeys, at, x.num_tokens, z.width, x.size, LN_2)
 
 
 @inner()
-def _hand_back(dtable, dbias, x, share, first, block, width):
-    """Add a block's gradient of the bias to that of the table, or of a dense bias."""
+def _scatter_bias_gradient(dtable, dbias, x, share, first, block, width):
+    """Add a block's bias gradient to the gradient of the table, or of a dense bias."""
     num_rows = min(block, x.num_tokens - first)
     if len(x.bias):
         for r in range(num_rows):
@@ -104,7 +106,7 @@ def _hand_back(dtable, dbias, x, share, first, block, width):
 
 @folded()
 def _load_window(x, z, w, window, slot, head):
-    """A window's keys, both ways if they are mixed by rows, values and regions."""
+    """Load a window's keys, values and regions; keys by rows as well where ``z.columns``."""
     load_keys(w.keys, w.inverses, slot, x, z, window, head)
     load_values(w.values, slot, x, z, window, head)
     w.regions_at[slot] = load_regions(w.regions, slot * z.width, x, window, z.width)
@@ -117,33 +119,33 @@ def _load_window(x, z, w, window, slot, head):
 
 
 @folded()
-def _weigh(x, z, w, given, window, slot, head, first, num_rows):
-    """Scores to weights, and to their gradients; zeros below a tile that is not full."""
-    at = window * given.dout_strides[0] + head * given.dout_strides[1]
+def _weights_and_gradients(x, z, w, saved, window, slot, head, first, num_rows):
+    """Turn scores into weights and score gradients, with zeros past the last row."""
+    at = window * saved.dout_strides[0] + head * saved.dout_strides[1]
     load_tile(
-        w.back, given.dout, at, given.dout_strides[2], first, num_rows, x.size, z.depth,
-        np.float32(1), AS_THEY_ARE,
+        w.back, saved.dout, at, saved.dout_strides[2], first, num_rows, x.size, z.depth,
+        np.float32(1), NO_NORM,
     )  # fmt: skip
     score(w.ds, w.back, num_rows, w.values, slot * z.depth * z.width, z.width, z.depth)
     at = ((window * x.num_tokens + first) * x.num_heads + head) * x.size
-    inner_products(w.deltas, w.back, z.depth, given.out, at, x.num_heads * x.size, num_rows, x.size)
+    inner_products(w.deltas, w.back, z.depth, saved.out, at, x.num_heads * x.size, num_rows, x.size)
     at = (window * x.num_heads + head) * x.num_tokens + first
     for r in range(num_rows):
-        w.tops[r] = given.lse[at + r] * LOG2_E
-        if len(given.dlse):
-            w.deltas[r] -= given.dlse[at + r]
-    soften_again(w.s, w.ds, w.tops, w.deltas, num_rows, z.width)
+        w.tops[r] = saved.lse[at + r] * LOG2_E
+        if len(saved.dlse):
+            w.deltas[r] -= saved.dlse[at + r]
+    recompute_weights(w.s, w.ds, w.tops, w.deltas, num_rows, z.width)
     w.s[num_rows * z.width :] = 0
     w.ds[num_rows * z.width :] = 0
 
 
 @folded()
-def _differentiate_part(item, found, given, x, z, w):
-    """One head of one part of the windows: its gradients, its share of the table's or bias's."""
+def _differentiate_part(item, gradients, saved, x, z, w):
+    """The gradients of one head of one part of the windows."""
     head, part = item % x.num_heads, item // x.num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head)
-    turn_table(w.table, x.table, x.table_size, head)
-    held = -1  # the block whose bias is there, and its gradient
+    reverse_table(w.table, x.table, x.table_size, head)
+    held = -1  # the block whose bias and bias gradient are in scratch memory
     end = x.num_windows * (part + 1) // x.parts
     for start in range(x.num_windows * part // x.parts, end, z.group):
         stop = min(end, start + z.group)
@@ -155,7 +157,9 @@ def _differentiate_part(item, found, given, x, z, w):
             last = min(x.num_tokens, block + z.block)
             if block != held:
                 if held >= 0:
-                    _hand_back(found.dtable, w.dbias, x, item, held, z.block, z.width)
+                    _scatter_bias_gradient(
+                        gradients.dtable, w.dbias, x, item, held, z.block, z.width
+                    )
                 load_bias(x, z, w, block, last)
                 w.dbias[:] = 0
                 held = block
@@ -164,33 +168,33 @@ def _differentiate_part(item, found, given, x, z, w):
                 for first in range(block, last, ROWS):
                     num_rows, bias_at = min(ROWS, last - first), (first - block) * z.width
                     scores(x, z, w, window, slot, head, first, num_rows, bias_at, scale * LOG2_E)
-                    _weigh(x, z, w, given, window, slot, head, first, num_rows)
+                    _weights_and_gradients(x, z, w, saved, window, slot, head, first, num_rows)
                     mix_window(w.result, w.ds, w.key_rows, w.keys, slot, x, z, num_rows)
                     add_outer(w.dkeys, slot * z.depth * z.width, w.ds, w.rows, z.width, z.depth)
                     add_outer(w.dvalues, slot * z.depth * z.width, w.s, w.back, z.width, z.depth)
                     accumulate(w.dbias, bias_at, w.ds, num_rows * z.width)
-                    found.dscale[item] += _store_rows(
-                        found.dq, x, w, z.depth, z.columns or z.depth, window, head, first,
+                    gradients.dscale[item] += _store_rows(
+                        gradients.dq, x, w, z.depth, z.columns or z.depth, window, head, first,
                         num_rows, scale,
                     )  # fmt: skip
         for window in range(start, stop):
-            _store_keys(found, x, z, w, window - start, window, head)
+            _store_keys(gradients, x, z, w, window - start, window, head)
     if held >= 0:
-        _hand_back(found.dtable, w.dbias, x, item, held, z.block, z.width)
+        _scatter_bias_gradient(gradients.dtable, w.dbias, x, item, held, z.block, z.width)
 
 
 @inner()
-def _differentiate_parts(found, given, x, z, w):
+def _differentiate_parts(gradients, saved, x, z, w):
     while True:
         item = take_number(x.counter)
         if item >= x.num_heads * x.parts:
             return
-        _differentiate_part(item, found, given, x, z, w)
+        _differentiate_part(item, gradients, saved, x, z, w)
 
 
 @entry()
-def differentiate(found, given, x):
-    """All gradients of the parts that this thread gets hold of."""
+def differentiate(gradients, saved, x):
+    """Compute the gradients of work items until none is left."""
     z = sizes_of(x, 4)
     room = z.group * z.depth * z.width
     runs = np.empty(x.num_tokens + 1, np.int64)
@@ -216,4 +220,4 @@ def differentiate(found, given, x):
         np.empty(ROWS, np.float32),
         np.empty(16, np.float32),
     )
-    _differentiate_parts(found, given, x, z, w)
+    _differentiate_parts(gradients, saved, x, z, w)

@@ -1,19 +1,19 @@
-"""Window attention on a GPU: a tile of queries walks the windows, its bias in registers.
+"""Window attention forward in Triton: a tile of queries visits the windows, its bias in registers.
 
 ::
 
     s = (scale q) kᵀ + B + M        out = softmax(s) v        lse = log Σ exp s
 
-A program owns one head and ``TILE_M`` tokens, and takes every ``num_chunks``-th window. What it
-adds to the scores is the same in each of them, but for the mask: it is read once. Keys and values
-of a window arrive two windows ahead::
+A program owns one head and ``TILE_M`` tokens, and takes every ``num_chunks``-th window. The bias
+of its tile is the same in all of them and is loaded once. Keys and values are loaded two windows
+ahead::
 
     program (tokens 64…127, head 1):   window 5      window 5 + num_chunks     …
                                        k0 k1 k2 …    k0 k1 k2 …
                                        └ online softmax over a row's tiles, all unrolled
 
-Grid: tiles of tokens × heads × chunks of windows, neighbours in one window at a time, so that
-its keys are read from memory once and from L2 by the others.
+Grid: tiles of tokens × heads × chunks of windows. Programs of one window are neighbours, so its
+keys come from memory once, and from L2 for the others.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...tiles.triton.online_softmax import LOG2_E, finish, weigh
-from .triton_tiles import (
-    NOWHERE,
-    add_mask,
+from ....tiles.triton.online_softmax import finish, weigh
+from .tiles import (
+    RELOADED,
     head_scale,
-    is_mixed,
-    load_biases,
+    load_bias_tiles,
+    load_mask_flag,
     load_rows,
     normalise,
-    scale_and_add_bias,
+    score_tile,
 )
 
 
@@ -43,7 +42,7 @@ def attend(
     v,
     bias,  # [table_size, num_heads] or [num_biases, num_heads, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
-    mixed,  # int32 [num_masks]
+    needs_mask,  # int32 [num_masks]
     mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
     logit_scale,  # [num_heads]
     num_heads,
@@ -64,13 +63,13 @@ def attend(
     BIAS: tl.constexpr,
     MASK: tl.constexpr,
     COSINE: tl.constexpr,
-    KEPT: tl.constexpr,
+    BIAS_CACHE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILES: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The kernel; see above."""
+    """The kernel; see the module docstring."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -81,15 +80,15 @@ def attend(
     q, k, v = q + head * q_head, k + head * k_head, v + head * v_head
     bias += chunk % num_biases * bias_window
     scale = head_scale(logit_scale, softmax_scale, head, COSINE)
-    kept = load_biases(
-        bias, offsets, rows, 0, head, centre, TILES, KEPT, num_heads, NUM_TOKENS, BIAS, False
+    bias_tiles = load_bias_tiles(
+        bias, offsets, rows, 0, head, centre, TILES, BIAS_CACHE, num_heads, NUM_TOKENS, BIAS, False
     )
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load q
         q_tile = load_rows(q + window * q_window, rows, q_token, D, HEAD_SIZE, NUM_TOKENS)
         q_tile = normalise(q_tile, eps, COSINE)
         mask_at = mask + window % num_masks * mask_window
-        is_masked = is_mixed(mixed, window % num_masks, MASK, len(TILES) == 1)
+        is_masked = load_mask_flag(needs_mask, window % num_masks, MASK, len(TILES) == 1)
         # tiles
         m = tl.full([TILE_M], float("-inf"), tl.float32)
         l = tl.zeros([TILE_M], tl.float32)
@@ -100,14 +99,11 @@ def attend(
             k_tile = load_rows(k + window * k_window, keys, k_token, D, HEAD_SIZE, NUM_TOKENS)
             v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
             k_tile = normalise(k_tile, eps, COSINE)
-            s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")
-            s = scale_and_add_bias(
-                s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys,
-                head, centre, KEPT, num_heads, NUM_TOKENS, BIAS, False,
+            s = score_tile(
+                q_tile, k_tile, scale, 0 if BIAS_CACHE == RELOADED else bias_tiles[t], bias,
+                offsets, mask_at, is_masked, rows, keys, head, centre, mask_value, mask_row,
+                num_heads, NUM_TOKENS, BIAS, MASK, BIAS_CACHE, False,
             )  # fmt: skip
-            s = add_mask(
-                s, mask_at, is_masked, rows, keys, mask_value, mask_row, NUM_TOKENS, MASK, False
-            )
             p, decay, m, l = weigh(s, m, l)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="tf32x3")
             first += TILES[t]

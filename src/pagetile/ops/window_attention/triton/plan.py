@@ -1,4 +1,4 @@
-"""How window attention is cut up for a GPU: a pure function of host integers."""
+"""Tile sizes and work split of window attention in Triton: a pure function of host integers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ...device import DeviceInfo
-from .problem import Problem
+from ....device import DeviceInfo
+from ..problem import Problem
 
 __all__ = ["Plan", "cover", "make_plan"]
 
-_NOWHERE, _REGISTERS, _SHARED = 0, 1, 2
-_FEW_PAIRS = 512  # of windows and heads
+_RELOADED, _REGISTERS, _SHARED = 0, 1, 2
+_FEW_PAIRS = 512  # windows times heads that leave multiprocessors idle with large tiles
 _MOST_SHARED = 232_448  # bytes of a program on Hopper
 _MOST_KEPT = 576
-"""Tokens beyond which a row of bias no longer fits into registers beside its scores."""
+"""Most tokens whose bias rows fit into registers beside the scores."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,27 @@ class Plan:
     """Tiles of the three kernels, and how many programs of each share the windows."""
 
     forward_m: int
-    """Rows of a tile of the forward kernel, whose programs share windows as ``chunks`` says."""
+    """Rows of a tile of the forward kernel."""
     tile_m: int
-    """Rows of a tile of the gradients' kernels, or columns."""
+    """Rows of a tile of the row kernel, or keys of a tile of the column kernel."""
     tiles: tuple[int, ...]
-    """Of the other side: keys, or rows for the gradients by columns."""
+    """Tile sizes along the other axis of the scores."""
     groups: tuple[tuple[int, ...], ...]
-    """The same, cut for the gradients by rows: a launch each."""
-    kept: int
-    """Where the forward kernel keeps its tile of bias."""
-    kept_backward: int
+    """The same tiles in groups of keys; the row kernel is launched once for each group."""
+    bias_cache: int
+    """Where the forward kernel keeps its bias tiles: reloaded, registers or shared memory."""
+    bias_cache_backward: int
     stages: int
     one_tile_stages: int
-    """Of the kernel that finds all gradients of a window of one tile; 0: it is not for this one."""
+    """Stages of the one-tile gradient kernel; 0 where windows have several tiles or do not fit."""
     chunks: int
+    """Programs that share the windows of a forward tile."""
     chunks_backward: int
 
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
-    """Choose tiles and programs.
+    """Choose tiles and the number of programs.
 
     Example:
         >>> problem = Problem(343, 3, 343, 16, torch.float16, table_size=2197)
@@ -60,8 +61,8 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         tiles = cover(num_tokens, 64 if is_wide else 128)
         backward = cover(num_tokens, 64)
     groups = tuple(backward[at : at + 2] for at in range(0, len(backward), 2))
-    can_keep = not is_wide and num_tokens <= _MOST_KEPT
-    is_kept = can_keep and (problem.has_bias or len(tiles) == 1)
+    can_cache = not is_wide and num_tokens <= _MOST_KEPT
+    caches_bias = can_cache and (problem.has_bias or len(tiles) == 1)
     forward_m = _forward_rows(problem, tile_m)
     programs, backward_programs = (
         -(-num_tokens // rows) * problem.num_heads for rows in (forward_m, tile_m)
@@ -71,8 +72,12 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         tile_m=tile_m,
         tiles=tiles,
         groups=groups if problem.has_bias else (backward,),
-        kept=_REGISTERS if is_kept else _NOWHERE,
-        kept_backward=_NOWHERE if not is_kept else _REGISTERS if num_tokens <= 400 else _SHARED,
+        bias_cache=_REGISTERS if caches_bias else _RELOADED,
+        bias_cache_backward=_RELOADED
+        if not caches_bias
+        else _REGISTERS
+        if num_tokens <= 400
+        else _SHARED,
         stages=_stages(problem, sum(tiles)),
         one_tile_stages=_one_tile_stages(problem, device, tile_m),
         chunks=_chunks(problem, 4 * device.num_workers // programs),
@@ -83,21 +88,21 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
 def _forward_rows(problem: Problem, tile_m: int) -> int:
     """Rows of a forward tile; measured on an H200."""
     if _is_odd(problem):
-        return 128  # twice as many for each fetch of keys
+        return 128  # the keys, loaded in small pieces, serve twice as many rows
     is_few = problem.num_windows * problem.num_heads < _FEW_PAIRS
     most_bytes = 64 if problem.num_tokens < 193 else 32
     if is_few and problem.num_tokens > 64 and _row_bytes(problem) <= most_bytes:
-        return 32  # or there are fewer programs than multiprocessors
+        return 32  # smaller tiles, or some multiprocessors would get no program
     return tile_m
 
 
 def _is_odd(problem: Problem) -> bool:
-    """Whether rows of several tiles can only be fetched in pieces of 4 bytes and fewer."""
+    """Whether rows of several tiles can only be loaded in pieces of at most 4 bytes."""
     return problem.num_tokens > 64 and problem.dtype.itemsize == 2 and problem.head_size % 4 > 0
 
 
 def cover(num_tokens: int, width: int) -> tuple[int, ...]:
-    """Powers of two up to ``width`` that together reach ``num_tokens``, with little to spare.
+    """Tile sizes, powers of two up to ``width``, that cover ``num_tokens`` with little padding.
 
     Example:
         >>> cover(343, 128), cover(49, 64), cover(392, 64)
@@ -118,10 +123,11 @@ def _next_power_of_2(number: int) -> int:
 
 
 def _chunks(problem: Problem, wanted: int) -> int:
-    """Programs that share the windows of a tile, each of which meets one bias only.
+    """How many programs share the windows of a tile; each program uses one bias only.
 
-    A prime number: windows at the border of a map cost more, for their mask, and they stand at
-    multiples of its sides. Program ``i`` of 14 would get all or none of those of 14 × 14 × 14.
+    A prime number, because windows at the border of a map cost more (they need a mask) and recur
+    with the period of the map's sides: one of 14 programs would get all border windows of a
+    14 × 14 × 14 map along an axis, and the others none.
     """
     chunks = max(1, min(problem.num_windows, wanted))
     if problem.num_biases > 1:
@@ -132,18 +138,19 @@ def _chunks(problem: Problem, wanted: int) -> int:
 
 
 def _stages(problem: Problem, num_keys: int) -> int:
-    """How many windows' keys and values may lie in shared memory at once."""
+    """How many windows' keys and values are in shared memory at once."""
     if problem.dtype == torch.float32 or _is_odd(problem):
-        return 1  # in registers: operands are split, or come in pieces of 4 bytes
+        return 1  # operands go through registers: split into tf32 parts, or loaded in small pieces
     window = 2 * num_keys * _row_bytes(problem)
     return 3 if 3 * window <= 100_000 else 2 if 2 * window <= 100_000 else 1
 
 
 def _one_tile_stages(problem: Problem, device: DeviceInfo, tile_m: int) -> int:
-    """Windows whose operands may lie in shared memory at once, with what is made of them.
+    """How many windows the one-tile gradient kernel has in shared memory at once.
 
-    As read off compiled kernels: on the way are four operands and a mask that is a matrix, beside
-    them the weights and what they change by; one at a time no mask, but up to six tiles of tokens.
+    Sizes as measured on compiled kernels: a stage holds four operands and a dense mask; beside
+    the stages are the weights and their gradients. A single stage holds no mask, but up to six
+    tiles of tokens.
     """
     if problem.num_tokens > tile_m:
         return 0
@@ -159,5 +166,5 @@ def _one_tile_stages(problem: Problem, device: DeviceInfo, tile_m: int) -> int:
 
 
 def _row_bytes(problem: Problem) -> int:
-    """Of a token in a tile."""
+    """Bytes of a token in a tile."""
     return max(16, _next_power_of_2(problem.head_size)) * problem.dtype.itemsize

@@ -1,17 +1,18 @@
-"""The gradient of window attention on a GPU: one kernel by rows, one by columns of the scores.
-
-For windows of several tiles; those of one are ``triton_one_tile``'s.
+"""Gradients of window attention in Triton.
 
 ::
 
-    P = exp(S - lse)      dS = P ∘ (dO Vᵀ - δ)      δ = Σ dO ∘ O - dlse
-    rows:     dQ = scale · dS K      dB = Σ over windows of dS
-    columns:  dV = Pᵀ dO             dK = scale · dSᵀ Q
+    P = exp(S - lse)      dP = dO Vᵀ      dS = P ∘ (dP - δ)      δ = Σ dO ∘ O - dlse
+    dQ = scale · dS K     dK = scale · dSᵀ Q     dV = Pᵀ dO      dB = Σ over windows of dS
 
-Both walk windows as the forward kernel does, so a program meets the same tile of the bias's
-gradient in every window and sums it in registers: no atomics, one order of sums. Those sums take
-the room of a few tiles, so the row kernel takes the keys in groups, a launch each; dQ waits in
-float32 from one to the next. What the chunks of windows have summed is added up afterwards.
+Windows of several tiles take two kernels: ``row_gradients`` computes dQ and dB, and
+``column_gradients`` dK and dV. Both visit windows as the forward kernel does, so a program meets
+the same tile of the bias gradient in every window and sums it in registers: no atomics, and sums in
+a fixed order. Registers hold few such tiles, so the row kernel is launched for one group of keys at
+a time and keeps dQ in float32 between launches. The sums of chunks of windows are added up later.
+
+Windows of one tile take one kernel, ``window_gradients``: five products instead of seven, and
+every operand is loaded once.
 """
 
 from __future__ import annotations
@@ -19,25 +20,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...tiles.triton.online_softmax import LOG2_E
-from .triton_tiles import (
-    NOWHERE,
-    add_mask,
+from .tiles import (
+    RELOADED,
     find_pivot,
     head_scale,
-    is_mixed,
-    load_biases,
+    load_bias_tiles,
+    load_mask_flag,
     load_rows,
     normalise,
-    scale_and_add_bias,
-    unnormalise,
+    normalise_gradient,
+    score_tile,
 )
 
 
 @triton.jit
 def row_gradients(
     dq,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE]
-    dq_so_far,  # float32, the same
+    dq_partial,  # float32, the same
     dbias,  # float32 [num_chunks, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     dscale,  # float32 [num_chunks, NUM_HEADS, tiles of tokens]
     delta,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS]
@@ -50,7 +49,7 @@ def row_gradients(
     dlse,
     bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
-    mixed,  # int32 [num_masks]
+    needs_mask,  # int32 [num_masks]
     mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
     logit_scale,  # [NUM_HEADS]
     num_windows,
@@ -72,7 +71,7 @@ def row_gradients(
     BIAS: tl.constexpr,
     MASK: tl.constexpr,
     COSINE: tl.constexpr,
-    KEPT: tl.constexpr,
+    BIAS_CACHE: tl.constexpr,
     SUMS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     FIRST_KEY: tl.constexpr,
@@ -82,7 +81,7 @@ def row_gradients(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of q, by tiles of tokens; of the bias and the scale, by chunks of windows."""
+    """DQ by tiles of tokens; partial dB and gradients of the scale by chunks of windows."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -97,8 +96,8 @@ def row_gradients(
     dout += head * dout_head
     bias += chunk % num_biases * bias_window
     scale = head_scale(logit_scale, softmax_scale, head, COSINE)
-    kept = load_biases(
-        bias, offsets, rows, FIRST_KEY, head, centre, TILES, KEPT,
+    bias_tiles = load_bias_tiles(
+        bias, offsets, rows, FIRST_KEY, head, centre, TILES, BIAS_CACHE,
         NUM_HEADS, NUM_TOKENS, BIAS, False,
     )  # fmt: skip
     sums = ()
@@ -106,7 +105,7 @@ def row_gradients(
         sums += (tl.full([TILE_M, TILES[t]], 0.0, tl.float32),)  # type: ignore[assignment]
     scale_sum = tl.zeros([TILE_M], tl.float32)
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
-        # load q and what came back for it
+        # load q, dO, pivot and δ
         q_raw = load_rows(q + window * q_window, rows, q_token, D, HEAD_SIZE, NUM_TOKENS)
         q_tile = normalise(q_raw, eps, COSINE)
         dout_tile = load_rows(
@@ -124,7 +123,7 @@ def row_gradients(
                 row_delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
             tl.store(delta + row_at, row_delta, mask=is_row)
         mask_at = mask + window % num_masks * mask_window
-        is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
+        is_masked = load_mask_flag(needs_mask, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
         # tiles
         acc = tl.zeros([TILE_M, D], tl.float32)
         new_sums = ()
@@ -134,14 +133,11 @@ def row_gradients(
             k_tile = load_rows(k + window * k_window, keys, k_token, D, HEAD_SIZE, NUM_TOKENS)
             v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
             k_tile = normalise(k_tile, eps, COSINE)
-            s = tl.dot(q_tile, k_tile.T, input_precision="tf32x3")
-            s = scale_and_add_bias(
-                s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, rows, keys,
-                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, False,
+            s = score_tile(
+                q_tile, k_tile, scale, 0 if BIAS_CACHE == RELOADED else bias_tiles[t], bias,
+                offsets, mask_at, is_masked, rows, keys, head, centre, mask_value, mask_row,
+                NUM_HEADS, NUM_TOKENS, BIAS, MASK, BIAS_CACHE, False,
             )  # fmt: skip
-            s = add_mask(
-                s, mask_at, is_masked, rows, keys, mask_value, mask_row, NUM_TOKENS, MASK, False
-            )
             p = tl.exp2(s - pivot[:, None])
             dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
             ds = p * (dp - row_delta[:, None])
@@ -152,16 +148,16 @@ def row_gradients(
         # finish and store
         sums = new_sums
         if FIRST_KEY > 0:
-            acc += tl.load(dq_so_far + at, mask=inside, other=0.0)
+            acc += tl.load(dq_partial + at, mask=inside, other=0.0)
         if IS_LAST:
             acc *= scale
             if COSINE:
-                acc, along = unnormalise(acc, q_raw, eps)
+                acc, along = normalise_gradient(acc, q_raw, eps)
                 scale_sum += along
             tl.store(dq + at, acc.to(dq.dtype.element_ty), mask=inside)
         else:
-            tl.store(dq_so_far + at, acc, mask=inside)
-    # what this chunk's windows sum up to
+            tl.store(dq_partial + at, acc, mask=inside)
+    # store the sums of this chunk's windows
     block = (chunk * NUM_HEADS + head).to(tl.int64) * NUM_TOKENS
     first = FIRST_KEY
     for t in tl.static_range(len(TILES) if SUMS else 0):
@@ -185,7 +181,7 @@ def column_gradients(
     delta,
     bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
-    mixed,  # int32 [num_masks]
+    needs_mask,  # int32 [num_masks]
     mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
     logit_scale,  # [NUM_HEADS]
     num_windows,
@@ -207,13 +203,13 @@ def column_gradients(
     BIAS: tl.constexpr,
     MASK: tl.constexpr,
     COSINE: tl.constexpr,
-    KEPT: tl.constexpr,
+    BIAS_CACHE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILES: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of k and v, by tiles of keys."""
+    """DK and dV by tiles of keys."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -226,8 +222,8 @@ def column_gradients(
     dout += head * dout_head
     bias += chunk % num_biases * bias_window
     scale = head_scale(logit_scale, softmax_scale, head, COSINE)
-    kept = load_biases(
-        bias, offsets, keys, 0, head, centre, TILES, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, True
+    bias_tiles = load_bias_tiles(
+        bias, offsets, keys, 0, head, centre, TILES, BIAS_CACHE, NUM_HEADS, NUM_TOKENS, BIAS, True
     )
     for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
         # load k and v
@@ -235,7 +231,7 @@ def column_gradients(
         k_tile = normalise(k_raw, eps, COSINE)
         v_tile = load_rows(v + window * v_window, keys, v_token, D, HEAD_SIZE, NUM_TOKENS)
         mask_at = mask + window % num_masks * mask_window
-        is_masked = is_mixed(mixed, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
+        is_masked = load_mask_flag(needs_mask, window % num_masks, MASK, NUM_TOKENS <= TILE_M)
         # tiles
         dk_acc = tl.zeros([TILE_M, D], tl.float32)
         dv_acc = tl.zeros([TILE_M, D], tl.float32)
@@ -248,18 +244,15 @@ def column_gradients(
                 dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
             )
             row_at = window * lse_window + head * NUM_TOKENS + rows
-            # Rows past the end have no weights.
+            # lse is inf past the end, so that those rows get weights of 0.
             pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
             q_tile = normalise(q_tile, eps, COSINE)
-            s = tl.dot(k_tile, q_tile.T, input_precision="tf32x3")
-            s = scale_and_add_bias(
-                s, scale * LOG2_E, 0 if KEPT == NOWHERE else kept[t], bias, offsets, keys, rows,
-                head, centre, KEPT, NUM_HEADS, NUM_TOKENS, BIAS, True,
+            s = score_tile(
+                k_tile, q_tile, scale, 0 if BIAS_CACHE == RELOADED else bias_tiles[t], bias,
+                offsets, mask_at, is_masked, keys, rows, head, centre, mask_value, mask_row,
+                NUM_HEADS, NUM_TOKENS, BIAS, MASK, BIAS_CACHE, True,
             )  # fmt: skip
-            s = add_mask(
-                s, mask_at, is_masked, keys, rows, mask_value, mask_row, NUM_TOKENS, MASK, True
-            )
             p = tl.exp2(s - pivot[None, :])
             dv_acc = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_acc, input_precision="tf32x3")
             dp = tl.dot(v_tile, dout_tile.T, input_precision="tf32x3")
@@ -269,7 +262,7 @@ def column_gradients(
         # finish and store
         dk_acc *= scale
         if COSINE:
-            dk_acc, _ = unnormalise(dk_acc, k_raw, eps)
+            dk_acc, _ = normalise_gradient(dk_acc, k_raw, eps)
         at = window * out_window + (keys[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         tl.store(dk + at, dk_acc.to(dk.dtype.element_ty), mask=inside)
         tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=inside)
@@ -284,9 +277,9 @@ def invert_offsets(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The token whose offset is the smallest one plus a number; -1 if there is none.
+    """Invert ``rel_offsets``: for each number, the token at the smallest offset plus that number.
 
-    After all of them stands the smallest one.
+    Writes -1 where there is no such token, and the smallest offset itself at the end.
     """
     find_tokens(tokens, offsets, tl.program_id(0), num_tokens, size, TILE, WIDTH)
 
@@ -295,7 +288,7 @@ def invert_offsets(
 def find_tokens(
     tokens, offsets, tile, num_tokens, size, TILE: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The same for a tile of numbers."""
+    """``invert_offsets`` for one tile of numbers."""
     number = tile * TILE + tl.arange(0, TILE)
     token = tl.arange(0, WIDTH)
     u = tl.load(offsets + token, mask=token < num_tokens, other=2147483647)
@@ -316,9 +309,9 @@ def table_gradient(
     TILE: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """Sum the bias's gradient over the pairs of tokens that share a row of the table.
+    """Sum the bias gradient over the pairs of tokens that share a row of the table.
 
-    Of the pairs that are asked for few are there: what counts is how many are on their way.
+    Few candidate pairs exist, so the loop is bound by latency and loads many of them at once.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
@@ -335,3 +328,117 @@ def table_gradient(
         total += tl.load(dbias + i[None, :] * num_tokens + j, mask=j >= 0, other=0.0)
     at = dtable + row * tl.num_programs(1) + head
     tl.store(at, tl.sum(total, 1).to(dtable.dtype.element_ty), mask=row < table_size)
+
+
+@triton.jit
+def window_gradients(
+    dq,  # [num_windows, NUM_TOKENS, NUM_HEADS, HEAD_SIZE], like dk and dv
+    dk,
+    dv,
+    dbias,  # float32 [num_chunks, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    dscale,  # float32 [num_chunks, NUM_HEADS]
+    q,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE], like k, v and dout
+    k,
+    v,
+    dout,
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like dlse
+    dlse,
+    bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    offsets,  # int32 [NUM_TOKENS]
+    needs_mask,  # not read: masking one tile is cheaper than loading the flag
+    mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
+    logit_scale,  # [NUM_HEADS]
+    num_windows,
+    num_chunks,
+    num_masks,
+    num_biases,
+    centre,
+    softmax_scale,
+    mask_value,
+    eps,
+    out_window, lse_window, mask_window, mask_row, bias_window,
+    q_window, q_head, q_token,
+    k_window, k_head, k_token,
+    v_window, v_head, v_token,
+    dout_window, dout_head, dout_token,
+    NUM_HEADS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    COSINE: tl.constexpr,
+    BIAS_CACHE: tl.constexpr,
+    SUMS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILES: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one head of a chunk of windows."""
+    head = tl.program_id(0) % NUM_HEADS
+    chunk = tl.program_id(0) // NUM_HEADS
+    rows = tl.arange(0, TILE_M)
+    is_row = rows < NUM_TOKENS
+    d = tl.arange(0, D)
+    inside = is_row[:, None] & (d < HEAD_SIZE)[None, :]
+    q, k, v = q + head * q_head, k + head * k_head, v + head * v_head
+    dout += head * dout_head
+    bias += chunk % num_biases * bias_window
+    scale = head_scale(logit_scale, softmax_scale, head, COSINE)
+    bias_tiles = load_bias_tiles(
+        bias, offsets, rows, 0, head, centre, TILES, BIAS_CACHE, NUM_HEADS, NUM_TOKENS, BIAS, False
+    )
+    sums = tl.zeros([TILE_M, TILE_M], tl.float32)
+    scale_sum = tl.zeros([TILE_M], tl.float32)
+    for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
+        # load
+        q_raw = load_rows(q + window * q_window, rows, q_token, D, HEAD_SIZE, NUM_TOKENS)
+        k_raw = load_rows(k + window * k_window, rows, k_token, D, HEAD_SIZE, NUM_TOKENS)
+        v_tile = load_rows(v + window * v_window, rows, v_token, D, HEAD_SIZE, NUM_TOKENS)
+        dout_tile = load_rows(
+            dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
+        )
+        row_at = window * lse_window + head * NUM_TOKENS + rows
+        # lse is inf past the end, so that no mask makes weights of those rows.
+        pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
+        # weights
+        q_tile, k_tile = normalise(q_raw, eps, COSINE), normalise(k_raw, eps, COSINE)
+        mask_at = mask + window % num_masks * mask_window
+        s = score_tile(
+            q_tile, k_tile, scale, 0 if BIAS_CACHE == RELOADED else bias_tiles[0], bias, offsets,
+            mask_at, 1, rows, rows, head, centre, mask_value, mask_row, NUM_HEADS, NUM_TOKENS, BIAS,
+            MASK, BIAS_CACHE, False,
+        )  # fmt: skip
+        p = tl.exp2(s - pivot[:, None])
+        # score gradients
+        dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
+        # With the whole row at hand, δ follows from the weights and not from the rounded output.
+        # A row of dS then sums to 0 exactly as its weights do, however those were rounded.
+        total = tl.sum(p, 1)
+        delta = tl.sum(p * dp, 1) / tl.where(total > 0.0, total, 1.0)
+        if HAS_DLSE:
+            delta -= tl.load(dlse + row_at, mask=is_row, other=0.0)
+        ds = p * (dp - delta[:, None])
+        if SUMS:
+            sums += ds
+        # token gradients
+        weights, ds_tile = p.to(dout_tile.dtype), ds.to(q_tile.dtype)
+        dv_tile = tl.dot(weights.T, dout_tile, input_precision="tf32x3")
+        dq_tile = tl.dot(ds_tile, k_tile, input_precision="tf32x3") * scale
+        dk_tile = tl.dot(ds_tile.T, q_tile, input_precision="tf32x3") * scale
+        if COSINE:
+            dq_tile, along = normalise_gradient(dq_tile, q_raw, eps)
+            dk_tile, _ = normalise_gradient(dk_tile, k_raw, eps)
+            scale_sum += along
+        at = window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
+        tl.store(dq + at, dq_tile.to(dq.dtype.element_ty), mask=inside)
+        tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=inside)
+        tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside)
+    # store the sums of this chunk's windows
+    if SUMS:
+        block = (chunk * NUM_HEADS + head).to(tl.int64) * NUM_TOKENS
+        sum_at = (block + rows)[:, None] * NUM_TOKENS + rows[None, :]
+        tl.store(dbias + sum_at, sums, mask=is_row[:, None] & is_row[None, :])
+    if COSINE:
+        tl.store(dscale + tl.program_id(0), tl.sum(scale_sum, 0))

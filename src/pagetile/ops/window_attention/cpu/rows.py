@@ -1,17 +1,17 @@
-"""How window attention on a CPU lays out what it computes with: rows, columns, biases, regions.
+"""Memory layouts of window attention on a CPU: rows, columns, biases and regions.
 
-A window's keys and values lie transposed, ``[depth, width]``, so that sixteen lanes are sixteen
-keys whatever the head size is: 4 as well as 64. ``width`` is the number of keys, padded to a
-multiple of 32; a padded key has a bias of -inf. Queries lie by rows, as many as a tile has.
+A window's keys and values are transposed, ``[depth, width]``, so that the sixteen lanes of a vector
+are sixteen keys for any head size, 4 as well as 64. ``width`` is the number of keys, padded to a
+multiple of 32; a padded key has a bias of -inf. Queries are stored by rows, ``ROWS`` to a tile.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...tiles.cpu.compile import inner
-from ...tiles.cpu.online_softmax import exp2_scalar
-from ...tiles.cpu.simd import (
+from ....tiles.cpu.compile import inner
+from ....tiles.cpu.online_softmax import exp2_scalar
+from ....tiles.cpu.simd import (
     LOG2_E,
     add,
     div,
@@ -34,11 +34,11 @@ from ...tiles.cpu.simd import (
 )
 
 ROWS = 8
-"""Queries of a tile: so many share what is read of keys and values from a second-level cache."""
-AS_THEY_ARE = np.float32(-1)
-"""The ``eps`` of rows that are not divided by their norms."""
+"""Queries of a tile, which share each read of keys and values from the second-level cache."""
+NO_NORM = np.float32(-1)
+"""The ``eps`` that means: do not normalise rows."""
 _AHEAD = 12
-"""Tokens: their rows lie far apart in memory, and are asked for that much ahead of their use."""
+"""Tokens of prefetch distance; their rows are far apart in memory."""
 
 
 @inner()
@@ -56,14 +56,14 @@ def inverse_norm(x, at, size, eps):
 
 
 @inner()
-def largest_inverse(eps):
-    """What ``inverse_norm`` of a clamped row is: such a norm has no gradient."""
+def clamped_inverse(eps):
+    """The ``inverse_norm`` of a row whose norm was clamped, which has no gradient."""
     return np.float32(1) / np.float32(eps) if eps > 0 else np.float32(np.inf)
 
 
 @inner()
 def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth):
-    """Tokens' rows as ``[depth, width]``."""
+    """Transpose tokens' rows to ``[depth, width]``."""
     into[at : at + depth * width] = 0
     if size >= 16:
         _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size)
@@ -77,7 +77,7 @@ def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth):
 
 @inner()
 def normalise(columns, at, inverses, inverses_at, num_tokens, width, size, eps):
-    """Divide what ``transpose`` leaves by tokens' norms; ``inverses`` as ``inverse_norm``, or 0."""
+    """Divide transposed tokens by their norms; ``inverses`` gets 1 / norm, or 0 for padding."""
     for n in range(0, width, 16):
         sums = zeros()
         for d in range(size):
@@ -94,16 +94,16 @@ def normalise(columns, at, inverses, inverses_at, num_tokens, width, size, eps):
 
 @inner()
 def normalise_gradient(gradient, columns, at, inverses, inverses_at, width, size, eps):
-    """The gradient of what ``normalise`` was given, from that of what it leaves, in place.
+    """Turn the gradient of normalised tokens into that of the tokens, in place.
 
-    ``(g - unit · Σ_d unit · g) / norm``; a norm below ``eps`` is a constant.
+    ``(g - unit · Σ_d unit · g) / norm``; a norm clamped to ``eps`` is a constant.
     """
     for n in range(0, width, 16):
         inverse, along = load(inverses, inverses_at + n), zeros()
         for d in range(size):
             here = at + d * width + n
             along = fma(load(columns, here), load(gradient, here), along)
-        along = where_less(inverse, splat(largest_inverse(eps)), along, zeros())
+        along = where_less(inverse, splat(clamped_inverse(eps)), along, zeros())
         for d in range(size):
             here = at + d * width + n
             kept = sub(load(gradient, here), mul(load(columns, here), along))
@@ -112,7 +112,7 @@ def normalise_gradient(gradient, columns, at, inverses, inverses_at, width, size
 
 @inner()
 def _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size):
-    """Sixteen tokens at a time; the last columns overlap those before."""
+    """Transpose sixteen tokens at a time; the last columns overlap those before."""
     for n in range(0, num_tokens, 16):
         row, left = x_at + n * x_token, num_tokens - n
         for column in range(0, size, 16):
@@ -143,13 +143,13 @@ def _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size):
 
 @inner()
 def _row(x, at, x_token, number, left):
-    """Sixteen columns of a token; zeros past the last."""
+    """Sixteen columns of a token; zeros past the last token."""
     return load(x, at + number * x_token) if number < left else zeros()
 
 
 @inner()
-def turn_back(into, to, into_token, x, at, num_tokens, width, size, factor):
-    """Tokens' rows, ``into_token`` apart, from what lies as ``transpose`` leaves it."""
+def transpose_back(into, to, into_token, x, at, num_tokens, width, size, factor):
+    """Write tokens' rows, ``into_token`` apart, from transposed ones."""
     whole = num_tokens // 16 * 16 if size >= 16 else 0
     for n in range(0, whole, 16):
         for column in range(0, size, 16):
@@ -187,9 +187,9 @@ def _column(x, at, width, number, factor):
 
 @inner()
 def copy_rows(into, at, x, x_at, x_token, num_rows, size, depth, scale, eps):
-    """Tokens' rows one after another, ``[num_rows, depth]``, times ``scale``, zeros beside them.
+    """Copy tokens' rows times ``scale`` to ``[num_rows, depth]``, padded with zeros.
 
-    Divided by their norms, unless ``eps`` is ``AS_THEY_ARE``.
+    They are divided by their norms, unless ``eps`` is ``NO_NORM``.
     """
     for r in range(num_rows):
         row, to = x_at + r * x_token, at + r * depth
@@ -213,7 +213,7 @@ def find_runs(into, offsets):
 
 
 @inner()
-def turn_table(into, table, table_size, head):
+def reverse_table(into, table, table_size, head):
     """A head's biases in powers of two, the last first: a run of keys is one of them."""
     num_heads = len(table) // max(1, table_size)
     for n in range(table_size):
@@ -221,8 +221,8 @@ def turn_table(into, table, table_size, head):
 
 
 @inner()
-def gather_bias(into, turned, table_size, offsets, runs, first, num_rows, width):
-    """Rows of a head's bias from ``turned`` (0 without a table), -inf past the last key.
+def gather_bias(into, reversed_table, table_size, offsets, runs, first, num_rows, width):
+    """Rows of a head's bias from ``reversed_table`` (0 without a table), -inf past the last key.
 
     Runs are copied by sixteens: what is too much is written over, or lies behind the last row.
     """
@@ -233,21 +233,21 @@ def gather_bias(into, turned, table_size, offsets, runs, first, num_rows, width)
         start = centre - offsets[first + r]
         if not table_size:
             into[at : at + num_tokens] = 0
-        elif 4 * num_runs > num_tokens:  # one by one; indices are known not to be negative
+        elif 4 * num_runs > num_tokens:  # unsigned indices save a wrap-around test
             for n in range(num_tokens):
-                into[np.uint64(at + n)] = turned[np.uint64(start + offsets[n])]
+                into[np.uint64(at + n)] = reversed_table[np.uint64(start + offsets[n])]
         else:
             for run in range(num_runs):
                 n = runs[run]
                 source = start + offsets[n]
                 for i in range(0, runs[run + 1] - n, 16):
-                    store(into, at + n + i, load(turned, source + i))
+                    store(into, at + n + i, load(reversed_table, source + i))
         into[at + num_tokens : at + width] = -np.inf
 
 
 @inner()
 def scatter_bias(table, table_at, table_size, gradient, offsets, first, num_rows, width):
-    """Add rows of a bias's gradient to that of its table; indices are known not to be negative."""
+    """Add rows of a bias gradient to the table's; unsigned indices save a wrap-around test."""
     num_tokens = len(offsets)
     for r in range(num_rows):
         row = table_at + (table_size - 1) // 2 + offsets[first + r]
@@ -258,10 +258,10 @@ def scatter_bias(table, table_at, table_size, gradient, offsets, first, num_rows
 
 @inner()
 def number_regions(into, at, regions, first, num_tokens):
-    """A window's regions, numbered in the order in which they come; how many there are."""
+    """Number a window's regions in order of appearance; return how many there are."""
     count = 0
     for n in range(num_tokens):
-        same = n - 1  # a neighbour's mostly
+        same = n - 1  # most often the neighbour's region
         while same >= 0 and regions[first + same] != regions[first + n]:
             same -= 1
         into[at + n] = into[at + same] if same >= 0 else np.float32(count)
@@ -281,7 +281,7 @@ def write_row(into, at, x, x_at, factor, size):
 
 @inner()
 def head_scale(logit_scale, softmax_scale, head):
-    """What multiplies q·k of a head; without ``logit_scale`` (no entries) the same for all."""
+    """The factor of a head's q·k; the same for all heads if ``logit_scale`` is empty."""
     if len(logit_scale) == 0:
         return np.float32(softmax_scale)
     learned = min(logit_scale[head], np.float32(4.605170185988092))

@@ -1,16 +1,16 @@
 """The inner loops of window attention on a CPU, a tile of rows of scores at a time.
 
-Products take four or eight rows at once, and hold their results in registers; ``cpu_rows`` says
-which layouts they read. Scores are powers of two.
+Products keep four or eight rows of results in registers; ``rows`` describes the layouts that they
+read. Scores are in powers of two.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...tiles.cpu.compile import folded, inner
-from ...tiles.cpu.microkernels import store_4x4
-from ...tiles.cpu.simd import (
+from ....tiles.cpu.compile import folded, inner
+from ....tiles.cpu.microkernels import store_4x4
+from ....tiles.cpu.simd import (
     LOG2_E,
     add,
     exp2,
@@ -28,7 +28,7 @@ from ...tiles.cpu.simd import (
     where_less,
     zeros,
 )
-from .cpu_rows import ROWS
+from .rows import ROWS
 
 # --- products --------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ from .cpu_rows import ROWS
 def score(s, rows, num_rows, keys, at, width, depth):
     """``s[r, n] = Σ_d rows[r, d] · keys[d, n]`` for rows by fours.
 
-    Thirty-two keys at a time for all rows: they are read from afar once.
+    Visits thirty-two keys for all rows before the next, so that they are read from L2 once.
     """
     for n in range(0, width, 32):
         for r in range(0, num_rows, 4):
@@ -68,7 +68,7 @@ def _store_32(into, at, a0, a1):
 
 
 @inner()
-def mix(result, weights, num_rows, values, at, width, depth):
+def mix_columns(result, weights, num_rows, values, at, width, depth):
     """``result[r, d] = Σ_n weights[r, n] · values[d, n]``, rows and columns by fours."""
     for d in range(0, depth, 4):
         v0 = at + d * width
@@ -103,7 +103,7 @@ def mix(result, weights, num_rows, values, at, width, depth):
 
 @inner()
 def mix_rows(result, weights, num_rows, values, at, num_tokens, width, depth):
-    """As ``mix`` of ``values[n, d]``, 32 columns at a time: nothing to add up in the end."""
+    """``mix_columns`` for ``values[n, d]``, 32 columns at a time, without sums over lanes."""
     wide = depth // 32 * 32
     for r in range(0, num_rows, 4):
         for d in range(0, wide, 32):
@@ -136,7 +136,7 @@ def _mix_4x32(result, weights, r, values, at, d, num_tokens, width, depth):
 
 @folded()
 def _mix_4x16(result, weights, r, values, at, d, num_tokens, width, depth):
-    """Two tokens at a time: sums of every other one do not wait for each other."""
+    """Sixteen columns with separate sums of even and odd tokens, which hides latency."""
     w0 = r * width
     w1, w2, w3 = w0 + width, w0 + 2 * width, w0 + 3 * width
     a0 = a1 = a2 = a3 = zeros()
@@ -162,19 +162,21 @@ def _mix_4x16(result, weights, r, values, at, d, num_tokens, width, depth):
 
 @folded()
 def mix_window(result, weights, by_rows, by_columns, slot, x, z, num_rows):
-    """A tile of weights times the window in ``slot``, which lies as ``z.columns`` says."""
+    """Multiply a tile of weights with the window in ``slot``, by rows or columns (``sizes_of``)."""
     if z.columns:
         at = slot * x.num_tokens * z.columns
         mix_rows(result, weights, num_rows, by_rows, at, x.num_tokens, z.width, z.columns)
     else:
-        mix(result, weights, num_rows, by_columns, slot * z.depth * z.width, z.width, z.depth)
+        mix_columns(
+            result, weights, num_rows, by_columns, slot * z.depth * z.width, z.width, z.depth
+        )
 
 
 @inner()
 def add_outer(into, at, weights, rows, width, depth):
-    """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: what ``mix`` and ``score`` hand back.
+    """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: the gradients of both products.
 
-    Of all eight rows of a tile at once: loads and stores of ``into`` are what takes the time.
+    Adds all eight rows of a tile at once, since loads and stores of ``into`` take the time.
     """
     for n in range(0, width, 16):
         w0, w1 = load(weights, n), load(weights, width + n)
@@ -232,19 +234,19 @@ def subtract_row(x, at, y, y_at, scale, factor, size):
 
 @inner()
 def add_bias_and_mask(s, bias, bias_at, regions, regions_at, first, num_rows, width, mask_value):
-    """Add to a tile of scores; ``regions_at`` is -1 for a window of one region."""
+    """Add bias and mask to a tile of scores; ``regions_at`` is -1 for a window of one region."""
     for r in range(num_rows):
         at = r * width
         if regions_at < 0:
             for n in range(at, at + width, 16):
                 store(s, n, add(load(s, n), load(bias, bias_at + n)))
             continue
-        mine = splat(regions[regions_at + first + r])
+        row_region = splat(regions[regions_at + first + r])
         for n in range(0, width, 16):
             value = add(load(s, at + n), load(bias, bias_at + at + n))
-            apart = sub(load(regions, regions_at + n), mine)
+            difference = sub(load(regions, regions_at + n), row_region)
             masked = add(value, splat(mask_value))
-            value = where_less(mul(apart, apart), splat(np.float32(0.5)), value, masked)
+            value = where_less(mul(difference, difference), splat(np.float32(0.5)), value, masked)
             store(s, at + n, value)
 
 
@@ -261,8 +263,8 @@ def add_dense(s, x, x_at, num_rows, num_tokens, width):
 
 
 @inner()
-def soften(s, num_rows, stats, width):
-    """Rows of scores into weights; ``stats``: their maxima, and from 16 on what they add up to."""
+def softmax_rows(s, num_rows, stats, width):
+    """Turn rows of scores into weights; ``stats`` gets their maxima, and their sums from 16 on."""
     for r in range(num_rows):
         at = r * width
         highest = splat(np.float32(-np.inf))
@@ -279,8 +281,8 @@ def soften(s, num_rows, stats, width):
 
 
 @inner()
-def soften_again(s, ds, tops, deltas, num_rows, width):
-    """Rows of scores into the weights that the forward pass had, and into their gradients.
+def recompute_weights(s, ds, tops, deltas, num_rows, width):
+    """Turn rows of scores into the weights of the forward pass, and into score gradients.
 
     ``s = 2 ** (s - top)``, ``ds = s · (ds - delta)``.
     """

@@ -2,19 +2,22 @@
 
 ::
 
-    for each head and part of the windows (work for a thread):
+    for each head and part of the windows (a work item of a thread):
         for each group of windows:        keys and values transposed, into the cache
             for each block of rows:       their bias gathered from the table, once a group
-                for each window:          score, add, soften, mix — or the gradients of these
+                for each window:          scores, bias, softmax, output — or their gradients
 
-Keys and values of a group fit a second-level cache, a tile of scores a first-level one, and
-nothing larger is made. A part's share in the gradient of the table is summed in the order of its
-windows, the parts' in theirs, and what the parts are depends on shapes alone: two runs give the
-same bits on any number of threads.
+Keys and values of a group fit a second-level cache, and a tile of scores a first-level one; nothing
+larger is allocated. A part sums its gradient of the table in the order of its windows, and the
+parts are added in order. Parts depend on shapes alone, so two runs give the same bits with any
+number of threads.
 
 Computes in float32; float16 and bfloat16 are converted as they are read and written. A dense bias
-or mask is read where it lies if it is contiguous float32, and copied into that otherwise; the
-gradient of a bias is kept for each part. Several biases are left to the reference.
+or mask is read in place if it is contiguous float32 and copied to that otherwise; each part has a
+gradient of the bias of its own. Several biases are left to the reference.
+
+In the kernels, ``x`` holds a call's inputs, ``z`` the sizes of tiles and blocks (``sizes_of``), and
+``w`` a thread's scratch arrays.
 """
 
 from __future__ import annotations
@@ -24,25 +27,24 @@ from collections import namedtuple
 import numpy as np
 import torch
 
-from ...device import DeviceInfo
-from ...tiles.cpu.arrays import flat, refuse
-from ...tiles.cpu.threads import run_together
-from ...tiles.state import AttentionOutput
-from .cpu_backward import Found, Given, differentiate
-from .cpu_forward import attend
-from .cpu_rows import AS_THEY_ARE
-from .problem import MAX_LOGIT_SCALE, Gradients
-from .reference import saturate
+from ....device import DeviceInfo
+from ....tiles.cpu.arrays import flat, refuse
+from ....tiles.cpu.threads import run_together
+from ....tiles.state import AttentionOutput
+from ..problem import MAX_LOGIT_SCALE, Gradients
+from ..reference import saturate
+from .backward_kernel import GradientArrays, SavedForward, differentiate
+from .forward_kernel import attend
+from .rows import NO_NORM
 
 _LOG2_E = 1.4426950408889634
-_PARTS, _ITEMS, _WINDOWS = 32, 32, 16
-"""Parts of the windows, at most: so many shares in the gradient of a head's table, or of its dense
-bias, are kept. With all heads they are work for as many threads; more are made only of so many
-windows each, since every part gathers its bias."""
+_PARTS, _WORK_ITEMS, _WINDOWS = 32, 32, 16
+"""Most parts of the windows, each with a gradient of a head's table or dense bias of its own; work
+items to aim for; and fewest windows of a part beyond that, since every part gathers its bias."""
 
 _NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
 
-# One kernel call's arguments that both directions have.
+# The arguments that the forward and the backward kernel share.
 _Inputs = namedtuple(
     "_Inputs",
     "q k v q_strides k_strides v_strides table table_size offsets bias regions mask num_masks "
@@ -51,7 +53,7 @@ _Inputs = namedtuple(
 
 
 def supports(problem, device):
-    """Why this cannot run, or None if it can."""
+    """Return why this cannot run, or None if it can."""
     if problem.num_biases > 1:
         return f"biases of {problem.num_biases} windows are left to the reference"
     if torch.float64 in problem.learned_dtypes:
@@ -60,8 +62,8 @@ def supports(problem, device):
 
 
 def forward(problem, x):
-    """Convert, cut the windows into parts, and share the parts out."""
-    inputs, num_threads = _prepare(problem, x)
+    """Convert the inputs, split the windows into parts, and run the parts on threads."""
+    inputs, num_threads = _kernel_inputs(problem, x)
     out = _empty_rows(problem, problem.dtype)
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32)
     arrays = flat(out), flat(lse)
@@ -70,18 +72,18 @@ def forward(problem, x):
 
 
 def backward(problem, x, out, lse, dout, dlse):
-    """Likewise, and add up what the parts found for the table and the scale."""
-    inputs, num_threads = _prepare(problem, x)
-    # Those of float16 are brought into its range before they are rounded.
+    """Run the backward kernel likewise, and add the parts' gradients of table and scale."""
+    inputs, num_threads = _kernel_inputs(problem, x)
+    # float16 gradients are clamped to its range before they are rounded.
     kept = torch.float32 if problem.dtype == torch.float16 else problem.dtype
     dq, dk, dv = (_empty_rows(problem, kept) for _ in range(3))
     size = inputs.table_size if x.bias is None else problem.num_tokens**2
     table_shape = (inputs.parts, problem.num_heads, size)
     dtable, dscale = torch.zeros(table_shape), torch.zeros(table_shape[:2])
-    found = Found(*(flat(t) for t in (dq, dk, dv, dtable, dscale)))
+    gradients = GradientArrays(*(flat(t) for t in (dq, dk, dv, dtable, dscale)))
     out, dout = out.transpose(1, 2).contiguous(), _with_rows(dout)
-    given = Given(flat(out), flat(lse), flat(dout), dout.stride()[:3], _numbers(dlse))
-    run_together(lambda: differentiate(found, given, inputs), num_threads)
+    saved = SavedForward(flat(out), flat(lse), flat(dout), dout.stride()[:3], _float_array(dlse))
+    run_together(lambda: differentiate(gradients, saved, inputs), num_threads)
     table = bias = scale = None
     if x.bias_table is not None:
         table = dtable.sum(dim=0).T.to(x.bias_table.dtype)
@@ -95,19 +97,19 @@ def backward(problem, x, out, lse, dout, dlse):
 
 
 def _with_rows(x):
-    """As it is, if its rows are contiguous; of rows that overlap torch exchanges dimensions."""
+    """``x`` itself if its rows are contiguous, or else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _additive(mask, value):
-    """A mask of truths as what is added where it is False."""
+    """A boolean mask as numbers to add: ``value`` where it is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape).masked_fill_(~mask, value)
 
 
-def _numbers(parameter):
-    """Numbers in a row; nothing where there are none."""
+def _float_array(parameter):
+    """A parameter as a flat float32 array; an empty one for None."""
     return _NOTHING if parameter is None else flat(parameter.detach().float().contiguous())
 
 
@@ -117,28 +119,28 @@ def _empty_rows(problem, dtype):
     )
 
 
-def _prepare(problem, x):
-    """The kernels' inputs, and how many threads are worth waking."""
+def _kernel_inputs(problem, x):
+    """The inputs of the kernels, and how many threads the work is worth."""
     q, k, v = map(_with_rows, (x.q, x.k, x.v))
     offsets = torch.arange(problem.num_tokens) if x.rel_offsets is None else x.rel_offsets
     arrays = [flat(t) for t in (q, k, v)]
     strides = [t.stride()[:3] for t in (q, k, v)]
     added = [
-        _numbers(x.bias_table),
+        _float_array(x.bias_table),
         problem.table_size or 0,
         offsets.to(torch.int64).numpy(),
-        _numbers(x.bias),
+        _float_array(x.bias),
         _NO_REGIONS if x.regions is None else flat(x.regions.to(torch.int64).contiguous()),
-        _numbers(_additive(x.mask, x.mask_value)),
+        _float_array(_additive(x.mask, x.mask_value)),
         problem.num_masks,
-        _numbers(x.logit_scale),
+        _float_array(x.logit_scale),
     ]
     numbers = [
         np.float32(x.softmax_scale),
         np.float32(x.mask_value * _LOG2_E),
-        np.float32(x.qk_norm_eps) if problem.cosine else AS_THEY_ARE,
+        np.float32(x.qk_norm_eps) if problem.cosine else NO_NORM,
     ]
-    parts = max(-(-_ITEMS // max(1, problem.num_heads)), problem.num_windows // _WINDOWS)
+    parts = max(-(-_WORK_ITEMS // max(1, problem.num_heads)), problem.num_windows // _WINDOWS)
     parts = max(1, min(parts, problem.num_windows, _PARTS))
     counter = np.zeros(1, np.int64)
     sizes = problem.num_windows, problem.num_heads, problem.num_tokens, problem.head_size

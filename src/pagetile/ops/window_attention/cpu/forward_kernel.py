@@ -1,4 +1,4 @@
-"""The forward kernel on a CPU, and what the backward one does alike; see ``cpu`` for the walk."""
+"""The forward kernel on a CPU, and what the backward kernel shares with it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import namedtuple
 
 import numpy as np
 
-from ...tiles.cpu.compile import entry, folded, inner
-from ...tiles.cpu.simd import LN_2, LOG2_E, add, load, log2, mul, splat, store, take_number
-from .cpu_rows import (
-    AS_THEY_ARE,
+from ....tiles.cpu.compile import entry, folded, inner
+from ....tiles.cpu.simd import LN_2, LOG2_E, add, load, log2, mul, splat, store, take_number
+from .rows import (
+    NO_NORM,
     ROWS,
     copy_rows,
     find_runs,
@@ -17,16 +17,16 @@ from .cpu_rows import (
     head_scale,
     normalise,
     number_regions,
+    reverse_table,
     transpose,
-    turn_table,
     write_row,
 )
-from .cpu_tiles import add_bias_and_mask, add_dense, mix_window, score, soften
+from .tiles import add_bias_and_mask, add_dense, mix_window, score, softmax_rows
 
 _GROUP_FLOATS = 65536
-"""Room for a group's keys and values (and their gradients): a quarter of a 1 MiB cache."""
+"""Floats of a group's keys and values (and their gradients): a quarter of a 1 MiB cache."""
 _BIAS_FLOATS = 8192
-"""Room for a block's bias, in a first-level cache or near it."""
+"""Floats of a block's bias, about a first-level cache."""
 
 
 Sizes = namedtuple("Sizes", "width depth columns block group")
@@ -37,18 +37,21 @@ Scratch = namedtuple(
 
 @inner()
 def sizes_of(x, arrays):
-    """How much is computed at a time; a group has ``arrays`` like its keys.
+    """Choose the sizes of tiles, blocks and groups; a group has ``arrays`` the size of its keys.
 
-    ``width`` keys and ``depth`` columns, padded; ``columns`` of values that are mixed by rows, 0
-    where it is by columns; a ``block`` of rows shares its bias among a ``group`` of windows: one,
-    if it has all rows.
+    ``width`` and ``depth`` are the numbers of keys and head columns, padded. ``columns`` is the
+    padded row length of values that are multiplied by rows, or 0 where they are multiplied by
+    columns. The rows of a ``block`` share their bias among a ``group`` of windows; a block of all
+    rows has a group of one.
 
-    By rows, a vector holds sixteen columns, by columns sixteen tokens. The one pays for heads that
-    are no multiple of 32, the other for adding up lanes, as much as 60 tokens more cost.
+    By rows, a vector holds sixteen columns, which wastes lanes unless the head size is a multiple
+    of 32. By columns, it holds sixteen tokens, and adding up its lanes costs as much as 60 tokens.
     """
     width, depth = (x.num_tokens + 31) // 32 * 32, (x.size + 3) // 4 * 4
     columns = (x.size + 15) // 16 * 16
-    cost = columns + columns % 32 // 3  # sixteen columns alone keep the machine less busy
+    cost = (
+        columns + columns % 32 // 3
+    )  # an odd group of sixteen columns has too few independent sums
     if cost * x.num_tokens > x.size * (width + 60):
         columns = 0
     all_rows = (x.num_tokens + ROWS - 1) // ROWS * ROWS
@@ -59,7 +62,7 @@ def sizes_of(x, arrays):
 
 @inner()
 def load_regions(regions, at, x, window, width):
-    """Number a window's regions; where, or -1 if it has but one."""
+    """Number a window's regions; return where they are, or -1 if there is only one."""
     if not len(x.regions):
         return -1
     first = window % x.num_masks * x.num_tokens
@@ -69,7 +72,7 @@ def load_regions(regions, at, x, window, width):
 
 @inner()
 def load_keys(keys, inverses, slot, x, z, window, head):
-    """A window's keys, transposed, and divided by their norms if queries are."""
+    """Load a window's keys, transposed, and normalised for cosine attention."""
     at, k_at = slot * z.depth * z.width, window * x.k_strides[0] + head * x.k_strides[1]
     transpose(keys, at, x.k, k_at, x.k_strides[2], x.num_tokens, z.width, x.size, z.depth)
     if x.eps >= 0:
@@ -78,21 +81,21 @@ def load_keys(keys, inverses, slot, x, z, window, head):
 
 @inner()
 def load_values(values, slot, x, z, window, head):
-    """A window's values, transposed."""
+    """Load a window's values, transposed."""
     at, v_at = slot * z.depth * z.width, window * x.v_strides[0] + head * x.v_strides[1]
     transpose(values, at, x.v, v_at, x.v_strides[2], x.num_tokens, z.width, x.size, z.depth)
 
 
 @folded()
 def load_bias(x, z, w, block, last):
-    """The bias of a block's rows, of the head that ``w.table`` holds."""
+    """Gather the bias of a block's rows for the head whose table is in ``w.table``."""
     num_rows = last - block
     gather_bias(w.bias, w.table, x.table_size, x.offsets, w.runs, block, num_rows, z.width)
 
 
 @inner()
 def load_tile(rows, x, x_at, x_token, first, num_rows, size, depth, scale, eps):
-    """A tile's rows from token ``first`` on, zeros below them."""
+    """Load a tile's rows from token ``first`` on, with zeros past the last."""
     copy_rows(rows, 0, x, x_at + first * x_token, x_token, num_rows, size, depth, scale, eps)
     if num_rows < ROWS:
         rows[num_rows * depth :] = 0
@@ -100,7 +103,7 @@ def load_tile(rows, x, x_at, x_token, first, num_rows, size, depth, scale, eps):
 
 @folded()
 def scores(x, z, w, window, slot, head, first, num_rows, bias_at, scale):
-    """A tile of scores in powers of two; leaves the rows of q times ``scale`` in ``w.rows``."""
+    """Compute a tile of scores in powers of two; ``w.rows`` gets the rows of q times ``scale``."""
     q_at = window * x.q_strides[0] + head * x.q_strides[1]
     load_tile(w.rows, x.q, q_at, x.q_strides[2], first, num_rows, x.size, z.depth, scale, x.eps)
     score(w.s, w.rows, num_rows, w.keys, slot * z.depth * z.width, z.width, z.depth)
@@ -117,7 +120,7 @@ def scores(x, z, w, window, slot, head, first, num_rows, bias_at, scale):
 
 @folded()
 def _finish(out, lse, x, stats, result, depth, window, head, first, num_rows):
-    """Divide a tile's rows by their sums, write them, and their log-sum-exp."""
+    """Divide a tile's rows by their sums, and write them and their log-sum-exp."""
     store(stats, 32, mul(add(load(stats, 0), log2(load(stats, 16))), splat(LN_2)))
     for r in range(num_rows):
         lse[(window * x.num_heads + head) * x.num_tokens + first + r] = stats[32 + r]
@@ -129,14 +132,14 @@ def _finish(out, lse, x, stats, result, depth, window, head, first, num_rows):
 
 @folded()
 def _load_window(x, z, w, window, slot, head):
-    """A window's keys, values and regions."""
+    """Load a window's keys, values and regions."""
     load_keys(w.keys, w.inverses, slot, x, z, window, head)
     w.regions_at[slot] = load_regions(w.regions, slot * z.width, x, window, z.width)
     if z.columns:
         v_at = window * x.v_strides[0] + head * x.v_strides[1]
         copy_rows(
             w.values, slot * x.num_tokens * z.columns, x.v, v_at, x.v_strides[2], x.num_tokens,
-            x.size, z.columns, np.float32(1), AS_THEY_ARE,
+            x.size, z.columns, np.float32(1), NO_NORM,
         )  # fmt: skip
     else:
         load_values(w.values, slot, x, z, window, head)
@@ -144,11 +147,11 @@ def _load_window(x, z, w, window, slot, head):
 
 @folded()
 def _attend_part(item, out, lse, x, z, w):
-    """One head of one part of the windows."""
+    """The output of one head of one part of the windows."""
     head, part = item % x.num_heads, item // x.num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head) * LOG2_E
-    turn_table(w.table, x.table, x.table_size, head)
-    held = -1  # the block whose bias is there
+    reverse_table(w.table, x.table, x.table_size, head)
+    held = -1  # the block whose bias is in scratch memory
     end = x.num_windows * (part + 1) // x.parts
     for start in range(x.num_windows * part // x.parts, end, z.group):
         stop = min(end, start + z.group)
@@ -163,7 +166,7 @@ def _attend_part(item, out, lse, x, z, w):
                 for first in range(block, last, ROWS):
                     num_rows, bias_at = min(ROWS, last - first), (first - block) * z.width
                     scores(x, z, w, window, window - start, head, first, num_rows, bias_at, scale)
-                    soften(w.s, num_rows, w.stats, z.width)
+                    softmax_rows(w.s, num_rows, w.stats, z.width)
                     mix_window(w.result, w.s, w.values, w.values, window - start, x, z, num_rows)
                     depth = z.columns or z.depth
                     _finish(out, lse, x, w.stats, w.result, depth, window, head, first, num_rows)
@@ -180,7 +183,7 @@ def _attend_parts(out, lse, x, z, w):
 
 @entry()
 def attend(out, lse, x):
-    """The parts that this thread gets hold of."""
+    """Compute work items until none is left."""
     z = sizes_of(x, 2)
     runs = np.empty(x.num_tokens + 1, np.int64)
     w = Scratch(
