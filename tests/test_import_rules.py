@@ -45,6 +45,7 @@ OPTIONAL = {
         "tiles.hopper",
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
         "fused.*.triton",
+        "integrations.vllm_ops.triton_",
     ),
     "transformers": ("integrations.swin.frameworks",),
     "monai": ("integrations.swin.frameworks",),
