@@ -46,6 +46,7 @@ OPTIONAL = {
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
         "fused.*.triton",
         "engine.triton",
+        "integrations.vllm_ops.triton_",
     ),
     "transformers": ("integrations.swin.frameworks",),
     "monai": ("integrations.swin.frameworks",),

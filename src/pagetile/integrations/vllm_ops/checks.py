@@ -1,0 +1,241 @@
+"""What the operators ask of their arguments, checked before anything is launched."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import DTypeError, ShapeError
+from ...shapes import Form, bind, check_device, check_dtype, is_debugging
+from ...tiles.types import FLOATS
+from .layout import packing
+
+__all__ = ["PARTITION_SIZE", "BlockSparse", "Problem", "bind_attention", "check_packed"]
+
+PARTITION_SIZE = 512
+"""Keys of a partition of ``paged_attention_v2``."""
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+"""They divide a partition. vLLM's own kernels know the first three."""
+
+LARGEST_HEAD = 256
+
+
+class BlockSparse(NamedTuple):
+    """The block-sparse arguments; a ``vert_stride`` of 1 or less stands for dense attention."""
+
+    tp_rank: int
+    local_blocks: int
+    vert_stride: int
+    block_size: int
+    head_sliding_step: int
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is left out."""
+        return self.vert_stride > 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes and types of a call; lengths are data."""
+
+    num_seqs: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    num_blocks: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """float8 for caches of uint8."""
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def kernel_sizes(self) -> tuple[int, int, int, torch.dtype, torch.dtype]:
+        """What a GPU's kernel is compiled for."""
+        return self.group, self.head_size, self.block_size, self.q_dtype, self.kv_dtype
+
+    @property
+    def x(self) -> int:
+        """Elements of a key that lie side by side."""
+        return packing(self.kv_dtype)
+
+
+def check_packed(key_cache: Form | Tensor, value_cache: Form | Tensor) -> None:
+    """Raise ShapeError unless both caches have the shapes and strides of the x-packed layout."""
+    if len(key_cache.shape) != 5:
+        raise ShapeError(
+            f"key_cache has {len(key_cache.shape)} dimensions {list(key_cache.shape)}, expected "
+            "the 5 of an x-packed cache [num_blocks, num_kv_heads, head_size/x, block_size, x]: "
+            "convert it with pack_cache, or call pagetile.paged_attention, which reads "
+            "[num_blocks, block_size, num_kv_heads, head_size]"
+        )
+    x = packing(key_cache.dtype)
+    if key_cache.shape[4] != x:
+        raise ShapeError(
+            f"key_cache has x={key_cache.shape[4]} (its shape is {list(key_cache.shape)}), "
+            f"expected 16 bytes of {_name(key_cache.dtype)}, x={x}: "
+            "[num_blocks, num_kv_heads, head_size/x, block_size, x]"
+        )
+    sizes = bind(
+        key_cache=(key_cache, "num_blocks num_kv_heads chunks block_size x"),
+        value_cache=(value_cache, "num_blocks num_kv_heads head_size block_size"),
+    )
+    if sizes["chunks"] * x != sizes["head_size"]:
+        raise ShapeError(
+            f"key_cache has head_size={sizes['chunks'] * x} (its shape is {list(key_cache.shape)}) "
+            f"but value_cache has {sizes['head_size']} (its shape is {list(value_cache.shape)})"
+        )
+    block_size = sizes["block_size"]
+    if block_size not in BLOCK_SIZES:
+        raise ShapeError(
+            f"key_cache has block_size={block_size}, expected one of "
+            f"{', '.join(map(str, BLOCK_SIZES))}"
+        )
+    check_dtype("value_cache", value_cache, key_cache.dtype)
+    inner = {"key_cache": (block_size * x, x, 1), "value_cache": (block_size, 1)}
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        strides = cache.strides if isinstance(cache, Form) else cache.stride()
+        if tuple(strides[2:]) != inner[name]:
+            raise ShapeError(
+                f"{name} has strides {list(strides)}, expected a contiguous "
+                f"{list(cache.shape[2:])} for each block and head: call .contiguous()"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def bind_attention(
+    forms: tuple[Any, ...], optional: tuple[Any, ...], num_kv_heads: int, block_size: int
+) -> Problem:
+    """Check the tensors of a call by their forms.
+
+    Args:
+        forms: Of out, query, key_cache, value_cache, block_tables and seq_lens.
+        optional: Of alibi_slopes, k_scale, v_scale, exp_sum, max_logits and tmp_out, or None.
+        num_kv_heads: As the caller says it.
+        block_size: As the caller says it.
+
+    Raises:
+        ShapeError: Sizes, strides or devices disagree.
+        DTypeError: An element type is wrong.
+    """
+    out, query, key_cache, value_cache, block_tables, seq_lens = (Form(*form) for form in forms)
+    alibi_slopes, k_scale, v_scale, exp_sum, max_logits, tmp_out = (
+        None if form is None else Form(*form) for form in optional
+    )
+    check_packed(key_cache, value_cache)
+    sums = "num_seqs num_heads max_num_partitions"
+    sizes = bind(
+        query=(query, "num_seqs num_heads head_size"),
+        out=(out, "num_seqs num_heads head_size"),
+        value_cache=(value_cache, "num_blocks num_kv_heads head_size block_size"),
+        block_tables=(block_tables, "num_seqs max_num_blocks_per_seq"),
+        seq_lens=(seq_lens, "num_seqs"),
+        alibi_slopes=(alibi_slopes, "num_heads"),
+        exp_sum=(exp_sum, sums),
+        max_logits=(max_logits, sums),
+        tmp_out=(tmp_out, sums + " head_size"),
+    )
+    for name, given in (("num_kv_heads", num_kv_heads), ("block_size", block_size)):
+        if sizes[name] != given:
+            raise ShapeError(
+                f"{name} is {given}, but value_cache has {name}={sizes[name]} (its shape is "
+                f"{list(value_cache.shape)})"
+            )
+    if sizes["num_heads"] % num_kv_heads:
+        raise ShapeError(
+            f"query has {sizes['num_heads']} heads, expected a multiple of num_kv_heads="
+            f"{num_kv_heads}: every KV head serves equally many query heads"
+        )
+    if sizes["head_size"] % 8 or sizes["head_size"] > LARGEST_HEAD:
+        raise ShapeError(
+            f"query has head_size={sizes['head_size']}, expected a multiple of 8 up to "
+            f"{LARGEST_HEAD}"
+        )
+    _check_types(query, key_cache, out, tmp_out)
+    check_dtype("block_tables", block_tables, torch.int32)
+    check_dtype("seq_lens", seq_lens, torch.int32)
+    others: dict[str, Form | None] = {
+        "out": out, "key_cache": key_cache, "value_cache": value_cache,
+        "block_tables": block_tables, "seq_lens": seq_lens, "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale, "v_scale": v_scale, "exp_sum": exp_sum, "max_logits": max_logits,
+        "tmp_out": tmp_out,
+    }  # fmt: skip
+    for name in ("alibi_slopes", "k_scale", "v_scale", "exp_sum", "max_logits"):
+        tensor = others[name]
+        if tensor is not None:
+            check_dtype(name, tensor, torch.float32)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and scale.shape.numel() != 1:
+            raise ShapeError(
+                f"{name} has shape {list(scale.shape)}, expected one number for the whole cache"
+            )
+    for name in ("out", "query", "block_tables", "exp_sum", "max_logits", "tmp_out"):
+        tensor = query if name == "query" else others[name]
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
+            raise ShapeError(
+                f"{name} has strides {list(tensor.strides)}, expected a contiguous last dimension"
+            )
+    check_device("query", query.device, **others)
+    return Problem(
+        sizes["num_seqs"], sizes["num_heads"], num_kv_heads, sizes["head_size"], block_size,
+        sizes["num_blocks"], query.dtype, key_cache.dtype,
+    )  # fmt: skip
+
+
+def _check_types(query: Form, key_cache: Form, out: Form, tmp_out: Form | None) -> None:
+    check_dtype("query", query, *FLOATS)
+    check_dtype("out", out, query.dtype)
+    if tmp_out is not None:
+        check_dtype("tmp_out", tmp_out, query.dtype)
+    if key_cache.dtype.itemsize > 1 and key_cache.dtype != query.dtype:
+        raise DTypeError(
+            f"key_cache is {_name(key_cache.dtype)} but query is {_name(query.dtype)}: with "
+            "kv_cache_dtype='auto' both have one type"
+        )
+    if key_cache.dtype in (torch.uint8, torch.int8):
+        raise DTypeError(
+            f"key_cache is {_name(key_cache.dtype)}, but kv_cache_dtype is 'auto': pass 'fp8', "
+            "'fp8_e4m3' or 'fp8_e5m2'"
+        )
+
+
+def check_values(
+    problem: Problem, block_tables: Tensor, seq_lens: Tensor, max_seq_len: int
+) -> None:
+    """Raise ShapeError for a length or a block out of range.
+
+    It looks at the tensors' elements: on a CPU always, on a GPU only under ``PAGETILE_DEBUG=1``,
+    since it waits for the GPU.
+    """
+    if block_tables.device.type != "cpu" and not is_debugging():
+        return
+    tables, lengths = block_tables.cpu(), seq_lens.cpu()
+    most = min(max_seq_len, tables.shape[1] * problem.block_size)
+    for seq, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= most:
+            raise ShapeError(
+                f"seq_lens[{seq}] is {length}, expected 0 to {most}: max_seq_len={max_seq_len}, "
+                f"and block_tables has room for {tables.shape[1]} blocks of {problem.block_size}"
+            )
+        blocks = tables[seq, : -(-length // problem.block_size)]
+        wrong = ((blocks < 0) | (blocks >= problem.num_blocks)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            raise ShapeError(
+                f"block_tables[{seq}, {at}] is {int(blocks[at])}, expected 0 to "
+                f"{problem.num_blocks - 1}"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

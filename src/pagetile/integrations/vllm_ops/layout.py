@@ -1,0 +1,119 @@
+"""The x-packed cache layout, and its conversion to and from the package's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import DTypeError, ShapeError
+from ...shapes import bind, check_tensors
+
+__all__ = ["FLOAT8", "as_float8", "pack_cache", "packing", "unpack_cache"]
+
+FLOAT8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""The element type that a ``kv_cache_dtype`` other than ``"auto"`` stands for."""
+
+
+def packing(dtype: torch.dtype) -> int:
+    """Return ``x``: how many elements of a key lie side by side, 16 bytes of them.
+
+    Example:
+        >>> packing(torch.bfloat16), packing(torch.uint8)
+        (8, 16)
+    """
+    return 16 // dtype.itemsize
+
+
+def as_float8(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """View a uint8 cache as the float8 type of ``kv_cache_dtype``; with ``"auto"`` it stays.
+
+    Raises:
+        DTypeError: The name is unknown, or the cache is neither uint8 nor of that float8 type.
+    """
+    if kv_cache_dtype == "auto":
+        return cache
+    wanted = FLOAT8.get(kv_cache_dtype)
+    if wanted is None:
+        raise DTypeError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, expected 'auto' or one of {', '.join(FLOAT8)}"
+        )
+    check_tensors(**{name: cache})
+    if cache.dtype == wanted:
+        return cache
+    if cache.dtype != torch.uint8:
+        given = str(cache.dtype).removeprefix("torch.")
+        raise DTypeError(
+            f"{name} is {given}, but kv_cache_dtype={kv_cache_dtype!r} is kept as uint8: "
+            f"allocate it with dtype=torch.uint8, or pass kv_cache_dtype='auto'"
+        )
+    return cache.view(wanted)
+
+
+def pack_cache(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy a cache of ``pagetile.paged_attention`` into vLLM's x-packed layout.
+
+    Args:
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides, any type.
+        v_cache: The same for values.
+
+    Returns:
+        ``key_cache`` ``[num_blocks, num_kv_heads, head_size / x, block_size, x]`` and
+        ``value_cache`` ``[num_blocks, num_kv_heads, head_size, block_size]``, both contiguous, with
+        ``x = 16 / element size``.
+
+    Raises:
+        ShapeError: The two differ in blocks, heads or sizes, or ``head_size`` is no multiple of x.
+
+    Example:
+        >>> k_cache = v_cache = torch.zeros(5, 16, 2, 64, dtype=torch.float16)
+        >>> [list(cache.shape) for cache in pack_cache(k_cache, v_cache)]
+        [[5, 2, 8, 16, 8], [5, 2, 64, 16]]
+    """
+    sizes = bind(
+        k_cache=(k_cache, "num_blocks block_size num_kv_heads head_size"),
+        v_cache=(v_cache, "num_blocks block_size num_kv_heads head_size"),
+    )
+    x = packing(k_cache.dtype)
+    if sizes["head_size"] % x:
+        raise ShapeError(
+            f"k_cache has head_size={sizes['head_size']}, expected a multiple of x={x} "
+            f"(16 bytes of {str(k_cache.dtype).removeprefix('torch.')})"
+        )
+    key_cache = k_cache.reshape(*k_cache.shape[:3], -1, x).permute(0, 2, 3, 1, 4).contiguous()
+    return key_cache, v_cache.permute(0, 2, 3, 1).contiguous()
+
+
+def unpack_cache(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy an x-packed cache into the layout of ``pagetile.paged_attention``.
+
+    Args:
+        key_cache: ``[num_blocks, num_kv_heads, head_size / x, block_size, x]``, any type.
+        value_cache: ``[num_blocks, num_kv_heads, head_size, block_size]``.
+
+    Returns:
+        ``k_cache`` and ``v_cache`` ``[num_blocks, block_size, num_kv_heads, head_size]``, both
+        contiguous.
+
+    Raises:
+        ShapeError: The two differ in blocks, heads or sizes.
+
+    Example:
+        >>> k_cache = torch.randn(5, 16, 2, 64)
+        >>> torch.equal(unpack_cache(*pack_cache(k_cache, k_cache))[0], k_cache)
+        True
+    """
+    bind(
+        key_cache=(key_cache, "num_blocks num_kv_heads chunks block_size x"),
+        value_cache=(value_cache, "num_blocks num_kv_heads head_size block_size"),
+    )
+    if key_cache.shape[2] * key_cache.shape[4] != value_cache.shape[2]:
+        raise ShapeError(
+            f"key_cache has head_size={key_cache.shape[2] * key_cache.shape[4]} (its shape is "
+            f"{list(key_cache.shape)}) but value_cache has {value_cache.shape[2]}"
+        )
+    k_cache = key_cache.permute(0, 3, 1, 2, 4).flatten(3)
+    return k_cache.contiguous(), value_cache.permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,191 @@
+"""From a checked call to one launch of ``triton_attention``'s kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import UnsupportedError
+from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...tiles.triton.workspace import borrow
+from .checks import PARTITION_SIZE, BlockSparse, Problem
+from .triton_attention import paged_attention_kernel
+
+__all__ = ["Tiles", "choose_split", "choose_tiles", "make_launcher", "refuse_device", "run"]
+
+_DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_OLDEST_E4M3 = (8, 9)
+_MOST_ROWS = 32
+"""Query heads of one program; a larger group is cut, and its keys are read once for each part."""
+_MERGED_AT_ONCE = 8192
+"""Elements of partial results that a merging program holds at a time."""
+
+
+class Tiles(NamedTuple):
+    """How a program walks its keys."""
+
+    tile_n: int
+    """Keys of a tile: a divisor of 512."""
+    num_warps: int
+    num_stages: int
+
+
+def refuse_device(device: torch.device, kv_dtype: torch.dtype) -> None:
+    """Raise UnsupportedError where Triton's kernels cannot run."""
+    info = DeviceInfo.of(device)
+    reason = refuse(info)
+    is_e4m3 = kv_dtype == torch.float8_e4m3fn
+    if reason is None and info.kind == "cuda" and is_e4m3 and info.capability < _OLDEST_E4M3:
+        reason = f"{info.name} cannot convert float8_e4m3fn; kv_cache_dtype='fp8_e5m2' runs"
+    if reason is not None:
+        raise UnsupportedError(reason)
+
+
+def choose_tiles(problem: Problem) -> Tiles:
+    """Tiles of about 16 KiB of keys and as many of values, in three or four stages."""
+    width = _power_of_2(problem.head_size) * problem.kv_dtype.itemsize
+    tile_n = max(16, min(128, 16384 // width))
+    if problem.q_dtype == torch.float32 and problem.kv_dtype.itemsize == 4:
+        return Tiles(min(tile_n, 32), 4, 2)  # three products of TF32 take many registers
+    return Tiles(tile_n, 4, 4)
+
+
+def choose_split(problem: Problem, longest: int, tile_n: int, num_workers: int) -> int:
+    """Keys of a partition of ``paged_attention_v1``: so many that all multiprocessors have work.
+
+    About eight programs a multiprocessor even out the last ones; fewer keys than 256 a program cost
+    more to merge than they bring.
+    """
+    row_tiles = -(-problem.group // _rows_of(problem))
+    pairs = problem.num_seqs * problem.num_kv_heads * row_tiles
+    parts = max(1, -(-8 * num_workers // pairs))
+    return max(256, -(-longest // (parts * tile_n)) * tile_n)
+
+
+def run(
+    problem: Problem,
+    out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    sparse: BlockSparse,
+    partitions: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:
+    """Launch on the current stream; nothing is checked."""
+    tiles = choose_tiles(problem)
+    longest = max(1, min(max_seq_len, block_tables.shape[1] * problem.block_size))
+    split = PARTITION_SIZE
+    if partitions is None:
+        workers = DeviceInfo.of(query.device).num_workers
+        split = choose_split(problem, longest, tiles.tile_n, workers)
+    tensors = (out, query, key_cache, value_cache)
+    is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    exp_sum, max_logits, tmp_out = partitions or (out, out, out)  # any address will do
+    sums, tmp = exp_sum.stride()[:2], tmp_out.stride()[:3]
+    strides = (*out.stride()[:2], *sums, *(*tmp, 0, 0)[:3], *query.stride()[:2])
+    pages = (*key_cache.stride()[:2], *value_cache.stride()[:2])
+    if partitions is not None and max_logits.stride() != exp_sum.stride():
+        raise UnsupportedError("max_logits lies otherwise than exp_sum: allocate both alike")
+    is_wide = all(stride % 16 == 0 for stride in (*strides[:2], *strides[4:], *pages))
+    launcher = make_launcher(
+        problem.kernel_sizes, tiles, alibi_slopes is not None, sparse.is_on,
+        partitions is not None, is_aligned and is_wide,
+    )  # fmt: skip
+    rows, width = launcher.constants["ROWS"], launcher.constants["D"]
+    pairs = problem.num_seqs * problem.num_kv_heads * -(-problem.group // rows)
+    max_parts = -(-longest // split)
+    slots = pairs * max_parts if max_parts > 1 else 1
+    scratch = borrow(query.get_device(), (slots * rows * width, slots * 2 * rows, pairs))
+    launcher(
+        (pairs * max_parts, 1, 1),
+        out, exp_sum, max_logits, tmp_out, *scratch, query, key_cache, value_cache, block_tables,
+        seq_lens, _or(alibi_slopes, seq_lens), _or(k_scale, seq_lens), _or(v_scale, seq_lens),
+        problem.num_heads, problem.num_kv_heads, max_parts, split // tiles.tile_n, scale,
+        sparse.tp_rank, sparse.local_blocks, sparse.vert_stride, sparse.block_size,
+        sparse.head_sliding_step, *strides, *pages, block_tables.stride(0),
+    )  # fmt: skip
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def make_launcher(
+    sizes: tuple[int, int, int, torch.dtype, torch.dtype],
+    tiles: Tiles,
+    has_alibi: bool,
+    is_sparse: bool,
+    writes_partitions: bool,
+    is_aligned: bool,
+) -> Launcher:
+    """The kernel for calls of one kind.
+
+    Args:
+        sizes: Group, head size, block size, the query's type and the cache's.
+        tiles: How keys are walked.
+        has_alibi: Whether there are slopes.
+        is_sparse: Whether blocks are left out.
+        writes_partitions: Whether each partition's result is wanted.
+        is_aligned: Whether every row and page begins at a multiple of 16 bytes, at least.
+    """
+    group, head_size, block_size, q_dtype, kv_dtype = sizes
+    rows = min(_MOST_ROWS, _power_of_2(group))
+    width = max(16, _power_of_2(head_size))
+    aligned = ":16" * is_aligned
+    near, far = POINTERS[q_dtype] + aligned, POINTERS[kv_dtype] + aligned
+    dot = _DOTS[q_dtype] if kv_dtype.itemsize > 1 or q_dtype == torch.float32 else tl.float16
+    constants: dict[str, Any] = {
+        "GROUP": group,
+        "SIZE": head_size,
+        "BLOCK_SIZE": block_size,
+        "X": 16 // kv_dtype.itemsize,
+        "ALIGNED": min(block_size, tiles.tile_n),
+        "HAS_ALIBI": has_alibi,
+        "HAS_SCALES": kv_dtype.itemsize == 1,
+        "SPARSE": is_sparse,
+        "WRITES_PARTITIONS": writes_partitions,
+        "TILE_M": max(16, rows),
+        "TILE_N": tiles.tile_n,
+        "D": width,
+        "ROWS": rows,
+        "PARTS": max(1, min(8, _MERGED_AT_ONCE // (rows * width))),
+        "DOT": dot,
+        "STAGES": tiles.num_stages,
+    }
+    stride = "i64" + ":16" * is_aligned
+    types = {
+        **dict.fromkeys(("out", "tmp_out", "q"), near),
+        **dict.fromkeys(("k_cache", "v_cache"), far),
+        **dict.fromkeys(("parts", "part_sums"), "*fp32:16"),
+        **dict.fromkeys(("exp_sum", "max_logits", "alibi_slopes", "k_scale", "v_scale"), "*fp32"),
+        **dict.fromkeys(("arrivals", "block_tables", "seq_lens"), "*i32"),
+        **dict.fromkeys(("sum_seq", "sum_head", "table_stride"), "i64"),
+        **dict.fromkeys(("out_seq", "out_head", "tmp_seq", "tmp_head", "tmp_part"), stride),
+        **dict.fromkeys(("q_seq", "q_head", "k_block", "k_head", "v_block", "v_head"), stride),
+        "softmax_scale": "fp32",
+    }
+    names = [name for name in paged_attention_kernel.arg_names if name not in constants]
+    types = {name: types.get(name, "i32") for name in names}
+    return Launcher(paged_attention_kernel, types, constants, num_warps=tiles.num_warps)
+
+
+def _rows_of(problem: Problem) -> int:
+    return min(_MOST_ROWS, _power_of_2(problem.group))
+
+
+def _power_of_2(size: int) -> int:
+    """The smallest that is not less than ``size``."""
+    return 1 << max(0, size - 1).bit_length()

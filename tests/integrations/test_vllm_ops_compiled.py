@@ -1,0 +1,109 @@
+"""Every configuration of the x-packed kernels compiles for Hopper without a GPU, and fits."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from vllm_cases import BF16, E4M3, E5M2, F16, F32  # noqa: E402
+
+from pagetile.integrations.vllm_ops import triton_cache, triton_launch  # noqa: E402
+from pagetile.integrations.vllm_ops.checks import Problem  # noqa: E402
+
+SLACK = 0 if triton.__version__.startswith("3.6.") else 96
+"""Bytes a thread that other releases may spill more than the one that GPUs are tested with."""
+
+
+def compile_and_count(launcher, tmp_path, spilled=0):
+    """The PTX of a kernel that spills at most so many bytes a thread."""
+    compiled = launcher.compile(GPUTarget("cuda", 90, 32))
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(cubin)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
+    assert used["REG"] > 0
+    assert used["STACK"] <= spilled + SLACK, used
+    assert used["LOCAL"] == 0, used
+    assert compiled.metadata.shared <= 227 << 10
+    return compiled.asm["ptx"]
+
+
+def launcher_of(
+    q_dtype, kv_dtype, size, block_size=16, group=4, alibi=False, sparse=False, partitions=False
+):
+    problem = Problem(64, 8 * group, 8, size, block_size, 1024, q_dtype, kv_dtype)
+    tiles = triton_launch.choose_tiles(problem)
+    return triton_launch.make_launcher(
+        problem.kernel_sizes, tiles, alibi, sparse, partitions, is_aligned=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype", "size"),
+    [
+        *((BF16, BF16, size) for size in (64, 80, 128, 256)),
+        *((BF16, E4M3, size) for size in (64, 96, 128, 256)),
+        (F16, F16, 120),
+        (F16, E5M2, 128),
+        (F32, F32, 128),
+        (F32, E4M3, 64),
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_copied_sixteen_bytes_at_a_time(q_dtype, kv_dtype, size, tmp_path):
+    ptx = compile_and_count(launcher_of(q_dtype, kv_dtype, size), tmp_path)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+|\d+)", ptx)
+    assert copies
+    assert {int(size, 0) for size in copies} == {16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 8},
+        {"block_size": 32},
+        {"block_size": 256},
+        {"group": 1},
+        {"group": 8},
+        {"group": 7, "alibi": True},
+        {"group": 48},
+        {"partitions": True},
+        {"sparse": True},
+        {"sparse": True, "partitions": True, "alibi": True},
+    ],
+    ids=str,
+)
+def test_other_calls(changes, tmp_path):
+    compile_and_count(launcher_of(BF16, BF16, 128, **changes), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [(BF16, BF16), (F32, F32), (BF16, E4M3), (F16, E5M2)], ids=str
+)
+@pytest.mark.parametrize("size", [64, 80, 256])
+def test_reshape_and_cache_stores_sixteen_bytes_of_a_key_at_a_time(
+    dtype, cache_dtype, size, tmp_path
+):
+    ptx = compile_and_count(
+        triton_cache.make_launcher(dtype, cache_dtype, size, 16, True), tmp_path
+    )
+    assert "st.global.v4.b32" in ptx
+
+
+def test_a_plan_gives_every_multiprocessor_work():
+    def split(num_seqs, longest, num_kv_heads=8):
+        problem = Problem(num_seqs, 32, num_kv_heads, 128, 16, 9, torch.bfloat16, torch.bfloat16)
+        return triton_launch.choose_split(problem, longest, 64, 132)
+
+    for num_seqs, longest in ((1, 131072), (1, 8192), (8, 4096), (64, 1024), (256, 2048)):
+        keys = split(num_seqs, longest)
+        assert keys % 64 == 0
+        programs = num_seqs * 8 * -(-longest // keys)
+        assert programs >= min(4 * 132, num_seqs * 8 * longest // 256)
