@@ -19,6 +19,8 @@ from .problem import Lengths, Options, Problem, in_a_row
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
     reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
+    if reason is None and problem.is_block_sparse:
+        reason = "there is a block mask; dense ones run"
     return reason or refuse_cap(problem.logits_soft_cap)
 
 

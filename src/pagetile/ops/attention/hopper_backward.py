@@ -33,8 +33,10 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return reason
     if problem.is_ragged:
         return "the batch is ragged; dense ones run"
-    if not problem.is_plain:
+    if problem.has_score_mods:
         return "scores are capped or biased; plain ones run"
+    if problem.is_block_sparse:
+        return "there is a block mask; dense ones run"
     if not problem.num_tokens or not problem.max_seq_len:
         return "there are no queries or no keys"
     return None
