@@ -79,15 +79,16 @@ def main() -> None:
     both = time_call(step, 10), time_call(lambda: step(block_mask=mask), 10)
     print(f"forward and backward: dense {both[0]:.0f} us, sparse {both[1]:.0f} us")
 
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+    from torch.nn.attention.flex_attention import flex_attention
 
     flex: Any = torch.compile(flex_attention)
-    visible = mask.mask[0]
-
-    def see(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return visible[h, i // 128, j // 128]
-
-    theirs = create_block_mask(see, 1, HEADS, LENGTH, LENGTH, device="cuda", BLOCK_SIZE=128)
+    visible = mask.mask.int()
+    theirs = FlexMask.from_kv_blocks(
+        torch.zeros_like(visible[..., 0]), visible.argsort(dim=-1).int(),
+        visible.sum(dim=-1).int(), visible.argsort(dim=-1, descending=True, stable=True).int(),
+        BLOCK_SIZE=128,
+    )  # fmt: skip
     turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     out = flex(*turned, block_mask=theirs)
     error = error_of(out.transpose(1, 2), q, k, v, mask)

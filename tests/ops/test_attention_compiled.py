@@ -161,7 +161,9 @@ def test_hoppers_gradients_are_left_to_others_where_bits_have_to_be_equal():
     assert chosen(plain) == "hopper_backward"
     assert chosen(plain, "hopper") == "hopper_backward"
     assert chosen(plain, "triton") == "triton_backward"
-    for other in ({"dtype": F32}, {"v_head_size": 64}, {"is_ragged": True}):
+    for other in (
+        {"dtype": F32}, {"v_head_size": 64}, {"is_ragged": True}, {"block_q": 128, "block_k": 128}
+    ):  # fmt: skip
         assert chosen(replace(plain, **other)) == "triton_backward"
         assert chosen(replace(plain, **other), "hopper") == "triton_backward"
     torch.use_deterministic_algorithms(True)

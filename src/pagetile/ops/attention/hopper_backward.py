@@ -31,6 +31,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
     if reason is not None:
         return reason
+    if problem.head_size != problem.v_head_size:
+        sizes = f"head_size is {problem.head_size} and v_head_size {problem.v_head_size}"
+        return f"{sizes}; equal sizes run"
     if problem.is_ragged:
         return "the batch is ragged; dense ones run"
     if problem.has_score_mods:
