@@ -25,6 +25,7 @@ LAYERS = [
         "ops.dispatch",
         "ops.scales",
         *("ops.*." + file for file in ("reference", "plan", "problem", "cpu", "cpu_")),
+        *("ops.attention." + file for file in ("block_mask", "tile_lists")),
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
     ],
     ["ops"],

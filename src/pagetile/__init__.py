@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .engine import LLM, SamplingParams
     from .kv_cache.storage import KVCache, LayerSpec
-    from .ops.attention import attention, explain_attention
+    from .ops.attention import BlockMask, attention, explain_attention
     from .ops.attention_scores import attention_scores
     from .ops.copy_blocks import copy_blocks
     from .ops.merge_states import merge_states
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AttentionOutput",
+    "BlockMask",
     "BlockPool",
     "BlockTable",
     "DTypeError",
@@ -80,6 +81,7 @@ _HOMES = {
     "KVCache": "kv_cache.storage",
     "LayerSpec": "kv_cache.storage",
     "AttentionOutput": "tiles.state",
+    "BlockMask": "ops.attention",
     "PagedBatch": "ops.paged_attention",
     "attention": "ops.attention",
     "attention_scores": "ops.attention_scores",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pagetile import AttentionOutput, UnsupportedError, attention, explain_attention
+from pagetile import AttentionOutput, BlockMask, UnsupportedError, attention, explain_attention
 from pagetile.testing import poisoned_memory
 from pagetile.tiles.eager import attend
 
@@ -36,6 +36,9 @@ class Case:
     logits_soft_cap: float | None = None
     has_alibi: bool = False
     has_sinks: bool = False
+    blocks: tuple[int, int] | None = None  # of a block mask
+    mask_per: str = "both"  # batch, head, both or neither
+    density: float = 0.4
 
     def __str__(self):
         kind = f"b{self.batch}" if self.batch else "ragged"
@@ -45,7 +48,10 @@ class Case:
         words += ["v" + str(self.v_head_size)] * (self.v_head_size is not None)
         words += ["causal"] * self.causal + [f"w{self.sliding_window}"] * bool(self.sliding_window)
         words += ["cap"] * bool(self.logits_soft_cap) + ["alibi"] * self.has_alibi
-        return "-".join(words + ["sinks"] * self.has_sinks)
+        words += ["sinks"] * self.has_sinks
+        if self.blocks:
+            words.append(f"blocks{self.blocks[0]}x{self.blocks[1]}-{self.mask_per}")
+        return "-".join(words)
 
 
 class Inputs:
@@ -67,6 +73,7 @@ class Inputs:
         slopes, sinks = self.normal(case.num_heads) / 4, self.normal(case.num_heads)
         self.options |= {"alibi_slopes": slopes.to(device) if case.has_alibi else None}
         self.options |= {"sinks": sinks.to(device) if case.has_sinks else None}
+        self.options |= {"block_mask": self.block_mask() if case.blocks else None}
         self.lengths = {}
         if not case.batch:
             self.lengths = {
@@ -75,6 +82,17 @@ class Inputs:
                 "max_query_len": max(case.query_lens, default=0),
                 "max_seq_len": max(case.seq_lens, default=0),
             }
+
+    def block_mask(self):
+        """A random mask; the first block of rows sees nothing."""
+        case = self.case
+        per_batch, per_head = case.mask_per in ("batch", "both"), case.mask_per in ("head", "both")
+        sizes = (case.query_lens[0], case.seq_lens[0])
+        shape = [-(-n // block) for n, block in zip(sizes, case.blocks, strict=True)]
+        shape = [case.batch if per_batch else 1, case.num_heads if per_head else 1, *shape]
+        mask = torch.rand(shape, generator=self.random) < case.density
+        mask[..., :1, :] = False
+        return BlockMask(mask.to(self.device), *case.blocks)
 
     def shape(self, lens):
         return (self.case.batch, lens[0]) if self.case.batch else (sum(lens),)
@@ -155,7 +173,7 @@ def run_eager(inputs, rows, keys, dtype):
     places = zip("qkv", (rows, keys, keys), strict=True)
     leaves = {name: getattr(inputs, name)[where].detach().to(dtype) for name, where in places}
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
-    options = settle(inputs)
+    options = settle(inputs, rows)
     if options["sinks"] is not None:
         leaves["sinks"] = options["sinks"] = options["sinks"].clone().requires_grad_()
     out, lse = attend(*(leaves[name] for name in "qkv"), **options)
@@ -169,18 +187,21 @@ def run_eager(inputs, rows, keys, dtype):
     return parts
 
 
-def settle(inputs):
-    """The options of a call, with the default scale filled in."""
-    scale = inputs.options["softmax_scale"]
-    return {
-        **inputs.options,
-        "softmax_scale": inputs.case.head_size**-0.5 if scale is None else scale,
-    }
+def settle(inputs, seq):
+    """The options of one sequence, with the default scale filled in and its mask expanded."""
+    options, case = dict(inputs.options), inputs.case
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = case.head_size**-0.5
+    block_mask = options.pop("block_mask")
+    if block_mask is not None:
+        visible = block_mask.expand(case.query_lens[0], case.seq_lens[0])
+        options["visible"] = visible[seq % len(visible)]
+    return options
 
 
 def spreads(inputs, rows, keys):
     """How far each result moves when its terms are rounded by one part in one, independently."""
-    case, options = inputs.case, settle(inputs)
+    case, options = inputs.case, settle(inputs, rows)
     group = case.num_heads // case.num_kv_heads
     q, d_out = inputs.q[rows].double(), inputs.d_out[rows].double()
     k, v = (t[keys].double().repeat_interleave(group, 1) for t in (inputs.k, inputs.v))
@@ -561,7 +582,7 @@ def test_the_operation_keeps_torchs_contract(case, impl):
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     lengths = list(inputs.lengths.values()) or [None] * 4
     sinks = torch.randn(4, requires_grad=True)
-    options = (None, sinks, *lengths[2:], 0.3, True, None, None, impl)
+    options = (None, sinks, None, *lengths[2:], 0.3, True, None, None, 0, 0, impl)
     torch.library.opcheck(operator, (*leaves, *lengths[:2], *options))
 
 

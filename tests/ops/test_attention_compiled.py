@@ -21,11 +21,13 @@ from triton.backends.compiler import GPUTarget
 
 from pagetile.device import DeviceInfo
 from pagetile.ops.attention import hopper_backward as hopper
-from pagetile.ops.attention import op
+from pagetile.ops.attention import operator
 from pagetile.ops.attention import triton as forward
 from pagetile.ops.attention import triton_backward as backward
+from pagetile.ops.attention import triton_block_sparse as block_sparse
 from pagetile.ops.attention.problem import Problem
 from pagetile.ops.attention_scores import triton as scores
+from pagetile.tiles.forward_tiles import choose_forward_tiles
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SMALL = DeviceInfo("cuda", 128, "RTX", capability=(8, 9), shared_memory=99 << 10)
@@ -34,12 +36,12 @@ H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 
 def launchers(dtype, size, *, group=1, causal=True, length=16384, device=H200, **features):
     problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, False)
-    kind = {"is_ragged": False, "is_capped": False, "is_tilted": False}
-    kind = backward._Kind(
-        dtype, group, size, size, is_causal=causal, is_aligned=True, **{**kind, **features}
+    config = {"is_ragged": False, "has_cap": False, "has_alibi": False}
+    config = backward.GradientsConfig(
+        dtype, group, size, size, is_causal=causal, is_aligned=True, **{**config, **features}
     )
     tiles = backward.key_tiles(problem, device), backward.query_tiles(problem, device)
-    return backward.make_launchers(kind, *tiles)
+    return backward.make_launchers(config, *tiles)
 
 
 @pytest.mark.parametrize("length", [1000, 16384])
@@ -92,9 +94,24 @@ def test_forward_by_triton_spills_what_is_known(dtype, size, spilled, tmp_path):
     assert_fits(launcher, tmp_path, spilled)
 
 
+@pytest.mark.parametrize("has_blocks", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 64), (BF16, 128), (F32, 64)], ids=str)
+def test_block_sparse_kernels_stay_in_registers(size, dtype, has_blocks, tmp_path):
+    tiles = choose_forward_tiles(size, is_float32=dtype == F32)
+    plain = (False,) * 3
+    attend = block_sparse.make_launcher(
+        dtype, 1, size, size, True, *plain, has_blocks, are_aligned=True, tiles=tiles
+    )
+    # A mask of a tile's own is loaded in the loop over partial tiles, which are few.
+    assert_fits(attend, tmp_path, 64 if dtype == F32 else 440 if has_blocks and size > 64 else 0)
+    found = launchers(dtype, size, is_sparse=True, has_blocks=has_blocks)
+    assert_fits(found.queries, tmp_path, 16 if dtype == BF16 else 96)
+    assert_fits(found.keys, tmp_path, (16 if size == 64 else 400) if dtype == BF16 else 256)
+
+
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_gradients_with_every_feature(dtype):
-    features = dict.fromkeys(("is_ragged", "is_capped", "is_tilted"), True)
+    features = dict.fromkeys(("is_ragged", "has_cap", "has_alibi"), True)
     found = launchers(dtype, 72, group=3, **features)
     for launcher in (backward.make_prepare(dtype, 72, False, True), found.keys, found.queries):
         assert launcher.compile(HOPPER).asm["cubin"]
@@ -144,7 +161,9 @@ def test_hoppers_gradients_are_left_to_others_where_bits_have_to_be_equal():
     assert chosen(plain) == "hopper_backward"
     assert chosen(plain, "hopper") == "hopper_backward"
     assert chosen(plain, "triton") == "triton_backward"
-    for other in ({"dtype": F32}, {"v_head_size": 64}, {"is_ragged": True}):
+    for other in (
+        {"dtype": F32}, {"v_head_size": 64}, {"is_ragged": True}, {"block_q": 128, "block_k": 128}
+    ):  # fmt: skip
         assert chosen(replace(plain, **other)) == "triton_backward"
         assert chosen(replace(plain, **other), "hopper") == "triton_backward"
     torch.use_deterministic_algorithms(True)
@@ -155,7 +174,7 @@ def test_hoppers_gradients_are_left_to_others_where_bits_have_to_be_equal():
 
 
 def chosen(problem, impl="auto"):
-    return op._choose_backward(problem, H200, impl).__name__.rpartition(".")[2]
+    return operator._choose_backward(problem, H200, impl).__name__.rpartition(".")[2]
 
 
 @pytest.mark.parametrize("features", [False, True])

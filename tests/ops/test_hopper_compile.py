@@ -29,40 +29,54 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
-from pagetile.tiles.hopper.tiling import TILINGS, Form, tiling_of  # noqa: E402
+from pagetile.tiles.hopper.tiling import SPARSE_TILING, TILINGS, ForwardConfig, tiling_of  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 SHARED_MEMORY = 227 << 10  # that a program may have
 
-FORMS = [
-    # (form, most bytes of memory that a thread keeps between tiles)
-    (Form(BF16, 128, 16, True, False, True, 1), 0),
-    (Form(F16, 128, 8, True, False, False, 1), 0),
-    (Form(BF16, 128, 0, False, False, True, 1), 0),
-    (Form(BF16, 128, 256, True, True, False, 4), 8),
-    (Form(BF16, 256, 16, True, False, True, 1), 16),
-    (Form(BF16, 256, 16, True, True, False, 1, has_cap=True), 16),
-    (Form(BF16, 192, 64, True, False, False, 2), 16),
-    (Form(BF16, 80, 64, True, False, False, 8), 24),
-    (Form(BF16, 80, 16, True, False, False, 8), 24),
-    (Form(BF16, 96, 128, True, False, True, 1), 0),
-    (Form(F16, 96, 0, False, True, False, 1), 24),
-    (Form(F16, 48, 16, True, False, True, 1), 96),
-    (Form(F16, 192, 16, False, False, True, 1), 16),
-    (Form(BF16, 64, 64, True, False, True, 1), 48),
-    (Form(BF16, 64, 16, True, False, True, 1), 72),
-    (Form(F16, 64, 0, False, False, True, 1), 40),
-    (Form(BF16, 64, 64, True, True, False, 1, has_cap=True, has_sinks=True), 80),
-    (Form(BF16, 64, 16, True, False, True, 1, has_alibi=True), 72),
-    (Form(BF16, 128, 16, True, False, True, 1, has_cap=True, has_alibi=True, has_sinks=True), 8),
+CONFIGS = [
+    # (config, most bytes of memory that a thread keeps between tiles)
+    (ForwardConfig(BF16, 128, 16, True, False, True, 1), 0),
+    (ForwardConfig(F16, 128, 8, True, False, False, 1), 0),
+    (ForwardConfig(BF16, 128, 0, False, False, True, 1), 0),
+    (ForwardConfig(BF16, 128, 256, True, True, False, 4), 8),
+    (ForwardConfig(BF16, 256, 16, True, False, True, 1), 16),
+    (ForwardConfig(BF16, 256, 16, True, True, False, 1, has_cap=True), 16),
+    (ForwardConfig(BF16, 192, 64, True, False, False, 2), 16),
+    (ForwardConfig(BF16, 80, 64, True, False, False, 8), 24),
+    (ForwardConfig(BF16, 80, 16, True, False, False, 8), 24),
+    (ForwardConfig(BF16, 96, 128, True, False, True, 1), 0),
+    (ForwardConfig(F16, 96, 0, False, True, False, 1), 24),
+    (ForwardConfig(F16, 48, 16, True, False, True, 1), 96),
+    (ForwardConfig(F16, 192, 16, False, False, True, 1), 16),
+    (ForwardConfig(BF16, 64, 64, True, False, True, 1), 48),
+    (ForwardConfig(BF16, 64, 16, True, False, True, 1), 72),
+    (ForwardConfig(F16, 64, 0, False, False, True, 1), 40),
+    (ForwardConfig(BF16, 64, 64, True, True, False, 1, has_cap=True, has_sinks=True), 80),
+    (ForwardConfig(BF16, 64, 16, True, False, True, 1, has_alibi=True), 72),
+    (
+        ForwardConfig(
+            BF16, 128, 16, True, False, True, 1, has_cap=True, has_alibi=True, has_sinks=True
+        ),
+        8,
+    ),
+    # values of another width than keys
+    (ForwardConfig(BF16, 192, 0, True, False, True, 1, v_head_size=128), 16),
+    (ForwardConfig(BF16, 192, 16, True, False, False, 4, v_head_size=128), 16),
+    (ForwardConfig(F16, 64, 0, False, False, True, 1, v_head_size=128), 0),
+    # lists of tiles
+    (ForwardConfig(BF16, 128, 0, False, False, True, 1, is_sparse=True), 0),
+    (ForwardConfig(BF16, 128, 0, True, True, True, 1, is_sparse=True, has_cap=True), 24),
+    (ForwardConfig(BF16, 64, 0, True, False, True, 1, is_sparse=True), 24),
+    (ForwardConfig(BF16, 256, 0, True, False, True, 1, is_sparse=True, has_alibi=True), 24),
     # rows gathered one by one
-    (Form(F16, 112, 8, True, True, False, 64), 80),  # takes the most shared memory
-    (Form(BF16, 128, 1, True, False, True, 1), 0),
-    (Form(BF16, 256, 12, False, False, True, 1), 16),
-    (Form(BF16, 64, 4, True, False, True, 1), 72),
-    (Form(BF16, 128, 1, True, False, True, 1, is_far=True), 24),
-    (Form(F16, 40, 16, True, True, True, 1), 112),
+    (ForwardConfig(F16, 112, 8, True, True, False, 64), 80),  # takes the most shared memory
+    (ForwardConfig(BF16, 128, 1, True, False, True, 1), 0),
+    (ForwardConfig(BF16, 256, 12, False, False, True, 1), 16),
+    (ForwardConfig(BF16, 64, 4, True, False, True, 1), 72),
+    (ForwardConfig(BF16, 128, 1, True, False, True, 1, is_far=True), 24),
+    (ForwardConfig(F16, 40, 16, True, True, True, 1), 112),
 ]
 
 
@@ -100,9 +114,9 @@ def loops_that_multiply(code):
     return loops_with("HGMMA", code)
 
 
-@pytest.mark.parametrize(("form", "memory"), FORMS, ids=str)
-def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
-    compiled = make_launcher(form).compile(HOPPER)
+@pytest.mark.parametrize(("config", "memory"), CONFIGS, ids=str)
+def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
+    compiled = make_launcher(config).compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
     check_registers(compiled, tmp_path)
     used = resources(compiled, tmp_path)
@@ -110,25 +124,29 @@ def test_the_loop_over_keys_stays_in_registers(form, memory, tmp_path):
     code = disassemble(compiled, tmp_path)
     loops = loops_that_multiply(code)
     # One each; of wide heads one for tiles that need no mask, too, and for those after them.
-    kinds = form.causal + 1 + form.has_window if form.tiling.width == 256 else 1
-    assert len(loops) == kinds * form.tiling.warpgroups
-    tile_n, width = form.tiling.tile_n, form.tiling.width
-    parts = [part_size(form.head_size, part) for part in range(num_parts(form.head_size))]
-    most_moved = 0 if width > 64 else 56 if form.has_cap else 30 if form.has_alibi else 24
+    has_left = config.has_window and not config.is_sparse
+    kinds = config.causal + 1 + has_left if config.tiling.width == 256 else 1
+    assert len(loops) == kinds * config.tiling.warpgroups
+    tile_n, width = config.tiling.tile_n, config.tiling.width
+    parts, v_parts = (
+        [part_size(size, part) for part in range(num_parts(size))] for size in config.sizes
+    )
+    most_moved = 0 if width > 64 else 56 if config.has_cap else 30 if config.has_alibi else 24
     for body in loops:
         text = "\n".join(body)
         assert "PRMT" not in text  # weights lie as products take them
         assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved
         products = re.findall(r"HGMMA\.64x(\d+)x16", text)
         assert sorted(map(int, products)) == sorted(
-            [tile_n] * (sum(parts) // 16) + parts * (tile_n // 16)
+            [tile_n] * (sum(parts) // 16) + v_parts * (tile_n // 16)
         )
     gathering = loops_with("LDGSTS", code)
-    assert len(gathering) == (2 if form.gathers else 0)  # keys, values
+    assert len(gathering) == (2 if config.gathers else 0)  # keys, values
     for body in gathering:
         copies = [text for text in body if "LDGSTS" in text]
         assert all(".BYPASS.128 " in text for text in copies)
-        assert len(copies) == tile_n * sum(parts) // 8 // 64  # by 64 threads, eight elements each
+        # by 64 threads, eight elements each
+        assert len(copies) in {tile_n * sum(columns) // 8 // 64 for columns in (parts, v_parts)}
         assert len(re.findall(r"\b(LDL|STL)", "\n".join(body))) <= (6 if width == 64 else 1)
 
 
@@ -149,7 +167,7 @@ def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
 
 def test_small_boxes_are_gathered_instead():
     by_rows = {
-        (size, block): Form(BF16, size, block, True, False, True, 1).gathers
+        (size, block): ForwardConfig(BF16, size, block, True, False, True, 1).gathers
         for size in (64, 80, 128, 192, 256)
         for block in (0, 1, 8, 16, 24, 48, 64, 80, 96, 192, 256)
     }
@@ -160,8 +178,8 @@ def test_small_boxes_are_gathered_instead():
 
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
-    assert {form.tiling for form, _ in FORMS} == set(TILINGS)
-    assert {form.tiling for form, _ in FORMS if form.gathers} == set(TILINGS)
+    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SPARSE_TILING}
+    assert {config.tiling for config, _ in CONFIGS if config.gathers} == set(TILINGS)
     assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]
@@ -179,7 +197,8 @@ def test_caps_that_would_show_rounding_are_refused():
         ({}, None),
         ({"device": DeviceInfo("cuda", 108, "A100", capability=(8, 0))}, "A100 is not a Hopper"),
         ({"dtype": torch.float32}, "q is float32; float16 and bfloat16 run"),
-        ({"v_head_size": 64}, "head_size is 128 and v_head_size 64; equal sizes run"),
+        ({"v_head_size": 64}, None),
+        ({"v_head_size": 264}, "v_head_size is 264; multiples of 8 up to 256 run"),
         ({"head_size": 512, "v_head_size": 512}, "multiples of 8 up to 256 run"),
     ],
     ids=str,

@@ -25,6 +25,7 @@ def attend(
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse`` of one sequence, whose last query stands at the last key.
 
@@ -38,6 +39,7 @@ def attend(
         logits_soft_cap: As there.
         alibi_slopes: As there.
         sinks: As there.
+        visible: bool ``[num_heads or 1, query_len, seq_len]``: what a mask leaves visible.
 
     Returns:
         ``[query_len, num_heads, v_head_size]`` and ``[query_len, num_heads]``, in that type.
@@ -47,13 +49,17 @@ def attend(
     scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     if logits_soft_cap is not None:
         scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-    scores = mask_scores(scores, causal, sliding_window, alibi_slopes)
+    scores = mask_scores(scores, causal, sliding_window, alibi_slopes, visible)
     weights, lse = weigh(scores, sinks)
     return torch.einsum("hqk,khd->qhd", weights, v), lse.T
 
 
 def mask_scores(
-    scores: Tensor, causal: bool, sliding_window: int | None, alibi_slopes: Tensor | None
+    scores: Tensor,
+    causal: bool,
+    sliding_window: int | None,
+    alibi_slopes: Tensor | None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Add the slopes to ``scores`` ``[num_heads, query_len, seq_len]``, -inf where not visible."""
     query_len, seq_len = scores.shape[1:]
@@ -66,6 +72,8 @@ def mask_scores(
         scores = scores.masked_fill(distance > 0, -torch.inf)
     if sliding_window is not None:
         scores = scores.masked_fill(distance <= -sliding_window, -torch.inf)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
     return scores
 
 

@@ -1,21 +1,24 @@
-"""The public operation: contract, defaults, and the choice of an implementation."""
+"""The public operation: contract and defaults."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import UnsupportedError
+from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..attention_checks import as_number, default_scale, refuse_learned_scale, whole_window
 from ..dispatch import explain
 from ..eager import autocast_type
+from .block_mask import BlockMask
 from .checks import check
-from .op import IMPLEMENTATIONS, attend
+from .operator import IMPLEMENTATIONS, attend
 from .problem import Lengths, Options
 
 
@@ -34,6 +37,8 @@ def attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    layout: str | None = None,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Tiled attention over dense or ragged keys and values, forward and backward.
@@ -72,6 +77,12 @@ def attention(
         alibi_slopes: ``[num_heads]``; adds ``slope * (key position - query position)``.
         sinks: ``[num_heads]``; one more logit in each head's softmax, with no value. It counts in
             ``lse``.
+        block_mask: Which blocks of queries see which blocks of keys, of a dense batch; see
+            ``BlockMask``. ``None``: all. Tiles of hidden blocks are not computed.
+        layout: Order of the dimensions of a dense batch: ``"BSHD"`` is ``[batch, sequence, heads,
+            size]``, as above; ``"BHSD"`` is ``[batch, heads, sequence, size]``, as torch's
+            ``scaled_dot_product_attention`` has it, and the results then have it, too. ``None``:
+            BSHD, and a warning where the shapes look like BHSD.
         impl: ``"auto"``, or one of ``"hopper"``, ``"triton"``, ``"cpu"``, ``"reference"``: a named
             one runs or raises.
 
@@ -83,8 +94,8 @@ def attention(
     Raises:
         ShapeError: Sizes disagree or are out of range; the message names the arguments.
         DTypeError: An argument has an element type that it does not take.
-        UnsupportedError: The named ``impl`` cannot run this, or a gradient that nobody computes
-            is asked for; the message says why.
+        UnsupportedError: The named ``impl`` cannot run this, or a gradient was asked for that is
+            not implemented; the message says why.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
@@ -99,15 +110,20 @@ def attention(
         >>> result.out.sum().backward()
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
-    q, k, v, lengths, options = _settle(
+    q, k, v, lengths, options = _normalize(
         q, k, v, lengths, softmax_scale=softmax_scale, sliding_window=sliding_window,
         causal=causal, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        block_mask=block_mask, layout=layout,
     )  # fmt: skip
     out, lse = attend(
         q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, options.alibi_slopes, options.sinks,
+        None if block_mask is None else block_mask.mask,
         lengths.max_query_len, lengths.max_seq_len, options.softmax_scale, options.causal,
-        options.sliding_window, options.logits_soft_cap, impl,
+        options.sliding_window, options.logits_soft_cap,
+        *((0, 0) if block_mask is None else (block_mask.block_q, block_mask.block_k)), impl,
     )  # fmt: skip
+    if layout == "BHSD":
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     return AttentionOutput(out, lse)
 
 
@@ -131,11 +147,11 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     options.pop("impl", None)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_query_len", "max_seq_len")
     lengths = Lengths(*(options.pop(name, None) for name in names))
-    problem = check(*_settle(q, k, v, lengths, **options))
+    problem = check(*_normalize(q, k, v, lengths, **options))
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))
 
 
-def _settle(
+def _normalize(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -143,9 +159,10 @@ def _settle(
     *,
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
+    layout: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Lengths, Options]:
-    """Fill in defaults, and cast as autocast wants it."""
+    """Bring tensors to BSHD, fill in defaults, and cast as autocast wants it."""
     slopes, sinks = others.get("alibi_slopes"), others.get("sinks")
     starts = given(cu_seqlens_q=lengths.cu_seqlens_q, cu_seqlens_k=lengths.cu_seqlens_k)
     check_tensors(q=q, k=k, v=v, **starts, **given(alibi_slopes=slopes, sinks=sinks))
@@ -154,16 +171,62 @@ def _settle(
             "alibi_slopes requires a gradient, which attention does not compute: pass "
             "alibi_slopes.detach()"
         )
+    block_mask = others.get("block_mask")
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        raise DTypeError(
+            f"block_mask is a {type(block_mask).__name__}, expected pagetile.BlockMask(mask, "
+            "block_q, block_k)"
+        )
+    q, k, v = _as_bshd(q, k, v, lengths, layout)
     dtype = autocast_type(q)
     if dtype is not None:
         q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
     window = whole_window(sliding_window)
     options = Options(_scale(softmax_scale, q), sliding_window=window, **others)
-    return q, k, v, _share(lengths), options
+    return q, k, v, _share_starts(lengths), options
 
 
-def _share(lengths: Lengths) -> Lengths:
-    """Keys are where queries are, if nobody says anything else."""
+def _as_bshd(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, layout: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Views in ``[batch, sequence, heads, size]``; warn where these already look like BHSD."""
+    if layout not in (None, "BSHD", "BHSD"):
+        raise ShapeError(f"layout is {layout!r}, expected 'BSHD' or 'BHSD'")
+    if layout == "BHSD":
+        if lengths.cu_seqlens_q is not None:
+            raise ShapeError(
+                "layout is 'BHSD' but cu_seqlens_q is given: a ragged batch is [num_tokens, heads, "
+                "size]; leave layout out"
+            )
+        for name, tensor in {"q": q, "k": k, "v": v}.items():
+            if tensor.dim() != 4:
+                raise ShapeError(
+                    f"{name} has {tensor.dim()} dimensions {list(tensor.shape)}, expected 4 with "
+                    "layout='BHSD': [batch heads sequence size]"
+                )
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    is_dense = lengths.cu_seqlens_q is None and q.dim() == k.dim() == 4
+    if layout is None and is_dense and not torch.compiler.is_compiling() and _is_bhsd(q, k):
+        warnings.warn(
+            f"attention reads q {list(q.shape)} as [batch, sequence, heads, size], which makes "
+            f"{q.shape[2]} heads of {q.shape[1]} queries: if it is [batch, heads, sequence, size], "
+            'pass layout="BHSD"; if not, layout="BSHD" silences this warning',
+            stacklevel=4,
+        )
+    return q, k, v
+
+
+def _is_bhsd(q: Tensor, k: Tensor) -> bool:
+    """Whether there are more heads than queries and keys, and more than most models have."""
+    heads, length = min(q.shape[2], k.shape[2]), max(q.shape[1], k.shape[1])
+    return heads > max(length, _MANY_HEADS) and q.shape[2] % k.shape[2] == 0
+
+
+_MANY_HEADS = 32
+
+
+def _share_starts(lengths: Lengths) -> Lengths:
+    """Without starts of their own, keys are where queries are."""
     if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is not None:
         return lengths
     longest = lengths.max_query_len if lengths.max_seq_len is None else lengths.max_seq_len
@@ -172,4 +235,9 @@ def _share(lengths: Lengths) -> Lengths:
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
     refuse_learned_scale(softmax_scale)
-    return default_scale(q) if softmax_scale is None else as_number("softmax_scale", softmax_scale)
+    if softmax_scale is None:
+        return default_scale(q)
+    scale = as_number("softmax_scale", softmax_scale)
+    if not torch.compiler.is_compiling() and not math.isfinite(scale):
+        raise ShapeError(f"softmax_scale is {scale}, expected a finite number, or None")
+    return scale

@@ -17,6 +17,7 @@ from ..attention_checks import (
     check_options,
     is_size,
 )
+from .block_mask import BlockMask
 from .problem import Lengths, Options, Problem
 
 
@@ -31,15 +32,20 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
     for name, bias in biases.items():
         if bias is not None:
             check_dtype(name, bias, *ALL_FLOATS)
-    check_device("q", q.device, k=k, v=v, **biases)
+    block_mask = options.block_mask
+    mask = None if block_mask is None else block_mask.mask
+    check_device("q", q.device, k=k, v=v, block_mask=mask, **biases)
     check_contiguous_rows(q=q, k=k, v=v)
-    check_heads(
-        sizes["num_heads"],
-        sizes["num_kv_heads"],
-        "k",
-        head_size=sizes["head_size"],
-        v_head_size=sizes["v_head_size"],
-    )
+    widths = {"head_size": sizes["head_size"], "v_head_size": sizes["v_head_size"]}
+    try:
+        check_heads(sizes["num_heads"], sizes["num_kv_heads"], "k", **widths)
+    except ShapeError as error:
+        if is_ragged or not _divides_as_bhsd(q, k):
+            raise
+        raise ShapeError(
+            f"{error}. q {list(q.shape)} looks like [batch, heads, sequence, size]: if it is, "
+            'pass layout="BHSD"'
+        ) from None
     check_flag("causal", options.causal)
     check_options(options.sliding_window, options.logits_soft_cap)
     return Problem(
@@ -55,7 +61,16 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
         is_ragged=is_ragged,
         has_alibi=options.alibi_slopes is not None,
         logits_soft_cap=options.logits_soft_cap,
+        block_q=0 if block_mask is None else block_mask.block_q,
+        block_k=0 if block_mask is None else block_mask.block_k,
     )
+
+
+def _divides_as_bhsd(q: Tensor, k: Tensor) -> bool:
+    """Whether heads would be whole groups if dimensions 1 and 2 were meant the other way round."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    is_divisible = heads > 0 and kv_heads > 0 and heads % kv_heads == 0
+    return is_divisible and bool(q.shape[2] % max(1, k.shape[2]))
 
 
 def _bind_dense(
@@ -76,13 +91,34 @@ def _bind_dense(
         alibi_slopes=(options.alibi_slopes, "num_heads"),
         sinks=(options.sinks, "num_heads"),
     )
+    if options.block_mask is not None:
+        _check_block_mask(options.block_mask, sizes)
     renamed = {"batch": "num_seqs", "query_len": "max_query_len", "seq_len": "max_seq_len"}
     return {renamed.get(name, name): size for name, size in sizes.items()}
+
+
+def _check_block_mask(block_mask: BlockMask, sizes: dict[str, int]) -> None:
+    """Raise ShapeError unless the mask has a block for every query and key, and no others."""
+    expected = [
+        ("batch", (1, sizes["batch"])),
+        ("num_heads", (1, sizes["num_heads"])),
+        ("q_blocks", (-(-sizes["query_len"] // block_mask.block_q),)),
+        ("k_blocks", (-(-sizes["seq_len"] // block_mask.block_k),)),
+    ]
+    for (name, wanted), size in zip(expected, block_mask.mask.shape, strict=True):
+        if size not in wanted:
+            raise ShapeError(
+                f"block_mask has {name}={size}, expected {' or '.join(map(str, wanted))}: "
+                f"query_len is {sizes['query_len']} with block_q={block_mask.block_q}, seq_len is "
+                f"{sizes['seq_len']} with block_k={block_mask.block_k}"
+            )
 
 
 def _bind_ragged(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
 ) -> dict[str, int]:
+    if options.block_mask is not None:
+        raise ShapeError("block_mask is given and cu_seqlens_q too: it is for dense batches")
     sizes = bind(
         q=(q, "num_tokens num_heads head_size"),
         k=(k, "num_keys num_kv_heads head_size"),

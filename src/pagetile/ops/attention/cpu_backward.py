@@ -25,6 +25,7 @@ import torch
 
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
+from ...tiles.cpu.block_mask import hidden_end, mask_fields, sees_blocks
 from ...tiles.cpu.compile import entry, folded, inner
 from ...tiles.cpu.gemm import load_rows, multiply, transpose
 from ...tiles.cpu.simd import (
@@ -53,7 +54,8 @@ Call = namedtuple(
     "dq dk dv q k v d_out lse delta starts key_starts slopes"
     " group num_heads head_size v_head_size width v_width num_keys"
     " q_seq q_token q_head k_seq k_token k_head v_seq v_token v_head do_seq do_token do_head"
-    " query_len seq_len scale cap causal window chunk",
+    " query_len seq_len scale cap causal window chunk"
+    " block_mask mask_seq mask_head mask_row block_q block_k",
 )
 Scratch = namedtuple("Scratch", "q d_out k k_turned v_turned s ds dk dv rest lse delta")
 Item = namedtuple("Item", "seq kv_head first_row end_row first_key end_key part")
@@ -114,7 +116,9 @@ def _walk_queries(call, scratch, item, first, end, n):
     for g in range(call.group):
         head = item.kv_head * call.group + g
         for m in range(first, end, TILE):
-            _add_tile(call, scratch, item, head, m, min(TILE, end - m), n, keys)
+            rows = min(TILE, end - m)
+            if call.block_q == 0 or sees_blocks(call, item.seq, head, m, rows, n, keys):
+                _add_tile(call, scratch, item, head, m, rows, n, keys)
     to = (item.part * call.num_keys + item.first_key + n) * (call.num_heads // call.group)
     _store_rows(call.dk, to + item.kv_head, scratch.dk, keys, call.width, call)
     _store_rows(call.dv, to + item.kv_head, scratch.dv, keys, call.v_width, call)
@@ -176,6 +180,8 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
     )  # fmt: skip
     position = m + item.end_key - item.end_row
     _differentiate_tile(call, scratch, head, position - n, rows, keys, columns)
+    if call.block_q > 0:
+        _hide_blocks(call, scratch, item.seq, head, m, rows, n, keys)
     multiply(
         scratch.dv, 0, v_width, scratch.s, 0, 1, TILE, scratch.d_out, v_width,
         (keys + 3) // 4 * 4, v_width, rows, True,
@@ -238,6 +244,19 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
         scratch.ds[r * TILE : r * TILE + columns] = 0
 
 
+@inner()
+def _hide_blocks(call, scratch, seq, head, m, rows, n, keys):
+    """Zero the weights and gradients of scores that the block mask hides."""
+    for r in range(rows):
+        key = n
+        while key < n + keys:
+            hidden = hidden_end(call, seq, head, m + r, key, n + keys)
+            for c in range(key - n, hidden - n):
+                scratch.s[r * TILE + c] = 0
+                scratch.ds[r * TILE + c] = 0
+            key = hidden if hidden > key else (key // call.block_k + 1) * call.block_k
+
+
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run ``problem``, or None if it can."""
     return refuse(device, q=problem.dtype)
@@ -267,7 +286,7 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
         num_keys, *(s for t in (q, k, v, d_out) for s in strides_of(t)),
         problem.max_query_len, problem.max_seq_len, float(options.softmax_scale),
         float(options.logits_soft_cap or 0.0), bool(options.causal),
-        int(options.sliding_window or 0), chunk,
+        int(options.sliding_window or 0), chunk, *mask_fields(options.block_mask),
     )  # fmt: skip
     counter = np.zeros(1, np.int64)
     sizes = problem.num_seqs, problem.num_kv_heads, num_chunks

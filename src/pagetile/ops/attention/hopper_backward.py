@@ -31,10 +31,15 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     reason = refuse(device, problem.dtype, problem.head_size, problem.v_head_size)
     if reason is not None:
         return reason
+    if problem.head_size != problem.v_head_size:
+        sizes = f"head_size is {problem.head_size} and v_head_size {problem.v_head_size}"
+        return f"{sizes}; equal sizes run"
     if problem.is_ragged:
         return "the batch is ragged; dense ones run"
-    if not problem.is_plain:
+    if problem.has_score_mods:
         return "scores are capped or biased; plain ones run"
+    if problem.is_block_sparse:
+        return "there is a block mask; dense ones run"
     if not problem.num_tokens or not problem.max_seq_len:
         return "there are no queries or no keys"
     return None

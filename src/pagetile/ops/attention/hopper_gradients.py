@@ -16,8 +16,8 @@ What the keys of one program give to a query is a part of its gradient. Both war
 ``dS`` of a tile in shared memory, each computes 64 × 64 of the part from it, and adds that to what
 other programs gave, in float32, **in no fixed order**: the last bits differ from run to run.
 
-Nobody waits for the other in the same step: a part is computed a step after its ``dS``, so one
-warpgroup may multiply while the other takes exponentials.
+Neither warpgroup waits for the other in the same step: a part is computed a step after its ``dS``,
+so one may multiply while the other takes exponentials.
 """
 
 import triton
@@ -32,12 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import product_layout
-from ...tiles.hopper.ring import Turns, make_turns
+from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 from .hopper_walk import (
     ROWS,
     SWIZZLED,
     Batch,
-    Form,
+    HopperGradientsConfig,
     Warpgroup,
     advance,
     as_tile,
@@ -56,15 +56,15 @@ __all__ = ["finish_kernel", "gradients_kernel"]
 
 @aggregate
 class Shares:
-    """``dS`` of two tiles, and whose turn it is."""
+    """``dS`` of two tiles in shared memory, and its barriers."""
 
     ds: gl.shared_memory_descriptor  # [2 steps * 2 warpgroups, ROWS, TILE_M]
-    turns: Turns
+    barriers: PipelineBarriers
 
     @gluon.constexpr_function
-    def __init__(self, ds, turns):
+    def __init__(self, ds, barriers):
         self.ds = ds
-        self.turns = turns
+        self.barriers = barriers
 
 
 @gluon.jit
@@ -74,119 +74,119 @@ def _part_of(piece, R: gl.constexpr, C: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _start_part(memory, shares, step, form, WG: gl.constexpr):
+def _start_part(memory, shares, step, config, WG: gl.constexpr):
     """Start the products of a warpgroup's 64 × 64 of the queries' gradients."""
     dq = gl.zeros([64, 64], gl.float32, product_layout(64))
     for w in gl.static_range(2):
         ds = shares.ds.index(step % 2 * 2 + w)
-        if form.WIDTH == 128:  # a tile has 64 rows: half of its columns
+        if config.WIDTH == 128:  # a tile has 64 rows: half of its columns
             ds = ds.permute((1, 0))
-            k = _part_of(memory.k.index(w), ROWS, form.WIDTH, WG)
+            k = _part_of(memory.k.index(w), ROWS, config.WIDTH, WG)
         else:
-            ds = _part_of(ds, ROWS, form.TILE_M, WG).permute((1, 0))
-            k = as_tile(memory.k.index(w), ROWS, form.WIDTH)
+            ds = _part_of(ds, ROWS, config.TILE_M, WG).permute((1, 0))
+            k = as_tile(memory.k.index(w), ROWS, config.WIDTH)
         dq = warpgroup_mma(ds, k, dq, use_acc=w > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def _add_part(d_q, dq, row, form, WG: gl.constexpr):
+def _add_part(d_q, dq, row, config, WG: gl.constexpr):
     """Add a part to the sums of the tile that begins with ``row``, 16 bytes a thread."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     dq = gl.convert_layout(dq, LAYOUT)
     r = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     c = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
-    if form.WIDTH == 128:
+    if config.WIDTH == 128:
         c += WG * 64
     else:
         r += WG * 64
-    gl.atomic_add(d_q + (row + r).to(gl.int64) * form.WIDTH + c, dq, sem="relaxed")
+    gl.atomic_add(d_q + (row + r).to(gl.int64) * config.WIDTH + c, dq, sem="relaxed")
 
 
 @gluon.jit
 def _step(
-    d_q, dk, dv, memory, shares, use, previous_row, reach, num_keys, window, scale, form,
+    d_q, dk, dv, memory, shares, use, previous_row, causal_limit, num_keys, window, scale, config,
     WG: gl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries gives, and what the tile before it gets."""
-    M: gl.constexpr = form.TILE_M
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(form.WIDTH), 2)
-    slot = memory.turns.slot(0, use)
-    k = as_tile(memory.k.index(WG), ROWS, form.WIDTH)
-    v = as_tile(memory.v.index(WG), ROWS, form.WIDTH)
-    q = as_tile(memory.q.index(slot), M, form.WIDTH)
-    d_out = as_tile(memory.d_out.index(slot), M, form.WIDTH)
-    memory.turns.wait_full(0, use)
-    s = start_scores(k, q, form)
-    dp = start_scores(v, d_out, form)
+    """Add a tile's part of ``dK`` and ``dV``, and the previous tile's part of ``dQ``."""
+    M: gl.constexpr = config.TILE_M
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.WIDTH), 2)
+    slot = memory.barriers.slot(0, use)
+    k = as_tile(memory.k.index(WG), ROWS, config.WIDTH)
+    v = as_tile(memory.v.index(WG), ROWS, config.WIDTH)
+    q = as_tile(memory.q.index(slot), M, config.WIDTH)
+    d_out = as_tile(memory.d_out.index(slot), M, config.WIDTH)
+    memory.barriers.wait_full(0, use)
+    s = start_scores(k, q, config)
+    dp = start_scores(v, d_out, config)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = weigh(s, memory.lse2.index(slot), reach, num_keys, window, scale, form)
+    p = weigh(s, memory.lse2.index(slot), causal_limit, num_keys, window, scale, config)
     weights = gl.convert_layout(p.to(k.dtype), P_LAYOUT, assert_trivial=True)
     dv = warpgroup_mma(weights, d_out, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = p * (dp - numbers(memory.delta.index(slot), dp))
 
-    # Where this goes, the other has taken its part of the step before the last one from, and its
-    # own of the last step is there.
-    shares.turns.wait_full(1 - WG, use)
-    ours = shares.ds.index(use % 2 * 2 + WG)
-    ours.store(ds.to(k.dtype))
+    # Wait until the other warpgroup has read this slot two steps ago, and has filled its own slot
+    # of the last step.
+    shares.barriers.wait_full(1 - WG, use)
+    own_ds = shares.ds.index(use % 2 * 2 + WG)
+    own_ds.store(ds.to(k.dtype))
     fence_async_shared()
-    dq = _start_part(memory, shares, use + 1, form, WG)
-    dk = warpgroup_mma(ours, q, dk, is_async=True)
+    dq = _start_part(memory, shares, use + 1, config, WG)
+    dk = warpgroup_mma(own_ds, q, dk, is_async=True)
     dq, dv, weights = warpgroup_mma_wait(1, deps=(dq, dv, weights))
-    shares.turns.fill(WG, use + 1)
-    _add_part(d_q, dq, previous_row, form, WG)
+    shares.barriers.fill(WG, use + 1)
+    _add_part(d_q, dq, previous_row, config, WG)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    memory.turns.release(0, use)
+    memory.barriers.release(0, use)
     return dk, dv
 
 
 @gluon.jit
-def _walk_role(d_q, d_k, d_v, memory, shares, batch, scale, softmax_scale, form, warpgroup):
+def _walk_role(d_q, d_k, d_v, memory, shares, batch, scale, softmax_scale, config, warpgroup):
     """A warpgroup: all tiles of queries that see the program's keys."""
     WG: gl.constexpr = warpgroup.INDEX
-    M: gl.constexpr = form.TILE_M
-    walk = find_walk(batch, form)
-    dk = gl.zeros([ROWS, form.WIDTH], gl.float32, product_layout(form.WIDTH))
-    dv = gl.zeros([ROWS, form.WIDTH], gl.float32, product_layout(form.WIDTH))
+    M: gl.constexpr = config.TILE_M
+    walk = find_walk(batch, config)
+    dk = gl.zeros([ROWS, config.WIDTH], gl.float32, product_layout(config.WIDTH))
+    dv = gl.zeros([ROWS, config.WIDTH], gl.float32, product_layout(config.WIDTH))
 
     # Before the first step comes one of zeros: its part is added to the first tile.
     zeros = gl.zeros([ROWS, M], shares.ds.dtype, product_layout(M))
     shares.ds.index(2 + WG).store(zeros)
     fence_async_shared()
-    shares.turns.fill(WG, 0)
-    memory.keys_turns.wait_full(0, 0)
+    shares.barriers.fill(WG, 0)
+    memory.keys_barriers.wait_full(0, 0)
     tile = walk.start
-    head_row = (walk.kv_head * form.GROUP * batch.num_seqs + walk.seq) * batch.pitch
+    head_row = (walk.kv_head * config.GROUP * batch.num_seqs + walk.seq) * batch.pitch
     previous_row = head_row + tile * M
     num_keys = batch.seq_len - walk.first_key - WG * ROWS  # from the warpgroup's first on
-    num_steps = form.GROUP * (walk.high - walk.low)
+    num_steps = config.GROUP * (walk.high - walk.low)
     for use in range(num_steps):
-        reach = tile * M + num_keys - batch.query_len
+        causal_limit = tile * M + num_keys - batch.query_len
         dk, dv = _step(
-            d_q, dk, dv, memory, shares, use, previous_row, reach, num_keys, batch.window, scale,
-            form, WG,
+            d_q, dk, dv, memory, shares, use, previous_row, causal_limit, num_keys, batch.window,
+            scale, config, WG,
         )  # fmt: skip
         previous_row = head_row + tile * M
-        tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
-    shares.turns.wait_full(1 - WG, num_steps)
+        tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, config)
+    shares.barriers.wait_full(1 - WG, num_steps)
     if num_steps > 0:  # else the compiler prepares this before the loop, where registers are few
-        dq = _start_part(memory, shares, num_steps + 1, form, WG)
+        dq = _start_part(memory, shares, num_steps + 1, config, WG)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        _add_part(d_q, dq, previous_row, form, WG)
-    store_rows(d_k, dk * softmax_scale, WG * ROWS, 0, walk, batch, form)
-    store_rows(d_v, dv, WG * ROWS, 0, walk, batch, form)
+        _add_part(d_q, dq, previous_row, config, WG)
+    store_rows(d_k, dk * softmax_scale, WG * ROWS, 0, walk, batch, config)
+    store_rows(d_v, dv, WG * ROWS, 0, walk, batch, config)
 
 
 @gluon.jit
-def _compute_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup):
-    if form.WIDTH == 256:
+def _compute_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup):
+    if config.WIDTH == 256:
         walk_half_role(
-            d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup
+            d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup
         )  # fmt: skip
     else:
-        _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup)
+        _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup)
 
 
 @gluon.jit
@@ -223,20 +223,22 @@ def gradients_kernel(
     LOADING: gl.constexpr,
 ):
     """The kernel; see above. Grid: tiles of keys × KV heads × sequences."""
-    form = Form(HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END)
+    config = HopperGradientsConfig(
+        HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END
+    )
     batch = Batch(
         num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
     )  # fmt: skip
     if WIDTH == 256:
-        weights = make_weights(q_desc.dtype, form)
-        memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, form)
+        weights = make_weights(q_desc.dtype, config)
+        memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, config)
     else:
-        memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, form)
+        memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, config)
         ds = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, TILE_M], SWIZZLED)
-        weights = Shares(ds, make_turns(2, 2, 1, 1))
+        weights = Shares(ds, make_barriers(2, 2, 1, 1))
     fence_async_shared()
-    work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form)
-    load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, form)
+    work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config)
+    load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, config)
     gl.warp_specialize(
         [
             (_compute_role, work + (Warpgroup(0),)),  # noqa: RUF005

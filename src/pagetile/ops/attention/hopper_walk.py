@@ -1,7 +1,7 @@
-"""What the gradients of attention on Hopper share: a program's keys, and its walk over the queries.
+"""Loading and iteration shared by the gradient kernels on Hopper.
 
-One warp of a program fetches: its keys and values first, then tile after tile of queries, of what
-came back of them, and two numbers a row. See ``hopper_gradients`` for what is done with them.
+One warp of a program loads K and V first, then for each tile of queries Q, dO, ``lse2`` and
+``delta``. See ``hopper_gradients`` for the products.
 """
 
 from triton.experimental import gluon
@@ -10,13 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import product_layout, wide_rows
-from ...tiles.hopper.ring import Turns, make_turns
+from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 
 __all__ = [
     "ROWS",
     "SWIZZLED",
     "Batch",
-    "Form",
+    "HopperGradientsConfig",
     "Memory",
     "Walk",
     "Warpgroup",
@@ -37,8 +37,8 @@ SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
 
 @aggregate
-class Form:
-    """What a kernel is compiled for."""
+class HopperGradientsConfig:
+    """The constants that the gradient kernels are compiled for."""
 
     HEAD_SIZE: gl.constexpr
     WIDTH: gl.constexpr  # columns of a tile: the head's, and zeros
@@ -97,7 +97,7 @@ class Walk:
     first_key: gl.tensor
     low: gl.tensor  # tiles of queries are low, low + 1, … high - 1
     high: gl.tensor
-    start: gl.tensor  # where the round begins
+    start: gl.tensor  # the first tile of the cycle
 
     @gluon.constexpr_function
     def __init__(self, seq, kv_head, first_key, low, high, start):
@@ -111,52 +111,52 @@ class Walk:
 
 @aggregate
 class Memory:
-    """What is loaded into shared memory, and whose turn it is."""
+    """Tiles in shared memory, and their barriers."""
 
     k: gl.shared_memory_descriptor  # [KEYS / ROWS, 1, 1, ROWS, WIDTH]
     v: gl.shared_memory_descriptor
-    keys_turns: Turns
+    keys_barriers: PipelineBarriers
     q: gl.shared_memory_descriptor  # [stages, 1, 1, TILE_M, WIDTH]
     d_out: gl.shared_memory_descriptor
     lse2: gl.shared_memory_descriptor  # [stages, 1, TILE_M]
     delta: gl.shared_memory_descriptor
-    turns: Turns
+    barriers: PipelineBarriers
 
     @gluon.constexpr_function
-    def __init__(self, k, v, keys_turns, q, d_out, lse2, delta, turns):
+    def __init__(self, k, v, keys_barriers, q, d_out, lse2, delta, barriers):
         self.k = k
         self.v = v
-        self.keys_turns = keys_turns
+        self.keys_barriers = keys_barriers
         self.q = q
         self.d_out = d_out
         self.lse2 = lse2
         self.delta = delta
-        self.turns = turns
+        self.barriers = barriers
 
 
 @gluon.jit
-def make_memory(k_desc, q_desc, lse2_desc, STAGES: gl.constexpr, form):
+def make_memory(k_desc, q_desc, lse2_desc, STAGES: gl.constexpr, config):
     """Room for a program's keys and values, and for ``STAGES`` tiles of queries."""
     dtype: gl.constexpr = q_desc.dtype
-    PARTS: gl.constexpr = form.KEYS // ROWS
-    keys: gl.constexpr = [PARTS, 1, 1, ROWS, form.WIDTH]
-    queries: gl.constexpr = [STAGES, 1, 1, form.TILE_M, form.WIDTH]
-    rows: gl.constexpr = [STAGES, 1, form.TILE_M]
+    PARTS: gl.constexpr = config.KEYS // ROWS
+    keys: gl.constexpr = [PARTS, 1, 1, ROWS, config.WIDTH]
+    queries: gl.constexpr = [STAGES, 1, 1, config.TILE_M, config.WIDTH]
+    rows: gl.constexpr = [STAGES, 1, config.TILE_M]
     return Memory(
         gl.allocate_shared_memory(dtype, keys, k_desc.layout),
         gl.allocate_shared_memory(dtype, keys, k_desc.layout),
-        make_turns(1, 1, 1, 1),
+        make_barriers(1, 1, 1, 1),
         gl.allocate_shared_memory(dtype, queries, q_desc.layout),
         gl.allocate_shared_memory(dtype, queries, q_desc.layout),
         gl.allocate_shared_memory(gl.float32, rows, lse2_desc.layout),
         gl.allocate_shared_memory(gl.float32, rows, lse2_desc.layout),
-        make_turns(1, STAGES, 1, 2),
+        make_barriers(1, STAGES, 1, 2),
     )
 
 
 @aggregate
 class Warpgroup:
-    """Which of the two."""
+    """Which of the two computing warpgroups."""
 
     INDEX: gl.constexpr
 
@@ -166,9 +166,9 @@ class Warpgroup:
 
 
 @gluon.jit
-def find_walk(batch, form):
+def find_walk(batch, config):
     """Sections one after another; in each the first keys first, which most queries see."""
-    M: gl.constexpr = form.TILE_M
+    M: gl.constexpr = config.TILE_M
     program = gl.program_id(0)
     num_pairs = batch.num_seqs * batch.num_kv_heads
     first_pair = program // (batch.section * batch.key_tiles) * batch.section
@@ -176,56 +176,56 @@ def find_walk(batch, form):
     width = gl.minimum(batch.section, num_pairs - first_pair)
     pair = first_pair + rest % width
     tile = rest // width
-    first_key = tile * form.KEYS
+    first_key = tile * config.KEYS
     shift = batch.seq_len - batch.query_len
     low = 0
     high = gl.cdiv(batch.query_len, M)
-    if form.HAS_WINDOW:
-        last = gl.maximum(first_key + form.KEYS - 1 + batch.window - shift, 0)
+    if config.HAS_WINDOW:
+        last = gl.maximum(first_key + config.KEYS - 1 + batch.window - shift, 0)
         high = gl.minimum(high, gl.cdiv(last, M))
     start = 0
-    if form.CAUSAL:
+    if config.CAUSAL:
         low = gl.minimum(gl.maximum(first_key - shift, 0) // M, high)
         start = low
     else:  # programs begin apart, so that they add to different queries
-        start = tile * (form.KEYS // M) % gl.maximum(high, 1)
+        start = tile * (config.KEYS // M) % gl.maximum(high, 1)
     seq = pair // batch.num_kv_heads
     return Walk(seq, pair % batch.num_kv_heads, first_key, low, high, start)
 
 
 @gluon.jit
-def advance(walk, tile, head, step, form):
-    """The next tile of the round; after the last the next head's, ``step`` further."""
+def advance(walk, tile, head, step, config):
+    """The next tile of the cycle; after the last the next head's, ``step`` further."""
     tile += 1
     tile = gl.where(tile == walk.high, walk.low, tile)
-    if form.GROUP > 1:
+    if config.GROUP > 1:
         head = gl.where(tile == walk.start, head + step, head)
     return tile, head
 
 
 @gluon.jit
-def load_role(k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, form):
-    """One warp: fetch keys and values, then queries and what came back of them."""
-    M: gl.constexpr = form.TILE_M
-    walk = find_walk(batch, form)
-    ready = memory.keys_turns.expect(0, 0, 2 * form.KEYS * form.WIDTH * 2)
-    for w in gl.static_range(form.KEYS // ROWS):
+def load_role(k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, config):
+    """One warp: load K and V, then tiles of Q, dO, ``lse2`` and ``delta``."""
+    M: gl.constexpr = config.TILE_M
+    walk = find_walk(batch, config)
+    ready = memory.keys_barriers.expect(0, 0, 2 * config.KEYS * config.WIDTH * 2)
+    for w in gl.static_range(config.KEYS // ROWS):
         keys = [walk.seq, walk.kv_head, walk.first_key + w * ROWS, 0]
         tma.async_copy_global_to_shared(k_desc, keys, ready, memory.k.index(w))
         tma.async_copy_global_to_shared(v_desc, keys, ready, memory.v.index(w))
     tile = walk.start
-    head = walk.kv_head * form.GROUP
-    for use in range(form.GROUP * (walk.high - walk.low)):
-        slot = memory.turns.slot(0, use)
-        memory.turns.wait_empty(0, use)
-        ready = memory.turns.expect(0, use, 2 * M * form.WIDTH * 2 + 2 * M * 4)
+    head = walk.kv_head * config.GROUP
+    for use in range(config.GROUP * (walk.high - walk.low)):
+        slot = memory.barriers.slot(0, use)
+        memory.barriers.wait_empty(0, use)
+        ready = memory.barriers.expect(0, use, 2 * M * config.WIDTH * 2 + 2 * M * 4)
         queries = [walk.seq, head, tile * M, 0]
         rows = [0, (head * batch.num_seqs + walk.seq) * batch.pitch + tile * M]
         tma.async_copy_global_to_shared(q_desc, queries, ready, memory.q.index(slot))
         tma.async_copy_global_to_shared(lse2_desc, rows, ready, memory.lse2.index(slot))
         tma.async_copy_global_to_shared(d_out_desc, queries, ready, memory.d_out.index(slot))
         tma.async_copy_global_to_shared(delta_desc, rows, ready, memory.delta.index(slot))
-        tile, head = advance(walk, tile, head, 1, form)
+        tile, head = advance(walk, tile, head, 1, config)
 
 
 @gluon.jit
@@ -243,35 +243,35 @@ def numbers(piece, s):
 
 
 @gluon.jit
-def start_scores(a, b, form):
+def start_scores(a, b, config):
     """Start the product of a warpgroup's keys or values with a tile's ``q`` or ``d_out``."""
-    s = gl.zeros([ROWS, form.TILE_M], gl.float32, product_layout(form.TILE_M))
+    s = gl.zeros([ROWS, config.TILE_M], gl.float32, product_layout(config.TILE_M))
     return warpgroup_mma(a, b.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def weigh(s, lse2, reach, num_keys, window, scale, form):
+def weigh(s, lse2, causal_limit, num_keys, window, scale, config):
     """From a tile's scores to its weights."""
     p = gl.exp2(s * scale - numbers(lse2, s))
-    if form.CAUSAL or form.HAS_WINDOW or form.HAS_END:
-        p = _hide(p, reach, num_keys, window, form)
+    if config.CAUSAL or config.HAS_WINDOW or config.HAS_END:
+        p = _apply_mask(p, causal_limit, num_keys, window, config)
     return p
 
 
 @gluon.jit
-def _hide(p, reach, num_keys, window, form):
-    """0 where a query does not see a key; ``reach`` is the first query's own key."""
+def _apply_mask(p, causal_limit, num_keys, window, config):
+    """0 where a query does not see a key; ``causal_limit`` is the first query's own key."""
     LAYOUT: gl.constexpr = p.type.layout
     key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
-    own = reach + gl.arange(0, form.TILE_M, gl.SliceLayout(0, LAYOUT))[None, :]
-    seen = key <= own if form.CAUSAL else key < num_keys
-    if form.HAS_WINDOW:
+    own = causal_limit + gl.arange(0, config.TILE_M, gl.SliceLayout(0, LAYOUT))[None, :]
+    seen = key <= own if config.CAUSAL else key < num_keys
+    if config.HAS_WINDOW:
         seen = seen & (key > own - window)
     return gl.where(seen, p, 0.0)
 
 
 @gluon.jit
-def store_rows(out, value, first_row, FIRST_COLUMN: gl.constexpr, walk, batch, form):
+def store_rows(out, value, first_row, FIRST_COLUMN: gl.constexpr, walk, batch, config):
     """Write a warpgroup's sums, a part of the program's keys or columns, in whole sectors."""
     COLUMNS: gl.constexpr = value.shape[1]
     WIDE: gl.constexpr = wide_rows(COLUMNS)
@@ -279,6 +279,6 @@ def store_rows(out, value, first_row, FIRST_COLUMN: gl.constexpr, walk, batch, f
     key = walk.first_key + first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     column = FIRST_COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE))[None, :]
     token = walk.seq.to(gl.int64) * batch.seq_len + key
-    at = (token * batch.num_kv_heads + walk.kv_head) * form.HEAD_SIZE
-    inside = (key < batch.seq_len)[:, None] & (column < form.HEAD_SIZE)
+    at = (token * batch.num_kv_heads + walk.kv_head) * config.HEAD_SIZE
+    inside = (key < batch.seq_len)[:, None] & (column < config.HEAD_SIZE)
     gl.store(out + at[:, None] + column, value, inside)

@@ -1,15 +1,15 @@
 """The gradients of attention on Hopper for heads wider than 128; see ``hopper_gradients``.
 
 What is summed up of 64 keys, 2 × 256 columns, fills the registers of two warpgroups. So a program
-holds 64 keys, and each warpgroup half of the columns of all three sums. One makes the weights, the
-other what they change by::
+holds 64 keys, and each warpgroup half of the columns of all three sums. One computes ``P``, the
+other ``dS``::
 
     0:  Pᵀ = exp(k qᵀ - lse) ─┐                        ┌─ dV += Pᵀ dO   dK += dSᵀ q   dQ += dS k
                               ├─ shared memory, both ──┤
     1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ of columns 0 to 127, and from 128 on
 
-The first uses ``dS`` a step after the second made it: so it waits for nothing of the same step, and
-multiplies while the other has scores to change.
+The first uses ``dS`` a step after the second made it, so it waits for nothing of the same step and
+multiplies while the other computes ``dS``.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import product_layout, wide_rows
-from ...tiles.hopper.ring import Turns, make_turns
+from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 from .hopper_walk import (
     ROWS,
     SWIZZLED,
@@ -42,28 +42,28 @@ HALF = gl.constexpr(128)  # columns of a warpgroup
 
 @aggregate
 class Weights:
-    """``P`` and ``dS`` of two tiles, and whose turn it is."""
+    """``P`` and ``dS`` of two tiles in shared memory, and their barriers."""
 
     p: gl.shared_memory_descriptor  # [2, ROWS, TILE_M]
-    p_turns: Turns
+    p_barriers: PipelineBarriers
     ds: gl.shared_memory_descriptor  # of the step before at ``use``, of this one at ``use + 1``
-    ds_turns: Turns
+    ds_barriers: PipelineBarriers
 
     @gluon.constexpr_function
-    def __init__(self, p, p_turns, ds, ds_turns):
+    def __init__(self, p, p_barriers, ds, ds_barriers):
         self.p = p
-        self.p_turns = p_turns
+        self.p_barriers = p_barriers
         self.ds = ds
-        self.ds_turns = ds_turns
+        self.ds_barriers = ds_barriers
 
 
 @gluon.jit
-def make_weights(dtype: gl.constexpr, form):
+def make_weights(dtype: gl.constexpr, config):
     """Room for two tiles of each."""
-    p = gl.allocate_shared_memory(dtype, [2, ROWS, form.TILE_M], SWIZZLED)
-    p_turns = make_turns(1, 2, 1, 1)
-    ds = gl.allocate_shared_memory(dtype, [2, ROWS, form.TILE_M], SWIZZLED)
-    return Weights(p, p_turns, ds, make_turns(1, 2, 1, 1))
+    p = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
+    p_barriers = make_barriers(1, 2, 1, 1)
+    ds = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
+    return Weights(p, p_barriers, ds, make_barriers(1, 2, 1, 1))
 
 
 @gluon.jit
@@ -73,123 +73,123 @@ def _half_of(piece, R: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _start_half(ds, k_half, form):
+def _start_half(ds, k_half, config):
     """Start the product of a warpgroup's half of the queries' gradients."""
-    dq = gl.zeros([form.TILE_M, HALF], gl.float32, product_layout(HALF))
+    dq = gl.zeros([config.TILE_M, HALF], gl.float32, product_layout(HALF))
     return warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_half(d_q, dq, row, form, WG: gl.constexpr):
+def _add_half(d_q, dq, row, config, WG: gl.constexpr):
     """Add it to the sums of the tile that begins with ``row``, 16 bytes a thread."""
     LAYOUT: gl.constexpr = wide_rows(HALF)
     dq = gl.convert_layout(dq, LAYOUT)
-    r = row + gl.arange(0, form.TILE_M, gl.SliceLayout(1, LAYOUT))[:, None]
+    r = row + gl.arange(0, config.TILE_M, gl.SliceLayout(1, LAYOUT))[:, None]
     c = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.atomic_add(d_q + r.to(gl.int64) * form.WIDTH + c, dq, sem="relaxed")
+    gl.atomic_add(d_q + r.to(gl.int64) * config.WIDTH + c, dq, sem="relaxed")
 
 
 @gluon.jit
 def _weigh_step(
-    d_q, dk, dv, memory, weights, use, previous_row, reach, num_keys, window, scale, form
+    d_q, dk, dv, memory, weights, use, previous_row, causal_limit, num_keys, window, scale, config
 ):  # fmt: skip
-    """Make a tile's weights; use them, and what those of the tile before it change by."""
-    M: gl.constexpr = form.TILE_M
-    slot = memory.turns.slot(0, use)
-    last_slot = memory.turns.slot(0, gl.maximum(use - 1, 0))
-    q = as_tile(memory.q.index(slot), M, form.WIDTH)
-    k = as_tile(memory.k.index(0), ROWS, form.WIDTH)
+    """The first warpgroup: ``P`` of a tile, and products with it and the previous ``dS``."""
+    M: gl.constexpr = config.TILE_M
+    slot = memory.barriers.slot(0, use)
+    last_slot = memory.barriers.slot(0, gl.maximum(use - 1, 0))
+    q = as_tile(memory.q.index(slot), M, config.WIDTH)
+    k = as_tile(memory.k.index(0), ROWS, config.WIDTH)
     ds = weights.ds.index(use % 2)
-    memory.turns.wait_full(0, use)
-    s = start_scores(k, q, form)
-    weights.ds_turns.wait_full(0, use)
+    memory.barriers.wait_full(0, use)
+    s = start_scores(k, q, config)
+    weights.ds_barriers.wait_full(0, use)
     dk = warpgroup_mma(ds, _half_of(memory.q.index(last_slot), M, 0), dk, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = weigh(s, memory.lse2.index(slot), reach, num_keys, window, scale, form)
-    weights.p_turns.wait_empty(0, use)
+    p = weigh(s, memory.lse2.index(slot), causal_limit, num_keys, window, scale, config)
+    weights.p_barriers.wait_empty(0, use)
     weights.p.index(use % 2).store(p.to(k.dtype))
     fence_async_shared()
-    weights.p_turns.fill(0, use)
+    weights.p_barriers.fill(0, use)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    memory.turns.release_last(0, use)
-    dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), form)
+    memory.barriers.release_last(0, use)
+    dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), config)
     d_out_half = _half_of(memory.d_out.index(slot), M, 0)
     dv = warpgroup_mma(weights.p.index(use % 2), d_out_half, dv, is_async=True)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    weights.ds_turns.release(0, use)
-    _add_half(d_q, dq, previous_row, form, 0)
+    weights.ds_barriers.release(0, use)
+    _add_half(d_q, dq, previous_row, config, 0)
     dv = warpgroup_mma_wait(0, deps=(dv,))
     return dk, dv
 
 
 @gluon.jit
-def _change_step(d_q, dk, dv, memory, weights, use, row, form):
+def _change_step(d_q, dk, dv, memory, weights, use, row, config):
     """Make what a tile's weights change by; use both."""
-    M: gl.constexpr = form.TILE_M
-    slot = memory.turns.slot(0, use)
-    v = as_tile(memory.v.index(0), ROWS, form.WIDTH)
-    d_out = as_tile(memory.d_out.index(slot), M, form.WIDTH)
+    M: gl.constexpr = config.TILE_M
+    slot = memory.barriers.slot(0, use)
+    v = as_tile(memory.v.index(0), ROWS, config.WIDTH)
+    d_out = as_tile(memory.d_out.index(slot), M, config.WIDTH)
     shared_p = weights.p.index(use % 2)
     shared_ds = weights.ds.index((use + 1) % 2)
-    memory.turns.wait_full(0, use)
-    dp = warpgroup_mma_wait(0, deps=(start_scores(v, d_out, form),))
-    weights.p_turns.wait_full(0, use)
+    memory.barriers.wait_full(0, use)
+    dp = warpgroup_mma_wait(0, deps=(start_scores(v, d_out, config),))
+    weights.p_barriers.wait_full(0, use)
     S_LAYOUT: gl.constexpr = dp.type.layout
     p = shared_p.load(S_LAYOUT).to(gl.float32)
     ds = p * (dp - numbers(memory.delta.index(slot), dp))
-    weights.ds_turns.wait_empty(0, use + 1)
+    weights.ds_barriers.wait_empty(0, use + 1)
     shared_ds.store(ds.to(v.dtype))
     fence_async_shared()
-    weights.ds_turns.fill(0, use + 1)
-    dq = _start_half(shared_ds, _half_of(memory.k.index(0), ROWS, 1), form)
+    weights.ds_barriers.fill(0, use + 1)
+    dq = _start_half(shared_ds, _half_of(memory.k.index(0), ROWS, 1), config)
     dv = warpgroup_mma(shared_p, _half_of(memory.d_out.index(slot), M, 1), dv, is_async=True)
     dk = warpgroup_mma(shared_ds, _half_of(memory.q.index(slot), M, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=(dq,))
-    _add_half(d_q, dq, row, form, 1)
+    _add_half(d_q, dq, row, config, 1)
     dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-    weights.p_turns.release(0, use)
-    memory.turns.release(0, use)
+    weights.p_barriers.release(0, use)
+    memory.barriers.release(0, use)
     return dk, dv
 
 
 @gluon.jit
-def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, form, warpgroup):
+def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup):
     """A warpgroup: all tiles of queries that see the program's keys."""
     WG: gl.constexpr = warpgroup.INDEX
-    M: gl.constexpr = form.TILE_M
-    walk = find_walk(batch, form)
+    M: gl.constexpr = config.TILE_M
+    walk = find_walk(batch, config)
     dk = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     dv = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     if WG == 1:  # before the first step comes one of zeros
         weights.ds.index(0).store(gl.zeros([ROWS, M], weights.ds.dtype, product_layout(M)))
         fence_async_shared()
-        weights.ds_turns.fill(0, 0)
-    memory.keys_turns.wait_full(0, 0)
+        weights.ds_barriers.fill(0, 0)
+    memory.keys_barriers.wait_full(0, 0)
     tile = walk.start
-    head_row = (walk.kv_head * form.GROUP * batch.num_seqs + walk.seq) * batch.pitch
+    head_row = (walk.kv_head * config.GROUP * batch.num_seqs + walk.seq) * batch.pitch
     previous_row = head_row + tile * M
     num_keys = batch.seq_len - walk.first_key
-    num_steps = form.GROUP * (walk.high - walk.low)
+    num_steps = config.GROUP * (walk.high - walk.low)
     for use in range(num_steps):
         if WG == 0:
-            reach = tile * M + num_keys - batch.query_len
+            causal_limit = tile * M + num_keys - batch.query_len
             dk, dv = _weigh_step(
-                d_q, dk, dv, memory, weights, use, previous_row, reach, num_keys, batch.window,
-                scale, form,
+                d_q, dk, dv, memory, weights, use, previous_row, causal_limit, num_keys,
+                batch.window, scale, config,
             )  # fmt: skip
         else:
             row = head_row + tile * M
-            dk, dv = _change_step(d_q, dk, dv, memory, weights, use, row, form)
+            dk, dv = _change_step(d_q, dk, dv, memory, weights, use, row, config)
         previous_row = head_row + tile * M
-        tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, form)
+        tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, config)
     if WG == 0:  # noqa: SIM102
         if num_steps > 0:  # as in ``hopper_gradients``
             ds = weights.ds.index(num_steps % 2)
-            q_half = _half_of(memory.q.index(memory.turns.slot(0, num_steps - 1)), M, 0)
-            weights.ds_turns.wait_full(0, num_steps)
+            q_half = _half_of(memory.q.index(memory.barriers.slot(0, num_steps - 1)), M, 0)
+            weights.ds_barriers.wait_full(0, num_steps)
             dk = warpgroup_mma(ds, q_half, dk, is_async=True)
-            dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), form)
+            dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), config)
             dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
-            _add_half(d_q, dq, previous_row, form, 0)
-    store_rows(d_k, dk * softmax_scale, 0, WG * HALF, walk, batch, form)
-    store_rows(d_v, dv, 0, WG * HALF, walk, batch, form)
+            _add_half(d_q, dq, previous_row, config, 0)
+    store_rows(d_k, dk * softmax_scale, 0, WG * HALF, walk, batch, config)
+    store_rows(d_v, dv, 0, WG * HALF, walk, batch, config)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .block_mask import BlockMask
+
 __all__ = ["Lengths", "Options", "Problem"]
 
 
@@ -35,6 +37,7 @@ class Options:
     logits_soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    block_mask: BlockMask | None = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,20 @@ class Problem:
     is_ragged: bool
     has_alibi: bool = False
     logits_soft_cap: float | None = None
+    block_q: int = 0
+    """Queries of a block of the block mask; 0: there is none."""
+    block_k: int = 0
+    """Keys of a block of the block mask."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether scores are neither capped nor biased."""
-        return self.logits_soft_cap is None and not self.has_alibi
+    def has_score_mods(self) -> bool:
+        """Whether scores are capped or biased."""
+        return self.logits_soft_cap is not None or self.has_alibi
+
+    @property
+    def is_block_sparse(self) -> bool:
+        """Whether there is a block mask."""
+        return self.block_q > 0
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -32,7 +32,16 @@ def run(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     for rows, keys in sequences(lengths, problem.num_seqs):
         wide = q[rows].to(dtype), k[keys].to(dtype), v[keys].to(dtype)
-        out[rows], lse[rows] = attend(*wide, **vars(options))
+        out[rows], lse[rows] = attend(
+            *wide,
+            softmax_scale=options.softmax_scale,
+            causal=options.causal,
+            sliding_window=options.sliding_window,
+            logits_soft_cap=options.logits_soft_cap,
+            alibi_slopes=options.alibi_slopes,
+            sinks=options.sinks,
+            visible=_visible(problem, rows, options),
+        )
     return AttentionOutput(out, lse)
 
 
@@ -55,12 +64,27 @@ def run_backward(
     for rows, keys in sequences(lengths, problem.num_seqs):
         wide = q[rows].to(dtype), k[keys].to(dtype), v[keys].to(dtype), d_out[rows].to(dtype)
         d_row = 0.0 if d_lse is None else d_lse[rows].to(dtype).T[..., None]
-        d_q[rows], d_k[keys], d_v[keys] = _differentiate(*wide, d_row, options)
+        visible = _visible(problem, rows, options)
+        d_q[rows], d_k[keys], d_v[keys] = _differentiate(*wide, d_row, visible, options)
     return d_q, d_k, d_v
 
 
+def _visible(problem: Problem, rows: int | slice, options: Options) -> Tensor | None:
+    """One sequence's part of the block mask, ``[num_heads or 1, query_len, seq_len]``."""
+    if options.block_mask is None or isinstance(rows, slice):
+        return None
+    visible = options.block_mask.expand(problem.max_query_len, problem.max_seq_len)
+    return visible[rows if len(visible) > 1 else 0]
+
+
 def _differentiate(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor | float, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | float,
+    visible: Tensor | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One sequence, shaped as for ``attend``; ``d_lse`` ``[num_heads, query_len, 1]``."""
     num_kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -68,9 +92,11 @@ def _differentiate(
     scores = torch.einsum("qhd,khd->hqk", q, k) * options.softmax_scale
     slope: Tensor | float = 1.0
     if options.logits_soft_cap is not None:
-        bent = torch.tanh(scores / options.logits_soft_cap)
-        scores, slope = options.logits_soft_cap * bent, 1 - bent**2
-    scores = mask_scores(scores, options.causal, options.sliding_window, options.alibi_slopes)
+        tanh = torch.tanh(scores / options.logits_soft_cap)
+        scores, slope = options.logits_soft_cap * tanh, 1 - tanh**2
+    scores = mask_scores(
+        scores, options.causal, options.sliding_window, options.alibi_slopes, visible
+    )
     weights, _ = weigh(scores, options.sinks)
     d_weights = torch.einsum("qhd,khd->hqk", d_out, v)
     mean = (weights * d_weights).sum(dim=-1, keepdim=True)

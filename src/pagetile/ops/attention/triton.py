@@ -15,6 +15,7 @@ from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
 from ...tiles.triton.launch import POINTERS, Launcher, as_floats, refuse, window_of
+from . import triton_block_sparse
 from .problem import Lengths, Options, Problem, in_a_row
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -29,6 +30,10 @@ def run(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
 ) -> AttentionOutput:
     """One launch."""
+    if options.block_mask is not None and q.numel() and k.numel():
+        return AttentionOutput(
+            *triton_block_sparse.attend(problem, q, k, v, options, options.block_mask)
+        )
     shape = q.shape[:-1]
     q, k, v, starts, key_starts = in_a_row(q, k, v, lengths)
     out = q.new_empty(*q.shape[:2], problem.v_head_size)

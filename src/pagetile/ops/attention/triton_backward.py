@@ -14,6 +14,8 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launcher, is_aligned, refuse, window_of
 from .problem import Lengths, Options, Problem, strides_of
+from .tile_lists import fits_tiles, list_tiles
+from .triton_block_sparse import LIST_TYPES, list_arguments
 from .triton_gradients import key_gradients_kernel, prepare_kernel, query_gradients_kernel
 
 _HOPPER = (9, 0)  # has the copy engine
@@ -89,24 +91,40 @@ def run_backward(
     """Three launches: prepare rows, gradients of keys and values, gradients of queries."""
     device = DeviceInfo.of(q.device)
     d_q, d_k, d_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    block_mask = options.block_mask if q.numel() and k.numel() else None
+    tiles = key_tiles(problem, device), query_tiles(problem, device)
     launchers = make_launchers(
-        _Kind(
+        GradientsConfig(
             problem.dtype, problem.group, problem.head_size, problem.v_head_size,
             problem.is_ragged, options.causal, options.logits_soft_cap is not None,
             options.alibi_slopes is not None,
-            all(is_aligned(t) for t in (q, k, v, d_out)),
+            all(is_aligned(t) for t in (q, k, v, d_out)), block_mask is not None,
+            block_mask is not None
+            and not all(fits_tiles(block_mask, each.m, each.n) for each in tiles),
         ),
-        key_tiles(problem, device), query_tiles(problem, device),
+        *tiles,
     )  # fmt: skip
     delta, lse2 = prepare(problem, None, out, d_out, lse, d_lse)
     slopes = options.alibi_slopes
     slopes = lse2 if slopes is None else slopes.detach().float().contiguous()
     cu_q, cu_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
-    shared = (
-        lse2, delta, lse2 if cu_q is None else cu_q.contiguous(),
-        lse2 if cu_k is None else cu_k.contiguous(), slopes,
-        delta.shape[1], problem.max_query_len, problem.max_seq_len,
+    starts = (
+        lse2 if cu_q is None else cu_q.contiguous(), lse2 if cu_k is None else cu_k.contiguous()
     )  # fmt: skip
+    lengths_of_all = delta.shape[1], problem.max_query_len, problem.max_seq_len
+
+    def shared(each: Tiles, by_keys: bool) -> tuple[tuple[Any, ...], tuple[int, ...], Any]:
+        """What both kernels take: up to the lengths; then of the lists numbers, and strides."""
+        tensors, numbers = (lse2, lse2), (0, 0, 0)
+        list_strides: tuple[int, ...] = (0,) * 5
+        if block_mask is not None:
+            lists = list_tiles(
+                block_mask, problem.max_query_len, problem.max_seq_len, each.m, each.n,
+                causal=options.causal, sliding_window=options.sliding_window, by_keys=by_keys,
+            )  # fmt: skip
+            tensors, numbers, list_strides = list_arguments(block_mask, lists)
+        return (lse2, delta, *starts, slopes, *tensors, *lengths_of_all), numbers, list_strides
+
     scalars = (
         options.softmax_scale, options.logits_soft_cap or 0.0,
         window_of(options.sliding_window),
@@ -117,17 +135,20 @@ def run_backward(
     def launch() -> None:
         triton.set_allocator(_allocate)
         # All along x, which has room for any number: along y there are at most 65 535 programs.
+        first, numbers, last = shared(tiles[0], True)
         launchers.keys(
             (-(-problem.max_seq_len // n) * problem.num_seqs * problem.num_kv_heads, 1, 1),
-            d_k, d_v, q, k, v, d_out, *shared, problem.num_kv_heads, *scalars,
-            *strides, *strides_of(d_k), *strides_of(d_v),
+            d_k, d_v, q, k, v, d_out, *first, problem.num_kv_heads, *numbers, *scalars,
+            *strides, *strides_of(d_k), *strides_of(d_v), *last,
         )  # fmt: skip
+        first, numbers, last = shared(tiles[1], False)
         launchers.queries(
             (-(-problem.max_query_len // m) * problem.num_seqs * problem.num_heads, 1, 1),
-            d_q, q, k, v, d_out, *shared, problem.num_heads, *scalars, *strides, *strides_of(d_q),
+            d_q, q, k, v, d_out, *first, problem.num_heads, *numbers, *scalars,
+            *strides, *strides_of(d_q), *last,
         )  # fmt: skip
 
-    # Triton's allocator is a variable of the context: whoever has set one keeps it.
+    # Triton's allocator is a context variable: a copy of the context leaves the caller's as it is.
     contextvars.copy_context().run(launch)
     return d_q, d_k, d_v
 
@@ -170,8 +191,8 @@ def prepare(
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What a kernel is compiled for, beside its tiles."""
+class GradientsConfig:
+    """What the kernels of the gradients are compiled for, beside their tiles."""
 
     dtype: torch.dtype
     group: int
@@ -179,9 +200,12 @@ class _Kind:
     v_head_size: int
     is_ragged: bool
     is_causal: bool
-    is_capped: bool
-    is_tilted: bool
+    has_cap: bool
+    has_alibi: bool
     is_aligned: bool
+    is_sparse: bool = False
+    has_blocks: bool = False
+    """Whether a tile of a block-sparse call may have a mask of its own."""
 
 
 @dataclass(frozen=True)
@@ -191,43 +215,44 @@ class _Launchers:
 
 
 @functools.lru_cache(maxsize=256)
-def make_launchers(kind: _Kind, keys: Tiles, queries: Tiles) -> _Launchers:
+def make_launchers(config: GradientsConfig, keys: Tiles, queries: Tiles) -> _Launchers:
     """The two kernels for one kind of problem."""
-    d, d_v = (max(16, triton.next_power_of_2(n)) for n in (kind.head_size, kind.v_head_size))
+    d, d_v = (max(16, triton.next_power_of_2(n)) for n in (config.head_size, config.v_head_size))
     # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
     d, d_v = max(d, min(d_v, 64)), max(d_v, min(d, 64))
-    pointer = POINTERS[kind.dtype]
-    ours = f"{pointer}:16"  # what we allocate is aligned, and its rows are multiples of 8
-    given, stride = (ours, "i64:8") if kind.is_aligned else (pointer, "i64")
+    pointer = POINTERS[config.dtype]
+    allocated = f"{pointer}:16"  # what we allocate is aligned, and its rows are multiples of 8
+    given, stride = (allocated, "i64:8") if config.is_aligned else (pointer, "i64")
     tensors = dict.fromkeys(("q", "k", "v", "d_out"), given)
     shared = {
         "lse2": "*fp32:16", "delta": "*fp32:16", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32",
-        "alibi_slopes": "*fp32", "num_rows": "i64", "query_len": "i32", "seq_len": "i32",
+        "alibi_slopes": "*fp32", **LIST_TYPES["pointers"],
+        "num_rows": "i64", "query_len": "i32", "seq_len": "i32",
     }  # fmt: skip
-    scalars = {"scale": "fp32", "cap": "fp32", "window": "i32"}
+    scalars = {**LIST_TYPES["numbers"], "scale": "fp32", "cap": "fp32", "window": "i32"}
     strides = _stride_types(("q", "k", "v", "do"), stride)
     constants = {
-        "GROUP": kind.group, "HEAD_SIZE": kind.head_size, "V_HEAD_SIZE": kind.v_head_size,
-        "RAGGED": kind.is_ragged, "CAUSAL": kind.is_causal, "CAPPED": kind.is_capped,
-        "TILTED": kind.is_tilted,
+        "GROUP": config.group, "HEAD_SIZE": config.head_size, "V_HEAD_SIZE": config.v_head_size,
+        "RAGGED": config.is_ragged, "CAUSAL": config.is_causal, "HAS_CAP": config.has_cap,
+        "HAS_ALIBI": config.has_alibi, "SPARSE": config.is_sparse, "HAS_BLOCKS": config.has_blocks,
     }  # fmt: skip
 
     def make(kernel: Any, types: dict[str, str], tiles: Tiles) -> Launcher:
         sizes = {"TILE_M": tiles.m, "TILE_N": tiles.n, "D": d, "DV": d_v}
-        more = {"STAGES": tiles.num_stages, "TMA": kind.is_aligned and tiles.by_tma}
+        more = {"STAGES": tiles.num_stages, "TMA": config.is_aligned and tiles.by_tma}
         return Launcher(kernel, types, {**constants, **sizes, **more}, num_warps=tiles.num_warps)
 
     return _Launchers(
         make(
             key_gradients_kernel,
-            {"d_k": ours, "d_v": ours, **tensors, **shared, "num_kv_heads": "i32", **scalars,
-             **strides, **_stride_types(("dk", "dv"), "i64:8")},
+            {"d_k": allocated, "d_v": allocated, **tensors, **shared, "num_kv_heads": "i32",
+             **scalars, **strides, **_stride_types(("dk", "dv"), "i64:8"), **LIST_TYPES["strides"]},
             keys,
         ),
         make(
             query_gradients_kernel,
-            {"d_q": ours, **tensors, **shared, "num_heads": "i32", **scalars,
-             **strides, **_stride_types(("dq",), "i64:8")},
+            {"d_q": allocated, **tensors, **shared, "num_heads": "i32", **scalars,
+             **strides, **_stride_types(("dq",), "i64:8"), **LIST_TYPES["strides"]},
             queries,
         ),
     )  # fmt: skip

@@ -25,13 +25,14 @@ import triton
 import triton.language as tl
 
 from ...tiles.triton.online_softmax import LOG2_E, tanh
-from ...tiles.triton.rows import describe, find_sequence, load_tile, store_tile
+from .triton_block_sparse import find_record, load_blocks
+from .triton_rows import describe, find_sequence, load_tile, store_tile
 
 
 @triton.jit
 def differentiate(
     s, dp, lse2, delta, position, key, end, scale, cap, slope2, window,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of a tile's scores, from ``q · k`` and ``dout · v``.
 
@@ -39,13 +40,13 @@ def differentiate(
     whichever of them are the rows; ``end`` is where visible keys end at the latest.
     """
     slope_of_cap = 1.0
-    if CAPPED:
+    if HAS_CAP:
         bent = tanh(s * (scale / cap))
         s = bent * (cap * LOG2_E)
         slope_of_cap = 1.0 - bent * bent
     else:
         s = s * (scale * LOG2_E)
-    if TILTED:
+    if HAS_ALIBI:
         s += slope2 * (key - position).to(tl.float32)
     p = tl.exp2(s - lse2)
     if MASKED:
@@ -54,7 +55,7 @@ def differentiate(
             visible = visible & (key <= position)
         p = tl.where(visible, p, 0.0)
     ds = p * (dp - delta)
-    if CAPPED:
+    if HAS_CAP:
         ds = ds * slope_of_cap
     return p, ds
 
@@ -106,19 +107,24 @@ def prepare_kernel(
 @triton.jit
 def _walk_queries(
     dk, dv, kt, vt, q, d_out, lse2, delta, first, num_tiles, turn, jump, n0, query_len, seq_len,
-    scale, cap, slope2, window, q_token, do_token,
+    scale, cap, slope2, window, q_token, do_token, tiles, mask, mask_row, block_q, block_k,
     HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    SPARSE: tl.constexpr, HAS_BLOCKS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``num_tiles`` tiles of queries from ``first`` on; tile ``turn`` is ``jump`` rows further."""
+    """``num_tiles`` tiles of queries from ``first`` on; tile ``turn`` is ``jump`` rows further.
+
+    If SPARSE, those that ``tiles`` lists instead.
+    """
     key = n0 + tl.arange(0, TILE_N)[:, None]
     rows = tl.arange(0, TILE_M)
     for i in tl.range(0, num_tiles, num_stages=1 if MASKED else STAGES):
-        m = first + i * TILE_M
+        m = tl.load(tiles + i) * TILE_M if SPARSE else first + i * TILE_M
         if MASKED:
-            m += tl.where(i >= turn, jump, 0)
+            if not SPARSE:
+                m += tl.where(i >= turn, jump, 0)
             inside = m + rows < query_len
             x = tl.load(lse2 + m + rows, mask=inside, other=float("inf"))[None, :]
             mean = tl.load(delta + m + rows, mask=inside, other=0.0)[None, :]
@@ -132,8 +138,13 @@ def _walk_queries(
         position = m + rows[None, :] + seq_len - query_len
         p, ds = differentiate(
             s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
-            CAUSAL, CAPPED, TILTED, MASKED,
+            CAUSAL, HAS_CAP, HAS_ALIBI, MASKED,
         )  # fmt: skip
+        if MASKED and HAS_BLOCKS:
+            seen = load_blocks(
+                mask, m + rows[None, :], key, query_len, seq_len, mask_row, block_q, block_k
+            )
+            p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
         dv = tl.dot(p.to(dot_out.dtype), dot_out, dv, input_precision="tf32x3")
         dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision="tf32x3")
     return dk, dv
@@ -151,11 +162,14 @@ def key_gradients_kernel(
     delta,  # float32 [num_heads, num_rows]
     cu_seqlens_q,  # int32 [num_seqs + 1], if RAGGED
     cu_seqlens_k,  # int32 [num_seqs + 1], if RAGGED
-    alibi_slopes,  # float32 [num_heads], if TILTED
+    alibi_slopes,  # float32 [num_heads], if HAS_ALIBI
+    lists,  # int32 [num_seqs or 1, num_heads or 1, tiles, pitch], if SPARSE
+    mask,  # uint8 [num_seqs or 1, num_heads or 1, q_blocks, k_blocks], if SPARSE
     num_rows,
     query_len,
     seq_len,
     num_kv_heads,
+    pitch, block_q, block_k,
     scale, cap, window,
     q_seq, q_token, q_head,
     k_seq, k_token, k_head,
@@ -163,13 +177,16 @@ def key_gradients_kernel(
     do_seq, do_token, do_head,
     dk_seq, dk_token, dk_head,
     dv_seq, dv_token, dv_head,
+    list_seq, list_head, mask_seq, mask_head, mask_row,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
     RAGGED: tl.constexpr,
     CAUSAL: tl.constexpr,
-    CAPPED: tl.constexpr,
-    TILTED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    SPARSE: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     D: tl.constexpr,
@@ -220,21 +237,31 @@ def key_gradients_kernel(
         do_head_at = describe(do_head_at, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
         row_at = head * num_rows + first_row + (0 if RAGGED else seq * query_len)
         slope2 = 0.0
-        if TILTED:
+        if HAS_ALIBI:
             slope2 = tl.load(alibi_slopes + head) * LOG2_E
         # Tiles without a mask; then those with one, before and after them.
+        full, num_full = some, (most - some) // TILE_M
+        partial, num_partial, turn, jump = lo, num_masked, first_masked, most - some
+        partial_tiles, full_tiles, head_mask = lists, lists, mask
+        if SPARSE:
+            full, partial, turn, jump = 0, 0, 0, 0
+            _, num_partial, num_full, partial_tiles = find_record(
+                lists, n0 // TILE_N, seq, head, pitch, list_seq, list_head
+            )
+            full_tiles = partial_tiles + num_partial
+            head_mask = mask + seq * mask_seq + head * mask_head
         dk, dv = _walk_queries(
             dk, dv, kt, vt, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
-            some, (most - some) // TILE_M, 0, 0, n0, query_len, seq_len,
-            scale, cap, slope2, window, q_token, do_token,
-            HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, False,
+            full, num_full, 0, 0, n0, query_len, seq_len, scale, cap, slope2, window, q_token,
+            do_token, full_tiles, head_mask, mask_row, block_q, block_k,
+            HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, False, SPARSE, HAS_BLOCKS,
             TILE_M, TILE_N, D, DV, STAGES, TMA,
         )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, kt, vt, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
-            lo, num_masked, first_masked, most - some, n0, query_len, seq_len,
-            scale, cap, slope2, window, q_token, do_token,
-            HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, True,
+            partial, num_partial, turn, jump, n0, query_len, seq_len, scale, cap, slope2, window,
+            q_token, do_token, partial_tiles, head_mask, mask_row, block_q, block_k,
+            HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, True, SPARSE, HAS_BLOCKS,
             TILE_M, TILE_N, D, DV, STAGES, TMA,
         )  # fmt: skip
 
@@ -248,17 +275,22 @@ def key_gradients_kernel(
 @triton.jit
 def _walk_keys(
     dq, qt, dot_out, x, mean, k, v, first, num_tiles, turn, jump, m0, query_len, seq_len,
-    scale, cap, slope2, window, k_token, v_token,
+    scale, cap, slope2, window, k_token, v_token, tiles, mask, mask_row, block_q, block_k,
     HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    SPARSE: tl.constexpr, HAS_BLOCKS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``num_tiles`` tiles of keys from ``first`` on; tile ``turn`` is ``jump`` keys further."""
-    position = m0 + tl.arange(0, TILE_M)[:, None] + seq_len - query_len
+    """``num_tiles`` tiles of keys from ``first`` on; tile ``turn`` is ``jump`` keys further.
+
+    If SPARSE, those that ``tiles`` lists instead.
+    """
+    row = m0 + tl.arange(0, TILE_M)[:, None]
+    position = row + seq_len - query_len
     for i in tl.range(0, num_tiles, num_stages=1 if MASKED else STAGES):
-        n = first + i * TILE_N
-        if MASKED:
+        n = tl.load(tiles + i) * TILE_N if SPARSE else first + i * TILE_N
+        if MASKED and not SPARSE:
             n += tl.where(i >= turn, jump, 0)
         kt = load_tile(k, n, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
         s = tl.dot(qt, tl.trans(kt), input_precision="tf32x3")
@@ -267,8 +299,11 @@ def _walk_keys(
         key = n + tl.arange(0, TILE_N)[None, :]
         _, ds = differentiate(
             s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
-            CAUSAL, CAPPED, TILTED, MASKED,
+            CAUSAL, HAS_CAP, HAS_ALIBI, MASKED,
         )  # fmt: skip
+        if MASKED and HAS_BLOCKS:
+            seen = load_blocks(mask, row, key, query_len, seq_len, mask_row, block_q, block_k)
+            ds = tl.where(seen, ds, 0.0)
         dq = tl.dot(ds.to(kt.dtype), kt, dq, input_precision="tf32x3")
     return dq
 
@@ -284,24 +319,30 @@ def query_gradients_kernel(
     delta,  # float32 [num_heads, num_rows]
     cu_seqlens_q,  # int32 [num_seqs + 1], if RAGGED
     cu_seqlens_k,  # int32 [num_seqs + 1], if RAGGED
-    alibi_slopes,  # float32 [num_heads], if TILTED
+    alibi_slopes,  # float32 [num_heads], if HAS_ALIBI
+    lists,  # int32 [num_seqs or 1, num_heads or 1, tiles, pitch], if SPARSE
+    mask,  # uint8 [num_seqs or 1, num_heads or 1, q_blocks, k_blocks], if SPARSE
     num_rows,
     query_len,
     seq_len,
     num_heads,
+    pitch, block_q, block_k,
     scale, cap, window,
     q_seq, q_token, q_head,
     k_seq, k_token, k_head,
     v_seq, v_token, v_head,
     do_seq, do_token, do_head,
     dq_seq, dq_token, dq_head,
+    list_seq, list_head, mask_seq, mask_head, mask_row,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
     RAGGED: tl.constexpr,
     CAUSAL: tl.constexpr,
-    CAPPED: tl.constexpr,
-    TILTED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    SPARSE: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     D: tl.constexpr,
@@ -312,9 +353,15 @@ def query_gradients_kernel(
     """``dQ`` of one tile of queries."""
     # Which tile am I? The last see the most keys, and begin.
     tiles = tl.cdiv(query_len, TILE_M)
-    m0 = (tiles - 1 - tl.program_id(0) % tiles) * TILE_M
+    rank = tl.program_id(0) % tiles
+    m0 = (tiles - 1 - rank) * TILE_M
     pair = tl.program_id(0) // tiles
     seq, head = pair.to(tl.int64) // num_heads, pair % num_heads
+    if SPARSE:
+        tile, num_listed, num_full_listed, listed = find_record(
+            lists, rank, seq, head.to(tl.int64), pitch, list_seq, list_head
+        )
+        m0 = tile * TILE_M
     first_key, seq_len = find_sequence(cu_seqlens_k, seq, seq_len, RAGGED)
     first_row, query_len = find_sequence(cu_seqlens_q, seq, query_len, RAGGED)
     if m0 >= query_len:
@@ -335,7 +382,7 @@ def query_gradients_kernel(
     x = tl.load(lse2 + row_at, mask=row < query_len, other=float("inf"))[:, None]
     mean = tl.load(delta + row_at, mask=row < query_len, other=0.0)[:, None]
     slope2 = 0.0
-    if TILTED:
+    if HAS_ALIBI:
         slope2 = tl.load(alibi_slopes + head) * LOG2_E
     dq = tl.zeros([TILE_M, D], tl.float32)
 
@@ -358,16 +405,25 @@ def query_gradients_kernel(
     v += seq * v_seq + first_key * v_token + kv_head * v_head
     k = describe(k, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
     v = describe(v, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
+    full, num_full = some, (most - some) // TILE_N
+    partial, num_partial, turn, jump = lo, num_masked, first_masked, most - some
+    partial_tiles, full_tiles = lists, lists
+    if SPARSE:
+        full, num_full = 0, num_full_listed
+        partial, num_partial, turn, jump = 0, num_listed, 0, 0
+        partial_tiles, full_tiles = listed, listed + num_listed
+        mask += seq * mask_seq + head * mask_head
     dq = _walk_keys(
-        dq, qt, dot_out, x, mean, k, v, some, (most - some) // TILE_N, 0, 0, m0, query_len, seq_len,
-        scale, cap, slope2, window, k_token, v_token,
-        HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, False,
+        dq, qt, dot_out, x, mean, k, v, full, num_full, 0, 0, m0, query_len, seq_len,
+        scale, cap, slope2, window, k_token, v_token, full_tiles, mask, mask_row, block_q, block_k,
+        HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, False, SPARSE, HAS_BLOCKS,
         TILE_M, TILE_N, D, DV, STAGES, TMA,
     )  # fmt: skip
     dq = _walk_keys(
-        dq, qt, dot_out, x, mean, k, v, lo, num_masked, first_masked, most - some,
-        m0, query_len, seq_len, scale, cap, slope2, window, k_token, v_token,
-        HEAD_SIZE, V_HEAD_SIZE, CAUSAL, CAPPED, TILTED, True,
+        dq, qt, dot_out, x, mean, k, v, partial, num_partial, turn, jump, m0, query_len, seq_len,
+        scale, cap, slope2, window, k_token, v_token, partial_tiles, mask, mask_row, block_q,
+        block_k,
+        HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, True, SPARSE, HAS_BLOCKS,
         TILE_M, TILE_N, D, DV, STAGES, TMA,
     )  # fmt: skip
 

@@ -29,10 +29,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...tiles.hopper.codes import split_codes, widen_codes
 from ...tiles.hopper.names import barrier
 from .hopper_fetch import FETCH_WARPS, fetch_role
 from .hopper_merge import LOG2_E, finite, merge_parts, slot_of, write_rows
+from .hopper_packed import split_packed, widen_packed
 from .hopper_work import add, count_items, segment
 
 SHORT = gl.constexpr(512)  # keys of a share
@@ -199,7 +199,7 @@ def attend_role(
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             k_tile = k_ring.index(stage).permute((1, 0)).load(right)
             if PAIRED:
-                k_tile, k_upper = widen_codes(k_tile, CODE)
+                k_tile, k_upper = widen_packed(k_tile, CODE)
                 s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
             else:
                 s = mma_v2(q_tile, k_tile, nothing) * scale
@@ -232,7 +232,7 @@ def attend_role(
                 unit = new_unit
             p = _as_operand(p.to(DOT), weights, left)
             if PAIRED:
-                v_tile, v_odd = split_codes(v_tile, CODE)
+                v_tile, v_odd = split_packed(v_tile, CODE)
                 acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
             acc = mma_v2(p, v_tile, acc * decay[:, None])
             step += 1

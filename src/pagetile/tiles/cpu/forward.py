@@ -40,6 +40,7 @@ import torch
 from numba import njit
 
 from .arrays import flat
+from .block_mask import mask_fields, sees_blocks
 from .compile import entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
 from .online_softmax import (
@@ -76,7 +77,8 @@ Call = namedtuple(
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
     " k_scale v_scale per_token k_scale_block k_scale_slot k_scale_head"
     " v_scale_block v_scale_slot v_scale_head"
-    " softmax_scale soft_cap causal window turned tile",
+    " softmax_scale soft_cap causal window turned tile"
+    " block_mask mask_seq mask_head mask_row block_q block_k",
 )
 Scratch = namedtuple(
     "Scratch",
@@ -200,7 +202,9 @@ def _attend_item(call, scratch, item, parts):
         for tile in range(max(split, first_tile * TILE_N), split_high, TILE_N):
             side = tile // TILE_N % 2  # tiles take turns, so that the next one's rows are known
             find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
-            attend_tile(call, scratch, side, item, rows, tile, min(TILE_N, high - tile))
+            num_keys = min(TILE_N, high - tile)
+            if call.block_q == 0 or _sees_tile(call, item, tile, num_keys):
+                attend_tile(call, scratch, side, item, rows, tile, num_keys)
         if item.part >= 0:
             at = item.part + (split - item.first_key) // call.split_size * all_rows
             merge_states(parts, at, scratch.state, 0, all_rows, call.v_width)
@@ -209,6 +213,16 @@ def _attend_item(call, scratch, item, parts):
         else:
             merge_states(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
     return scratch.total
+
+
+@inner()
+def _sees_tile(call, item, tile, num_keys):
+    """Whether the block mask lets any of an item's rows see one of a tile's keys."""
+    first_head = item.first_head * call.group
+    for head in range(first_head, first_head + item.num_heads * call.group):
+        if sees_blocks(call, item.seq, head, item.first_token, item.num_tokens, tile, num_keys):
+            return True
+    return False
 
 
 @inner()
@@ -334,6 +348,7 @@ def make_call(
     v_scale=None,
     per_token=False,
     turned=False,
+    block_mask=None,
 ):
     """What kernels get of a call.
 
@@ -356,6 +371,7 @@ def make_call(
         per_token: Whether the scales differ within a head.
         turned: Whether tiles of float32 keys may be turned into columns, which is faster for many
             rows, and has other bits than a single row gets.
+        block_mask: With ``mask``, ``block_q`` and ``block_k``, as ``attention`` takes it, or None.
     """
     none = np.empty(0, np.float32)
     slopes, sinks = options.alibi_slopes, options.sinks
@@ -376,7 +392,7 @@ def make_call(
         k_scales, v_scales, per_token, *k_scale_strides, *v_scale_strides,
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
         bool(options.causal), int(options.sliding_window or 0), turned and not pairs,
-        np.empty(0, np.uint16 if pairs else np.float32),
+        np.empty(0, np.uint16 if pairs else np.float32), *mask_fields(block_mask),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .block_mask import hidden_end
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
 from .online_softmax import (
@@ -26,7 +27,7 @@ from .online_softmax import (
 )
 from .plan import HEADS_BY_KEY
 from .products import mix_tile, score_tile, score_turned
-from .simd import LOG2_E, load, load_half, prefetch, store, store_transposed
+from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed
 
 FEW_ROWS = 16
 """Up to so many rows of an item convert keys and values for every four of them; for more these are
@@ -230,6 +231,12 @@ def _softmax_tile(call, scratch, item, head, rows, tile, place):
         first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
         if first > 0 or end < TILE_N:
             highest = mask_row(s, at, np.float32(first), np.float32(end))
+        if call.block_q > 0 and first < TILE_N and end > 0:
+            highest = _hide_blocks(
+                call, s, at, item.seq, first_head + r % call.group,
+                item.first_token + r // call.group, tile, tile + max(first, 0),
+                tile + min(end, TILE_N), highest,
+            )  # fmt: skip
         row = head * rows + r
         if call.per_token:
             decay = weigh_row(scratch.state, row, s, s, at, highest)
@@ -237,3 +244,21 @@ def _softmax_tile(call, scratch, item, head, rows, tile, place):
         else:
             decay = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
         scratch.decay[place + r] = decay
+
+
+@inner()
+def _hide_blocks(call, s, at, seq, head, row, tile, key, end, highest):
+    """Take the keys that the block mask hides out of a row's softmax; the row's greatest lanes."""
+    is_hiding = False
+    while key < end:
+        hidden = hidden_end(call, seq, head, row, key, end)
+        for n in range(key, hidden):
+            s[at + n - tile] = -np.inf
+            is_hiding = True
+        key = hidden if hidden > key else (key // call.block_k + 1) * call.block_k
+    if not is_hiding:
+        return highest
+    highest = load(s, at)
+    for n in range(at + 16, at + TILE_N, 16):
+        highest = maximum(load(s, n), highest)
+    return highest

@@ -1,4 +1,4 @@
-"""The end of a tile of attention on Hopper: sinks, the division, and results on their way out."""
+"""Epilogue of a tile of attention on Hopper: sinks, the division, and the stores."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +15,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def times(acc, factor):
-    """Sums of values times a number for each row."""
+    """Accumulators times a number for each row."""
     products = ()
     for i in gl.static_range(len(acc)):
         each = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout), assert_trivial=True)
@@ -26,34 +26,34 @@ def times(acc, factor):
 @gluon.jit
 def finish(
     out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
-    m, l, form, WG: gl.constexpr,
+    m, l, config, WG: gl.constexpr,
 ):  # fmt: skip
     """Add the sinks, divide, and write a warpgroup's rows of ``out`` and ``lse``."""
-    PACK: gl.constexpr = form.PACK
+    PACK: gl.constexpr = config.PACK
     TOKENS: gl.constexpr = ROWS // PACK
     row = gl.arange(0, ROWS, m.type.layout)
     token = WG * TOKENS + row // PACK
     at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
     decay = 1.0
-    if form.HAS_SINKS:
+    if config.HAS_SINKS:
         m, l, decay = _add_sinks(m, l, gl.load(sinks + head * PACK + row % PACK))
     empty = l == 0.0
     value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
     gl.store(lse + at, value, token < num_tokens)
     result = times(acc, gl.where(empty, 0.0, decay / l))
-    if form.STAGED and num_tokens >= (WG + 1) * TOKENS:
-        _send(staged, result, first + WG * TOKENS, head * PACK, form, WG)
+    if config.STAGED and num_tokens >= (WG + 1) * TOKENS:
+        _store_by_tma(staged, result, first + WG * TOKENS, head * PACK, config, WG)
     else:
         for i in gl.static_range(len(result)):
             _store(
-                out, token_stride, head_stride, first, num_tokens, head, result[i], form,
-                part_start(form.HEAD_SIZE, i), WG,
+                out, token_stride, head_stride, first, num_tokens, head, result[i], config,
+                part_start(config.V_SIZE, i), WG,
             )  # fmt: skip
 
 
 @gluon.jit
 def _add_sinks(m, l, sinks):
-    """The state of a softmax with one more logit for each row, and what its sums decay by."""
+    """The state of a softmax with one more logit for each row, and the factor of earlier sums."""
     sinks *= LOG2_E
     new_m = gl.maximum(m, sinks)
     pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
@@ -62,17 +62,17 @@ def _add_sinks(m, l, sinks):
 
 
 @gluon.jit
-def _send(staged, result, token, head, form, WG: gl.constexpr):
-    """Leave results that fill a tile to the copy engine, by way of shared memory."""
+def _store_by_tma(staged, result, token, head, config, WG: gl.constexpr):
+    """Store results that fill a tile by TMA, through shared memory."""
     desc, tiles = staged
     tile = tiles.index(WG)
     CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
     boxes = tile._reinterpret(
-        tile.dtype, [CHUNKS, ROWS // form.PACK, form.PACK, COLUMNS], desc.layout
+        tile.dtype, [CHUNKS, ROWS // config.PACK, config.PACK, COLUMNS], desc.layout
     )
     tma.store_wait(0)
     for i in gl.static_range(len(result)):
-        part_of(tile, form.HEAD_SIZE, i).store(result[i].to(tile.dtype))
+        part_of(tile, config.V_SIZE, i).store(result[i].to(tile.dtype))
     fence_async_shared()
     for c in gl.static_range(CHUNKS):
         tma.async_copy_shared_to_global(desc, [token, head, c * COLUMNS], boxes.index(c))
@@ -80,19 +80,19 @@ def _send(staged, result, token, head, form, WG: gl.constexpr):
 
 @gluon.jit
 def _store(
-    out, token_stride, head_stride, first, num_tokens, head, result, form, START: gl.constexpr,
+    out, token_stride, head_stride, first, num_tokens, head, result, config, START: gl.constexpr,
     WG: gl.constexpr,
 ):  # fmt: skip
-    """Write the rows of some columns of results that are a sequence's."""
+    """Store some columns of the rows that belong to the sequence."""
     WIDTH: gl.constexpr = result.shape[1]
-    PACK: gl.constexpr = form.PACK
+    PACK: gl.constexpr = config.PACK
     WIDE: gl.constexpr = wide_rows(WIDTH)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     token = WG * (ROWS // PACK) + row // PACK
     at = (first + token).to(gl.int64) * token_stride + (head * PACK + row % PACK) * head_stride
     column = START + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
     inside = (token < num_tokens)[:, None]
-    if START + WIDTH > form.HEAD_SIZE:
-        inside = inside & (column < form.HEAD_SIZE)
+    if START + WIDTH > config.V_SIZE:
+        inside = inside & (column < config.V_SIZE)
     result = gl.convert_layout(result.to(out.dtype.element_ty), WIDE)
     gl.store(out + at[:, None] + column, result, inside)

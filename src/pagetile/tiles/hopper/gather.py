@@ -1,15 +1,15 @@
-"""Copies of rows one by one: keys and values where boxes would be small (``Form.gathers``).
+"""Copies of rows one by one, where boxes would be small (``ForwardConfig.gathers``).
 
-Every lane copies 16 bytes at a time. A row's place is found by one thread, which asked for the
-block a tile before, and told through shared memory::
+Every lane copies 16 bytes at a time. A row's place is computed by one thread, which loaded the
+block id one tile earlier, and is passed through shared memory::
 
     a thread, a row or two of a tile     block id ─▶ place ─▶ shared memory
     two, four or eight lanes, a row      place ─▶ copies of a part of its columns
 
-The copies write as threads do, products read as the copy engine writes: so the threads wait for
-their copies, make them visible to it, and one says that the tile is there; whoever computes sees
-no difference. Past a sequence's end comes its last key again, or zeros if it has none; columns
-past a head's width are zeros as far as products take them.
+The copies write by the generic proxy, products read by the async proxy: so the threads wait for
+their copies, fence, and one of them signals that the slot is full; computing warpgroups see no
+difference. Past a sequence's end its last key is repeated, or zeros if it has none; columns past a
+head's width are zeros as far as products read them.
 """
 
 from triton.experimental import gluon
@@ -56,29 +56,29 @@ def make_pages(base, block, slot, head, TILE_N: gl.constexpr):
 
 
 @gluon.jit
-def gather_tiles(pages, ring, use, begin, end, keys, form):
-    """Bring tiles of keys or values from the right to the left; the ring's next use."""
+def gather_tiles(pages, ring, use, begin, end, keys, SIZE: gl.constexpr, config):
+    """Load tiles of keys or values from the right to the left; returns the ring's next use."""
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     FINDING: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     table, _, seq_len, _, kv_head = keys
-    # Past the end comes the last key again: it has no weight, and is no NaN that was not there.
+    # Past the end the last key is repeated: it has no weight, and brings no new NaN.
     key = (end - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
     key = gl.minimum(key, gl.maximum(seq_len - 1, 0))
-    block = gl.load(table + key // form.BLOCK_SIZE, seq_len > 0, other=0)
+    block = gl.load(table + key // config.BLOCK_SIZE, seq_len > 0, other=0)
     for n in range(end - 1, begin - 1, -1):
-        place = block * pages.block + key % form.BLOCK_SIZE * pages.slot + kv_head * pages.head
+        place = block * pages.block + key % config.BLOCK_SIZE * pages.slot + kv_head * pages.head
         pages.places.store(place.to(pages.places.dtype, bitcast=True))
         if n > begin:
             key = (n - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
-            block = gl.load(table + key // form.BLOCK_SIZE)
-        ring.turns.wait_empty(0, use)
-        for part in gl.static_range(num_parts(form.HEAD_SIZE)):
-            _copy_part(pages, ring.tile(use, 0), seq_len > 0, form.HEAD_SIZE, part)
+            block = gl.load(table + key // config.BLOCK_SIZE)
+        ring.barriers.wait_empty(0, use)
+        for part in gl.static_range(num_parts(SIZE)):
+            _copy_part(pages, ring.tile(use, 0), seq_len > 0, SIZE, part)
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        ring.turns.fill(0, use)
+        ring.barriers.fill(0, use)
         use += 1
     return use
 

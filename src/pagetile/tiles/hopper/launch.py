@@ -17,7 +17,7 @@ from ..triton.launch import POINTERS, as_floats, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
-from .tiling import TILINGS, UNIT, Form, Tiling, tiling_of
+from .tiling import TILINGS, UNIT, ForwardConfig, Tiling, width_of
 
 __all__ = [
     "attend",
@@ -49,10 +49,9 @@ def refuse(device: DeviceInfo, dtype: torch.dtype, head_size: int, v_head_size: 
         return reason
     if dtype not in (torch.float16, torch.bfloat16):
         return f"q is {str(dtype).removeprefix('torch.')}; float16 and bfloat16 run"
-    if head_size != v_head_size:
-        return f"head_size is {head_size} and v_head_size {v_head_size}; equal sizes run"
-    if head_size % 8 or head_size > TILINGS[-1].width:
-        return f"head_size is {head_size}; multiples of 8 up to {TILINGS[-1].width} run"
+    for name, size in {"head_size": head_size, "v_head_size": v_head_size}.items():
+        if size % 8 or size > TILINGS[-1].width:
+            return f"{name} is {size}; multiples of 8 up to {TILINGS[-1].width} run"
     return None
 
 
@@ -82,17 +81,18 @@ def attend(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     short: int = 0,
+    lists: Tensor | None = None,
 ) -> None:
     """Fill ``out`` and ``lse``.
 
     Args:
-        out: ``[num_tokens, num_heads, head_size]``, last dimension contiguous, here and below.
+        out: ``[num_tokens, num_heads, v_head_size]``, last dimension contiguous, here and below.
         lse: ``[num_tokens, num_heads]`` float32, contiguous.
-        q: As ``out``.
+        q: ``[num_tokens, num_heads, head_size]``.
         k: ``[num_blocks, block_size, num_kv_heads, head_size]``, every row beginning at a
             multiple of 16 bytes. Or, without ``block_tables``, ragged
             ``[num_keys, num_kv_heads, head_size]``, any rows.
-        v: As ``k``.
+        v: As ``k``, of ``v_head_size``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``.
         lengths: int32 ``[num_seqs]``, keys of each sequence; of ragged ones ``cu_seqlens_k``,
             int32 ``[num_seqs + 1]``.
@@ -105,7 +105,10 @@ def attend(
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``; ``None``: no cap.
         alibi_slopes: ``[num_heads]``, floating, or ``None``: times how far a key lies behind.
         sinks: ``[num_heads]``, floating, or ``None``: one more logit in each head's softmax.
-        short: Sequences with up to so many queries are another launch's: nothing is written there.
+        short: Sequences with up to so many queries are left to another launch.
+        lists: The tiles to visit, as ``schedule.TileLists`` says; ``None``: all that are visible.
+            For ragged keys of sequences of one length, whose tiles have
+            ``64 * tiling.warpgroups`` queries and ``tiling.tile_n`` keys.
     """
     if not q.numel():
         return
@@ -115,31 +118,36 @@ def attend(
         return
     if softmax_scale <= 0:  # the largest product has to be the largest score
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, written = align(q), out if is_described(out) else torch.empty_like(q)
+    q, written = align(q), out if is_described(out) else out.new_empty(out.shape)
     if block_tables is None:
         k, v = k[None], v[None]
     block_size = k.shape[1] if block_tables is not None else 0
     num_heads, group = q.shape[1], q.shape[1] // k.shape[2]
-    form = Form(
+    config = ForwardConfig(
         dtype=q.dtype,
         head_size=q.shape[2],
         block_size=block_size,
         causal=causal,
         has_window=sliding_window is not None,
         uniform=q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
-        pack=_pack(group, max_query_len, tiling_of(q.shape[2])),
+        pack=1,
+        v_head_size=None if v.shape[-1] == q.shape[2] else v.shape[-1],
+        is_sparse=lists is not None,
         has_cap=logits_soft_cap is not None,
         has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
     )
-    if form.gathers and _is_far(k, v):
-        form = dataclasses.replace(form, is_far=True)
+    if lists is None:
+        pack = _pack(group, max_query_len, config.tiling)
+        config = dataclasses.replace(config, pack=pack)
+    if config.gathers and _is_far(k, v):
+        config = dataclasses.replace(config, is_far=True)
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles, section = _schedule(
-        form, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
+        config, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
     )
-    sources, block_rows, strides = (_gathered if form.gathers else _boxed)(k, v, form)
-    make_launcher(form)(
+    sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
+    make_launcher(config)(
         (min(num_programs, tiles), 1, 1),
         written,
         written,
@@ -151,6 +159,7 @@ def attend(
         cu_seqlens_q,
         lengths,
         lengths if block_tables is None else block_tables,
+        lengths if lists is None else lists,
         cu_seqlens_q.shape[0] - 1,
         block_rows,
         num_heads,
@@ -162,6 +171,7 @@ def attend(
         window_of(sliding_window),
         (softmax_scale if logits_soft_cap is None else logits_soft_cap) * _LOG2_E,
         0.0 if logits_soft_cap is None else softmax_scale / logits_soft_cap,
+        *((0, 0, 0) if lists is None else _list_strides(lists)),
         0 if block_tables is None else block_tables.stride(0),
         written.stride(0),
         written.stride(1),
@@ -169,6 +179,13 @@ def attend(
     )
     if written is not out:
         out.copy_(written)
+
+
+def _list_strides(lists: Tensor) -> tuple[int, int, int]:
+    """Numbers of a record, and strides in records of sequences and heads; 0 of one for all."""
+    num_seqs, num_heads, tiles, pitch = lists.shape
+    assert lists.is_contiguous()
+    return pitch, num_heads * tiles if num_seqs > 1 else 0, tiles if num_heads > 1 else 0
 
 
 def _pack(group: int, max_query_len: int, tiling: Tiling) -> int:
@@ -184,7 +201,7 @@ def _pack(group: int, max_query_len: int, tiling: Tiling) -> int:
 
 
 def _schedule(
-    form: Form,
+    config: ForwardConfig,
     q: Tensor,
     num_seqs: int,
     max_query_len: int,
@@ -193,15 +210,15 @@ def _schedule(
     num_programs: int,
 ) -> tuple[int, int, int]:
     """Number of tiles, of tiles along a sequence (or all of them), and the size of a section."""
-    tokens = form.tiling.warpgroups * _ROWS // form.pack
-    heads = q.shape[1] // form.pack
+    tokens = config.tiling.warpgroups * _ROWS // config.pack
+    heads = q.shape[1] // config.pack
     pairs = num_seqs * heads
-    if not form.uniform:
+    if not config.uniform:
         seq_tiles = q.shape[0] // tokens + num_seqs
         return seq_tiles * heads, seq_tiles, 1
     seq_tiles = -(-max_query_len // tokens)
-    # Half or a quarter of the programs divide most turns evenly; else everything is one section.
-    head_bytes = 2 * max_seq_len * q.shape[2] * q.element_size() * form.pack // group
+    # Half or a quarter of the programs divide most barriers evenly; else everything is one section.
+    head_bytes = 2 * max_seq_len * q.shape[2] * q.element_size() * config.pack // group
     fitting = [n for n in (num_programs // 2, num_programs // 4) if n * head_bytes < _SHARED_KEYS]
     return pairs * seq_tiles, seq_tiles, max(1, min([*fitting[:1], pairs]))
 
@@ -210,22 +227,22 @@ _Sources = tuple[tuple[Any, Any], int, tuple[int, ...]]
 """Keys and values, from block to block in rows or groups of them, strides: as the kernel takes."""
 
 
-def _boxed(k: Tensor, v: Tensor, form: Form) -> _Sources:
+def _boxed(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
     """Keys and values whose boxes are copied by descriptors."""
     k, v = _line_up(k, v)
     # Of one block alone the stride says nothing.
     block_rows = k.stride(0) // k.stride(1) if k.shape[0] > 1 else k.shape[1]
     num_rows = (k.shape[0] - 1) * block_rows + k.shape[1]
-    sources = _describe(k, num_rows, form), _describe(v, num_rows, form)
-    return sources, block_rows // UNIT if form.has_atoms else block_rows, ()
+    sources = _describe(k, num_rows, config), _describe(v, num_rows, config)
+    return sources, block_rows // UNIT if config.has_atoms else block_rows, ()
 
 
-def _gathered(k: Tensor, v: Tensor, form: Form) -> _Sources:
+def _gathered(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
     """Keys and values whose rows are copied one by one."""
     assert all(map(is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
     units = (stride // UNIT for x in (k, v) for stride in x.stride()[:3])
     # Places in 32 bits may wrap round, and strides likewise.
-    return (k, v), 0, tuple(n if form.is_far else ctypes.c_int32(n).value for n in units)
+    return (k, v), 0, tuple(n if config.is_far else ctypes.c_int32(n).value for n in units)
 
 
 def _is_far(*caches: Tensor) -> bool:
@@ -254,12 +271,12 @@ def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _describe(x: Tensor, num_rows: int, form: Form) -> Described:
+def _describe(x: Tensor, num_rows: int, config: ForwardConfig) -> Described:
     """Keys or values ``[num_blocks, block_size, num_kv_heads, head_size]`` in boxes of rows."""
     _, row, head, _ = x.stride()
     size = x.shape[3]
-    chunks, columns = (size // _COLUMNS, _COLUMNS) if form.chunks > 1 else (1, size)
-    if form.has_atoms:
+    chunks, columns = (size // _COLUMNS, _COLUMNS) if config.chunks(size) > 1 else (1, size)
+    if config.has_atoms:
         shape = [x.shape[2], num_rows // 8, chunks, 8, columns]
         strides = [head, 8 * row, _COLUMNS, row, 1]
     else:
@@ -274,52 +291,60 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 
 
 @functools.cache
-def make_launcher(form: Form) -> GluonLauncher:
-    """The forward kernel for one form of call."""
-    name, tiling = POINTERS[form.dtype][1:], form.tiling
-    rows = f"tensordesc<{name}{[_ROWS // form.pack, form.pack, _COLUMNS]},{_layout(3)!r}>"
-    boxes = f"tensordesc<{name}{form.boxes},{_layout(len(form.boxes))!r}>"
-    source = f"*{name}:16" if form.gathers else boxes
+def make_launcher(config: ForwardConfig) -> GluonLauncher:
+    """The forward kernel for one configuration."""
+    name, tiling = POINTERS[config.dtype][1:], config.tiling
+    rows = f"tensordesc<{name}{[_ROWS // config.pack, config.pack, _COLUMNS]},{_layout(3)!r}>"
+    sources = [
+        f"tensordesc<{name}{boxes},{_layout(len(boxes))!r}>"
+        for boxes in map(config.boxes, config.sizes)
+    ]
+    k_source, v_source = [f"*{name}:16"] * 2 if config.gathers else sources
     types = {
         "out": f"*{name}:16",
         "out_desc": rows if tiling.staged else f"*{name}:16",
         "lse": "*fp32",
         "q_desc": rows,
-        "k": source,
-        "v": source,
+        "k": k_source,
+        "v": v_source,
         "slopes": "*fp32",
         "sinks": "*fp32",
         "cu_seqlens_q": "*i32",
         "lengths": "*i32",
         "block_tables": "*i32",
+        "lists": "*i32",
     }
     scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section short window"
     types |= dict.fromkeys(scalars.split(), "i32")
-    types |= {"scale": "fp32", "inner": "fp32", "table_stride": "i32"}
+    types |= {"scale": "fp32", "inner": "fp32"}
+    types |= dict.fromkeys(("list_pitch", "list_seq", "list_head", "table_stride"), "i32")
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
-    types |= dict.fromkeys(strides if form.gathers else [], "i64" if form.is_far else "i32")
-    constants = dict.fromkeys([] if form.gathers else strides, 0)
+    types |= dict.fromkeys(strides if config.gathers else [], "i64" if config.is_far else "i32")
+    constants = dict.fromkeys([] if config.gathers else strides, 0)
     constants |= {
-        "HEAD_SIZE": form.head_size,
-        "BLOCK_SIZE": form.block_size,
-        "CAUSAL": form.causal,
-        "HAS_WINDOW": form.has_window,
-        "HAS_CAP": form.has_cap,
-        "HAS_ALIBI": form.has_alibi,
-        "HAS_SINKS": form.has_sinks,
-        "UNIFORM": form.uniform,
-        "WIDTH": tiling.width,
-        "PACK": form.pack,
-        "BOX": form.box,
-        "ATOMS": form.has_atoms,
-        "GATHER": form.gathers,
+        "HEAD_SIZE": config.head_size,
+        "V_SIZE": config.sizes[1],
+        "BLOCK_SIZE": config.block_size,
+        "CAUSAL": config.causal,
+        "HAS_WINDOW": config.has_window,
+        "HAS_CAP": config.has_cap,
+        "HAS_ALIBI": config.has_alibi,
+        "HAS_SINKS": config.has_sinks,
+        "UNIFORM": config.uniform,
+        "WIDTH": width_of(config.head_size),
+        "V_WIDTH": width_of(config.sizes[1]),
+        "PACK": config.pack,
+        "BOX": config.box,
+        "ATOMS": config.has_atoms,
+        "GATHER": config.gathers,
         "TILE_N": tiling.tile_n,
         "WARPGROUPS": tiling.warpgroups,
         "Q_STAGES": tiling.q_stages,
         "STAGES": tiling.stages,
         "STAGED": tiling.staged,
-        "TAKE_TURNS": tiling.take_turns,
+        "PINGPONG": tiling.pingpong,
         "REGISTERS": tiling.registers,
+        "SPARSE": config.is_sparse,
     }
     return GluonLauncher(forward_kernel, types, constants, num_warps=4)

@@ -1,11 +1,11 @@
 """Rings of tiles in shared memory, between a warp that fills them and warpgroups that use them.
 
-A slot goes round: the producer waits until it is *empty*, starts copies into it, and the last
-byte to arrive makes it *full*; every consumer waits for that, reads, and says that it is done::
+The producer waits until a slot is *empty* and starts copies into it; the last byte to arrive makes
+it *full*. Every consumer waits for that, reads, and releases the slot::
 
             wait empty ─ copies ─▶ full
     slot        ▲                    │
-                └──── done (×C) ◀────┘ wait full
+                └── release (×C) ◀───┘ wait full
 
 Use number ``n`` of a ring of ``S`` slots is slot ``n % S`` for the ``n // S``-th time.
 """
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-__all__ = ["Ring", "Turns", "make_ring", "make_turns"]
+__all__ = ["PipelineBarriers", "Ring", "make_barriers", "make_ring"]
 
 
 @gluon.constexpr_function
@@ -32,8 +32,8 @@ def _atoms(rows, columns):
 
 
 @aggregate
-class Turns:
-    """Whose turn it is at a slot: its producer's, or its consumers'. Each stream has its own."""
+class PipelineBarriers:
+    """A full and an empty barrier for each slot of each stream."""
 
     full: gl.shared_memory_descriptor  # [STREAMS * STAGES, 1]
     empty: gl.shared_memory_descriptor
@@ -47,58 +47,63 @@ class Turns:
 
     @gluon.jit
     def slot(self, stream, use):
-        """Where a stream's ``use``-th thing lies."""
+        """The slot of a stream's ``use``-th item."""
         return stream * self.STAGES + use % self.STAGES
 
     @gluon.jit
     def wait_empty(self, stream, use):
-        """Wait until nobody reads the slot's last use; its first time needs no waiting."""
+        """Wait until all consumers have released the slot's last use; the first need not wait."""
         mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
 
     @gluon.jit
     def expect(self, stream, use, BYTES: gl.constexpr):
-        """Announce copies; the barrier that they have to name."""
+        """Announce the bytes of copies; returns the barrier that the copies signal."""
         ready = self.full.index(self.slot(stream, use))
         mbarrier.expect(ready, BYTES)
         return ready
 
     @gluon.jit
     def fill(self, stream, use):
-        """Say that this producer's part is there, without copies."""
+        """Signal that this producer's part is in the slot, without copies."""
         mbarrier.arrive(self.full.index(self.slot(stream, use)))
 
     @gluon.jit
     def wait_full(self, stream, use):
-        """Wait until a use's bytes are there."""
+        """Wait until a use's bytes have arrived."""
         mbarrier.wait(self.full.index(self.slot(stream, use)), use // self.STAGES & 1)
 
     @gluon.jit
     def release(self, stream, use):
-        """Say that no warp of this consumer will read the use again: the compiler joins them."""
+        """Signal that this consumer has read the use; the compiler joins its warps first."""
         mbarrier.arrive(self.empty.index(self.slot(stream, use)))
 
     @gluon.jit
     def release_last(self, stream, use):
-        """Say so of the use before this one, if there was any; without a branch."""
+        """Release the use before this one, if there was any; without a branch."""
         last = self.slot(stream, use + self.STAGES - 1)
         mbarrier.arrive(self.empty.index(last), pred=use > 0)
 
 
 @gluon.jit
-def make_turns(
+def make_barriers(
     STREAMS: gl.constexpr,
     STAGES: gl.constexpr,
     PRODUCERS: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """Turns at slots that are all empty."""
+    """Barriers of slots that are all empty."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BARRIER)
     for i in gl.static_range(STREAMS * STAGES):
         mbarrier.init(full.index(i), PRODUCERS)
         mbarrier.init(empty.index(i), CONSUMERS)
-    return Turns(full, empty, STAGES)
+    return PipelineBarriers(full, empty, STAGES)
+
+
+# The window kernels import these names until they are renamed there.
+Turns = PipelineBarriers
+make_turns = make_barriers
 
 
 @aggregate
@@ -106,19 +111,19 @@ class Ring:
     """``STAGES`` slots of ``PARTS`` tiles each."""
 
     tiles: gl.shared_memory_descriptor  # [STAGES * PARTS, rows, columns]
-    turns: Turns
+    barriers: PipelineBarriers
     PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, turns, PARTS):
+    def __init__(self, tiles, barriers, PARTS):
         self.tiles = tiles
-        self.turns = turns
+        self.barriers = barriers
         self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
     def tile(self, use, PART: gl.constexpr):
         """The memory of one tile of a use."""
-        return self.tiles.index(self.turns.slot(0, use) * self.PARTS + PART)
+        return self.tiles.index(self.barriers.slot(0, use) * self.PARTS + PART)
 
     @gluon.jit
     def operand(self, use, ATOMS: gl.constexpr):
@@ -132,9 +137,9 @@ class Ring:
 
     @gluon.jit
     def expect(self, use):
-        """Announce a whole slot's bytes; the barrier that their copies have to name."""
+        """Announce a whole slot's bytes; returns the barrier that their copies signal."""
         NUMBERS: gl.constexpr = self.PARTS * self.tiles.shape[1] * self.tiles.shape[2]
-        return self.turns.expect(0, use, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
+        return self.barriers.expect(0, use, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
 
 
 @gluon.jit
@@ -149,4 +154,4 @@ def make_ring(
     """A ring whose slots are all empty."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, ROWS, COLUMNS], LAYOUT)
-    return Ring(tiles, make_turns(1, STAGES, 1, CONSUMERS), PARTS)
+    return Ring(tiles, make_barriers(1, STAGES, 1, CONSUMERS), PARTS)

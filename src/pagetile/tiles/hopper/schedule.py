@@ -1,19 +1,56 @@
-"""Which tile of queries comes next, and which keys it needs.
+"""The persistent schedule: which tile of queries a program takes next, and which keys it needs.
 
-A program takes tiles one after another, every program its own: the longest first, forth and
-back, so that all end together. Programs that run at the same time share keys: a *section* is as
+A program takes one tile in each iteration, the longest first, in alternating order (boustrophedon),
+so that all programs end together. Programs that run at the same time share keys: a *section* is as
 many pairs of sequence and head as have keys that fit in the second-level cache together::
 
-    turn 0   program  0  1  2  3     longest tiles of the first section
-    turn 1            3  2  1  0
-    turn 2            0  1  2  3     ...
+    iteration 0   program  0  1  2  3     longest tiles of the first section
+    iteration 1            3  2  1  0
+    iteration 2            0  1  2  3     ...
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-__all__ = ["Batch", "Orders", "find_tile", "key_tiles", "make_orders", "tile_of_turn"]
+__all__ = [
+    "Batch",
+    "TileMetadata",
+    "find_tile",
+    "key_tiles",
+    "make_tile_metadata",
+    "tile_of_iteration",
+]
+
+
+LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
+OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has
+
+
+@aggregate
+class TileLists:
+    """Records of the tiles of keys that block-sparse attention visits, one a tile of queries.
+
+    A record is of int32: the tile of queries, how many partial and full tiles of keys, 0, and these
+    tiles. Those of a head are sorted by their length, the longest first.
+    """
+
+    lists: gl.tensor  # pointer to [num_seqs or 1, num_heads or 1, seq_tiles, pitch]
+    seq_stride: gl.tensor  # in records
+    head_stride: gl.tensor
+    pitch: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, lists, seq_stride, head_stride, pitch):
+        self.lists = lists
+        self.seq_stride = seq_stride
+        self.head_stride = head_stride
+        self.pitch = pitch
+
+    @gluon.jit
+    def find(self, seq, head, rank):
+        """Where the record of a rank begins."""
+        return (seq * self.seq_stride + head * self.head_stride + rank) * self.pitch
 
 
 @aggregate
@@ -33,6 +70,7 @@ class Batch:
     group: gl.tensor  # query heads that share a KV head
     short: gl.tensor  # sequences with up to so many queries are another kernel's
     window: gl.tensor
+    tile_lists: TileLists
 
     @gluon.constexpr_function
     def __init__(
@@ -50,6 +88,7 @@ class Batch:
         group,
         short,
         window,
+        tile_lists,
     ):
         self.cu_seqlens_q = cu_seqlens_q
         self.lengths = lengths
@@ -64,16 +103,17 @@ class Batch:
         self.group = group
         self.short = short
         self.window = window
+        self.tile_lists = tile_lists
 
 
 @gluon.jit
-def tile_of_turn(turn):
-    """The number of the tile that this program takes; at or beyond ``num_tiles``: none."""
+def tile_of_iteration(iteration):
+    """The number of this program's tile in an iteration; from ``num_tiles`` on there is none."""
     width = gl.num_programs(0)
     place = gl.program_id(0)
-    if turn % 2 == 1:
+    if iteration % 2 == 1:
         place = width - 1 - place
-    return turn * width + place
+    return iteration * width + place
 
 
 @gluon.jit
@@ -112,7 +152,7 @@ def key_tiles(
     CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
 ):
-    """Tiles of keys for tokens from ``position`` on, of which the walk goes from right to left.
+    """Tiles of keys for tokens from ``position`` on; they are visited from right to left.
 
     Returns ``begin``, ``full_begin``, ``full_end``, ``end``: tiles from ``full_begin`` on and
     before ``full_end`` need no mask. There is at least one tile, and the last is not among them.
@@ -134,34 +174,53 @@ def key_tiles(
     return begin, full_begin, full_end, end
 
 
-@aggregate
-class Orders:
-    """What the loading warp tells the others of each tile: numbers in shared memory."""
+@gluon.jit
+def listed_tiles(record, seq_len, TILE_N: gl.constexpr):
+    """Of a record's tiles: how many, how many after the first need a mask and how many do not.
 
-    fields: gl.shared_memory_descriptor  # [STAGES * 8, 1] int32
+    Then the first key of the first tile, and how many keys exist from there on: none if the list is
+    empty, in which case a tile out of bounds is visited.
+    """
+    num_partial = gl.load(record + 1)
+    num_full = gl.load(record + 2)
+    origin = gl.load(record + LIST_FIELDS) * TILE_N
+    num_tiles = gl.maximum(num_partial + num_full, 1)
+    num_right = gl.maximum(num_partial - 1, 0)
+    num_keys = gl.where(num_partial + num_full > 0, seq_len - origin, 0)
+    return num_tiles, num_right, num_tiles - 1 - num_right, origin, num_keys
+
+
+@aggregate
+class TileMetadata:
+    """Numbers of each tile in shared memory, from the loading warp to the computing warpgroups."""
+
+    fields: gl.shared_memory_descriptor  # [STAGES * FIELDS, 1] int32
     STAGES: gl.constexpr
+    FIELDS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, fields, STAGES):
+    def __init__(self, fields, STAGES, FIELDS):
         self.fields = fields
+        self.FIELDS = gl.constexpr(FIELDS)
         self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def write(self, use, FIELD: gl.constexpr, value):
-        """Say one number of a use."""
+        """Write one number of a use."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        field = self.fields.index(use % self.STAGES * 8 + FIELD)
+        field = self.fields.index(use % self.STAGES * self.FIELDS + FIELD)
         field.store(gl.full([1], value, gl.int32, LAYOUT))
 
     @gluon.jit
     def read(self, use, FIELD: gl.constexpr):
-        """One number of a use, which must be full."""
+        """Read one number of a use, which must be full."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.max(self.fields.index(use % self.STAGES * 8 + FIELD).load(LAYOUT), 0)
+        return gl.max(self.fields.index(use % self.STAGES * self.FIELDS + FIELD).load(LAYOUT), 0)
 
 
 @gluon.jit
-def make_orders(STAGES: gl.constexpr):
-    """Room for the orders of ``STAGES`` tiles."""
+def make_tile_metadata(STAGES: gl.constexpr, FIELDS: gl.constexpr):
+    """Shared memory for the metadata of ``STAGES`` tiles."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return Orders(gl.allocate_shared_memory(gl.int32, [STAGES * 8, 1], LAYOUT), STAGES)
+    fields = gl.allocate_shared_memory(gl.int32, [STAGES * FIELDS, 1], LAYOUT)
+    return TileMetadata(fields, STAGES, FIELDS)

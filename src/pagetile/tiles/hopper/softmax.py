@@ -1,4 +1,4 @@
-"""Softmax of a tile of scores in registers, and the barrier that lets warpgroups take turns."""
+"""Softmax of a tile of scores in registers, and barriers between warpgroups."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,14 +7,14 @@ from triton.language.core import _aggregate as aggregate
 __all__ = [
     "LOG2_E",
     "Scoring",
+    "add_alibi",
+    "apply_mask",
     "cap",
-    "hide",
-    "lean",
-    "meet",
     "pack",
-    "pass_turn",
-    "take_turn",
+    "scheduler_arrive",
+    "scheduler_wait",
     "unpack",
+    "warpgroup_barrier",
     "weigh",
 ]
 
@@ -23,19 +23,21 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Scoring:
-    """What makes scores of products."""
+    """The numbers that turn products into scores."""
 
     window: gl.tensor
     scale: gl.tensor  # of products, or under a cap of their hyperbolic tangents; in powers of two
     inner: gl.tensor  # of products under a cap
     slopes: gl.tensor  # pointer to [num_heads] float32
+    lists: gl.tensor  # pointer to the lists of tiles, of block-sparse attention
 
     @gluon.constexpr_function
-    def __init__(self, window, scale, inner, slopes):
+    def __init__(self, window, scale, inner, slopes, lists):
         self.window = window
         self.scale = scale
         self.inner = inner
         self.slopes = slopes
+        self.lists = lists
 
 
 # (2 ** x - 1) / (2 ** x + 1) for eight numbers, as they lie in a thread: two columns, the same of
@@ -68,10 +70,10 @@ _EIGHT_FROM_EIGHT = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 def cap(s, inner):
     """The hyperbolic tangent of products times a factor, to 2.5 * 2 ** -23 and its exponential's.
 
-    A number's last bit may depend on others of its row, so none of them may be anybody's but the
-    row's own: those that it does not see have to be hidden before.
+    A number's last bit may depend on others of its row, so keys that the row does not see have to
+    be masked before.
 
-    ``tanh.approx`` is faster, and 2 ** -11 off: six times what tests allow weights of 16 bits.
+    ``tanh.approx`` is faster, with an error of 2 ** -11: six times what tests allow.
     """
     powers = s * (inner * (2 * LOG2_E))
     return gl.inline_asm_elementwise(
@@ -80,30 +82,32 @@ def cap(s, inner):
 
 
 @gluon.jit
-def lean(s, reach, slope):
-    """Scores and a bias, a row's slope times how far a key lies behind the row's own, ``reach``."""
+def add_alibi(s, causal_limit, slope):
+    """Add the row's slope times the key's distance from the row's own key, ``causal_limit``."""
     key = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     # A thread's columns are its lane's first, two bits of it, and constants, which a sum takes as
     # they are. Converted whole they would fill registers, or the exponentials' unit.
-    first = (key & 6).to(gl.float32)[None, :] - reach.to(gl.float32)[:, None]
+    first = (key & 6).to(gl.float32)[None, :] - causal_limit.to(gl.float32)[:, None]
     further = (key & ~6).to(gl.float32)
     return gl.fma(slope[:, None], first + further[None, :], s)
 
 
 @gluon.jit
-def hide(s, reach, window, last, other, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr):
-    """Another number where a row sees no key: ``reach`` is its own, ``last`` the number of keys."""
+def apply_mask(
+    s, causal_limit, window, num_keys, other, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr
+):
+    """``other`` where a row sees no key: past ``causal_limit``, its own key, or past the end."""
     N: gl.constexpr = s.shape[1]
     key = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
-    seen = key <= gl.minimum(reach, last - 1)[:, None] if CAUSAL else key < last
+    seen = key <= gl.minimum(causal_limit, num_keys - 1)[:, None] if CAUSAL else key < num_keys
     if HAS_WINDOW:
-        seen = seen & (key > (reach - window)[:, None])
+        seen = seen & (key > (causal_limit - window)[:, None])
     return gl.where(seen, s, other)
 
 
 @gluon.jit
 def weigh(s, m, l, scale):
-    """Weights of a tile's scores, the decay of what came before, and the new state."""
+    """Weights of a tile's scores, the factor of earlier sums, and the new maximum and sum."""
     new_m = gl.maximum(m, gl.max(s, 1) * scale)
     # Where no key was seen yet, -inf - -inf would be no number.
     pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
@@ -129,7 +133,7 @@ def pack(weights, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """The numbers of ``pack``'s pairs, in a layout that takes no moving."""
+    """The numbers of ``pack``'s pairs, in a layout that needs no data movement."""
     M: gl.constexpr = pairs.shape[0]
     N: gl.constexpr = pairs.shape[1]
     low = pairs.to(gl.int16).to(dtype, bitcast=True)
@@ -139,30 +143,30 @@ def unpack(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _barrier(what, number, warpgroups):
+def _barrier(action, number, warpgroups):
     # Barriers from 8 on are free: the compiler takes one for each partition from 0 on.
-    return f"barrier.cta.{what}.aligned {8 + number}, {128 * warpgroups}; mov.u32 $0, 0;"
+    return f"barrier.cta.{action}.aligned {8 + number}, {128 * warpgroups}; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def _at_barrier(WHAT: gl.constexpr, NUMBER: gl.constexpr, WARPGROUPS: gl.constexpr):
-    barrier: gl.constexpr = _barrier(WHAT, NUMBER, WARPGROUPS)
+def _at_barrier(ACTION: gl.constexpr, NUMBER: gl.constexpr, WARPGROUPS: gl.constexpr):
+    barrier: gl.constexpr = _barrier(ACTION, NUMBER, WARPGROUPS)
     gl.inline_asm_elementwise(barrier, "=r,~{memory}", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def take_turn(GROUP: gl.constexpr):
+def scheduler_wait(GROUP: gl.constexpr):
     """Wait until the warpgroup before has issued its products."""
     _at_barrier("sync", GROUP, 2)
 
 
 @gluon.jit
-def pass_turn(GROUP: gl.constexpr):
+def scheduler_arrive(GROUP: gl.constexpr):
     """Let a warpgroup issue its products."""
     _at_barrier("arrive", GROUP, 2)
 
 
 @gluon.jit
-def meet(WARPGROUPS: gl.constexpr):
-    """Wait until all warpgroups are here."""
+def warpgroup_barrier(WARPGROUPS: gl.constexpr):
+    """Wait for all warpgroups."""
     _at_barrier("sync", WARPGROUPS, WARPGROUPS)

@@ -1,4 +1,4 @@
-"""How the forward kernel is built for one form of call."""
+"""How the forward kernel is built for one configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TILINGS", "UNIT", "Form", "Tiling", "tiling_of"]
+__all__ = ["TILINGS", "UNIT", "ForwardConfig", "Tiling", "tiling_of", "width_of"]
 
 UNIT = 8  # rows of an atom; elements of 16 bytes
 _COLUMNS = 64  # of an atom
@@ -22,16 +22,16 @@ class Tiling:
     tile_n: int
     """Keys of a tile."""
     warpgroups: int
-    """Of 64 query rows each."""
+    """Computing warpgroups, of 64 query rows each."""
     q_stages: int
     stages: int
     """Slots of the rings of keys and of values."""
     staged: bool
     """Whether results that fill a tile leave by the copy engine: where it fits, and is faster."""
-    take_turns: bool
-    """Whether warpgroups issue their products in turn."""
+    pingpong: bool
+    """Whether warpgroups issue their products in turns (FlashAttention-3's ping-pong)."""
     registers: int
-    """Of a computing thread."""
+    """Registers of a computing thread."""
 
 
 # What was fastest on an H200, of what fits: 1 × 16384 causal, heads of 64, 128 and 256.
@@ -40,11 +40,13 @@ TILINGS = (
     Tiling(128, 128, 2, 2, 2, True, True, 232),
     Tiling(256, 64, 2, 1, 2, False, True, 232),
 )
+SPARSE_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
+"""For narrow heads of block-sparse attention: a block of 128 queries is one tile."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """What one compiled kernel is for."""
+class ForwardConfig:
+    """What one compiled forward kernel is for."""
 
     dtype: torch.dtype
     head_size: int
@@ -59,13 +61,22 @@ class Form:
     has_cap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
+    v_head_size: int | None = None
+    """``None``: as ``head_size``."""
+    is_sparse: bool = False
+    """Whether it visits the tiles on a list; then it is not paged."""
     is_far: bool = False
-    """Whether places of rows take 64 bits, where they are gathered."""
+    """Whether offsets of gathered rows take 64 bits."""
 
     @property
     def tiling(self) -> Tiling:
         """How its kernel is built."""
-        return tiling_of(self.head_size)
+        return tiling_of(max(self.sizes), is_sparse=self.is_sparse)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Head sizes of keys and of values."""
+        return self.head_size, self.head_size if self.v_head_size is None else self.v_head_size
 
     @property
     def gathers(self) -> bool:
@@ -77,7 +88,7 @@ class Form:
         """
         if self.block_size == 0:
             return False
-        if self.head_size in _LONG_ROWS:
+        if all(size in _LONG_ROWS for size in self.sizes):
             return self.block_size != UNIT and self.block_size % (2 * UNIT) != 0
         return self.block_size & -self.block_size < _LONG_BOX
 
@@ -92,23 +103,28 @@ class Form:
     @property
     def has_atoms(self) -> bool:
         """Whether a copy brings all columns of its rows, eight rows at a time."""
-        is_power_of_2 = self.head_size in (_COLUMNS, *_LONG_ROWS)
+        is_power_of_2 = all(size in (_COLUMNS, *_LONG_ROWS) for size in self.sizes)
         return self.block_size > 0 and is_power_of_2 and not self.gathers
 
-    @property
-    def chunks(self) -> int:
-        """How many times 64 columns a copy brings."""
-        is_whole = self.box == self.tiling.tile_n and self.head_size % _COLUMNS == 0
-        return self.tiling.width // _COLUMNS if self.has_atoms or is_whole else 1
+    def chunks(self, size: int) -> int:
+        """How many times 64 columns of rows of a size one copy loads."""
+        is_whole = self.box == self.tiling.tile_n and size % _COLUMNS == 0
+        return width_of(size) // _COLUMNS if self.has_atoms or is_whole else 1
 
-    @property
-    def boxes(self) -> list[int]:
-        """The shape of a copy, as the descriptors of keys and values say it."""
+    def boxes(self, size: int) -> list[int]:
+        """The shape of one copy of rows of a size, as in its descriptor."""
         if self.has_atoms:
-            return [1, self.box // 8, self.chunks, 8, _COLUMNS]
-        return [1, self.chunks, self.box, _COLUMNS]
+            return [1, self.box // 8, self.chunks(size), 8, _COLUMNS]
+        return [1, self.chunks(size), self.box, _COLUMNS]
 
 
-def tiling_of(head_size: int) -> Tiling:
+def width_of(head_size: int) -> int:
+    """Columns of a tile in shared memory, for a head size up to 256."""
+    return next(tiling.width for tiling in TILINGS if head_size <= tiling.width)
+
+
+def tiling_of(head_size: int, *, is_sparse: bool = False) -> Tiling:
     """The tiling for a head size up to 256."""
+    if is_sparse and head_size <= SPARSE_TILING.width:
+        return SPARSE_TILING
     return next(tiling for tiling in TILINGS if head_size <= tiling.width)

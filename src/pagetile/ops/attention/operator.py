@@ -22,6 +22,7 @@ from ..eager import (
     refuse_tangents,
     without_autocast,
 )
+from .block_mask import BlockMask
 from .checks import check, check_starts
 from .problem import Lengths, Options, Problem
 
@@ -34,17 +35,16 @@ BACKWARD = {
     "cpu": ("cpu_backward",),
     "reference": ("reference",),
 }
-"""Whose gradients go with whose forward pass, in the order in which they are tried."""
+"""Implementations of the gradients for each of the forward pass, in the order of trial."""
 
-ADDING = {"hopper_backward"}
-"""Those that add in no fixed order: none where torch is to give the same bits on every run."""
-
+NONDETERMINISTIC = {"hopper_backward"}
+"""Those that add by atomics: skipped under ``torch.use_deterministic_algorithms``."""
 
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``, for autograd or for whoever else is there to see."""
+    """``out`` and ``lse``: by the operator under tracing and compilers, else without it."""
     refuse_tangents("attention", *inputs)
     out, lse = (_function if is_plain(*inputs) else _watched)(*inputs)
     return out, lse
@@ -52,17 +52,24 @@ def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? alibi_slopes, Tensor? sinks, SymInt? max_query_len, SymInt? max_seq_len, "
-    "float softmax_scale, bool causal, SymInt? sliding_window, float? logits_soft_cap, str impl"
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? block_mask, SymInt? max_query_len, "
+    "SymInt? max_seq_len, float softmax_scale, bool causal, SymInt? sliding_window, "
+    "float? logits_soft_cap, int block_q, int block_k, str impl"
 )
+_NUM_TENSORS = 8  # of the inputs, which come first
+_SINKS = 6  # their place among them
 
 
 def _read(*inputs: Any) -> tuple[Rows, Lengths, Options]:
-    """The operator's inputs by name; the last, ``impl``, says who runs them."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, *numbers, _ = inputs
-    max_query_len, max_seq_len, softmax_scale, causal, sliding_window, logits_soft_cap = numbers
+    """The operator's inputs by name; the last, ``impl``, chooses the implementation."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, mask, *numbers, _ = inputs
+    max_query_len, max_seq_len, softmax_scale, causal, sliding_window, *numbers = numbers
+    logits_soft_cap, block_q, block_k = numbers
+    block_mask = None if mask is None else BlockMask(mask, block_q, block_k)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
-    options = Options(softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks)
+    options = Options(
+        softmax_scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks, block_mask
+    )  # fmt: skip
     return (q, k, v), lengths, options
 
 
@@ -116,7 +123,7 @@ def _choose_backward(problem: Problem, device: DeviceInfo, impl: str) -> Any:
         name
         for forward in (IMPLEMENTATIONS if impl == "auto" else (impl,))
         for name in BACKWARD[forward]
-        if not (is_deterministic and name in ADDING)
+        if not (is_deterministic and name in NONDETERMINISTIC)
     ]
     names = list(dict.fromkeys(names))
     named = names[0] if len(names) == 1 else "auto"
@@ -139,8 +146,8 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:7])
-    ctx.options = inputs[7:]
+    ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
+    ctx.options = inputs[_NUM_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
@@ -151,10 +158,11 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
     if d_out is None:
         d_out = torch.zeros_like(out)
     d_qkv = backward(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
-    sinks, d_sinks = others[-1], None
-    if sinks is not None and ctx.needs_input_grad[6]:
+    sinks, d_sinks = others[_SINKS - 3], None
+    if sinks is not None and ctx.needs_input_grad[_SINKS]:
         d_sinks = _differentiate_sinks(sinks, d_out, d_lse, out, lse)
-    return *d_qkv, None, None, None, d_sinks, *(None for _ in ctx.options)
+    rest = (None,) * (_NUM_TENSORS - _SINKS - 1 + len(ctx.options))
+    return *d_qkv, None, None, None, d_sinks, *rest
 
 
 def _differentiate_sinks(

@@ -1,0 +1,47 @@
+"""Block masks on a CPU: which tiles are skipped, and which keys of a row are hidden.
+
+A call has the mask's fields: ``block_mask``, a flat uint8 array of blocks, ``mask_seq``,
+``mask_head`` and ``mask_row``, its strides, and ``block_q`` and ``block_k``; ``block_q`` is 0
+where there is no mask.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .compile import inner
+
+__all__ = ["hidden_end", "mask_fields", "sees_blocks"]
+
+
+def mask_fields(block_mask):
+    """The fields of a call, in their order, of a ``BlockMask`` or None."""
+    if block_mask is None:
+        return np.empty(0, np.uint8), 0, 0, 0, 0, 0
+    mask = block_mask.mask.contiguous()
+    seq, head = (s if n > 1 else 0 for s, n in zip(mask.stride()[:2], mask.shape[:2], strict=True))
+    blocks = mask.view(torch.uint8).numpy().reshape(-1)
+    return blocks, seq, head, mask.stride(2), block_mask.block_q, block_mask.block_k
+
+
+@inner()
+def sees_blocks(call, seq, head, first_row, num_rows, first_key, num_keys):
+    """Whether any of some rows of one head sees any of some keys."""
+    base = seq * call.mask_seq + head * call.mask_head
+    last_row, last_key = first_row + num_rows - 1, first_key + num_keys - 1
+    for q_block in range(first_row // call.block_q, last_row // call.block_q + 1):
+        at = base + q_block * call.mask_row
+        for k_block in range(first_key // call.block_k, last_key // call.block_k + 1):
+            if call.block_mask[at + k_block]:
+                return True
+    return False
+
+
+@inner()
+def hidden_end(call, seq, head, row, key, end):
+    """The end of the stretch of hidden keys that begins with ``key``; ``key`` if it is visible."""
+    at = seq * call.mask_seq + head * call.mask_head + row // call.block_q * call.mask_row
+    while key < end and not call.block_mask[at + key // call.block_k]:
+        key = (key // call.block_k + 1) * call.block_k
+    return min(key, end)
