@@ -21,10 +21,15 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from pagetile.device import DeviceInfo
-from pagetile.ops.paged_attention.plan import make_plan
+from pagetile.ops.paged_attention.plan import (
+    MEASURED,
+    DecodeTiles,
+    GpuPlan,
+    kind_of,
+    make_plan,
+    refuse_hopper_decode,
+)
 from pagetile.ops.paged_attention.problem import Problem
-from pagetile.ops.paged_attention.triton_plan import GpuPlan, refuse_hopper
-from pagetile.ops.paged_attention.triton_tiles import MEASURED, Tiles, kind_of
 
 from .cases import GPU_CASES
 from .gpu_attention import GpuDecodeCase
@@ -44,7 +49,7 @@ def find_kinds(beginnings: list[str]) -> dict[str, GpuDecodeCase]:
     for case in GPU_CASES:
         if isinstance(case, GpuDecodeCase):
             problem = case.problem
-            hopper = device.capability == (9, 0) and refuse_hopper(problem) is None
+            hopper = device.capability == (9, 0) and refuse_hopper_decode(problem) is None
             kinds.setdefault(kind_of(problem, hopper), case)
     return {
         kind: case
@@ -77,15 +82,17 @@ def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
     _write(device.name, kind, best or current)
 
 
-def _candidates(impl: str) -> Iterator[Tiles]:
+def _candidates(impl: str) -> Iterator[DecodeTiles]:
     """What may be fast; much of it does not fit, which its compilation tells."""
     for tile_n in (32, 64, 128):
         for num_stages in (2, 3, 4, 6):
             if impl == "hopper":
-                yield from (Tiles(tile_n, 4, num_stages, 2, 128, n) for n in (72, 80))
-                yield from (Tiles(tile_n, 4, num_stages, 1, 168, n) for n in (88,))
+                yield from (DecodeTiles(tile_n, 4, num_stages, 2, 128, n) for n in (72, 80))
+                yield from (DecodeTiles(tile_n, 4, num_stages, 1, 168, n) for n in (88,))
             else:
-                yield from (Tiles(tile_n, n, num_stages, p) for n in (4, 8) for p in (1, 2, 3))
+                yield from (
+                    DecodeTiles(tile_n, n, num_stages, p) for n in (4, 8) for p in (1, 2, 3)
+                )
 
 
 def _today(problem: Problem, device: DeviceInfo) -> GpuPlan:
@@ -94,15 +101,15 @@ def _today(problem: Problem, device: DeviceInfo) -> GpuPlan:
     return plan
 
 
-def _tiles(plan: GpuPlan, device: DeviceInfo) -> Tiles:
+def _tiles(plan: GpuPlan, device: DeviceInfo) -> DecodeTiles:
     programs = -(-plan.num_programs // device.num_workers)
-    return Tiles(
+    return DecodeTiles(
         plan.tile_n, plan.num_warps, plan.num_stages, programs,
         plan.max_registers, plan.fetch_registers,
     )  # fmt: skip
 
 
-def _plan(today: GpuPlan, tiles: Tiles, device: DeviceInfo) -> GpuPlan:
+def _plan(today: GpuPlan, tiles: DecodeTiles, device: DeviceInfo) -> GpuPlan:
     """Today's plan, cut otherwise."""
     programs = today.num_programs * tiles.programs // _tiles(today, device).programs
     fields = asdict(tiles)
@@ -110,7 +117,9 @@ def _plan(today: GpuPlan, tiles: Tiles, device: DeviceInfo) -> GpuPlan:
     return replace(today, num_programs=programs, **fields)
 
 
-def _compile(kind: str, case: GpuDecodeCase, impl: str, candidates: list[Tiles]) -> list[Tiles]:
+def _compile(
+    kind: str, case: GpuDecodeCase, impl: str, candidates: list[DecodeTiles]
+) -> list[DecodeTiles]:
     """Those that fit and are right. Compiled kernels stay in Triton's cache on the disk."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     with (
@@ -124,7 +133,7 @@ def _compile(kind: str, case: GpuDecodeCase, impl: str, candidates: list[Tiles])
         return [tiles for tiles, future in zip(candidates, futures, strict=True) if future.result()]
 
 
-def _is_right(case: GpuDecodeCase, impl: str, tiles: Tiles) -> bool:
+def _is_right(case: GpuDecodeCase, impl: str, tiles: DecodeTiles) -> bool:
     device = DeviceInfo.of(torch.device("cuda", 0))
     try:
         checks = check_against_float64(
@@ -139,7 +148,7 @@ def _is_right(case: GpuDecodeCase, impl: str, tiles: Tiles) -> bool:
     return all(check.passed for check in checks)
 
 
-def _write(gpu: str, kind: str, tiles: Tiles) -> None:
+def _write(gpu: str, kind: str, tiles: DecodeTiles) -> None:
     table = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     table.setdefault(gpu, {})[kind] = asdict(tiles)
     MEASURED.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")

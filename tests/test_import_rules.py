@@ -24,7 +24,10 @@ LAYERS = [
     [
         "ops.dispatch",
         "ops.scales",
-        *("ops.*." + file for file in ("reference", "plan", "problem", "cpu", "cpu_")),
+        *(
+            "ops.*." + file
+            for file in ("reference", "plan", "problem", "batch", "value_checks", "cpu", "cpu_")
+        ),
         *("ops.attention." + file for file in ("block_mask", "tile_lists")),
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
     ],

@@ -14,10 +14,15 @@ from benchmarks.gpu_attention import GpuDecodeCase
 from typer.testing import CliRunner
 
 from pagetile.device import DeviceInfo
-from pagetile.ops.paged_attention import triton_tiles
-from pagetile.ops.paged_attention.plan import make_plan
+from pagetile.ops.paged_attention import plan as plans
+from pagetile.ops.paged_attention.plan import (
+    MEASURED,
+    DecodeTiles,
+    choose_decode_tiles,
+    kind_of,
+    make_plan,
+)
 from pagetile.ops.paged_attention.problem import Problem
-from pagetile.ops.paged_attention.triton_tiles import MEASURED, Tiles, choose_tiles, kind_of
 
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 OTHER = DeviceInfo("cuda", 114, "NVIDIA H100 PCIe", capability=(9, 0))
@@ -27,25 +32,25 @@ PROBLEM = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bf
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
-    monkeypatch.setattr(triton_tiles, "MEASURED", path)
+    monkeypatch.setattr(plans, "MEASURED", path)
     monkeypatch.setattr(tune, "MEASURED", path)
-    triton_tiles._measured.cache_clear()
+    plans._measured.cache_clear()
     yield path
-    triton_tiles._measured.cache_clear()
+    plans._measured.cache_clear()
 
 
 def test_a_measured_gpu_takes_its_tiles_and_others_the_formula_s(table):
-    fast = Tiles(32, 4, 6, 1, 168, 88)
-    tune._write(H200.name, kind_of(PROBLEM, True), fast)
-    assert choose_tiles(PROBLEM, H200, True) == fast
-    assert choose_tiles(PROBLEM, OTHER, True) != fast
-    assert choose_tiles(PROBLEM, H200, False) != fast
+    fast = DecodeTiles(32, 4, 6, 1, 168, 88)
+    tune._write(H200.name, kind_of(PROBLEM, hopper=True), fast)
+    assert choose_decode_tiles(PROBLEM, H200, hopper=True) == fast
+    assert choose_decode_tiles(PROBLEM, OTHER, hopper=True) != fast
+    assert choose_decode_tiles(PROBLEM, H200, hopper=False) != fast
 
 
 def test_writing_a_kind_keeps_the_others(table):
-    tune._write("a", "x", Tiles(32, 4, 2, 1))
-    tune._write("a", "y", Tiles(64, 4, 2, 1))
-    tune._write("b", "x", Tiles(16, 4, 2, 1))
+    tune._write("a", "x", DecodeTiles(32, 4, 2, 1))
+    tune._write("a", "y", DecodeTiles(64, 4, 2, 1))
+    tune._write("b", "x", DecodeTiles(16, 4, 2, 1))
     found = json.loads(table.read_text())
     assert {gpu: sorted(kinds) for gpu, kinds in found.items()} == {"a": ["x", "y"], "b": ["x"]}
     assert found["a"]["x"]["tile_n"] == 32
@@ -54,9 +59,9 @@ def test_writing_a_kind_keeps_the_others(table):
 def test_a_plan_says_its_tiles_again():
     plan = make_plan(PROBLEM, H200)
     tiles = tune._tiles(plan, H200)
-    assert tiles == choose_tiles(PROBLEM, H200, True)
+    assert tiles == choose_decode_tiles(PROBLEM, H200, hopper=True)
     assert tune._plan(plan, tiles, H200) == plan
-    half = tune._plan(plan, Tiles(128, 4, 2, 1, 168, 88), H200)
+    half = tune._plan(plan, DecodeTiles(128, 4, 2, 1, 168, 88), H200)
     assert (half.tile_n, half.num_programs) == (128, plan.num_programs // 2)
 
 
@@ -70,7 +75,7 @@ def test_what_was_measured_is_of_kinds_that_there_are():
     for found in json.loads(MEASURED.read_text()).values():
         assert found.keys() <= kinds
         for tiles in found.values():
-            assert Tiles(**tiles).programs in (1, 2)
+            assert DecodeTiles(**tiles).programs in (1, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

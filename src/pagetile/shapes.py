@@ -19,6 +19,7 @@ from .errors import DTypeError, ShapeError
 __all__ = [
     "Form",
     "bind",
+    "check_contiguous_rows",
     "check_device",
     "check_dtype",
     "check_tensors",
@@ -159,6 +160,19 @@ def check_dtype(name: str, tensor: torch.Tensor | Form, *allowed: torch.dtype) -
         listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         given = str(tensor.dtype).removeprefix("torch.")
         raise DTypeError(f"{name} is {given}, expected {listed}: convert it with {name}.to(...)")
+
+
+def check_contiguous_rows(**tensors: torch.Tensor | Form | None) -> None:
+    """Raise ShapeError unless the last dimension of every tensor is contiguous."""
+    for name, x in tensors.items():
+        if x is None or x.shape[-1] <= 1:
+            continue
+        stride = x.strides[-1] if isinstance(x, Form) else x.stride(-1)
+        if stride != 1:
+            raise ShapeError(
+                f"{name} has stride {stride} in its last dimension, expected 1: "
+                f"pass {name}.contiguous()"
+            )
 
 
 def check_device(name: str, device: torch.device, **tensors: torch.Tensor | Form | None) -> None:

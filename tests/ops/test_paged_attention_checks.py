@@ -329,6 +329,8 @@ def test_what_is_no_batch_is_named():
     [
         ({"causal": "no"}, DTypeError, "causal is 'no', expected True or False"),
         ({"softmax_scale": "1"}, DTypeError, "softmax_scale is '1', expected a number"),
+        ({"softmax_scale": math.nan}, ShapeError, "softmax_scale is nan, expected a finite number"),
+        ({"softmax_scale": math.inf}, ShapeError, "softmax_scale is inf, expected a finite number"),
         ({"sliding_window": 4.0}, ShapeError, "sliding_window is 4.0, expected at least 1"),
         ({"alibi_slopes": [1.0] * 4}, DTypeError, "alibi_slopes is of type list"),
         ({"k_scale": 1.0}, DTypeError, "k_scale is of type float"),
@@ -373,6 +375,13 @@ def test_a_plan_of_a_call_is_that_of_its_problem():
     assert paged_attention(*call, plan=plan).out.shape == inputs.out.shape
     with pytest.raises(DTypeError, match="batch is of type int"):
         plan_paged_attention(*call[:3], 5)
+
+
+def test_the_reference_is_not_planned():
+    inputs = make_inputs(CASE)
+    call = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch)
+    with pytest.raises(UnsupportedError, match="the reference runs this, which is not planned"):
+        plan_paged_attention(*call, impl="reference")
 
 
 def test_a_plan_is_for_one_kind_of_device():

@@ -15,11 +15,11 @@ from triton.backends.compiler import GPUTarget
 
 from pagetile.device import DeviceInfo
 from pagetile.ops.paged_attention import PagedBatch, Problem, triton
-from pagetile.ops.paged_attention.checks import check, describe, form_of
+from pagetile.ops.paged_attention.checks import validate
 from pagetile.ops.paged_attention.hopper import SPECIALISED
-from pagetile.ops.paged_attention.problem import Options
+from pagetile.ops.paged_attention.plan import make_gpu_plan
+from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, PREFILL
-from pagetile.ops.paged_attention.triton_plan import make_gpu_plan
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -34,8 +34,8 @@ def problem(group, size, kv_dtype=BF16, scales="none", query_len=1, block_size=1
     )  # fmt: skip
 
 
-def call_form(question, features):
-    """Of a call that poses the problem."""
+def call_form(question, *, features):
+    """Return the form of a call that poses the problem."""
 
     def empty(*shape, dtype=F32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -54,21 +54,22 @@ def call_form(question, features):
         question.max_seq_len,
     )
     given = {"logits_soft_cap": 30.0, "alibi_slopes": empty(heads), "sinks": empty(heads)}
-    options = Options(0.1, k_scale=scale, v_scale=scale, **(given if features else {}))
+    given = given if features else {}
     q = empty(question.num_tokens, heads, question.head_size, dtype=question.q_dtype)
-    form = form_of(describe(q, cache, cache, batch, options, None))
-    assert replace(check(form), logits_soft_cap=None) == question
+    call = Arguments(q, cache, cache, batch, 0.1, k_scale=scale, v_scale=scale, **given)
+    form = form_of(call)
+    assert replace(validate(form), logits_soft_cap=None) == question
     return form
 
 
 def make_launcher(
     kernel, question, *, device=H200, features=False, batch_invariant=False, **changes
 ):
-    """Of a call, some fields of whose form are changed."""
+    """Return the launcher of a call; ``changes`` are of its form."""
     plan = make_gpu_plan(
         question, device, hopper=kernel is SPECIALISED, batch_invariant=batch_invariant
     )
-    form = call_form(question, features)._replace(**changes)
+    form = call_form(question, features=features)._replace(**changes)
     return triton.prepare(question, form, plan, kernel).launch.launcher
 
 
@@ -121,7 +122,7 @@ def test_decode_on_hopper_with_fixed_splits(tmp_path):
 @pytest.mark.parametrize(("kv_dtype", "scales"), [(BF16, "none"), (E4M3, "head")], ids=str)
 def test_decode_on_hopper_copies_pages_however_queries_lie(kv_dtype, scales, tmp_path):
     question = problem(4, 128, kv_dtype, scales)
-    q = call_form(question, False).q._replace(strides=(1025, 129, 1))
+    q = call_form(question, features=False).q._replace(strides=(1025, 129, 1))
     launcher = make_launcher(SPECIALISED, question, q=q, out=q, is_aligned=False)
     assert "cp.async.cg.shared.global" in assert_fits(launcher, tmp_path)
 
@@ -184,7 +185,8 @@ def test_other_forms_by_triton(query_len, size, dtype, kv_dtype, scales, spilled
 
 def test_a_batch_of_many_short_prefills_fits_in_a_grid():
     question = Problem(70_000, 70_000, 200, 200, 1, 1, 64, 64, 16, BF16, BF16)
-    launch = triton.prepare(question, call_form(question, False), make_gpu_plan(question, H200))
+    form = call_form(question, features=False)
+    launch = triton.prepare(question, form, make_gpu_plan(question, H200))
     tiles, heads, _ = launch.launch.grid
     assert tiles > 65_535 >= heads  # of x, and of y
 
@@ -206,6 +208,6 @@ def test_tiles_fit_into_the_memory_of_small_gpus(size, query_len, dtype):
 def test_fixed_splits_keep_no_more_states_than_block_tables_can_name():
     question = replace(problem(4, 128), max_seq_len=1 << 24)
     plan = make_gpu_plan(question, H200, batch_invariant=True)
-    states, _, _ = triton.prepare(question, call_form(question, False), plan).scratch
+    states, _, _ = triton.prepare(question, call_form(question, features=False), plan).scratch
     splits = 256 * 16 // plan.split_size + 1  # of the widest table that call_form makes
     assert states == question.num_seqs * question.num_kv_heads * splits * 4 * 128

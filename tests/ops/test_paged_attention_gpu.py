@@ -21,12 +21,11 @@ from pagetile.tiles.state import AttentionOutput
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
-from pagetile.ops.paged_attention import hopper, hopper_prefill
-from pagetile.ops.paged_attention.checks import describe, form_of
+from pagetile.ops.paged_attention import hopper, hopper_prefill, triton
 from pagetile.ops.paged_attention.hopper import SPECIALISED
-from pagetile.ops.paged_attention.problem import Options
+from pagetile.ops.paged_attention.plan import power_of_2, short_len
+from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, prepare_short
-from pagetile.ops.paged_attention.triton_plan import power_of_2, short_len
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 ON_GPU = torch.cuda.is_available()
@@ -37,7 +36,6 @@ IMPLEMENTATIONS = [
     pytest.param("hopper", marks=pytest.mark.gpu),
 ]
 MIXING = [IMPLEMENTATIONS[0], pytest.param("hopper_prefill", marks=pytest.mark.gpu)]
-OPTIONS = Options(0.125)
 
 
 def attend(inputs, impl, **changes):
@@ -53,10 +51,9 @@ def attend(inputs, impl, **changes):
 
 
 def plan(inputs, impl, **changes):
-    from pagetile.ops.paged_attention.triton_plan import make_gpu_plan
-
     device = DeviceInfo.of(torch.device("cuda", 0)) if ON_GPU else DeviceInfo("cpu", 3)
-    return make_gpu_plan(inputs.problem, device, hopper=impl == "hopper", **changes)
+    module = {"triton": triton, "hopper": hopper, "hopper_prefill": hopper_prefill}[impl]
+    return module.make_plan(inputs.problem, device, **changes)
 
 
 def is_tiny(case):
@@ -264,7 +261,7 @@ def test_every_sequence_of_a_mixed_batch_is_one_kernel_s():
 @pytest.mark.parametrize("impl", ["hopper_prefill", "triton"])
 def test_short_sequences_of_a_mixed_batch_share_programs(impl):
     inputs = make_inputs(PagedCase((1, 100), (5000, 100), 8, 2, head_size=64, dtype=BF16))
-    form = form_of(describe(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, OPTIONS, None))
+    form = form_of(Arguments(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, 0.125))
     decode = SPECIALISED if impl == "hopper_prefill" else DECODE
     call = prepare_short(inputs.problem, form, None, decode)
     assert call.launch.launcher.kernel is decode.function

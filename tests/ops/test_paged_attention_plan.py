@@ -1,19 +1,26 @@
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pagetile.device import DeviceInfo
+from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import Problem, make_plan
-from pagetile.ops.paged_attention.plan import SPLIT_SIZE
-from pagetile.ops.paged_attention.triton_plan import make_gpu_plan
+from pagetile.ops.paged_attention.plan import (
+    SPLIT_SIZE,
+    make_gpu_plan,
+    make_hopper_prefill_plan,
+    refuse_hopper_prefill,
+)
 
 # Llama 8B: one new token of each of 64 sequences of 4096.
 DECODE = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
 PREFILL = replace(DECODE, num_seqs=1, num_tokens=4096, max_query_len=4096)
 TINY = replace(DECODE, num_seqs=1, num_tokens=1, max_seq_len=9)
 
+FORM = SimpleNamespace(q=SimpleNamespace(device=torch.device("cpu")))
 SMALL_CPU = DeviceInfo("cpu", 2)
 LARGE_CPU = DeviceInfo("cpu", 64, "a server", bf16_dot=True)
 
@@ -74,7 +81,7 @@ def test_a_lone_long_sequence_is_split_for_all_threads():
         assert num_decode_items(plan, lone) >= 4 * device.num_workers
 
 
-def test_an_item_walks_neighbouring_splits_when_there_are_more_than_enough():
+def test_a_work_item_walks_neighbouring_splits_when_there_are_more_than_enough():
     lone = replace(DECODE, num_seqs=1, num_tokens=1, max_seq_len=131072)
     plan = make_plan(lone, SMALL_CPU)
     assert plan.item_splits > 1
@@ -139,6 +146,9 @@ A100 = DeviceInfo("cuda", 108, "NVIDIA A100", capability=(8, 0))
 def test_a_gpu_s_tiles_are_powers_of_two_that_hold_the_rows(device):
     for problem in PROBLEMS:
         plan = make_plan(problem, device)
+        if device is H200 and refuse_hopper_prefill(problem) is None:
+            assert plan == make_hopper_prefill_plan(problem, device)
+            continue
         rows = problem.max_query_len * problem.group
         most = 64 if problem.width <= 256 else 16  # whose results fit into registers
         assert plan.path == ("decode" if rows <= most else "prefill")
@@ -155,24 +165,24 @@ def test_a_captured_launch_has_the_programs_of_its_bounds_whatever_the_lengths()
         assert plan == make_plan(DECODE, H200)
 
 
-def test_shares_end_where_heads_do_if_that_leaves_few_multiprocessors_idle():
+def test_cta_ranges_end_where_heads_do_if_that_leaves_few_multiprocessors_idle():
     def programs(num_seqs):
         return make_plan(replace(DECODE, num_seqs=num_seqs), H200).num_programs
 
-    assert programs(8) == 256  # 64 heads of 4 shares each
-    assert programs(64) == 256  # two of the 512 heads a share
-    assert programs(1) == 256  # 32 shares a head, not 33: merged eight at a time
+    assert programs(8) == 256  # 64 heads of 4 ranges each
+    assert programs(64) == 256  # two of the 512 heads a CTA
+    assert programs(1) == 256  # 32 splits a head, not 33: merged eight at a time
     assert programs(2) == 256  # 16, which are two eights
     assert make_plan(replace(DECODE, num_seqs=1, num_kv_heads=1), H200).num_programs == 264
     assert make_plan(replace(DECODE, num_seqs=5, num_kv_heads=1), H200).num_programs == 260
     assert programs(300) == 264  # so many heads that few of them are cut
 
 
-def test_short_shares_of_a_head_that_has_many_are_joined():
+def test_half_of_the_ctas_take_part_where_splits_of_a_head_are_many_and_short():
     def joins(batch_invariant=False, **changes):
         return make_gpu_plan(
             replace(DECODE, **changes), H200, hopper=True, batch_invariant=batch_invariant
-        ).joins_short_shares
+        ).halves_ctas_if_short
 
     assert joins(num_seqs=1)
     assert joins(num_seqs=8, num_kv_heads=1)
@@ -200,6 +210,27 @@ def test_what_hopper_s_kernel_does_not_take_is_planned_for_the_portable_one(chan
     problem = replace(DECODE, **change)
     assert make_plan(DECODE, H200) == make_gpu_plan(DECODE, H200, hopper=True)
     assert make_plan(problem, H200) == make_gpu_plan(problem, H200)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "tile_m", "tile_n"), [(64, 192, 128), (128, 128, 128), (256, 128, 64)]
+)
+def test_a_plan_of_prefill_on_hopper_shows_the_tiles_that_run(head_size, tile_m, tile_n):
+    problem = replace(PREFILL, head_size=head_size, v_head_size=head_size)
+    plan = make_plan(problem, H200)
+    assert (plan.path, plan.tile_m, plan.tile_n) == ("prefill", tile_m, tile_n)
+    assert plan.num_warps * 16 == tile_m  # a warpgroup of four warps computes 64 rows
+    assert plan == make_hopper_prefill_plan(problem, H200)
+    assert make_plan(problem, A100) == make_gpu_plan(problem, A100)
+
+
+def test_hopper_s_prefill_refuses_a_plan_that_it_would_not_carry_out():
+    pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
+    from pagetile.ops.paged_attention import hopper_prefill
+
+    problem = replace(PREFILL, num_tokens=4096)
+    with pytest.raises(ShapeError, match="hopper_prefill runs tiles of 128 x 128"):
+        hopper_prefill.prepare(problem, FORM, make_gpu_plan(problem, H200))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Writing to pages and attending to them inside of what is compiled: one node each."""
+"""``write_kv`` and ``paged_attention`` in compiled graphs: one node each."""
 
 import contextlib
 
@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagetile import PagedBatch, ShapeError, merge_states, paged_attention, write_kv
+from pagetile.ops.paged_attention import api
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
 TABLES = torch.tensor([[1, 2], [5, 7]], dtype=torch.int32)
@@ -19,7 +20,7 @@ def step(q, k, v, k_cache, v_cache, batch, slots, k_scale=None, v_scale=None, **
 
 
 def inputs_of(length):
-    """Of both sequences' newest tokens."""
+    """Return a step's inputs: the newest token of both sequences."""
     torch.manual_seed(length)
     q, *kv = torch.randn(2, HEADS, SIZE), *torch.randn(2, 2, KV_HEADS, SIZE)
     batch = PagedBatch.decode(TABLES, torch.tensor([length] * 2, dtype=torch.int32), length)
@@ -52,7 +53,7 @@ def test_compiled_steps_are_those_of_eager_ones(dtype, with_out):
     torch._dynamo.reset()
 
 
-def test_they_are_operators_that_torch_can_trace():
+def test_torch_can_trace_the_operators():
     q, k, v, batch, slots = inputs_of(5)
     k_cache, v_cache = torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE)
     checks = ("test_schema", "test_faketensor")
@@ -83,15 +84,26 @@ def test_scales_that_are_read_are_not_written(kind):
     torch._dynamo.reset()
 
 
-def test_compiled_as_eager_they_have_no_gradients():
+def test_they_have_no_gradients_compiled_or_eager():
     torch._dynamo.reset()
     q, k, v, batch, slots = inputs_of(5)
     k_cache, v_cache = torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for run in (step, compiled):
+    api._warn_of_no_gradient.cache_clear()
+    with pytest.warns(UserWarning, match=r"q requires a gradient.*Use pagetile\.attention"):
+        assert not step(*leaves, k_cache, v_cache, batch, slots).out.requires_grad
+    for run in (step, compiled):  # warnings are errors here: it warns once
         assert not run(*leaves, k_cache, v_cache, batch, slots).out.requires_grad
     torch._dynamo.reset()
+
+
+def test_without_gradients_a_parameter_as_query_does_not_warn():
+    q, _, _, batch, _ = inputs_of(5)
+    cache = torch.zeros(8, BLOCK, KV_HEADS, SIZE)
+    api._warn_of_no_gradient.cache_clear()
+    with torch.no_grad():
+        paged_attention(torch.nn.Parameter(q), cache, cache, batch)
 
 
 @pytest.mark.parametrize("kind", ["fake", "meta"])

@@ -1,4 +1,4 @@
-"""What every attention operation checks of its arguments, in the same words."""
+"""Checks that all attention operations share, with the same error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import SymInt, Tensor
 
 from ..errors import DTypeError, ShapeError, UnsupportedError
-from ..shapes import Form
+from ..shapes import check_contiguous_rows
 
 __all__ = [
     "as_number",
@@ -25,21 +25,8 @@ __all__ = [
 ]
 
 
-def check_contiguous_rows(**tensors: Tensor | Form | None) -> None:
-    """Raise ShapeError unless the last dimension of every tensor is contiguous."""
-    for name, x in tensors.items():
-        if x is None or x.shape[-1] <= 1:
-            continue
-        stride = x.strides[-1] if isinstance(x, Form) else x.stride(-1)
-        if stride != 1:
-            raise ShapeError(
-                f"{name} has stride {stride} in its last dimension, expected 1: "
-                f"pass {name}.contiguous()"
-            )
-
-
 def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> None:
-    """Raise ShapeError for a group that is no whole number, or a head size that no kernel takes."""
+    """Raise ShapeError for heads that do not divide, or a head size that no kernel takes."""
     for name, size in sizes.items():
         if size % 8 or not 8 <= size <= 512:
             raise ShapeError(f"{name} is {size}, expected a multiple of 8 from 8 to 512")
@@ -51,7 +38,7 @@ def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> N
 
 
 def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> None:
-    """Raise ShapeError for a window or a cap that means nothing."""
+    """Raise ShapeError for a window or a cap that is out of range."""
     if sliding_window is not None and not is_size(sliding_window, least=1, bits=63):
         raise ShapeError(
             f"sliding_window is {sliding_window}, expected at least 1 (an integer of 64 bits), or "
@@ -67,16 +54,16 @@ def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> 
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise DTypeError for what is neither True nor False: any text would be true."""
+    """Raise DTypeError unless ``value`` is True or False: any text would be true."""
     if not isinstance(value, bool):
         raise DTypeError(f"{name} is {value!r}, expected True or False")
 
 
 def as_number(name: str, value: Any) -> float:
-    """``value`` as a float, be it a symbol's or a tensor's of one element.
+    """Return ``value`` as a float; it may be a symbol or a tensor of one element.
 
     Raises:
-        DTypeError: It is no number.
+        DTypeError: It is not a number.
     """
     try:
         if not isinstance(value, (str, bytes)):
@@ -88,7 +75,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def refuse_learned_scale(softmax_scale: Any) -> None:
-    """Raise UnsupportedError for one that expects a gradient: it would never get it."""
+    """Raise UnsupportedError for a scale that requires a gradient: none is computed."""
     is_tensor = isinstance(softmax_scale, Tensor)
     if is_tensor and softmax_scale.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
@@ -98,7 +85,7 @@ def refuse_learned_scale(softmax_scale: Any) -> None:
 
 
 def default_scale(q: Tensor) -> float:
-    """``head_size ** -0.5``; for tensors that are to be refused, a number."""
+    """Return ``head_size ** -0.5``, or 1.0 for tensors that a later check will refuse."""
     try:
         return float(q.size(-1) ** -0.5)
     except (IndexError, ZeroDivisionError):
@@ -106,13 +93,13 @@ def default_scale(q: Tensor) -> float:
 
 
 def is_size(value: Any, *, least: int = 0, bits: int = 31) -> bool:
-    """Whether it is a whole number of the host's, of no more than ``bits`` and a sign."""
+    """Return whether it is an integer of the host, from ``least`` to less than ``2 ** bits``."""
     is_whole = isinstance(value, (Integral, SymInt)) and not isinstance(value, bool)
     return is_whole and bool(least <= value < 1 << bits)
 
 
 def whole_window(sliding_window: Any) -> Any:
-    """As Python's integer, of which differences fit into 64 bits: no cache has 2⁴⁰ keys."""
+    """Return it as an int of at most 2⁴⁰, so that differences fit in 64 bits."""
     if sliding_window is None:
         return None
     check_options(sliding_window, None)

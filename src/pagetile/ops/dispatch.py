@@ -1,4 +1,4 @@
-"""Which implementation runs: an ordered list, a question to each, and the reasons."""
+"""Choose an implementation: ask an ordered list of modules, and keep their reasons."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..errors import UnsupportedError
 
 __all__ = ["choose", "explain"]
 
-_HOMES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
-"""The kind of device that an implementation is for, by the first word of its name: elsewhere it is
-not even imported."""
+_DEVICES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
+"""The kind of device that an implementation is for, by the first word of its name. On other devices
+it is not imported."""
 
 _NEW_ENOUGH = (9, 0)
-"""The compute capability of a GPU that has whatever a kernel asks for."""
+"""A compute capability that satisfies every kernel."""
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(
     package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo, impl: str
 ) -> Any:
-    """The first module of ``names`` that can run ``problem``; a named ``impl`` runs or raises.
+    """Return the first module of ``names`` that can run ``problem``; a named one runs or raises.
 
-    Only a named one may run away from home: a GPU's kernels, interpreted on a CPU.
+    Only a named one may run on another kind of device: a GPU's kernels, interpreted on a CPU.
     """
     if impl not in ("auto", *names):
         raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {', '.join(names)}")
@@ -37,20 +37,22 @@ def choose(
         reason = _find_reason(package, name, problem, device, impl == name)
         if reason is None:
             if reasons and name == "reference" and device.kind == "cuda":
-                why = _blame(package, names, problem, device)
+                why = _device_reason(package, names, problem, device)
                 if why is not None:
-                    _warn_of(device, why)
+                    _warn_once(device, why)
             return _load(package, name)
         reasons.append(f"{name} cannot run this: {reason}")
     raise UnsupportedError("; ".join(reasons) + ". Use impl='auto'" * (impl != "auto"))
 
 
-def _blame(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str | None:
-    """Why a GPU runs none of the kernels, if it is not the call's doing: a newer one would."""
+def _device_reason(
+    package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo
+) -> str | None:
+    """Return why none of the kernels runs, if a newer GPU would run one; else None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     newer = replace(device, capability=max(device.capability, _NEW_ENOUGH))
-    for name in reversed(names):  # who asks for least comes last
+    for name in reversed(names):  # the last one has the lowest requirements
         reason = _find_reason(package, name, problem, device, False)
         if reason is not None and _find_reason(package, name, problem, newer, False) is None:
             return reason
@@ -58,8 +60,8 @@ def _blame(package: str, names: tuple[str, ...], problem: Any, device: DeviceInf
 
 
 @functools.cache
-def _warn_of(device: DeviceInfo, why: str) -> None:
-    """Say so, once."""
+def _warn_once(device: DeviceInfo, why: str) -> None:
+    """Warn once for each device and reason."""
     warnings.warn(
         f"none of pagetile's kernels can run this on this GPU ({device.name}): {why}; the "
         "reference runs instead, which is slow and waits for the GPU",
@@ -69,7 +71,7 @@ def _warn_of(device: DeviceInfo, why: str) -> None:
 
 
 def explain(package: str, names: tuple[str, ...], problem: Any, device: DeviceInfo) -> str:
-    """One line for each implementation: yes, or no and why."""
+    """Return one line for each implementation: yes, or no and why."""
     reasons = {name: _find_reason(package, name, problem, device, False) for name in names}
     return "\n".join(f"{name}: {f'no, {why}' if why else 'yes'}" for name, why in reasons.items())
 
@@ -77,8 +79,8 @@ def explain(package: str, names: tuple[str, ...], problem: Any, device: DeviceIn
 def _find_reason(
     package: str, name: str, problem: Any, device: DeviceInfo, is_named: bool
 ) -> str | None:
-    """Why an implementation cannot run; None if it can."""
-    if not is_named and _HOMES.get(name.partition("_")[0], device.kind) != device.kind:
+    """Return why an implementation cannot run; None if it can."""
+    if not is_named and _DEVICES.get(name.partition("_")[0], device.kind) != device.kind:
         return f"the tensors are on {device.kind}"
     try:
         module = _load(package, name)
@@ -90,5 +92,5 @@ def _find_reason(
 
 @functools.cache
 def _load(package: str, name: str) -> Any:
-    """Import an implementation when it is first asked about: Numba costs a second."""
+    """Import an implementation when it is first needed: importing Numba takes a second."""
     return importlib.import_module(f"{package}.{name}")

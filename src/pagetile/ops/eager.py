@@ -1,10 +1,10 @@
-"""The short way to an operator with a gradient, when only autograd is there to see it.
+"""Call an operator's function directly, when no dispatcher but autograd needs to see the operator.
 
-torch hands a custom operator and its gradient from dispatcher to dispatcher, which takes the host
-some 115 µs a call and back; a small kernel runs in ten. Compilers, tracers, dispatch modes and
-subclasses of ``Tensor`` need the operator, and transforms (``torch.func``) need it in a function
-that they can take apart. Plain eager code does not: there the same functions run as a
-``torch.autograd.Function``. A gradient asks again, since others may be there.
+torch passes a custom operator and its gradient through several dispatchers, which takes the host
+some 115 µs for a forward and a backward; a small kernel runs in ten. Compilers, tracers, dispatch
+modes and subclasses of ``Tensor`` need the operator, and transforms (``torch.func``) need it in a
+``torch.autograd.Function`` with a ``setup_context``. Plain eager code needs neither: there the same
+functions run as a plain ``torch.autograd.Function``. The backward pass decides again.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ __all__ = [
     "autocast_type",
     "call_uncompiled",
     "choose_gradient",
+    "has_dispatch_observers",
     "has_tangent",
     "in_forward_mode",
     "is_batched",
-    "is_plain",
     "make_last",
     "make_ways",
     "needs_gradient",
+    "needs_operator",
     "refuse_tangents",
-    "wants_operator",
     "without_autocast",
 ]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-"""Any other subclass of ``Tensor`` may watch operations, or have no data."""
+"""Any other subclass of ``Tensor`` may intercept operations, or have no data."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Break the graph that is being compiled, and call the function as it is.
+    """Break the graph that is being compiled, and call the function eagerly.
 
-    A compiler that went on into it would take Numba's own code apart, and fail.
+    A compiler that traced into it would trace Numba's own code, and fail.
     """
     apart: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return apart(*args, **kwargs)
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
-    """What autocast has tensors like ``x`` computed in; ``None`` where it is off."""
+    """Return the type that autocast computes tensors like ``x`` in; ``None`` where it is off."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -60,29 +60,29 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """What is in float32 stays so."""
+    """Return a context that disables autocast, so that float32 stays float32."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def needs_gradient(*inputs: Any) -> bool:
-    """Whether a gradient, of either mode, goes through a call with these inputs."""
+    """Return whether a gradient, of either mode, goes through a call with these inputs."""
     return is_recorded(*inputs) or has_tangent(*inputs)
 
 
 def is_recorded(*inputs: Any) -> bool:
-    """Whether autograd keeps a call with these inputs for a backward pass."""
+    """Return whether autograd records a call with these inputs for a backward pass."""
     return torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
 
 
 def in_forward_mode() -> bool:
-    """Whether anybody differentiates forward (``jvp``), whichever tensors take part."""
+    """Return whether forward-mode differentiation (``jvp``) is active, for whichever tensors."""
     return forward_ad._current_level >= 0
 
 
 def has_tangent(*inputs: Any) -> bool:
-    """Whether forward-mode differentiation (``jvp``) goes through a call with these inputs."""
+    """Return whether forward-mode differentiation (``jvp``) goes through these inputs."""
     if torch.compiler.is_compiling() or not in_forward_mode():
         return False
     tensors = (x for x in inputs if isinstance(x, Tensor))
@@ -90,7 +90,7 @@ def has_tangent(*inputs: Any) -> bool:
 
 
 def refuse_tangents(name: str, *inputs: Any) -> None:
-    """Raise UnsupportedError for them: torch would take a kernel's derivative for zero."""
+    """Raise UnsupportedError for tangents: torch would take a kernel's derivative for zero."""
     if has_tangent(*inputs):
         raise UnsupportedError(
             f"{name} has no forward-mode derivative (jvp, jacfwd): use reverse mode (backward, "
@@ -98,9 +98,12 @@ def refuse_tangents(name: str, *inputs: Any) -> None:
         )
 
 
-def is_plain(*inputs: Any) -> bool:
-    """Whether nobody but autograd watches a call with these inputs."""
-    return not (
+def has_dispatch_observers(*inputs: Any) -> bool:
+    """Return whether anything but autograd intercepts a call with these inputs.
+
+    Compilers, tracers, dispatch modes, ``torch.func`` transforms and subclasses of ``Tensor``.
+    """
+    return bool(
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()
         or torch._C._len_torch_dispatch_stack()
@@ -110,8 +113,8 @@ def is_plain(*inputs: Any) -> bool:
     )
 
 
-def wants_operator(x: Tensor) -> bool:
-    """Whether a call with it has to be an operator's: whoever takes part may have no data."""
+def needs_operator(x: Tensor) -> bool:
+    """Return whether a call with ``x`` has to be an operator: compiling, or ``x`` has no data."""
     if torch.compiler.is_compiling():
         return True
     if type(x) in _PLAIN_TYPES:
@@ -124,17 +127,18 @@ def _is_special(x: Tensor) -> bool:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether it stands for several tensors: a gradient of ``is_grads_batched``."""
+    """Return whether ``x`` stands for several tensors: a gradient of ``is_grads_batched``."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(x))
 
 
 def choose_gradient(function: Any, watched: Any, *inputs: Any) -> Any:
-    """``function``, or the same as somebody watches it: so one that has no derivative refuses."""
-    return function if not torch.is_grad_enabled() and is_plain(*inputs) else watched
+    """Return ``function``, or its operator form where a derivative or an observer may need it."""
+    needs_watched = torch.is_grad_enabled() or has_dispatch_observers(*inputs)
+    return watched if needs_watched else function
 
 
 def make_last(operator: Any) -> Callable[..., Any]:
-    """A gradient for all who watch, which has no derivative of its own."""
+    """Return a gradient operator's observable form, whose own derivative raises."""
 
     def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
@@ -152,10 +156,10 @@ def make_ways(
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., tuple[Any, ...]],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Give an operator its gradient; two ways to call it: for plain inputs, for all who watch.
+    """Register an operator's gradient; return the direct call and the observable one.
 
     Args:
-        name: What profiles and ``grad_fn`` show.
+        name: Shown by profiles and ``grad_fn``.
         forward: From inputs to one output, or to a tuple of them.
         operator: The same for torch's dispatchers.
         remember: From the context, inputs and outputs to what the context keeps.
@@ -171,9 +175,9 @@ def _make_watched(
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Give an operator its gradient, and call it for all who watch, ``torch.func`` included.
+    """Register an operator's gradient; return a call that observers see, ``torch.func`` included.
 
-    What ``register_autograd`` makes of it has no ``setup_context``, which transforms need.
+    The function that ``register_autograd`` makes has no ``setup_context``, which transforms need.
     """
     operator.register_autograd(differentiate, setup_context=remember)
     body = {
@@ -198,7 +202,7 @@ def _make_function(
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., tuple[Any, ...]],
 ) -> Callable[..., Any]:
-    """What ``register_autograd`` does for an operator, as a function, for plain inputs."""
+    """Return what ``register_autograd`` makes of an operator, as a function without dispatch."""
 
     def run(ctx: Any, *inputs: Any) -> Any:
         output = forward(*inputs)

@@ -1,9 +1,9 @@
-"""Eight-bit caches and their scales: an element stands for its code times a scale.
+"""Eight-bit caches and their scales: an element is its stored 8-bit value times a scale.
 
 A scale belongs to a whole cache, to a KV head, or to a token's KV head. It is the same for all
 elements of a row, so no kernel multiplies elements by it::
 
-    s[n] = (q · codes[n]) * k_scale[n]          out = Σ_n (p[n] * v_scale[n]) codes[n]
+    s[n] = (q · k[n]) * k_scale[n]          out = Σ_n (p[n] * v_scale[n]) v[n]
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..shapes import Form, bind, check_device, check_dtype, form
 __all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales", "find_kind"]
 
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-"""The element types of 8-bit caches, and the largest number that is written in each.
+"""The element types of 8-bit caches, and the largest value that is written in each.
 
 An int8 stops at ±127: with -128 the negative of a key would not be the key's negative, and a
 scale of amax / 127 covers both ends alike.
 """
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""What a token whose numbers are all 0 is divided by: 0 / 0 is no number."""
+"""The scale of a token whose numbers are all 0: 0 / 0 would be NaN."""
 
 _TOKEN = "num_blocks block_size num_kv_heads"
 
@@ -55,7 +55,7 @@ def bind_scales(
     if k_scale is None and v_scale is None and k_cache.dtype not in LARGEST_CODE:
         return "none", None, None
     forms = (None if t is None else form(t) for t in (k_scale, v_scale, k_cache, v_cache))
-    kind, heads = _find_plain_kind(*forms), k_cache.shape[2]
+    kind, heads = _find_kind_of_forms(*forms), k_cache.shape[2]
     if kind == "head":
         k_scale, v_scale = (
             scale.reshape(()).expand(heads) if scale is not None and scale.numel() == 1 else scale
@@ -65,13 +65,13 @@ def bind_scales(
 
 
 @functools.lru_cache(maxsize=1024)
-def _find_plain_kind(*forms: Any) -> str:
+def _find_kind_of_forms(*forms: Any) -> str:
     named: list[Any] = [None if form is None else Form(*form) for form in forms]
     return find_kind(*named)
 
 
 def find_kind(k_scale: Form | None, v_scale: Form | None, k_cache: Form, v_cache: Form) -> str:
-    """What a scale belongs to, as ``bind_scales`` says and checks it, from the tensors' forms."""
+    """Return what a scale belongs to, checked as by ``bind_scales``, from the tensors' forms."""
     k_kind = _find_kind("k_scale", k_scale, "k_cache", k_cache)
     v_kind = _find_kind("v_scale", v_scale, "v_cache", v_cache)
     if k_kind != v_kind:

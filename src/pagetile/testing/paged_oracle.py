@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..ops.paged_attention import reference
-from ..ops.paged_attention.problem import Options
+from ..ops.paged_attention.problem import Arguments
 from ..ops.scales import LARGEST_CODE
 from ..tiles.state import AttentionOutput
 from .paged_cases import PagedInputs
@@ -85,14 +85,14 @@ def oracle(inputs: PagedInputs) -> AttentionOutput:
     """
     q = inputs.q.double()
     out = q.new_empty(*q.shape[:2], inputs.v_cache.shape[-1])
-    caches = inputs.k_cache, inputs.v_cache
-    return reference.run(inputs.problem, q, *caches, inputs.batch, _options(inputs), out)
+    return reference.run(inputs.problem, _arguments(inputs)._replace(q=q, out=out))
 
 
-def _options(inputs: PagedInputs) -> Options:
+def _arguments(inputs: PagedInputs) -> Arguments:
     scale = inputs.options.get("softmax_scale")
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    return Options(**{**inputs.options, "softmax_scale": scale})
+    options = {**inputs.options, "softmax_scale": scale}
+    return Arguments(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, **options)
 
 
 def tolerance(inputs: PagedInputs, expected: AttentionOutput | None = None) -> Tolerance:
@@ -197,7 +197,7 @@ class _Eager(NamedTuple):
 
 def _eager(inputs: PagedInputs, dtype: torch.dtype) -> _Eager:
     """Attention as model code writes it, every step rounded to ``dtype``."""
-    options, batch = _options(inputs), inputs.batch
+    options, batch = _arguments(inputs), inputs.batch
     starts, tables = batch.cu_seqlens_q.tolist(), batch.block_tables.tolist()
     outs, lses, spreads, sizes = [], [], [0.0], [0.0]
     for seq, seq_len in enumerate(batch.seq_lens.tolist()):
@@ -232,7 +232,7 @@ def _contiguous(
     return entries.movedim(1, 0).repeat_interleave(q.shape[0] // cache.shape[2], dim=0)
 
 
-def _eager_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
+def _eager_scores(q: Tensor, k: Tensor, options: Arguments) -> Tensor:
     """Masked scores ``[num_heads, query_len, seq_len]``, with a column more if there are sinks."""
     query_len, seq_len = q.shape[1], k.shape[1]
     scores = q @ k.mT * options.softmax_scale

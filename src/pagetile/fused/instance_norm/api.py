@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
 from ...ops.dispatch import choose
-from ...ops.eager import has_tangent, is_batched, is_plain
+from ...ops.eager import has_dispatch_observers, has_tangent, is_batched
 from ...shapes import check_device
 from . import reference
 from .problem import Problem
@@ -74,7 +74,7 @@ def instance_norm(
         raise ShapeError(f"residual is {list(residual.shape)}, expected {list(x.shape)} as x")
     check_device("x", x.device, residual=residual)
     x, residual = _strip(x), None if residual is None else _strip(residual)
-    if impl == "auto" and (not is_plain(x, residual) or has_tangent(x, residual)):
+    if impl == "auto" and (has_dispatch_observers(x, residual) or has_tangent(x, residual)):
         impl = "reference"
     if impl != "reference":
         problem = _describe(x, residual, eps, residual_eps, negative_slope)

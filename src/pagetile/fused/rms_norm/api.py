@@ -13,7 +13,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
 from ...ops.dispatch import choose
-from ...ops.eager import is_plain, needs_gradient
+from ...ops.eager import has_dispatch_observers, needs_gradient
 from ...shapes import Form, check_device, forms
 from . import reference
 from .problem import Problem, fold
@@ -59,7 +59,7 @@ def rms_norm(
         >>> rms_norm(torch.full((2, 4), 3.0), torch.arange(4.0), eps=0.0)[1]
         tensor([0., 1., 2., 3.])
     """
-    if impl == "auto" and not is_plain(x, weight):
+    if impl == "auto" and has_dispatch_observers(x, weight):
         impl = "reference"
     module = _settle(*forms(x=x, weight=weight), needs_gradient(x, weight), kind, impl)
     out: Tensor = module.run(x, weight, eps, kind)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...ops.dispatch import choose
-from ...ops.eager import is_plain, needs_gradient
+from ...ops.eager import has_dispatch_observers, needs_gradient
 from ...shapes import Form, bind, check_device, check_dtype, forms
 from . import reference
 from .problem import Problem
@@ -55,7 +55,7 @@ def rotate(
         >>> rotate(q, q, 0 * quarter, quarter, is_shared=True)[0].flatten().tolist()
         [-2.0, 1.0, 9.0]
     """
-    if impl == "auto" and not is_plain(q, k):
+    if impl == "auto" and has_dispatch_observers(q, k):
         impl = "reference"
     is_learned = needs_gradient(q, k, cos, sin)
     module = _settle(*forms(q=q, k=k, cos=cos, sin=sin), is_learned, is_shared, impl)

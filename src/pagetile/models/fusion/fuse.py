@@ -166,7 +166,7 @@ def _connect(
     found.replacements += [(module, "forward", layer.forward) for module, layer in fused.items()]
 
 
-class _without_tf32:  # noqa: N801 - reads as a context manager
+class _without_tf32:
     """Products in float32 as exact as float32 is, for a while."""
 
     def __enter__(self) -> None:

@@ -25,13 +25,13 @@ from ...fused.rotary_write.reference import project
 from ..fused import own_forward, read_norm
 from .trace import Event, LayerCall, Run
 
-__all__ = ["Mlp", "Mismatch", "Structure", "first_of", "is_linear", "recognise"]
+__all__ = ["Mismatch", "Mlp", "Structure", "first_of", "is_linear", "recognise"]
 
 _NEAR = 1e-4
 """Relative difference that float32 products in another order may have."""
 
 
-class Mismatch(Exception):  # noqa: N818 - it is no failure
+class Mismatch(Exception):
     """A layer computes something else; the message says where it differs."""
 
 

@@ -16,7 +16,7 @@ from ...device import DeviceInfo
 from ..dispatch import choose
 from ..eager import (
     choose_gradient,
-    is_plain,
+    has_dispatch_observers,
     make_last,
     make_ways,
     refuse_tangents,
@@ -46,7 +46,7 @@ Rows = tuple[Tensor, Tensor, Tensor]
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``: by the operator under tracing and compilers, else without it."""
     refuse_tangents("attention", *inputs)
-    out, lse = (_function if is_plain(*inputs) else _watched)(*inputs)
+    out, lse = (_watched if has_dispatch_observers(*inputs) else _function)(*inputs)
     return out, lse
 
 

@@ -11,7 +11,7 @@ from ...shapes import bind, check_device, check_dtype, check_tensors
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import as_number, check_contiguous_rows, default_scale, refuse_learned_scale
 from ..dispatch import choose
-from ..eager import autocast_type, call_uncompiled, is_plain, needs_gradient
+from ..eager import autocast_type, call_uncompiled, has_dispatch_observers, needs_gradient
 from . import reference
 from .problem import Problem
 
@@ -67,7 +67,7 @@ def attention_scores(
         softmax_scale = default_scale(q)
     softmax_scale = as_number("softmax_scale", softmax_scale)
     problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient(q, k))
-    if impl == "auto" and not is_plain(q, k):
+    if impl == "auto" and has_dispatch_observers(q, k):
         return reference.run(problem, q, k, softmax_scale)  # of operations that all know who watch
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     scores: Tensor = module.run(problem, q, k, softmax_scale)

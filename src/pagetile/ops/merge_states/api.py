@@ -13,7 +13,7 @@ from ...shapes import Form, bind, check_device, check_dtype, forms
 from ...tiles.state import AttentionOutput
 from ...tiles.types import ALL_FLOATS
 from ..dispatch import choose
-from ..eager import call_uncompiled, needs_gradient, wants_operator
+from ..eager import call_uncompiled, needs_gradient, needs_operator
 from . import reference
 from .problem import Problem
 
@@ -55,7 +55,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
             return call_uncompiled(merge_states, outs, lses, impl=impl)
         return reference.run(outs, lses)  # whose operations are torch's
     module = _settle(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
-    if impl == "auto" and wants_operator(outs):
+    if impl == "auto" and needs_operator(outs):
         module = reference
     result: AttentionOutput = module.run(outs, lses)
     return result

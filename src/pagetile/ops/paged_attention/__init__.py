@@ -1,8 +1,9 @@
 """Attention of new tokens over a paged KV cache."""
 
 from .api import explain_paged_attention, paged_attention, plan_paged_attention
+from .batch import PagedBatch
 from .plan import Plan, make_plan
-from .problem import PagedBatch, Problem
+from .problem import Problem
 
 __all__ = [
     "PagedBatch",

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...shapes import is_debugging
+from ...errors import UnsupportedError
+from ...shapes import form, is_debugging
 from ...tiles.state import AttentionOutput
 from ..attention_checks import check_flag, default_scale, whole_window
-from ..dispatch import explain
-from ..eager import call_uncompiled, wants_operator
+from ..dispatch import choose, explain
+from ..eager import call_uncompiled, needs_operator
 from . import operator
-from .checks import check, check_kinds, check_scalars, describe, form_of, forms_of
-from .plan import Plan, make_plan
-from .problem import Options, PagedBatch, Problem
-from .settled import IMPLEMENTATIONS, Settled, choose_for, settle
-from .triton_plan import make_gpu_plan
+from .batch import PagedBatch
+from .checks import check_plan, check_types, validate
+from .plan import Plan
+from .problem import Arguments, CachedCall, CallForm, Problem, form_of
+
+IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
+"""Modules of this package, in the order in which ``impl="auto"`` tries them.
+
+Each has the same four functions: ``supports(problem, device)`` returns a reason or None,
+``make_plan(problem, device, batch_invariant=...)`` a plan, ``prepare(problem, form, plan)`` a
+function from ``Arguments`` to ``AttentionOutput``. ``reference`` takes no plan.
+"""
 
 
 def paged_attention(
@@ -56,8 +66,8 @@ def paged_attention(
     Args:
         q: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16 (float64 on the
             reference, with caches like it). Queries of all
-            sequences, in the order of ``batch.cu_seqlens_q``. Last dimension contiguous, here and
-            below; other strides are free.
+            sequences, in the order of ``batch.cu_seqlens_q``. The last dimension is contiguous,
+            here and below; other strides are free.
         k_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any of these types, or
             float8_e4m3fn, float8_e5m2 or int8 with scales. The keys of the new tokens are already
             in it (see ``write_kv``). ``block_size`` 1 to 256, ``head_size`` a multiple of 8 up to
@@ -67,7 +77,7 @@ def paged_attention(
         softmax_scale: Multiplies ``q · k``. ``None`` is ``head_size ** -0.5``; 0.0 means 0.0.
         causal: Whether a token sees only keys at or before its own position.
         sliding_window: Number of visible keys up to the query's own, which counts; those after it
-            are ``causal``'s to hide. ``None``: all.
+            are hidden by ``causal`` only. ``None``: all.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``. ``None``: no cap.
         alibi_slopes: ``[num_heads]``, floating; adds ``slope * (key position - query position)``.
         sinks: ``[num_heads]``, floating; one more logit in each head's softmax, with no value. It
@@ -95,7 +105,8 @@ def paged_attention(
     On a CPU the first call with each combination of element types compiles, once a machine, which
     takes some 20 seconds.
 
-    It has no gradients, whatever ``q`` asks for: a cache is written in place (``attention`` has).
+    It has no gradients, because a cache is written in place: a ``q`` that requires one warns once.
+    ``pagetile.attention`` has gradients.
 
     On a GPU the values of lengths and tables are checked under ``PAGETILE_DEBUG=1`` only, since
     that waits for the device; without it a wrong one reads or writes memory that is not its own.
@@ -110,51 +121,102 @@ def paged_attention(
         torch.Size([2, 8, 64])
     """
     if plan is not None and torch.compiler.is_compiling():
-        return call_uncompiled(
+        result: AttentionOutput = call_uncompiled(
             paged_attention, q, k_cache, v_cache, batch, softmax_scale=softmax_scale,
             causal=causal, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
             plan=plan, impl=impl,
         )  # fmt: skip
-    sliding_window, tensors = whole_window(sliding_window), (alibi_slopes, sinks, k_scale, v_scale)
+        return result
+    sliding_window = whole_window(sliding_window)
     if causal is not True and causal is not False:  # 1 would be looked up as True
         check_flag("causal", causal)
     numbers = causal, sliding_window, logits_soft_cap
+    optional = alibi_slopes, sinks, k_scale, v_scale, out
     try:
-        if wants_operator(q) and plan is None:
-            options = _fill(q, softmax_scale, *numbers, *tensors)
-            if q.is_meta:  # nobody checks it later
-                settle(describe(q, k_cache, v_cache, batch, options, out), plan, impl)
-            return AttentionOutput(*operator.attend(q, k_cache, v_cache, batch, options, out, impl))
-        key = softmax_scale, *numbers, *forms_of(*tensors, out), plan, impl
-        last = batch.calls.get(key)
-        if last is not None and last.serves(q, k_cache, v_cache, out):
-            call: Settled = last
+        if plan is None and needs_operator(q):
+            scale = default_scale(q) if softmax_scale is None else softmax_scale
+            arguments = Arguments(q, k_cache, v_cache, batch, scale, *numbers, *optional)
+            if q.is_meta:  # no kernel will validate it
+                _find_call(arguments, plan, impl)
+            return operator.attend(arguments, impl)
+        if alibi_slopes is sinks is k_scale is v_scale is out is None:
+            key: tuple[Any, ...] = softmax_scale, *numbers, plan, impl
         else:
-            options = _fill(q, softmax_scale, *numbers, *tensors)
-            description = describe(q, k_cache, v_cache, batch, options, out)
-            call = settle(description, plan, impl)
-            if last is call:  # and will come again
-                call.learn(q, k_cache, v_cache)
-            batch.remember(key, call)
-    except (AttributeError, TypeError):  # asked for only then: a call is to cost little
-        check_kinds(q, k_cache, v_cache, batch, tensors, out)
-        check_scalars(softmax_scale, plan, impl)
+            forms = [None if tensor is None else form(tensor) for tensor in optional]
+            key = softmax_scale, *numbers, *forms, plan, impl
+        call = batch.calls.get(key)
+        if call is None or not call.matches(q, k_cache, v_cache, out):
+            scale = default_scale(q) if softmax_scale is None else softmax_scale
+            arguments = Arguments(q, k_cache, v_cache, batch, scale, *numbers, *optional)
+            call = _find_call(arguments, plan, impl, key)
+    except (AttributeError, TypeError):  # types are checked only then: a call is to cost little
+        check_types(
+            Arguments(q, k_cache, v_cache, batch, softmax_scale, *numbers, *optional)  # type: ignore[arg-type]
+        )
+        check_plan(plan, impl)
         raise
     if is_debugging() and q.is_cuda:
         check_on_host(call.problem, batch, k_cache.shape[0])
     scale = call.softmax_scale if softmax_scale is None else softmax_scale
-    return call.run(q, k_cache, v_cache, batch, Options._make((scale, *numbers, *tensors)), out)
+    # Arguments._make, without the function call.
+    arguments = tuple.__new__(Arguments, (q, k_cache, v_cache, batch, scale, *numbers, *optional))
+    result = call.run(arguments)
+    return result
 
 
-def _fill(q: Tensor, softmax_scale: float | None, *others: Any) -> Options:
-    return Options._make((default_scale(q) if softmax_scale is None else softmax_scale, *others))
+def _find_call(arguments: Arguments, plan: Plan | None, impl: str, key: Any = None) -> CachedCall:
+    """Return the cached call for these arguments; validate and dispatch them if there is none.
+
+    A call is looked up in two steps. Its batch keeps the last calls by all that they had beside
+    ``q`` and the caches, the ``key``; whether these three have the same form is one question to
+    torch (``CachedCall.matches``). Here the whole form is described and looked up among all forms.
+    It is recorded for the short way when it comes twice in a row, so calls that do not repeat pay
+    nothing for that (decision 20).
+    """
+    q, k_cache, v_cache, batch = arguments[:4]
+    if q.requires_grad and torch.is_grad_enabled():
+        _warn_of_no_gradient()
+    call = _dispatch(form_of(arguments), plan, impl)
+    if key is not None:
+        if batch.calls.get(key) is call:  # the second time in a row
+            call.record(q, k_cache, v_cache)
+        batch.remember(key, call)
+    return call
+
+
+@functools.lru_cache(maxsize=1024)
+def _dispatch(form: CallForm, plan: Plan | None, impl: str) -> CachedCall:
+    """Validate a form, choose the implementation, and prepare all that its calls share."""
+    problem = validate(form)
+    if not isinstance(form.softmax_scale, float):  # an equal float finds this entry
+        form = form._replace(softmax_scale=float(form.softmax_scale))
+    name, module = choose_implementation(problem, DeviceInfo.of(form.q.device), impl)
+    check_plan(plan, impl, runs=name)
+    return CachedCall(form, problem, module.prepare(problem, form, plan))
+
+
+def choose_implementation(problem: Problem, device: DeviceInfo, impl: str) -> tuple[str, Any]:
+    """Return the name of the implementation that runs, and its module."""
+    module = choose(__package__, IMPLEMENTATIONS, problem, device, impl)
+    return module.__name__.rpartition(".")[2], module
+
+
+@functools.cache
+def _warn_of_no_gradient() -> None:
+    """Warn once a process."""
+    warnings.warn(
+        "q requires a gradient, but paged_attention has none: a KV cache is written in place. Use "
+        "pagetile.attention for training, or call it under torch.no_grad()",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
-    """Raise ShapeError for a length or block id that leads out of the tensors; waits for a GPU."""
+    """Raise ShapeError for a length or block id out of the tensors' bounds; waits for a GPU."""
     from ...tiles.cpu.arrays import flat
-    from .cpu_checks import check_values
+    from .value_checks import check_values
 
     host = dataclasses.replace(
         batch,
@@ -171,7 +233,7 @@ def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
 def explain_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, **options: Any
 ) -> str:
-    """Which implementations can run a call, one a line with the reason, in the order of "auto".
+    """Return which implementations can run a call, a line each, in the order of ``"auto"``.
 
     Args:
         q: As for ``paged_attention``, like everything else here.
@@ -192,7 +254,7 @@ def explain_paged_attention(
         cpu: no, q is float64; float32, float16 and bfloat16 run
         reference: yes
     """
-    problem = _describe(q, k_cache, v_cache, batch, options)
+    problem = _validate(q, k_cache, v_cache, batch, options)
     return explain(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device))
 
 
@@ -205,26 +267,26 @@ def plan_paged_attention(
     batch_invariant: bool = False,
     **options: Any,
 ) -> Plan:
-    """How ``paged_attention`` would cut a call: for its ``plan``, and for those who want to see.
+    """Return the launch plan that ``paged_attention`` would use for a call; its ``plan`` takes it.
 
     A plan is for calls of the same sizes, types and bounds (``max_query_len``, ``max_seq_len``),
-    whatever their lengths are.
+    whatever their lengths are, and for the implementation that runs this call.
 
     Args:
         q: As for ``paged_attention``, like everything else here.
         k_cache: As there.
         v_cache: As there.
         batch: As there.
-        batch_invariant: Whether a sequence's result must have the same bits whoever else is in
-            the batch, among batches of one ``max_query_len``. On a CPU it always has; on a GPU it
-            costs some of decode's speed, and memory (``make_plan``).
+        batch_invariant: Whether a sequence's result must have the same bits whatever other
+            sequences are in the batch, among batches of one ``max_query_len``. On a CPU it always
+            has; on a GPU it costs some of decode's speed, and memory (``make_plan``).
         **options: The keyword arguments of ``paged_attention``, ``impl`` included: a plan is for
             one implementation. ``plan`` changes nothing.
 
     Raises:
         ShapeError: As ``paged_attention``.
         DTypeError: As there.
-        UnsupportedError: As there.
+        UnsupportedError: As there; or the reference runs, which is not planned.
 
     Example:
         >>> import torch
@@ -236,22 +298,26 @@ def plan_paged_attention(
         torch.Size([2, 8, 64])
     """
     impl = options.pop("impl", "auto")
-    problem, device = _describe(q, k_cache, v_cache, batch, options), DeviceInfo.of(q.device)
-    name, _ = choose_for(problem, device, impl)
-    if name in ("hopper", "hopper_prefill", "triton"):
-        hopper = name == "hopper"
-        return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=hopper)
-    return make_plan(problem, device, batch_invariant=batch_invariant)
+    problem, device = _validate(q, k_cache, v_cache, batch, options), DeviceInfo.of(q.device)
+    name, implementation = choose_implementation(problem, device, impl)
+    if name == "reference":
+        raise UnsupportedError(
+            "the reference runs this, which is not planned: explain_paged_attention says why the "
+            "others cannot"
+        )
+    plan: Plan = implementation.make_plan(problem, device, batch_invariant=batch_invariant)
+    return plan
 
 
-def _describe(
+def _validate(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, options: dict[str, Any]
 ) -> Problem:
-    """What a call with these options asks for, checked."""
-    out, _, _ = (options.pop(name, None) for name in ("out", "plan", "impl"))
-    tensors = tuple(map(options.get, ("alibi_slopes", "sinks", "k_scale", "v_scale")))
-    check_kinds(q, k_cache, v_cache, batch, tensors, out)
+    """Return the problem of a call with these keyword arguments."""
+    for name in ("plan", "impl"):
+        options.pop(name, None)
     if options.get("softmax_scale") is None:
-        options["softmax_scale"] = default_scale(q)
+        options["softmax_scale"] = default_scale(q) if isinstance(q, Tensor) else 1.0
     options["sliding_window"] = whole_window(options.get("sliding_window"))
-    return check(form_of(describe(q, k_cache, v_cache, batch, Options(**options), out)))
+    arguments = Arguments(q, k_cache, v_cache, batch, **options)
+    check_types(arguments)
+    return validate(form_of(arguments))

@@ -1,197 +1,140 @@
 """The argument contract of paged_attention: checked always, before any work.
 
-Whatever is checked is in the tensors' forms and a few numbers, so calls of one form are checked
-once: a decode step in an engine recognises the last one's, or looks the answer up (``settled``).
+All of it is in the tensors' forms and a few numbers, so a form is validated once, and calls of a
+form that was validated are looked up (``calls``).
 """
 
 from __future__ import annotations
 
-from numbers import Real
+from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, given
+from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, check_tensors, given
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import (
-    as_number,
-    check_contiguous_rows,
-    check_flag,
-    check_heads,
-    check_options,
-    is_size,
-)
+from ..attention_checks import as_number, check_flag, check_heads, check_options, is_size
 from ..scales import LARGEST_CODE, find_kind
+from .batch import PagedBatch
 from .plan import CpuPlan, GpuPlan
-from .problem import CallForm, Options, PagedBatch, Problem
+from .problem import Arguments, CallForm, Problem
 
-_NO_FORMS = (None,) * 5
+_TENSORS = ("q", "k_cache", "v_cache")
+_OPTIONAL = ("alibi_slopes", "sinks", "k_scale", "v_scale", "out")
 _CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables")  # in their last dimension
 
 
-def describe(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: PagedBatch,
-    options: Options,
-    out: Tensor | None,
-) -> tuple[Any, ...]:
-    """A call's form as a key, quickly made; ``form_of`` makes it legible."""
-    scale, causal, window, cap, slopes, sinks, k_scale, v_scale = options
-    return (
-        form(q),
-        form(k_cache),
-        form(v_cache),
-        *forms_of(slopes, sinks, k_scale, v_scale, out),
-        batch.forms,
-        batch.max_query_len,
-        batch.max_seq_len,
-        scale,
-        causal,
-        window,
-        cap,
-        *alignment(q, k_cache, v_cache, out),
-    )
-
-
-def forms_of(
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor | None,
-) -> tuple[Any, ...]:
-    """Of tensors that a call seldom has; None for those that it has not."""
-    if slopes is sinks is k_scale is v_scale is out is None:
-        return _NO_FORMS
-    tensors = slopes, sinks, k_scale, v_scale, out
-    return tuple([None if tensor is None else form(tensor) for tensor in tensors])
-
-
-def alignment(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> tuple[bool, bool]:
-    """Whether both caches begin at multiples of 16 bytes, and whether ``q`` and ``out`` do, too."""
-    caches = k_cache.data_ptr() | v_cache.data_ptr()
-    rows = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
-    return caches % 16 == 0, (caches | rows) % 16 == 0
-
-
-def check_kinds(
-    q: Any, k_cache: Any, v_cache: Any, batch: Any, rest: tuple[Any, ...], out: Any
-) -> None:
+def check_types(arguments: Arguments) -> None:
     """Raise DTypeError for an argument whose form cannot be described."""
+    batch: Any = arguments.batch
     if not isinstance(batch, PagedBatch):
         raise DTypeError(f"batch is of type {type(batch).__name__}, expected a PagedBatch")
-    lengths = {n: getattr(batch, n) for n in ("block_tables", "seq_lens", "cu_seqlens_q")}
-    names = ("alibi_slopes", "sinks", "k_scale", "v_scale", "out")
-    others = given(**dict(zip(names, (*rest, out), strict=True)))
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **lengths, **others)
+    check_tensors(
+        **{name: getattr(arguments, name) for name in _TENSORS},
+        **{name: getattr(batch, name) for name in ("block_tables", "seq_lens", "cu_seqlens_q")},
+        **given(**{name: getattr(arguments, name) for name in _OPTIONAL}),
+    )
+    if arguments.softmax_scale is not None:
+        as_number("softmax_scale", arguments.softmax_scale)
 
 
-def check_scalars(softmax_scale: Any, plan: Any, impl: Any) -> None:
-    """Raise DTypeError for one that no form can hold: what is looked up has to be hashable."""
-    if softmax_scale is not None:
-        as_number("softmax_scale", softmax_scale)
+def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
+    """Raise DTypeError for what is no plan or name, or a plan for another implementation.
+
+    Args:
+        plan: As for ``paged_attention``.
+        impl: As there.
+        runs: The name of the implementation that runs, where it is known.
+    """
     if not isinstance(impl, str):
         raise DTypeError(f"impl is {impl!r}, expected a name")
-    check_plan(plan)
-
-
-def check_plan(plan: Any, name: str | None = None) -> None:
-    """Raise DTypeError for what is no plan, or none for the implementation of this ``name``."""
     if plan is None:
         return
     if not isinstance(plan, (CpuPlan, GpuPlan)):
         raise DTypeError(f"plan is {plan!r}, expected one that plan_paged_attention made")
-    if name not in (None, "reference") and isinstance(plan, CpuPlan) != (name == "cpu"):
+    if runs not in (None, "reference") and isinstance(plan, CpuPlan) != (runs == "cpu"):
         raise DTypeError(
-            f"plan is a {type(plan).__name__}, but {name} runs this: "
+            f"plan is a {type(plan).__name__}, but {runs} runs this: "
             "plan_paged_attention for these tensors"
         )
 
 
-def form_of(description: tuple[Any, ...]) -> CallForm:
-    """What ``describe`` saw."""
-    tensors = (*description[:8], *description[8])
-    forms: list[Any] = [None if form is None else Form(*form) for form in tensors]
-    return CallForm(*forms, *description[9:])
-
-
-def check(forms: CallForm) -> Problem:
-    """Raise ShapeError or DTypeError naming the argument at fault, or say what the problem is."""
+def validate(form: CallForm) -> Problem:
+    """Return the problem of a call, or raise ShapeError or DTypeError naming an argument."""
     sizes = bind(
-        q=(forms.q, "num_tokens num_heads head_size"),
-        k_cache=(forms.k_cache, "num_blocks block_size num_kv_heads head_size"),
-        v_cache=(forms.v_cache, "num_blocks block_size num_kv_heads v_head_size"),
-        out=(forms.out, "num_tokens num_heads v_head_size"),
-        seq_lens=(forms.seq_lens, "num_seqs"),
-        block_tables=(forms.block_tables, "num_seqs max_blocks_per_seq"),
-        alibi_slopes=(forms.alibi_slopes, "num_heads"),
-        sinks=(forms.sinks, "num_heads"),
+        q=(form.q, "num_tokens num_heads head_size"),
+        k_cache=(form.k_cache, "num_blocks block_size num_kv_heads head_size"),
+        v_cache=(form.v_cache, "num_blocks block_size num_kv_heads v_head_size"),
+        out=(form.out, "num_tokens num_heads v_head_size"),
+        seq_lens=(form.seq_lens, "num_seqs"),
+        block_tables=(form.block_tables, "num_seqs max_blocks_per_seq"),
+        alibi_slopes=(form.alibi_slopes, "num_heads"),
+        sinks=(form.sinks, "num_heads"),
     )
-    length = bind(cu_seqlens_q=(forms.cu_seqlens_q, "length"))["length"]
+    length = bind(cu_seqlens_q=(form.cu_seqlens_q, "length"))["length"]
     if length != sizes["num_seqs"] + 1:
         raise ShapeError(
             f"cu_seqlens_q has {length} entries, expected num_seqs + 1 = "
             f"{sizes['num_seqs'] + 1}: it starts with 0 and ends with num_tokens"
         )
-    _check_types(forms)
-    _check_sizes(sizes, forms)
-    rows = (*forms.k_cache.strides[:3], *forms.v_cache.strides[:3])
-    row_unit = 16 // forms.k_cache.dtype.itemsize
+    _check_dtypes(form)
+    _check_sizes(sizes, form)
+    strides = (*form.k_cache.strides[:3], *form.v_cache.strides[:3])
+    unit = 16 // form.k_cache.dtype.itemsize
     return Problem(
         num_seqs=sizes["num_seqs"],
         num_tokens=sizes["num_tokens"],
-        max_query_len=forms.max_query_len,
-        max_seq_len=forms.max_seq_len,
+        max_query_len=form.max_query_len,
+        max_seq_len=form.max_seq_len,
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
         head_size=sizes["head_size"],
         v_head_size=sizes["v_head_size"],
         block_size=sizes["block_size"],
-        q_dtype=forms.q.dtype,
-        kv_dtype=forms.k_cache.dtype,
-        scale_kind=find_kind(forms.k_scale, forms.v_scale, forms.k_cache, forms.v_cache),
-        is_aligned=forms.has_aligned_caches and all(stride % row_unit == 0 for stride in rows),
-        logits_soft_cap=forms.logits_soft_cap,
+        q_dtype=form.q.dtype,
+        kv_dtype=form.k_cache.dtype,
+        scale_kind=find_kind(form.k_scale, form.v_scale, form.k_cache, form.v_cache),
+        is_aligned=form.has_aligned_caches and all(stride % unit == 0 for stride in strides),
+        logits_soft_cap=form.logits_soft_cap,
     )
 
 
-def _check_types(forms: CallForm) -> None:
+def _check_dtypes(form: CallForm) -> None:
     # float64 is for the reference: it makes it an oracle.
-    check_dtype("q", forms.q, *ALL_FLOATS)
-    check_dtype("k_cache", forms.k_cache, *ALL_FLOATS, *LARGEST_CODE)
-    check_dtype("v_cache", forms.v_cache, forms.k_cache.dtype)
-    if forms.out is not None:
-        check_dtype("out", forms.out, forms.q.dtype)
+    check_dtype("q", form.q, *ALL_FLOATS)
+    check_dtype("k_cache", form.k_cache, *ALL_FLOATS, *LARGEST_CODE)
+    check_dtype("v_cache", form.v_cache, form.k_cache.dtype)
+    if form.out is not None:
+        check_dtype("out", form.out, form.q.dtype)
     for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
-        check_dtype(name, getattr(forms, name), torch.int32)
+        check_dtype(name, getattr(form, name), torch.int32)
     for name in ("alibi_slopes", "sinks"):
-        if getattr(forms, name) is not None:
-            check_dtype(name, getattr(forms, name), *ALL_FLOATS)
+        if getattr(form, name) is not None:
+            check_dtype(name, getattr(form, name), *ALL_FLOATS)
     tensors = (*_CONTIGUOUS, "seq_lens", "cu_seqlens_q", "alibi_slopes", "sinks")
-    check_device("q", forms.q.device, **{name: getattr(forms, name) for name in tensors})
-    check_contiguous_rows(**{name: getattr(forms, name) for name in _CONTIGUOUS})
-    q_dtype, kv_dtype = forms.q.dtype, forms.k_cache.dtype
+    check_device("q", form.q.device, **{name: getattr(form, name) for name in tensors})
+    check_contiguous_rows(**{name: getattr(form, name) for name in _CONTIGUOUS})
+    q_dtype, kv_dtype = form.q.dtype, form.k_cache.dtype
     if q_dtype != kv_dtype and torch.float64 in (q_dtype, kv_dtype):
         names = (str(dtype).removeprefix("torch.") for dtype in (q_dtype, kv_dtype))
         raise DTypeError("q is {} but k_cache is {}: float64 goes with float64".format(*names))
 
 
-def _check_sizes(sizes: dict[str, int], forms: CallForm) -> None:
+def _check_sizes(sizes: dict[str, int], form: CallForm) -> None:
     heads = {name: sizes[name] for name in ("head_size", "v_head_size")}
     check_heads(sizes["num_heads"], sizes["num_kv_heads"], "k_cache", **heads)
     if not 1 <= sizes["block_size"] <= 256:
         raise ShapeError(f"k_cache has block_size={sizes['block_size']}, expected 1 to 256")
-    check_options(forms.sliding_window, forms.logits_soft_cap)
-    check_flag("causal", forms.causal)
-    if not isinstance(forms.softmax_scale, Real):
-        raise DTypeError(f"softmax_scale is {forms.softmax_scale!r}, expected a number")
-    as_number("softmax_scale", forms.softmax_scale)  # some are too large for one
+    check_options(form.sliding_window, form.logits_soft_cap)
+    check_flag("causal", form.causal)
+    if not isfinite(as_number("softmax_scale", form.softmax_scale)):
+        raise ShapeError(
+            f"softmax_scale is {form.softmax_scale}, expected a finite number, or None for "
+            "head_size ** -0.5"
+        )
     for name in ("max_query_len", "max_seq_len"):
-        value = getattr(forms, name)
+        value = getattr(form, name)
         if not is_size(value):
             raise ShapeError(
                 f"{name} is {value!r}, expected an integer of the host from 0 to 2**31 - 1"

@@ -1,4 +1,4 @@
-"""Paged attention of few new tokens on Hopper, by Gluon: some warps fetch, the others compute."""
+"""Paged attention of few new tokens on Hopper, by Gluon: some warps load, the others compute."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from ...tiles.hopper.gluon_launcher import GluonLauncher
 from ...tiles.hopper.launch import refuse_device
 from . import triton
 from .hopper_decode import decode_kernel
+from .plan import GpuPlan, make_gpu_plan, refuse_hopper_decode
 from .problem import CallForm, Problem
-from .triton import Call, Kernel
-from .triton_plan import GpuPlan, refuse_hopper
+from .triton import Kernel, PreparedLaunch
 
 SPECIALISED = Kernel(decode_kernel, GluonLauncher, takes_pairs=True)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Why this cannot run ``problem``, or None if it can."""
-    return refuse_device(device) or refuse_hopper(problem)
+    """Return why this cannot run ``problem``, or None if it can."""
+    return refuse_device(device) or refuse_hopper_decode(problem)
 
 
-def prepare(problem: Problem, form: CallForm, plan: GpuPlan | None = None) -> Call:
-    """Settle what depends on no tensor's elements."""
+def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False) -> GpuPlan:
+    """Return the plan that ``prepare`` uses where it is given none."""
+    return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=True)
+
+
+def prepare(problem: Problem, form: CallForm, plan: GpuPlan | None = None) -> PreparedLaunch:
+    """Bind all that calls of a form share."""
     return triton.prepare(problem, form, plan, SPECIALISED)

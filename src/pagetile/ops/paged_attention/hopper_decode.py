@@ -1,25 +1,24 @@
-"""Paged attention of few new tokens a sequence on Hopper: fetching never waits for computing.
+"""Paged attention of few new tokens a sequence on Hopper: loading never waits for computing.
 
-The work is laid out and shared out as in ``triton_decode``, but for batches of few heads and
-little work, where half the programs take twice the share (``JOINED``). What differs is that four
-warps only fetch and four only compute: the fetching ones run ahead through a ring of tiles in
-shared memory, over the ends of heads and sequences, so memory is not idle while one head is
-finished and the next begun::
+The work queue and its CTA ranges are those of ``triton_decode``, except that batches of few heads
+and little work use half of the CTAs (``HALVED``). What differs is that four warps only load and
+four only compute: the loading ones run ahead through a ring of tiles in shared memory, across the
+ends of heads and sequences, so memory is not idle while one head is finished and the next begun::
 
-    fetch    K0 V0  K1 V1  K2 V2 │ K0 V0  K1 ...          │ = the next head
+    load     K0 V0  K1 V1  K2 V2 │ K0 V0  K1 ...          │ = the next head
     ring     ▓▓▓▓▓  ▓▓▓▓▓  ▓▓▓▓▓   ▓▓▓▓▓
     compute         0      1       2  finish  0 ...
 
-Keys and values of 8 bits travel and lie in pairs, as int16, because shared memory is read
-transposed in units of 16 bits. In registers pairs become float16 numbers: two pairs of a key's
-columns 4i to 4i + 3 become two of its lower and two of its upper half, and a pair of a value's
-columns an even and an odd one. Halves have products of their own::
+Keys and values of 8 bits are loaded in pairs, as int16, because shared memory is read transposed
+in units of 16 bits. In registers pairs become float16 numbers: two pairs of a key's columns 4i to
+4i + 3 become two of its lower and two of its upper half, and a pair of a value's columns an even
+and an odd one. Halves have products of their own::
 
     s = q_lower · k_lower + q_upper · k_upper        acc_even += p · v_even,  acc_odd += p · v_odd
 
-A tile's warps have keys of their own in the first product and columns of their own in the second,
-so they meet: for the maxima of rows, and when weights go from one to the other. Sums of weights
-stay where they are until the end of a head.
+Each warp has keys of its own in the first product and columns of its own in the second, so warps
+synchronise twice a tile: for the maxima of rows, and to exchange the weights. Sums of weights
+stay in each warp until the end of a head.
 """
 
 from __future__ import annotations
@@ -30,30 +29,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...tiles.hopper.names import barrier
+from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finite, tanh
 from .hopper_fetch import FETCH_WARPS, fetch_role
-from .hopper_merge import LOG2_E, finite, merge_parts, slot_of, write_rows
+from .hopper_merge import merge_splits
 from .hopper_packed import split_packed, widen_packed
-from .hopper_work import add, count_items, segment
+from .triton_work import add, count_work_tiles, find_range, slot_of, write_rows
 
-SHORT = gl.constexpr(512)  # keys of a share
-SMALLEST = gl.constexpr(-100)
-ROOM = gl.constexpr(14)
-
-
-@gluon.jit
-def _tanh(x):
-    """As ``tiles.triton.online_softmax.tanh``."""
-    square = x * x
-    series = x * (1 + square * (-0.33333334 + square * (0.13333334 - square * 0.05396825)))
-    t = gl.exp2(gl.abs(x) * (-2 * LOG2_E))
-    far = (1 - t) / (1 + t)
-    return gl.where(square < 0.04, series, gl.where(x < 0, -far, far))
-
-
-@gluon.jit
-def _exp2_of(exponent):
-    """As ``tiles.triton.online_softmax.exp2_of``."""
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+SHORT = gl.constexpr(512)  # keys of a CTA range
 
 
 @gluon.jit
@@ -65,9 +47,9 @@ def _fit_queries(lower, upper, layout: gl.constexpr):
         peak = gl.max(gl.maximum(gl.abs(lower), gl.abs(upper)), 1)
         exponent = (peak.to(gl.int32, bitcast=True) >> 23) - 127
         exponent = gl.minimum(gl.maximum(exponent, -126), 126)
-        inverse = _exp2_of(-exponent)[:, None]
+        inverse = exp2_of(-exponent)[:, None]
         lower, upper = lower * inverse, upper * inverse
-        unit = gl.convert_layout(_exp2_of(exponent), layout)[:, None]
+        unit = gl.convert_layout(exp2_of(exponent), layout)[:, None]
     return lower.to(gl.float16), upper.to(gl.float16), unit
 
 
@@ -95,7 +77,7 @@ def _load_queries(
 
 @gluon.jit
 def _max_of_rows(s):
-    """As ``gl.max(s, 1)``; what the four warps have found they tell each other once."""
+    """As ``gl.max(s, 1)``; the four warps exchange their maxima once."""
     ROWS: gl.constexpr = s.shape[0]
     WARPS: gl.constexpr = gl.num_warps()
     here: gl.constexpr = gl.DistributedLinearLayout(
@@ -113,31 +95,31 @@ def _max_of_rows(s):
 
 @gluon.jit
 def _as_operand(x, memory, layout: gl.constexpr):
-    """By way of shared memory: what is fetched as an operand lies in registers side by side."""
+    """Convert by way of shared memory: an operand's registers hold neighbouring columns."""
     memory.store(x)
     return memory.load(layout)
 
 
 @gluon.jit
 def attend_role(
-    rings, bars, queries, weights, out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
-    alibi_slopes, sinks, k_scale, v_scale,
-    seq, before, item, end_item, share, programs, total,
+    rings, bars, queries, weights, out, lse, split_accs, split_sums, arrivals, q, seq_lens,
+    cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
+    seq, before, work, end_work, program, programs, total,
     num_kv_heads, max_splits, softmax_scale, soft_cap, window,
     out_token, out_head, q_token, q_head, ks_head, vs_head,
-    GROUP: gl.constexpr, WIDTH: gl.constexpr, V_SIZE: gl.constexpr, CODE: gl.constexpr,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, V_SIZE: gl.constexpr, PACKED: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """Take the tiles out of the ring; finish heads, or store and merge the states of shares."""
+    """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
     k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
     STAGES: gl.constexpr = k_ring.shape[0]
     TILE_N: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
     V: gl.constexpr = v_ring.shape[2]
-    PAIRED: gl.constexpr = CODE != "none"
+    PAIRED: gl.constexpr = PACKED != "none"
     V_ALL: gl.constexpr = 2 * V if PAIRED else V
     DOT: gl.constexpr = gl.float16 if PAIRED else k_ring.dtype
     WARPS: gl.constexpr = gl.num_warps()
@@ -157,9 +139,9 @@ def attend_role(
     v_column = gl.arange(0, V_ALL, layout=by_key)
     nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
     step = 0
-    while item < end_item:
-        seq_len, first_token, query_len, items, head, first, count, low, high = segment(
-            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, ROWS // GROUP, TILE_N,
+    while work < end_work:
+        seq_len, first_token, query_len, per_head, head, first, count, low, high = find_range(
+            seq_lens, cu_seqlens_q, seq, before, work, end_work, window, ROWS // GROUP, TILE_N,
             SPLIT_TILES, SPLITS_FIXED,
         )  # fmt: skip
         position = seq_len - query_len + row // GROUP
@@ -199,7 +181,7 @@ def attend_role(
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             k_tile = k_ring.index(stage).permute((1, 0)).load(right)
             if PAIRED:
-                k_tile, k_upper = widen_packed(k_tile, CODE)
+                k_tile, k_upper = widen_packed(k_tile, PACKED)
                 s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
             else:
                 s = mma_v2(q_tile, k_tile, nothing) * scale
@@ -212,7 +194,7 @@ def attend_role(
             mbarrier.arrive(empty.index(stage), count=1)
             key = tile * TILE_N + keys
             if HAS_CAP:
-                s = _tanh(s) * (soft_cap * LOG2_E)
+                s = tanh(s) * (soft_cap * LOG2_E)
             if HAS_ALIBI:
                 s += slopes[:, None] * (key[None, :] - position[:, None]).to(gl.float32)
             if tile * TILE_N < last_first or (tile + 1) * TILE_N > least_end:
@@ -227,12 +209,12 @@ def attend_role(
             if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
                 tile_unit = (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
                 new_unit = gl.maximum(unit, tile_unit)
-                p *= (v_scales * _exp2_of(ROOM - new_unit))[None, :]
-                decay *= _exp2_of(gl.maximum(unit - new_unit, -127))
+                p *= (v_scales * exp2_of(ROOM - new_unit))[None, :]
+                decay *= exp2_of(gl.maximum(unit - new_unit, -127))
                 unit = new_unit
             p = _as_operand(p.to(DOT), weights, left)
             if PAIRED:
-                v_tile, v_odd = split_packed(v_tile, CODE)
+                v_tile, v_odd = split_packed(v_tile, PACKED)
                 acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
             acc = mma_v2(p, v_tile, acc * decay[:, None])
             step += 1
@@ -240,43 +222,46 @@ def attend_role(
         if PAIRED:
             acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
         if SCALES == "token":
-            acc *= _exp2_of(unit - ROOM)
+            acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: whoever comes last merges.
-        if count == items:
+        # All keys of the head: done. Some of them: the last CTA to arrive merges.
+        if count == per_head:
             write_rows(
-                out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
-                out_token, out_head, GROUP, V_SIZE, HAS_SINKS, mma,
+                out, lse, m, l, acc, row, v_column, sinks, factor, first_token, head, query_len,
+                num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
         else:
             seq_head = seq * num_kv_heads + head
-            start = (before + head * items).to(gl.int64)
-            first_share = (((start + 1) * programs - 1) // total).to(gl.int32)
-            last_share = (((start + items) * programs - 1) // total).to(gl.int32)
-            part = first if SPLITS_FIXED else share - first_share
-            num_parts = items if SPLITS_FIXED else last_share - first_share + 1
-            slot = slot_of(part, seq_head, first_share, max_splits, SPLITS_FIXED)
+            start = (before + head * per_head).to(gl.int64)
+            first_cta = (((start + 1) * programs - 1) // total).to(gl.int32)
+            last_cta = (((start + per_head) * programs - 1) // total).to(gl.int32)
+            split = first if SPLITS_FIXED else program - first_cta
+            num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
+            slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
             is_kept = row < ROWS
-            gl.store(part_sums + slot * 2 * ROWS + row, m, mask=is_kept)
-            gl.store(part_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
-            place = parts + slot * ROWS * V_ALL + (row * V_ALL)[:, None] + v_column[None, :]
+            gl.store(split_sums + slot * 2 * ROWS + row, m, mask=is_kept)
+            gl.store(split_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
+            place = split_accs + slot * ROWS * V_ALL + (row * V_ALL)[:, None] + v_column[None, :]
             gl.store(place, acc, mask=is_kept[:, None])
             barrier()  # every thread's stores come before the one thread's count
             arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_parts - 1:
+            if arrived == num_splits - 1:
                 gl.store(arrivals + seq_head, 0)
-                all_m, all_l, all_acc = merge_parts(
-                    parts, part_sums, num_parts, seq_head, first_share, max_splits,
-                    SPLITS_FIXED, ROWS, V_ALL, PARTS, merging,
+                all_m, all_l, all_acc = merge_splits(
+                    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+                    SPLITS_FIXED, ROWS, V_ALL, AT_ONCE, merging,
                 )  # fmt: skip
+                merged: gl.constexpr = gl.SliceLayout(0, merging)
                 write_rows(
-                    out, lse, all_m, all_l, all_acc, sinks, factor, first_token, head, query_len,
-                    num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
-                    gl.SliceLayout(0, merging),
+                    out, lse, all_m, all_l, all_acc,
+                    gl.arange(0, ROWS, layout=gl.SliceLayout(1, merged)),
+                    gl.arange(0, V_ALL, layout=gl.SliceLayout(0, merged)),
+                    sinks, factor, first_token, head, query_len, num_kv_heads, out_token, out_head,
+                    GROUP, V_SIZE, HAS_SINKS,
                 )  # fmt: skip
-        item += count
-        if item == before + items * num_kv_heads:
-            before = item
+        work += count
+        if work == before + per_head * num_kv_heads:
+            before = work
             seq += 1
 
 
@@ -284,11 +269,11 @@ def attend_role(
 def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
-    parts,  # float32 [slots, ROWS, V]: acc of shares of a head's keys
-    part_sums,  # float32 [slots, 2, ROWS]: their m and l
+    split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
-    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, WIDTH]: elements, or int16 pairs of codes
+    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, WIDTH]: elements, or int16 pairs of 8 bits
     v_cache,  # likewise
     block_tables,  # int32 [num_seqs, ...]
     seq_lens,  # int32 [num_seqs]
@@ -302,61 +287,61 @@ def decode_kernel(
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
     GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    CODE: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, JOINED: gl.constexpr, TILE_M: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, HALVED: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, DOT: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, DOT: gl.constexpr,
     FETCH_REGS: gl.constexpr,
 ):  # fmt: skip
     """See the module."""
-    # How much work there is, and which part of it is ours.
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    seqs = gl.arange(0, SEQS, layout=line)
+    # The length of the work queue, and this CTA's range of it.
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    seqs = gl.arange(0, SEQS, layout=flat)
     MOST: gl.constexpr = ROWS // GROUP
-    counts = num_kv_heads * count_items(
+    counts = num_kv_heads * count_work_tiles(
         seq_lens, cu_seqlens_q, seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
     )
     total = gl.sum(counts, 0)
     for start in range(SEQS, num_seqs, SEQS):
-        total += num_kv_heads * gl.sum(count_items(
+        total += num_kv_heads * gl.sum(count_work_tiles(
             seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
         ), 0)  # fmt: skip
     programs = gl.minimum(gl.num_programs(0), total)
-    if JOINED and total < SHORT // TILE_N * gl.num_programs(0):
+    if HALVED and total < SHORT // TILE_N * gl.num_programs(0):
         programs = gl.minimum(programs, (gl.num_programs(0) + 1) // 2)
-    share = gl.program_id(0)
-    if share < programs:
-        item = (share.to(gl.int64) * total // programs).to(gl.int32)
-        end_item = ((share + 1).to(gl.int64) * total // programs).to(gl.int32)
+    program = gl.program_id(0)
+    if program < programs:
+        work = (program.to(gl.int64) * total // programs).to(gl.int32)
+        end_work = ((program + 1).to(gl.int64) * total // programs).to(gl.int32)
 
-        # The sequence that the first item belongs to, and the items before it.
+        # The sequence that the range begins in, and the work tiles before it.
         ends = gl.associative_scan(counts, 0, add)
-        passed = ends <= item
+        passed = ends <= work
         seq = gl.sum((passed & (seqs < num_seqs)).to(gl.int32), 0)
         before = gl.max(gl.where(passed, ends, 0), 0)
         running = gl.max(ends, 0)
         for start in range(SEQS, num_seqs, SEQS):
-            counts = num_kv_heads * count_items(
+            counts = num_kv_heads * count_work_tiles(
                 seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
             )
             ends = running + gl.associative_scan(counts, 0, add)
-            passed = ends <= item
+            passed = ends <= work
             seq += gl.sum((passed & (start + seqs < num_seqs)).to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
             running = gl.max(ends, 0)
 
-        PAIRED: gl.constexpr = CODE != "none"
+        PAIRED: gl.constexpr = PACKED != "none"
         KEPT: gl.constexpr = gl.int16 if PAIRED else k_cache.dtype.element_ty
         PER: gl.constexpr = 2 if PAIRED else 1
         k_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, D // PER // 8), [1, 0])
         v_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, V // PER // 8), [1, 0])
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         k_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, D // PER], k_tiles)
         v_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, V // PER], v_tiles)
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
-        ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], flat)
-        vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], flat)
+        ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
+        vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
         queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_tiles)
         p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
         weights = gl.allocate_shared_memory(DOT, [TILE_M, TILE_N], p_tiles)
@@ -371,18 +356,18 @@ def decode_kernel(
             [
                 (attend_role, (
                     rings, bars, queries, weights,
-                    out, lse, parts, part_sums, arrivals, q, seq_lens, cu_seqlens_q,
+                    out, lse, split_accs, split_sums, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
-                    seq, before, item, end_item, share, programs, total,
+                    seq, before, work, end_work, program, programs, total,
                     num_kv_heads, max_splits, softmax_scale, soft_cap, window,
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
-                    GROUP, SIZE // PER, V_SIZE, CODE, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
-                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, PARTS,
+                    GROUP, SIZE // PER, V_SIZE, PACKED, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
+                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE,
                 )),
                 (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,
                     cu_seqlens_q,
-                    seq, before, item, end_item, num_kv_heads, window, block_size,
+                    seq, before, work, end_work, num_kv_heads, window, block_size,
                     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
                     SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_TILES,

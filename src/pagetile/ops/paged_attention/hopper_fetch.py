@@ -1,4 +1,4 @@
-"""The warps that fetch: every tile of a program's items, as far ahead as the ring has room."""
+"""The loading warps of decode: every tile of a CTA's range, as far ahead as the ring has room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper_work import segment
+from .triton_work import find_range, load_block_ids
 
 __all__ = ["FETCH_WARPS", "fetch_role"]
 
@@ -15,23 +15,16 @@ FETCH_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE: gl.constexpr):
-    """The blocks of some keys; 0 for keys that nobody sees, whose entries may be anything."""
-    index = key // (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
-    return gl.load(table + index, mask=(key >= first_key) & (key < seq_len), other=0)
-
-
-@gluon.jit
 def fetch_role(
     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens, cu_seqlens_q,
-    seq, before, item, end_item, num_kv_heads, window, block_size,
+    seq, before, work, end_work, num_kv_heads, window, block_size,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SCALES: gl.constexpr, MOST: gl.constexpr, SPLIT_TILES: gl.constexpr,
     SPLITS_FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Bring every tile of our items into the ring, in order."""
+    """Load the keys and values of every tile of the range into the ring, in order."""
     k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -46,22 +39,22 @@ def fetch_role(
     v_layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // V_LANES, V_LANES], [FETCH_WARPS, 1], [1, 0]
     )
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [FETCH_WARPS], [0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [FETCH_WARPS], [0])
     keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, k_layout))
     v_keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, v_layout))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, k_layout))
     v_columns = gl.arange(0, V, layout=gl.SliceLayout(0, v_layout))
     step = 0
-    while item < end_item:
-        seq_len, _, query_len, items, head, _, count, low, high = segment(
-            seq_lens, cu_seqlens_q, seq, before, item, end_item, window, MOST, TILE_N,
+    while work < end_work:
+        seq_len, _, query_len, per_head, head, _, count, low, high = find_range(
+            seq_lens, cu_seqlens_q, seq, before, work, end_work, window, MOST, TILE_N,
             SPLIT_TILES, SPLITS_FIXED,
         )  # fmt: skip
         first_key = gl.maximum(seq_len - query_len - window + 1, 0)
         table = block_tables + seq.to(gl.int64) * table_stride
         # Block ids are fetched a tile ahead: keys and values need not wait for them.
         key = low * TILE_N + keys
-        blocks = _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
+        blocks = load_block_ids(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
         for tile in range(low, high):
             stage = step % STAGES
             key = tile * TILE_N + keys
@@ -69,7 +62,7 @@ def fetch_role(
             slot = key % (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
             block = blocks.to(gl.int64)
             key += TILE_N
-            blocks = _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
+            blocks = load_block_ids(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             row = block * k_block + slot * k_slot + head * k_head
             async_copy.async_copy_global_to_shared(
@@ -88,20 +81,20 @@ def fetch_role(
             )
             if SCALES == "token":
                 row = block * ks_block + slot * ks_slot + head * ks_head
-                at = gl.convert_layout(row, line)
-                is_used = gl.convert_layout(used, line)
+                at = gl.convert_layout(row, flat)
+                is_used = gl.convert_layout(used, flat)
                 async_copy.async_copy_global_to_shared(
                     ks_ring.index(stage), k_scale + at, mask=is_used
                 )
                 row = block * vs_block + slot * vs_slot + head * vs_head
-                at = gl.convert_layout(row, line)
+                at = gl.convert_layout(row, flat)
                 async_copy.async_copy_global_to_shared(
                     vs_ring.index(stage), v_scale + at, mask=is_used
                 )
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
-        item += count
-        if item == before + items * num_kv_heads:
-            before = item
+        work += count
+        if work == before + per_head * num_kv_heads:
+            before = work
             seq += 1
     async_copy.wait_group(0)

@@ -1,7 +1,7 @@
-"""Paged attention as a compiler sees it: one node, with or without a place for its result.
+"""Paged attention as one node of a graph, for compilers, tracers and tensors without data.
 
-Models are compiled with it inside; plain calls do not come this way, which is longer. An
-operator may not return what it was given, so ``out`` has one of its own.
+Plain eager calls do not come this way: torch's dispatchers take the host longer. An operator may
+not return what it was given, so a call with ``out`` has an operator of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import Options, PagedBatch
+from ...tiles.state import AttentionOutput
+from .batch import PagedBatch
+from .problem import Arguments
 
 __all__ = ["attend"]
 
@@ -23,16 +25,9 @@ _INPUTS = (
 )
 
 
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: PagedBatch,
-    options: Options,
-    out: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``, by one node of a graph."""
+def attend(call: Arguments, impl: str) -> AttentionOutput:
+    """Call the operator."""
+    q, k_cache, v_cache, batch, *options, out = call
     inputs = [
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q,
         batch.max_query_len, batch.max_seq_len, *options, impl,
@@ -41,17 +36,18 @@ def attend(
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
     if out is None:
         found, lse = _operator(*inputs)
-        return found, lse
-    return out, _operator_into(*inputs, out.detach())
+        return AttentionOutput(found, lse)
+    return AttentionOutput(out, _operator_into(*inputs, out.detach()))
 
 
 def _run(*inputs: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from .api import paged_attention
 
     q, k_cache, v_cache, *batch = inputs[:8]
-    named = Options._make(inputs[8:-1])._asdict()
+    names = Arguments._fields[4:-1]
+    options = dict(zip(names, inputs[8:-1], strict=True))
     found, lse = paged_attention(
-        q, k_cache, v_cache, PagedBatch(*batch), **named, out=out, impl=inputs[-1]
+        q, k_cache, v_cache, PagedBatch(*batch), **options, out=out, impl=inputs[-1]
     )
     return found, lse
 

@@ -1,45 +1,370 @@
-"""From a problem and a device to a plan: a pure function of host integers."""
+"""How a problem is cut into tiles and splits: pure functions of host integers and a device.
+
+Every implementation with a choice of tiles has its part here: ``cpu`` (``tiles.cpu.plan``), the
+decode kernels of ``triton`` and ``hopper``, Triton's prefill and ``hopper_prefill``. Tiles of the
+decode kernels are measured: ``decode_tiles.json`` holds what ``python -m benchmarks tune`` found
+fastest, by the GPU's name and the kind of problem; elsewhere a formula chooses.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from ...device import DeviceInfo
 from ...tiles.cpu.plan import SPLIT_SIZE
 from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
+from ...tiles.forward_tiles import choose_forward_tiles
+from ...tiles.hopper.tiling import TILINGS, tiling_of
 from .problem import Problem
-from .triton_plan import GpuPlan, make_gpu_plan, refuse_hopper
 
-__all__ = ["SPLIT_SIZE", "CpuPlan", "GpuPlan", "Plan", "make_plan"]
+__all__ = [
+    "DECODE_ROWS",
+    "MEASURED",
+    "MERGED_AT_ONCE",
+    "SPLIT_SIZE",
+    "CpuPlan",
+    "DecodeTiles",
+    "GpuPlan",
+    "Plan",
+    "choose_decode_tiles",
+    "kind_of",
+    "make_gpu_plan",
+    "make_hopper_prefill_plan",
+    "make_plan",
+    "power_of_2",
+    "refuse_hopper_decode",
+    "refuse_hopper_prefill",
+    "short_len",
+]
+
+MEASURED = Path(__file__).with_name("decode_tiles.json")
+
+DECODE_ROWS = 64
+"""Up to this many rows (new tokens × group) of a sequence, CTAs share the keys of one sequence."""
+
+HOPPER_ROWS = 16
+"""Most rows that ``hopper_decode`` takes."""
+
+SHORT_ROWS = 16
+"""Up to this many rows, a sequence of a mixed batch goes to the decode kernel, not to prefill."""
+
+GPU_SPLIT_SIZE = 1024
+"""Keys of one split where a result must not depend on the batch."""
+
+MERGED_AT_ONCE = 16
+"""Partial states that a merge holds in registers; half of them are still being loaded."""
+
+_MANY_SPLITS = 32
+_HALVES = (torch.float16, torch.bfloat16)
+_ROWS_OF_WARPGROUP = 64
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """Tiles, and how the keys of a decoding sequence are divided.
+
+    With ``split_size`` 0 every CTA gets an equal range of the work queue, wherever that cuts a
+    sequence: fastest, and the same bits on every call with the same batch. Otherwise keys are cut
+    at multiples of ``split_size``, and a sequence's result does not depend on its neighbours in
+    the batch, as long as all batches have the same ``max_query_len``, which chooses kernels and
+    tiles.
+    """
+
+    path: str
+    """``"decode"`` or ``"prefill"``."""
+    tile_m: int
+    """Rows of a tile."""
+    tile_n: int
+    """Keys of a tile."""
+    num_warps: int
+    """Warps that compute; Hopper's kernels have others beside them that load."""
+    num_stages: int
+    """Tiles in flight from memory at a time."""
+    num_programs: int
+    """CTAs of a launch that walks a work queue; 0: one CTA for each tile of rows."""
+    halves_ctas_if_short: bool = False
+    """Whether half of the CTAs take part where their ranges of the queue would be short."""
+    split_size: int = 0
+    max_registers: int = 0
+    """Register cap per thread; 0 means the compiler's default."""
+    fetch_registers: int = 0
+    """Register cap per thread of a loading warp."""
+
 
 Plan = CpuPlan | GpuPlan
 
 
 @functools.lru_cache(maxsize=4096)
 def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False) -> Plan:
-    """How a device's implementation would cut a problem.
+    """Return the plan of the implementation that ``impl="auto"`` would choose on a device.
 
     Args:
         problem: A call.
         device: Where it would run; it need not be this machine's.
-        batch_invariant: Whether a sequence's result must have the same bits whoever else is in
-            the batch. On a CPU it always has; on a GPU it costs some of decode's speed, and holds
-            among batches of one ``max_query_len``. Decode then keeps a partial result of every
-            1024 keys: ``rows * v_head_size * 4`` bytes each, with ``rows`` the next power of two
-            of ``max_query_len * group``, for as many keys as ``max_seq_len`` and the block tables
-            allow, of every sequence and KV head.
+        batch_invariant: Whether a sequence's result must have the same bits whatever other
+            sequences are in the batch. On a CPU it always has; on a GPU it costs some of decode's
+            speed, and holds among batches of one ``max_query_len``. Decode then keeps a partial
+            result of every 1024 keys: ``rows * v_head_size * 4`` bytes each, with ``rows`` the next
+            power of two of ``max_query_len * group``, for as many keys as ``max_seq_len`` and the
+            block tables allow, of every sequence and KV head.
 
     Example:
-        >>> import torch
         >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
         >>> h200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
-        >>> make_plan(problem, h200).split_size  # as many keys for each program
+        >>> make_plan(problem, h200).split_size  # as many keys for each CTA
         0
         >>> make_plan(problem, h200, batch_invariant=True).split_size
         1024
     """
     if device.kind != "cuda":
         return make_cpu_plan(problem, device)
-    hopper = device.capability == (9, 0) and refuse_hopper(problem) is None
+    is_hopper = device.capability == (9, 0)
+    if is_hopper and refuse_hopper_prefill(problem) is None:
+        return make_hopper_prefill_plan(problem, device, batch_invariant=batch_invariant)
+    hopper = is_hopper and refuse_hopper_decode(problem) is None
     return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=hopper)
+
+
+def refuse_hopper_decode(problem: Problem) -> str | None:
+    """Return why ``hopper_decode`` cannot run ``problem``, or None if it can."""
+    q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
+    if problem.q_dtype not in _HALVES:
+        return f"q is {q}; float16 and bfloat16 run"
+    if problem.kv_dtype != problem.q_dtype and problem.kv_dtype.itemsize != 1:
+        return f"q is {q} but k_cache is {kv}: equal types, and 8 bits, run"
+    if problem.rows > HOPPER_ROWS:
+        return f"{problem.rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
+    if problem.width > 256:
+        return f"a head of {problem.width} is wider than 256"
+    return _refuse_unaligned(problem)
+
+
+def refuse_hopper_prefill(problem: Problem) -> str | None:
+    """Return why Hopper's forward kernel cannot run ``problem``, or None if it can."""
+    q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
+    size, widest = problem.head_size, TILINGS[-1].width
+    if problem.q_dtype not in _HALVES:
+        return f"q is {q}; float16 and bfloat16 run"
+    if size != problem.v_head_size:
+        return f"head_size is {size} and v_head_size {problem.v_head_size}; equal sizes run"
+    if size % 8 or size > widest:
+        return f"head_size is {size}; multiples of 8 up to {widest} run"
+    if problem.kv_dtype != problem.q_dtype:
+        return f"q is {q} but k_cache is {kv}; equal types run"
+    if problem.rows <= DECODE_ROWS:
+        return f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
+    return _refuse_unaligned(problem)
+
+
+def _refuse_unaligned(problem: Problem) -> str | None:
+    """Return why rows of the caches cannot be copied 16 bytes at a time, or None if they can."""
+    unit = 16 // problem.kv_dtype.itemsize
+    if problem.head_size % unit or problem.v_head_size % unit or not problem.is_aligned:
+        return "rows of the caches do not begin at multiples of 16 bytes"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def make_gpu_plan(
+    problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False, hopper: bool = False
+) -> GpuPlan:
+    """Choose the tiles of a decode kernel, or of Triton's prefill.
+
+    Args:
+        problem: A call.
+        device: A GPU, or a CPU that interprets.
+        batch_invariant: Whether a sequence's result must not depend on its neighbours.
+        hopper: Whether the plan is for ``hopper_decode``.
+
+    Example:
+        >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
+        >>> make_gpu_plan(problem, DeviceInfo("cuda", 132, "NVIDIA H200")).path
+        'decode'
+    """
+    if problem.rows > (16 if _is_bulky(problem) else DECODE_ROWS):
+        return _make_triton_prefill_plan(problem, device, batch_invariant)
+    tiles = choose_decode_tiles(problem, device, hopper)
+    pairs = problem.num_seqs * problem.num_kv_heads
+    num_programs = _align(tiles.programs * device.num_workers, pairs)
+    # Merging many short splits of a head takes longer than reading them: use one CTA on each
+    # multiprocessor then.
+    merges_many = hopper and tiles.programs == 2 and pairs * _MANY_SPLITS <= num_programs
+    return GpuPlan(
+        "decode",
+        tile_m=max(16, power_of_2(problem.rows)),
+        tile_n=tiles.tile_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        num_programs=num_programs,
+        halves_ctas_if_short=merges_many and not batch_invariant,
+        split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
+        max_registers=tiles.max_registers,
+        fetch_registers=tiles.fetch_registers,
+    )
+
+
+def make_hopper_prefill_plan(
+    problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False
+) -> GpuPlan:
+    """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
+
+    They depend on the head size alone. ``split_size`` is for the short sequences of a mixed batch.
+    """
+    tiling = tiling_of(problem.head_size)
+    return GpuPlan(
+        "prefill",
+        tile_m=_ROWS_OF_WARPGROUP * tiling.warpgroups,
+        tile_n=tiling.tile_n,
+        num_warps=4 * tiling.warpgroups,
+        num_stages=tiling.stages,
+        num_programs=device.num_workers,
+        split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
+        max_registers=tiling.registers,
+    )
+
+
+def _make_triton_prefill_plan(
+    problem: Problem, device: DeviceInfo, batch_invariant: bool
+) -> GpuPlan:
+    tiles = choose_forward_tiles(
+        problem.width,
+        is_float32=_multiplies_float32(problem),
+        is_8_bit=problem.kv_dtype.itemsize == 1,
+        is_small=device.is_small,
+    )
+    split_size = GPU_SPLIT_SIZE if batch_invariant else 0  # of short sequences
+    return GpuPlan("prefill", *tiles, num_programs=0, split_size=split_size)
+
+
+def _is_bulky(problem: Problem) -> bool:
+    """Whether many rows of a decode tile leave no room for keys, or for their own results."""
+    return problem.width > (128 if _multiplies_float32(problem) else 256)
+
+
+def _align(programs: int, pairs: int) -> int:
+    """Return nearly as many CTAs, so that CTA ranges end where heads do if lengths are equal.
+
+    ``pairs`` is the number of (sequence, KV head) pairs of a batch. A range that ends within a
+    head costs a state that is stored and merged, and one state more than a merge loads at once
+    costs as much as many.
+    """
+    if pairs < programs:
+        splits = programs // max(1, pairs)
+        loaded = MERGED_AT_ONCE // 2
+        whole = splits // loaded * loaded
+        fitting = (whole if whole >= 0.95 * splits else splits) * pairs
+    else:
+        fitting = next(n for n in range(programs, 0, -1) if pairs % n == 0)
+    # With many heads a CTA few of them are cut, and every multiprocessor counts.
+    return fitting if fitting >= 0.9 * programs and pairs <= 4 * programs else programs
+
+
+def short_len(problem: Problem) -> int:
+    """Return the new tokens up to which a sequence of a prefill goes to decode; 0: none does.
+
+    A prefill tile of so few rows would be nearly empty, and one CTA would walk all its keys.
+    """
+    is_mixed = problem.num_tokens < problem.num_seqs * problem.max_query_len
+    return SHORT_ROWS // problem.group if is_mixed else 0
+
+
+def power_of_2(size: int) -> int:
+    """Return the smallest power of two that is not less than ``size``."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _multiplies_float32(problem: Problem) -> bool:
+    """Whether products are of float32, as those of two different types of 16 bits are."""
+    q, kv = problem.q_dtype, problem.kv_dtype
+    return torch.float32 in (q, kv) or (kv.itemsize == 2 and q != kv)
+
+
+# --- tiles of the decode kernels ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Tiles of a decode kernel; they depend neither on lengths nor on the number of sequences."""
+
+    tile_n: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+    """Tiles in flight from memory at a time."""
+    programs: int
+    """CTAs on a multiprocessor."""
+    max_registers: int = 0
+    """Register cap per thread; 0 means the compiler's default."""
+    fetch_registers: int = 0
+    """Register cap per thread of a loading warp."""
+
+
+def choose_decode_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> DecodeTiles:
+    """Look up the measured tiles for a problem, or compute them.
+
+    Args:
+        problem: A call of few new tokens a sequence.
+        device: Where it runs.
+        hopper: Whether by ``hopper_decode``.
+    """
+    found = _measured().get(device.name, {}).get(kind_of(problem, hopper))
+    if found is not None:
+        return DecodeTiles(**found)
+    return _hopper_tiles(problem) if hopper else _portable_tiles(problem, device)
+
+
+def kind_of(problem: Problem, hopper: bool) -> str:
+    """Return, in words, what the choice of decode tiles depends on.
+
+    Example:
+        >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
+        >>> kind_of(problem, hopper=True)
+        'hopper, 16-bit keys, heads up to 128'
+    """
+    is_float32 = _multiplies_float32(problem)
+    keys = "float32" if is_float32 else f"{8 * problem.kv_dtype.itemsize}-bit"
+    scales = " with a scale for each token" if problem.scale_kind == "token" else ""
+    width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
+    rows = "" if hopper or problem.rows <= 16 else ", more than 16 rows"
+    return f"{'hopper' if hopper else 'triton'}, {keys} keys{scales}, heads up to {width}{rows}"
+
+
+@functools.cache
+def _measured() -> dict[str, dict[str, dict[str, Any]]]:
+    return dict(json.loads(MEASURED.read_text())) if MEASURED.exists() else {}
+
+
+def _hopper_tiles(problem: Problem) -> DecodeTiles:
+    is_wide = problem.width > 128
+    if problem.kv_dtype.itemsize == 1:
+        return DecodeTiles(64, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 3, 2, 128, 72)
+    if problem.width <= 64:
+        return DecodeTiles(64, 4, 3, 2, 128, 80)
+    return DecodeTiles(32, 4, 6, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 2, 2, 128, 80)
+
+
+def _portable_tiles(problem: Problem, device: DeviceInfo) -> DecodeTiles:
+    """Return tiles whose rows, results and keys stay in registers."""
+    width, has_many_rows = problem.width, problem.rows > 16
+    is_8_bit = problem.kv_dtype.itemsize == 1
+    if _multiplies_float32(problem):
+        if width > 256 or (width > 128 and device.is_small):
+            return DecodeTiles(16, 8, 1, 1)
+        num_stages = 3 if width <= 64 else 1 if has_many_rows and device.is_small else 2
+        return DecodeTiles(32, 4, num_stages, 2)
+    if width <= 128:
+        # More warps where one would not hold its part of the rows or of the scales.
+        num_stages = 2 if has_many_rows and is_8_bit else 3
+        return DecodeTiles(64, 8 if has_many_rows or is_8_bit else 4, num_stages, 2)
+    if width > 256:
+        return DecodeTiles(32, 8, 2, 1)
+    return (
+        DecodeTiles(32, 8, 2, 1) if has_many_rows else DecodeTiles(64, 8 if is_8_bit else 4, 2, 2)
+    )

@@ -5,6 +5,9 @@ One sequence at a time: fetch its keys and values from the pages, score, mask, s
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,44 +15,43 @@ from ...device import DeviceInfo
 from ...tiles.eager import attend
 from ...tiles.state import AttentionOutput
 from .plan import Plan
-from .problem import Options, PagedBatch, Problem
+from .problem import Arguments, CallForm, Problem
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Everything, everywhere."""
+    """Return None: it runs everything, everywhere."""
     return None
 
 
-def run(
-    problem: Problem,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: PagedBatch,
-    options: Options,
-    out: Tensor | None,
-    plan: Plan | None = None,
-) -> AttentionOutput:
+def prepare(
+    problem: Problem, form: CallForm, plan: Plan | None = None
+) -> Callable[[Arguments], AttentionOutput]:
+    """Return the function that runs calls of a form; it takes no plan."""
+    return functools.partial(run, problem)
+
+
+def run(problem: Problem, call: Arguments) -> AttentionOutput:
     """Fill ``out``, computed in float32, or in float64 for float64 queries."""
-    out = q.new_empty(problem.out_sizes) if out is None else out
+    q, batch = call.q, call.batch
+    out = q.new_empty(problem.out_sizes) if call.out is None else call.out
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     for seq, seq_len in enumerate(seq_lens):
         rows = slice(starts[seq], starts[seq + 1])
         table = batch.block_tables[seq]
-        keys = fetch(k_cache, options.k_scale, table, seq_len, dtype)
-        values = fetch(v_cache, options.v_scale, table, seq_len, dtype)
+        keys = fetch(call.k_cache, call.k_scale, table, seq_len, dtype)
+        values = fetch(call.v_cache, call.v_scale, table, seq_len, dtype)
         out[rows], lse[rows] = attend(
             q[rows].to(dtype),
             keys,
             values,
-            softmax_scale=options.softmax_scale,
-            causal=options.causal,
-            sliding_window=options.sliding_window,
-            logits_soft_cap=options.logits_soft_cap,
-            alibi_slopes=options.alibi_slopes,
-            sinks=options.sinks,
+            softmax_scale=call.softmax_scale,
+            causal=call.causal,
+            sliding_window=call.sliding_window,
+            logits_soft_cap=call.logits_soft_cap,
+            alibi_slopes=call.alibi_slopes,
+            sinks=call.sinks,
         )
     return AttentionOutput(out, lse)
 
@@ -57,7 +59,7 @@ def run(
 def fetch(
     cache: Tensor, scale: Tensor | None, block_table: Tensor, seq_len: int, dtype: torch.dtype
 ) -> Tensor:
-    """A sequence's entries in order and in full, ``[seq_len, num_kv_heads, size]``."""
+    """Return a sequence's entries in order and in full, ``[seq_len, num_kv_heads, size]``."""
     block_size = cache.shape[1]
     blocks = block_table[: -(-seq_len // block_size)].long()
     entries = cache[blocks].flatten(0, 1)[:seq_len].to(dtype)

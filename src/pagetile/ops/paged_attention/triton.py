@@ -26,18 +26,19 @@ from ...tiles.triton.launch import (
     window_of,
 )
 from ...tiles.triton.workspace import borrow
-from .problem import CallForm, Options, PagedBatch, Problem
+from .batch import PagedBatch
+from .plan import MERGED_AT_ONCE, GpuPlan, make_gpu_plan, power_of_2, short_len
+from .problem import Arguments, CallForm, Problem
 from .triton_decode import decode_kernel
-from .triton_plan import MERGED_AT_ONCE, GpuPlan, make_gpu_plan, power_of_2, short_len
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+_PACKED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _OLDEST_E4M3 = (8, 9)
 _NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Why this cannot run ``problem``, or None if it can."""
+    """Return why this cannot run ``problem``, or None if it can."""
     for name, dtype in (("q", problem.q_dtype), ("k_cache", problem.kv_dtype)):
         if dtype == torch.float64:
             return f"{name} is float64; float32, float16, bfloat16 and 8 bits run"
@@ -48,14 +49,14 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return reason
 
 
-@dataclass(frozen=True, eq=False)  # a key by what it is, not by what is in it
+@dataclass(frozen=True, eq=False)  # a cache key by identity
 class Kernel:
-    """A kernel with the parameters of ``triton_decode``'s or, for prefill, fewer of them."""
+    """A kernel whose parameters are those of ``triton_decode``'s or, for prefill, some of them."""
 
     function: Any
     launcher: type[Launcher] = Launcher
     takes_pairs: bool = False
-    """Whether it takes 8-bit caches as pairs of codes, in int16."""
+    """Whether it takes 8-bit caches as int16 pairs of packed 8-bit values."""
 
 
 DECODE = Kernel(decode_kernel)
@@ -63,7 +64,7 @@ PREFILL = Kernel(forward_kernel)
 
 
 def pack(batch: PagedBatch) -> PagedBatch:
-    """The batch with its lengths side by side, as kernels read them."""
+    """Return the batch with contiguous lengths, as kernels read them."""
     if batch.seq_lens.is_contiguous() and batch.cu_seqlens_q.is_contiguous():
         return batch
     return replace(
@@ -72,35 +73,27 @@ def pack(batch: PagedBatch) -> PagedBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """All of a call that is the same for calls of one form."""
+class PreparedLaunch:
+    """A launch with everything bound that calls of one form share."""
 
     launch: Launch
     out_rows: tuple[tuple[int, int, int], tuple[int, int, int]]
-    """Sizes and strides of the result where it is made here."""
+    """Sizes and strides of an ``out`` that is allocated here."""
     lse_rows: tuple[tuple[int, int], tuple[int, int]]
     scratch: tuple[int, int, int] | None
-    """Sizes of what ``borrow`` gives."""
+    """Sizes of what ``borrow`` returns."""
     is_packed: bool
-    """Whether the small arrays lie as the kernels read them, all in a row and of their types."""
-    short: Call | None = None
-    """For the sequences of a mixed batch that this one's kernel leaves out."""
+    """Whether lengths, slopes and sinks are contiguous and of the types that kernels read."""
+    short: PreparedLaunch | None = None
+    """For the short sequences of a mixed batch, which this launch's kernel leaves out."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        options: Options,
-        out: Tensor | None,
-        lse: Tensor | None = None,
-    ) -> AttentionOutput:
-        """Launch; where nothing is given to write to it makes something."""
+    def __call__(self, call: Arguments, lse: Tensor | None = None) -> AttentionOutput:
+        """Launch; allocate the results that are not given."""
+        q, k_cache, v_cache, batch, _, _, _, _, slopes, sinks, k_scale, v_scale, out = call
         device = q.get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(q, k_cache, v_cache, batch, options, out, lse)
+                return self(call, lse)
         if out is None:
             out = new_rows(device, *self.out_rows, q.dtype)
         if lse is None:
@@ -108,8 +101,7 @@ class Call:
         if not self.lse_rows[0][0]:  # no tokens
             return AttentionOutput(out, lse)
         if self.short is not None:
-            self.short(q, k_cache, v_cache, batch, options, out, lse)
-        _, _, _, _, slopes, sinks, k_scale, v_scale = options
+            self.short(call._replace(out=out), lse)
         if not self.is_packed:
             batch, slopes, sinks = pack(batch), as_floats(slopes), as_floats(sinks)
         scratch = borrow(device, self.scratch) if self.scratch else ()
@@ -120,10 +112,15 @@ class Call:
         return AttentionOutput(out, lse)
 
 
+def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False) -> GpuPlan:
+    """Return the plan that ``prepare`` uses where it is given none."""
+    return make_gpu_plan(problem, device, batch_invariant=batch_invariant)
+
+
 def prepare(
     problem: Problem, form: CallForm, plan: GpuPlan | None = None, decode: Kernel = DECODE
-) -> Call:
-    """Settle what depends on no tensor's elements; ``decode`` is for few rows of a sequence."""
+) -> PreparedLaunch:
+    """Bind all that calls of a form share; ``decode`` is the kernel for few rows of a sequence."""
     device = DeviceInfo.of(form.q.device)
     plan = plan or make_gpu_plan(problem, device, hopper=decode is not DECODE)
     kernel = PREFILL if plan.path == "prefill" and decode is DECODE else decode
@@ -135,7 +132,7 @@ def prepare(
     paired = kernel.takes_pairs and problem.kv_dtype.itemsize == 1
     strides = _strides(problem, form, 2 if paired else 1)
     launcher = _find_launcher(kernel, problem, form, plan, strides, paired)
-    # A bound may be far above the lengths; what a table names is nearer.
+    # The block tables may bound lengths more tightly than max_seq_len.
     longest = min(problem.max_seq_len, form.block_tables.shape[1] * problem.block_size)
     max_splits = -(-longest // plan.split_size) + 1 if plan.split_size else 0
     numbers = {
@@ -152,8 +149,8 @@ def prepare(
     short = None
     if kernel is PREFILL:
         short = prepare_short(problem, form, plan)
-        # As many tiles as there can be, however the tokens are spread over sequences. On x: along
-        # y there are at most 65535.
+        # An upper bound of the tiles, however the tokens are spread over sequences. They are on
+        # the x axis, because y has at most 65535.
         tiles = problem.num_tokens * problem.group // plan.tile_m + problem.num_seqs
         grid, scratch = (tiles, problem.num_kv_heads, 1), None
     else:
@@ -165,13 +162,13 @@ def prepare(
     tokens, heads, width = problem.out_sizes
     out_rows = problem.out_sizes, (heads * width, width, 1)
     lse_rows = (tokens, heads), (heads, 1)
-    return Call(launch, out_rows, lse_rows, scratch, _is_packed(form), short)
+    return PreparedLaunch(launch, out_rows, lse_rows, scratch, _is_packed(form), short)
 
 
 def prepare_short(
     problem: Problem, form: CallForm, plan: GpuPlan | None, decode: Kernel = DECODE
-) -> Call | None:
-    """The launch for a mixed batch's sequences of up to ``short_len``; None if it is not mixed."""
+) -> PreparedLaunch | None:
+    """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed."""
     if not short_len(problem):
         return None
     short = replace(problem, max_query_len=short_len(problem))
@@ -184,7 +181,7 @@ def _find_launcher(
     kernel: Kernel, problem: Problem, form: CallForm, plan: GpuPlan, strides: dict[str, int],
     paired: bool,
 ) -> Launcher:  # fmt: skip
-    """What the kernel's own parameters are, of all that kernels may ask for."""
+    """Return the launcher with this kernel's parameters, of all that a kernel may have."""
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
     options = {"num_warps": plan.num_warps}
@@ -205,7 +202,7 @@ def _find_launcher(
 def _make_launcher(
     kernel: Kernel, types: tuple[Any, ...], constants: tuple[Any, ...], options: tuple[Any, ...]
 ) -> Launcher:
-    """Calls of many forms have one: a length is data, not another kernel."""
+    """Return one launcher for many forms of calls: a length is data, not another kernel."""
     return kernel.launcher(kernel.function, dict(types), dict(constants), **dict(options))
 
 
@@ -237,7 +234,7 @@ def _strides(problem: Problem, form: CallForm, per_pair: int) -> dict[str, int]:
 
 
 def _scale_strides(scale: Form | None) -> tuple[int, ...]:
-    """Of block, slot and head; one number is that of all."""
+    """Return the strides of block, slot and head; 0 where one number is for all."""
     strides = () if scale is None or scale.shape in ((), (1,)) else scale.strides
     return (0, 0, 0, *strides)[-3:]
 
@@ -246,18 +243,18 @@ def _types(
     problem: Problem, form: CallForm, strides: dict[str, int], paired: bool
 ) -> dict[str, str]:
     cache = torch.int16 if paired else problem.kv_dtype
-    near = POINTERS[problem.q_dtype] + ":16" * form.is_aligned
-    far = POINTERS[cache] + ":16" * (form.is_aligned or problem.is_aligned)
+    rows_pointer = POINTERS[problem.q_dtype] + ":16" * form.is_aligned
+    pages_pointer = POINTERS[cache] + ":16" * (form.is_aligned or problem.is_aligned)
     factor = 16 // min(problem.q_dtype.itemsize, cache.itemsize)
-    # Apart: copies of the caches' rows may not depend on how q lies.
+    # Separate, so that how the caches' rows are copied does not depend on the strides of q.
     rows, pages = (
         {name: stride for name, stride in strides.items() if name.startswith(kinds)}
         for kinds in (("out_", "q_"), ("k_", "v_"))
     )
     return {
-        **dict.fromkeys(("out", "q"), near),
-        **dict.fromkeys(("k_cache", "v_cache"), far),
-        **dict.fromkeys(("parts", "part_sums"), "*fp32:16"),
+        **dict.fromkeys(("out", "q"), rows_pointer),
+        **dict.fromkeys(("k_cache", "v_cache"), pages_pointer),
+        **dict.fromkeys(("split_accs", "split_sums"), "*fp32:16"),
         **dict.fromkeys(("lse", "alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
         **dict.fromkeys(("arrivals", "block_tables", "seq_lens", "cu_seqlens_q"), "*i32"),
         **dict.fromkeys(("num_seqs", "num_kv_heads", "short", "max_splits"), "i32"),
@@ -290,7 +287,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "V_SIZE": problem.v_head_size,
         # A power of two divides by a shift; others are an argument, and one kernel serves all.
         "BLOCK_SIZE": block_size if block_size & (block_size - 1) == 0 else 0,
-        "CODE": _CODES.get(problem.kv_dtype, "none") if paired else "none",
+        "PACKED": _PACKED.get(problem.kv_dtype, "none") if paired else "none",
         "PAGED": True,
         "CAUSAL": form.causal,
         "HAS_CAP": form.logits_soft_cap is not None,
@@ -299,7 +296,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SCALES": problem.scale_kind,
         "SPLIT_TILES": plan.split_size // plan.tile_n if plan.split_size else 1,
         "SPLITS_FIXED": plan.split_size > 0,
-        "JOINED": plan.joins_short_shares,
+        "HALVED": plan.halves_ctas_if_short,
         "TILE_M": plan.tile_m,
         "TILE_N": plan.tile_n,
         "D": max(narrowest, power_of_2(problem.head_size)),
@@ -307,7 +304,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SEQS": power_of_2(min(max(problem.num_seqs, 128), 1024)),
         "STAGES": plan.num_stages,
         "ROWS": rows,
-        "PARTS": max(1, min(MERGED_AT_ONCE, 8192 // (rows * v_width))),
+        "AT_ONCE": max(1, min(MERGED_AT_ONCE, 8192 // (rows * v_width))),
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
         "PREFETCH": not INTERPRETED,
@@ -315,7 +312,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
 
 
 def _dot(problem: Problem) -> Any:
-    """What is multiplied: the elements as they are, 8 bits as float16, a mixture as float32."""
+    """Return the type of products: the elements' own, float16 of 8 bits, float32 of a mixture."""
     if problem.kv_dtype.itemsize == 1:
         return tl.float32 if problem.q_dtype == torch.float32 else tl.float16
     return _DOTS[problem.q_dtype if problem.q_dtype == problem.kv_dtype else torch.float32]

@@ -1,17 +1,17 @@
 """Paged attention of few new tokens a sequence (decode, speculation) on a GPU: one launch.
 
-The rows of a KV head, tokens × group, share every key that is loaded. All work is laid out on
-one line, sequence after sequence, head after head, tile after tile, and cut into equal ranges,
-one a program, so that every multiprocessor is busy to the end however uneven the lengths are::
+The rows of a KV head, tokens × group, share every key that is loaded. A work queue holds the work
+of all sequences, head after head, tile after tile (``triton_work``). It is cut into equal ranges,
+one for each CTA, so that every multiprocessor is busy to the end however uneven the lengths are::
 
     seq 0 head 0      head 1            seq 1 head 0 ...
     ├──┬──┬──┬──┬──┼──┬──┬──┬──┬──┼──┬──┬──┬──┬──┬──┬──┬──┤
-    └─ program 0 ─┘└─ program 1 ─┘└─ program 2 ─┘└─ ...
+    └── CTA 0 ────┘└── CTA 1 ────┘└── CTA 2 ────┘└─ ...
 
-A program that has all tiles of a head writes ``out``. Where programs share a head, each stores
-the state of its keys; the last one to arrive merges them in the order of the keys, so the bits
-do not depend on who was last. With ``SPLIT_TILES`` (batch invariance) ranges are cut at that
-many tiles of a sequence instead, whatever the batch.
+A CTA that has all tiles of a head writes ``out``. Where CTAs share a head, each stores the state
+of its split; the last one to arrive merges the states in the order of the keys, so the bits do
+not depend on which CTA was last. With ``SPLIT_TILES`` (batch invariance) heads are cut at
+multiples of that many tiles instead, whatever the batch.
 
 Lengths are read on the device: a captured launch is valid for others at replay.
 """
@@ -25,9 +25,7 @@ from ...tiles.triton.online_softmax import (
     LOG2_E,
     ROOM,
     SMALLEST,
-    add_sink,
     exp2_of,
-    finish,
     fit_queries,
     merge,
     merge_first,
@@ -36,41 +34,7 @@ from ...tiles.triton.online_softmax import (
     tanh,
     weigh,
 )
-
-
-@triton.jit
-def _key_tiles(seq_len, query_len, window, TILE_N: tl.constexpr):
-    """The first tile that any row sees, and the one after the last."""
-    first = tl.maximum(seq_len - query_len - window + 1, 0) // TILE_N
-    return first, tl.maximum(tl.cdiv(seq_len, TILE_N), first)
-
-
-@triton.jit
-def _keep_short(seq_len, query_len, MOST: tl.constexpr):
-    """A sequence with more new tokens is not ours: it has none, and no keys."""
-    return tl.where(query_len <= MOST, seq_len, 0), tl.where(query_len <= MOST, query_len, 0)
-
-
-@triton.jit
-def _count_items(
-    seq_lens, cu_seqlens_q, seq, mask, window, MOST: tl.constexpr, TILE_N: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-):  # fmt: skip
-    """Pieces of work of one KV head of each sequence: tiles, or splits. At least one: it writes."""
-    seq_len = tl.load(seq_lens + seq, mask=mask, other=0)
-    start = tl.load(cu_seqlens_q + seq, mask=mask, other=0)
-    query_len = tl.load(cu_seqlens_q + seq + 1, mask=mask, other=0) - start
-    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
-    first, end = _key_tiles(seq_len, query_len, window, TILE_N)
-    count = tl.cdiv(end, SPLIT_TILES) - first // SPLIT_TILES
-    return tl.where(mask, tl.maximum(count, 1), 0)
-
-
-@triton.jit
-def _fetch_blocks(table, key, first_key, seq_len, block_size, BLOCK_SIZE: tl.constexpr):
-    """The blocks of some keys; 0 for keys that nobody sees, whose entries may be anything."""
-    index = key // BLOCK_SIZE if BLOCK_SIZE > 0 else key // block_size
-    return tl.load(table + index, mask=(key >= first_key) & (key < seq_len), other=0)
+from .triton_work import count_work_tiles, find_range, load_block_ids, slot_of, write_rows
 
 
 @triton.jit
@@ -86,39 +50,27 @@ def _prefetch(table, key, end_key, block_size):
 
 
 @triton.jit
-def _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED: tl.constexpr):
-    """Where the state of a head's ``part``-th share is kept.
-
-    A program of the balanced plan has at most two shares: of the head it starts within, and of
-    the one it starts and does not end.
-    """
-    if SPLITS_FIXED:
-        return seq_head * max_splits + part
-    return tl.where(part == 0, 2 * first_share + 1, 2 * (first_share + part))
-
-
-@triton.jit
-def _merge_parts(
-    parts, part_sums, num_parts, seq_head, first_share, max_splits,
-    SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+def _merge_splits(
+    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+    SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The state of a head from those of all its shares, in the order of their keys."""
+    """The state of a head from those of all its splits, in the order of their keys."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, V)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, V], tl.float32)
-    for start in range(0, num_parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        is_part = part < num_parts
-        slot = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED).to(tl.int64)
-        sums = part_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
-        # .cg: from the second-level cache, where the others' stores are.
-        ms = tl.load(sums, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
-        ls = tl.load(sums + ROWS, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+    for start in range(0, num_splits, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        is_split = split < num_splits
+        slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
+        sums = split_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
+        # .cg: from the second-level cache, where the stores of other CTAs are.
+        ms = tl.load(sums, mask=is_split[:, None], other=float("-inf"), cache_modifier=".cg")
+        ls = tl.load(sums + ROWS, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
         accs = tl.load(
-            parts + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
+            split_accs + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
             + columns[None, None, :],
-            mask=is_part[:, None, None], other=0.0, cache_modifier=".cg",
+            mask=is_split[:, None, None], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         ms, ls, accs = merge_first(ms, ls, accs)
         m, l, acc = merge(m, l, acc, ms, ls, accs)
@@ -126,33 +78,11 @@ def _merge_parts(
 
 
 @triton.jit
-def _write(
-    out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
-    out_token, out_head, GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Add the sinks, divide, and write a KV head's rows of ``out`` and ``lse``."""
-    rows, columns = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
-    is_row = rows < query_len * GROUP
-    token = (first_token + rows // GROUP).to(tl.int64)
-    q_heads = head * GROUP + rows % GROUP
-    if HAS_SINKS:
-        sink = tl.load(sinks + q_heads, mask=is_row, other=0.0) * LOG2_E
-        m, l, acc = add_sink(m, l, acc, sink)
-    result, row_lse = finish(m, l, acc)
-    tl.store(
-        out + (token * out_token + q_heads * out_head)[:, None] + columns[None, :],
-        (result * factor).to(out.dtype.element_ty),
-        mask=is_row[:, None] & (columns < V_SIZE)[None, :],
-    )
-    tl.store(lse + token * num_kv_heads * GROUP + q_heads, row_lse, mask=is_row)
-
-
-@triton.jit
 def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
-    parts,  # float32 [slots, ROWS, V]: acc of shares of a head's keys
-    part_sums,  # float32 [slots, 2, ROWS]: their m and l
+    split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, SIZE]
@@ -170,44 +100,44 @@ def decode_kernel(
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
     GROUP: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
-    CODE: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_TILES: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
     V: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
+    AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
-    # How much work there is, and which part of it is ours.
+    # The length of the work queue, and this CTA's range of it.
     MOST: tl.constexpr = ROWS // GROUP
     seqs = tl.arange(0, SEQS)
-    counts = num_kv_heads * _count_items(
-        seq_lens, cu_seqlens_q, seqs, seqs < num_seqs, window, MOST, TILE_N, SPLIT_TILES
+    counts = num_kv_heads * count_work_tiles(
+        seq_lens, cu_seqlens_q, seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
     )
     total = tl.sum(counts)
     for start in range(SEQS, num_seqs, SEQS):
-        total += num_kv_heads * tl.sum(_count_items(
-            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, MOST, TILE_N,
+        total += num_kv_heads * tl.sum(count_work_tiles(
+            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N,
             SPLIT_TILES,
         ))  # fmt: skip
     programs = tl.minimum(tl.num_programs(0), total)
     program = tl.program_id(0)
     if program >= programs:
         return
-    item = (program.to(tl.int64) * total // programs).to(tl.int32)
-    end_item = ((program + 1).to(tl.int64) * total // programs).to(tl.int32)
+    work = (program.to(tl.int64) * total // programs).to(tl.int32)
+    end_work = ((program + 1).to(tl.int64) * total // programs).to(tl.int32)
 
-    # The sequence that our first item belongs to, and the items before it.
+    # The sequence that the range begins in, and the work tiles before it.
     ends = tl.cumsum(counts)
-    passed = ends <= item
+    passed = ends <= work
     seq = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
     running = tl.max(ends)
     for start in range(SEQS, num_seqs, SEQS):
-        ends = running + tl.cumsum(num_kv_heads * _count_items(
-            seq_lens, cu_seqlens_q, start + seqs, start + seqs < num_seqs, window, MOST, TILE_N,
+        ends = running + tl.cumsum(num_kv_heads * count_work_tiles(
+            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N,
             SPLIT_TILES,
         ))  # fmt: skip
-        passed = (ends <= item) & (start + seqs < num_seqs)
+        passed = (ends <= work) & (start + seqs < num_seqs)
         seq += tl.sum(passed.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
         running = tl.max(ends)
@@ -216,20 +146,12 @@ def decode_kernel(
     columns = tl.arange(0, D)
     v_columns = tl.arange(0, V)
     keys = tl.arange(0, TILE_N)
-    while item < end_item:
+    while work < end_work:
         # Which rows, which keys.
-        seq_len = tl.load(seq_lens + seq)
-        first_token = tl.load(cu_seqlens_q + seq)
-        query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-        seq_len, query_len = _keep_short(seq_len, query_len, MOST)
-        first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
-        first_split = first_tile // SPLIT_TILES
-        items = tl.maximum(tl.cdiv(end_tile, SPLIT_TILES) - first_split, 1)
-        head = (item - before) // items
-        first = item - before - head * items
-        count = 1 if SPLITS_FIXED else tl.minimum(end_item - item, items - first)
-        low = tl.maximum((first_split + first) * SPLIT_TILES, first_tile)
-        high = tl.minimum((first_split + first + count) * SPLIT_TILES, end_tile)
+        seq_len, first_token, query_len, per_head, head, first, count, low, high = find_range(
+            seq_lens, cu_seqlens_q, seq, before, work, end_work, window, MOST, TILE_N,
+            SPLIT_TILES, SPLITS_FIXED,
+        )  # fmt: skip
 
         token = first_token + rows // GROUP
         q_heads = head * GROUP + rows % GROUP
@@ -260,7 +182,7 @@ def decode_kernel(
         if PREFETCH:
             _prefetch(table, low * TILE_N, tl.minimum(high * TILE_N, seq_len), block_size)
         # Block ids are fetched a tile ahead: keys and values need not wait for them.
-        blocks = _fetch_blocks(
+        blocks = load_block_ids(
             table, low * TILE_N + keys, first_key, seq_len, block_size, BLOCK_SIZE
         )
         for tile in tl.range(low, high, num_stages=STAGES):
@@ -268,7 +190,7 @@ def decode_kernel(
             used = (key >= first_key) & (key < seq_len)
             slot = key % BLOCK_SIZE if BLOCK_SIZE > 0 else key % block_size
             block = blocks.to(tl.int64)
-            blocks = _fetch_blocks(table, key + TILE_N, first_key, seq_len, block_size, BLOCK_SIZE)
+            blocks = load_block_ids(table, key + TILE_N, first_key, seq_len, block_size, BLOCK_SIZE)
             k_tile = tl.load(
                 k_cache + (block * k_block + slot * k_slot + head * k_head)[:, None]
                 + columns[None, :],
@@ -302,42 +224,44 @@ def decode_kernel(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: whoever comes last merges.
-        if count == items:
-            _write(
-                out, lse, m, l, acc, sinks, factor, first_token, head, query_len, num_kv_heads,
-                out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+        # All keys of the head: done. Some of them: the last CTA to arrive merges.
+        if count == per_head:
+            write_rows(
+                out, lse, m, l, acc, rows, v_columns, sinks, factor, first_token, head, query_len,
+                num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
         else:
             seq_head = seq * num_kv_heads + head
-            head_start = (before + head * items).to(tl.int64)
-            first_share = (((head_start + 1) * programs - 1) // total).to(tl.int32)
-            last_share = (((head_start + items) * programs - 1) // total).to(tl.int32)
-            part = first if SPLITS_FIXED else program - first_share
-            num_parts = items if SPLITS_FIXED else last_share - first_share + 1
-            slot = _slot(part, seq_head, first_share, max_splits, SPLITS_FIXED).to(tl.int64)
+            head_start = (before + head * per_head).to(tl.int64)
+            first_cta = (((head_start + 1) * programs - 1) // total).to(tl.int32)
+            last_cta = (((head_start + per_head) * programs - 1) // total).to(tl.int32)
+            split = first if SPLITS_FIXED else program - first_cta
+            num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
+            slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
             is_kept = rows < ROWS
-            tl.store(part_sums + slot * 2 * ROWS + rows, m, mask=is_kept)
-            tl.store(part_sums + slot * 2 * ROWS + ROWS + rows, l, mask=is_kept)
+            tl.store(split_sums + slot * 2 * ROWS + rows, m, mask=is_kept)
+            tl.store(split_sums + slot * 2 * ROWS + ROWS + rows, l, mask=is_kept)
             tl.store(
-                parts + slot * ROWS * V + (rows * V)[:, None] + v_columns[None, :],
+                split_accs + slot * ROWS * V + (rows * V)[:, None] + v_columns[None, :],
                 acc,
                 mask=is_kept[:, None],
             )
             tl.debug_barrier()  # every thread's stores come before the one thread's count
             arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_parts - 1:
+            if arrived == num_splits - 1:
                 tl.store(arrivals + seq_head, 0)
-                all_m, all_l, all_acc = _merge_parts(
-                    parts, part_sums, num_parts, seq_head, first_share, max_splits,
-                    SPLITS_FIXED, ROWS, V, PARTS,
+                all_m, all_l, all_acc = _merge_splits(
+                    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+                    SPLITS_FIXED, ROWS, V, AT_ONCE,
                 )  # fmt: skip
-                _write(
-                    out, lse, all_m, all_l, all_acc, sinks, factor, first_token, head, query_len,
-                    num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+                kept_rows = tl.arange(0, ROWS)
+                write_rows(
+                    out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
+                    first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE,
+                    HAS_SINKS,
                 )  # fmt: skip
 
-        item += count
-        if item == before + items * num_kv_heads:
-            before = item
+        work += count
+        if work == before + per_head * num_kv_heads:
+            before = work
             seq += 1

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...device import DeviceInfo
-from ..eager import choose_gradient, is_plain, make_ways
+from ..eager import choose_gradient, has_dispatch_observers, make_ways
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
 __all__ = ["Layout", "from_heads", "layout", "to_heads"]
@@ -94,7 +94,7 @@ def to_heads(qkv: Tensor, where: Layout, padding: Tensor | None = None) -> tuple
     ``padding`` ``[3, num_heads, head_size]``, or zeros.
     """
     inputs = qkv.flatten(1, len(where.grid)), *where[1:4], padding
-    rows = (_cut_function if is_plain(qkv, padding) else _cut_operator)(*inputs)
+    rows = (_cut_operator if has_dispatch_observers(qkv, padding) else _cut_function)(*inputs)
     windows: Tensor = torch.unflatten(rows, 1, (-1, len(where.offsets))).flatten(0, 1)
     return windows.permute(2, 0, 3, 1, 4).unbind()
 
@@ -106,7 +106,7 @@ def from_heads(x: Tensor, where: Layout) -> Tensor:
     """
     num_windows = len(where.tokens) // len(where.offsets)
     windows: Tensor = torch.unflatten(x.transpose(1, 2), 0, (-1, num_windows))
-    join = _join_function if is_plain(x) else _join_operator
+    join = _join_operator if has_dispatch_observers(x) else _join_function
     return torch.unflatten(join(windows.flatten(1, 2), *where[1:4]), 1, where.grid)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import choose_gradient, is_plain, make_last, make_ways, refuse_tangents
+from ..eager import choose_gradient, has_dispatch_observers, make_last, make_ways, refuse_tangents
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
@@ -39,13 +39,11 @@ def operands(*inputs: Any) -> Operands:
 def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``."""
     refuse_tangents("window_attention", *inputs)
-    if is_plain(*inputs):
-        out, lse = _function(*inputs)
-    else:
-        check(
-            operands(*inputs)
-        )  # before the operator, so that errors are not wrapped by a compiler
+    if has_dispatch_observers(*inputs):
+        check(operands(*inputs))  # here, where an error has no compiler around it
         out, lse = _operator_call(*inputs)
+    else:
+        out, lse = _function(*inputs)
     return out, lse
 
 

@@ -14,7 +14,7 @@ from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_contiguous_rows
 from ..dispatch import choose
-from ..eager import wants_operator
+from ..eager import needs_operator
 from ..scales import LARGEST_CODE, bind_scales
 from .operator import write
 
@@ -77,7 +77,7 @@ def write_kv(
         (tensor(127, dtype=torch.int8), 127)
     """
     operands = k, v, k_cache, v_cache, slot_mapping
-    is_operator = wants_operator(k)
+    is_operator = needs_operator(k)
     if is_operator and torch.compiler.is_compiling():  # what is compiled calls this, and checks
         write(*operands, k_scale, v_scale, impl)
         return

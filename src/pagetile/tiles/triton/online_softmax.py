@@ -27,7 +27,7 @@ def precision_of(*widths):
 def weigh(s, m, l):
     """From a tile's scores ``[..., N]`` and a state: weights, the decay of ``acc``, new m and l."""
     new_m = tl.maximum(m, tl.max(s, -1))
-    pivot = _finite(new_m)
+    pivot = finite(new_m)
     p = tl.exp2(s - tl.expand_dims(pivot, -1))
     decay = tl.exp2(m - pivot)
     return p, decay, new_m, l * decay + tl.sum(p, -1)
@@ -73,7 +73,7 @@ def fit_queries(q, dtype: tl.constexpr):
 def merge_first(m, l, acc):
     """One state from several, ``[STATES, M]`` and ``[STATES, M, V]``, each over keys of its own."""
     new_m = tl.max(m, 0)
-    share = tl.exp2(m - _finite(new_m)[None, :])
+    share = tl.exp2(m - finite(new_m)[None, :])
     return new_m, tl.sum(l * share, 0), tl.sum(acc * share[:, :, None], 0)
 
 
@@ -81,14 +81,14 @@ def merge_first(m, l, acc):
 def merge(m, l, acc, other_m, other_l, other_acc):
     """Fold the state of other keys into a state."""
     new_m = tl.maximum(m, other_m)
-    pivot = _finite(new_m)
+    pivot = finite(new_m)
     decay, other_decay = tl.exp2(m - pivot), tl.exp2(other_m - pivot)
     acc = acc * decay[:, None] + other_acc * other_decay[:, None]
     return new_m, l * decay + other_l * other_decay, acc
 
 
 @triton.jit
-def _finite(m):
+def finite(m):
     """A pivot for exponents: where no key was seen yet, -inf - -inf would be no number."""
     return tl.where(m == float("-inf"), 0.0, m)
 
@@ -97,7 +97,7 @@ def _finite(m):
 def add_sink(m, l, acc, sink):
     """One more logit (in powers of two) in each row's softmax, with no value; -inf is none."""
     new_m = tl.maximum(m, sink)
-    pivot = _finite(new_m)
+    pivot = finite(new_m)
     decay = tl.exp2(m - pivot)
     return new_m, l * decay + tl.exp2(sink - pivot), acc * decay[:, None]
 

@@ -1,4 +1,4 @@
-"""What a call looks up instead of being checked again."""
+"""The cache of validated and dispatched calls."""
 
 import copy
 import gc
@@ -12,7 +12,7 @@ import torch
 
 from pagetile import PagedBatch, ShapeError, paged_attention, shapes
 from pagetile.errors import DTypeError
-from pagetile.ops.paged_attention import api, settled
+from pagetile.ops.paged_attention import api, problem
 from pagetile.shapes import recogniser
 
 FORMS = {
@@ -53,7 +53,7 @@ def says(is_like, *others):
         return False
 
 
-def test_this_release_has_what_compiled_code_asks():
+def test_this_release_has_the_guards_of_compiled_code():
     x = torch.randn(3, 8)
     assert "TensorGuards" in repr(recogniser(x, x.clone()))
 
@@ -77,7 +77,7 @@ def decode(**changes):
     return arguments | changes
 
 
-def test_calls_of_one_key_and_other_forms_are_told_apart():
+def test_calls_of_one_key_and_other_forms_are_distinguished():
     generator = torch.Generator().manual_seed(0)
     shared = decode()["batch"]
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_calls_of_one_key_and_other_forms_are_told_apart():
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_call_like_a_good_one_is_checked():
+def test_a_wrong_call_after_a_cached_one_is_checked():
     good = decode()
     paged_attention(**good)
     for name, bad in {
@@ -108,15 +108,15 @@ def test_a_call_like_a_good_one_is_checked():
 def test_calls_are_recognised_in_any_mode(mode, monkeypatch):
     batch = decode()["batch"]
     with mode():
-        for _ in range(2):  # the second learns what a call looks like in this mode
+        for _ in range(2):  # the second one records the form in this mode
             paged_attention(**decode(batch=batch))
-        monkeypatch.setattr(api, "settle", None)
+        monkeypatch.setattr(api, "_find_call", None)
         paged_attention(**decode(batch=batch))
 
 
-def test_a_form_is_learned_when_it_comes_again(monkeypatch):
-    learned = []
-    monkeypatch.setattr(settled, "recogniser", lambda *x: learned.append(x) or recogniser(*x))
+def test_a_form_is_recorded_when_it_comes_again(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(problem, "recogniser", lambda *x: recorded.append(x) or recogniser(*x))
     batch = decode()["batch"]
     one, other = (decode(batch=batch, q=torch.randn(2, heads, 24)) for heads in (4, 8))
     for call in (one, other, one, other):  # of a model whose layers differ
@@ -125,13 +125,13 @@ def test_a_form_is_learned_when_it_comes_again(monkeypatch):
     one, other = (decode(batch=batch, q=torch.randn(2, heads, 16)) for heads in (4, 8))
     for call in (one, other, one, other):
         paged_attention(**call)
-    assert not learned
+    assert not recorded
     for _ in range(3):
         paged_attention(**other)
-    assert len(learned) == 1
+    assert len(recorded) == 1
 
 
-def test_a_scale_is_the_call_s_own():
+def test_each_call_uses_its_own_scale():
     call = decode()
     expected = paged_attention(**call, impl="reference").out
     with pytest.raises(TypeError):
@@ -142,7 +142,7 @@ def test_a_scale_is_the_call_s_own():
         )
 
 
-def test_what_is_refused_is_not_kept():
+def test_refused_calls_are_not_cached():
     call, large = decode(), torch.zeros(1000)
     for name in ("softmax_scale", "logits_soft_cap", "plan"):
         with pytest.raises(DTypeError):
@@ -154,7 +154,7 @@ def test_what_is_refused_is_not_kept():
     assert known() is None
 
 
-def test_a_batch_remembers_some_calls():
+def test_a_batch_caches_a_bounded_number_of_calls():
     call = decode()
     for at in range(150):
         paged_attention(**call, softmax_scale=1 + at / 100)

@@ -1,0 +1,164 @@
+"""A batch of paged attention: new tokens of several sequences, and where their keys lie."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import DTypeError, ShapeError
+from ...shapes import Form, check_tensors, form
+
+__all__ = ["PagedBatch"]
+
+_MAX_CACHED_CALLS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBatch:
+    """New tokens of several sequences, and where each sequence's keys lie in the cache.
+
+    Three sequences with 3, 1 and 2 new tokens, 3, 6 and 4 keys in all, blocks of 4 slots::
+
+        cu_seqlens_q = [0, 3, 4, 6]        q = a0 a1 a2 b5 c2 c3
+        seq_lens     = [3, 6, 4]
+        block_tables = [[7, ·], [2, 5], [0, ·]]     · is never read
+
+    Example:
+        >>> batch = PagedBatch(
+        ...     block_tables=torch.tensor([[7, 0], [2, 5], [0, 0]], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([3, 6, 4], dtype=torch.int32),
+        ...     cu_seqlens_q=torch.tensor([0, 3, 4, 6], dtype=torch.int32),
+        ...     max_query_len=3,
+        ...     max_seq_len=6,
+        ... )
+        >>> batch.num_seqs
+        3
+    """
+
+    block_tables: torch.Tensor
+    """int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's end are never read."""
+    seq_lens: torch.Tensor
+    """int32 ``[num_seqs]``: all keys of a sequence, the new tokens included."""
+    cu_seqlens_q: torch.Tensor
+    """int32 ``[num_seqs + 1]``: where each sequence's new tokens start in ``q``."""
+    max_query_len: int
+    """At least the most new tokens of a sequence. A host integer: planning never waits."""
+    max_seq_len: int
+    """At least the most keys of a sequence."""
+
+    @staticmethod
+    def decode(block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> PagedBatch:
+        """A batch with one new token a sequence.
+
+        Raises:
+            DTypeError: An argument is no tensor.
+        """
+        check_tensors(block_tables=block_tables, seq_lens=seq_lens)
+        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+        return PagedBatch(block_tables, seq_lens, starts, 1, max_seq_len)
+
+    @staticmethod
+    def of(
+        blocks: Sequence[Sequence[int]],
+        seq_lens: Sequence[int],
+        query_lens: Sequence[int] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> PagedBatch:
+        """A batch from lists on the host, as ``BlockTable`` keeps them.
+
+        Args:
+            blocks: Each sequence's blocks, in the order of its tokens: ``BlockTable.blocks``.
+            seq_lens: All keys of each sequence, the new tokens included.
+            query_lens: New tokens of each sequence; ``None``: one each.
+            device: Where the tensors go.
+
+        Tables are padded with -1, which is no block id: a table that is too short for its sequence
+        raises an error, on a GPU under ``PAGETILE_DEBUG=1``.
+
+        Raises:
+            ShapeError: The lists differ in length, or a sequence has more new tokens than keys.
+            DTypeError: They are not of whole numbers of 32 bits.
+
+        Example:
+            >>> batch = PagedBatch.of([[7], [2, 5], [0]], [3, 6, 4], [3, 1, 2])
+            >>> batch.block_tables.tolist(), batch.cu_seqlens_q.tolist(), batch.max_seq_len
+            ([[7, -1], [2, 5], [0, -1]], [0, 3, 4, 6], 6)
+        """
+        lengths = _integers("seq_lens", seq_lens)
+        counts = (
+            array("i", [1]) * len(lengths)
+            if query_lens is None
+            else _integers("query_lens", query_lens)
+        )
+        if not isinstance(blocks, Iterable):
+            raise DTypeError(f"blocks is {type(blocks).__name__}, expected a list of lists")
+        rows = [_integers(f"blocks[{seq}]", ids) for seq, ids in enumerate(blocks)]
+        if not len(rows) == len(lengths) == len(counts):
+            raise ShapeError(
+                f"blocks are of {len(rows)} sequences, seq_lens of {len(lengths)} and "
+                f"query_lens of {len(counts)}: expected as many of each"
+            )
+        for seq, (seq_len, count) in enumerate(zip(lengths, counts, strict=True)):
+            if not 0 <= count <= seq_len:
+                raise ShapeError(
+                    f"sequence {seq} has {count} new tokens and {seq_len} keys: seq_lens counts "
+                    "all keys, the new tokens' own included"
+                )
+        tables = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
+        for table, row in zip(tables, rows, strict=True):
+            table[: len(row)] = row
+        starts = np.array([0, *itertools.accumulate(counts)], np.int32)
+        return PagedBatch(
+            torch.from_numpy(tables).to(device),
+            torch.from_numpy(np.array(lengths, np.int32)).to(device),
+            torch.from_numpy(starts).to(device),
+            max_query_len=max(counts, default=0),
+            max_seq_len=max(lengths, default=0),
+        )
+
+    @functools.cached_property
+    def forms(self) -> tuple[Form, Form, Form]:
+        """Forms of the tensors (``shapes.Form``); the layers of a model share a batch."""
+        tensors = self.block_tables, self.seq_lens, self.cu_seqlens_q
+        block_tables, seq_lens, cu_seqlens_q = (Form._make(form(tensor)) for tensor in tensors)
+        return block_tables, seq_lens, cu_seqlens_q
+
+    @functools.cached_property
+    def calls(self) -> dict[Any, Any]:
+        """Cache of dispatched calls with this batch, by everything but ``q`` and the caches."""
+        return {}
+
+    def remember(self, key: Any, call: Any) -> None:
+        """Use ``call`` for the next call with this key."""
+        if len(self.calls) >= _MAX_CACHED_CALLS:  # for example, a new softmax_scale at every call
+            self.calls.clear()
+        self.calls[key] = call
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy tensors and bounds only, without the cached calls."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences in the batch."""
+        return self.seq_lens.shape[0]
+
+
+def _integers(name: str, numbers: Any) -> array[int]:
+    try:
+        if isinstance(numbers, (bytes, bytearray)):  # which an array takes for its own memory
+            raise TypeError("bytes are no numbers")
+        return array("i", numbers)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise DTypeError(
+            f"{name} is {type(numbers).__name__}, expected a list of whole numbers of 32 bits "
+            f"({error})"
+        ) from None

@@ -1,0 +1,132 @@
+"""The decode kernels' work queue, and the state of a head's splits: shared by Triton and Gluon.
+
+A work tile is a tile of keys of one KV head, or a split of several tiles (``SPLIT_TILES``). The
+queue holds the work tiles of a head side by side, heads of a sequence one after the other,
+sequences in the batch's order; each CTA takes an equal range of it. See ``triton_decode``.
+
+No helper here creates a tensor, so none needs a layout: ``@gluon.jit`` kernels call them as they
+are (compiled for sm_90 under Triton 3.6 and 3.7.1).
+"""
+
+import triton
+import triton.language as tl
+
+from ...tiles.triton.online_softmax import LN_2, LOG2_E, add_sink
+
+__all__ = [
+    "add",
+    "count_work_tiles",
+    "find_range",
+    "load_block_ids",
+    "slot_of",
+    "write_rows",
+]
+
+
+@triton.jit
+def add(a, b):
+    """The operation of a scan."""
+    return a + b
+
+
+@triton.jit
+def _key_tiles(seq_len, query_len, window, TILE_N: tl.constexpr):
+    """The first tile that any row sees, and the one after the last."""
+    first = tl.maximum(seq_len - query_len - window + 1, 0) // TILE_N
+    return first, tl.maximum((seq_len + TILE_N - 1) // TILE_N, first)
+
+
+@triton.jit
+def _keep_short(seq_len, query_len, MOST: tl.constexpr):
+    """Lengths, or 0 for a sequence of more new tokens than ``MOST``: another launch computes it."""
+    return tl.where(query_len <= MOST, seq_len, 0), tl.where(query_len <= MOST, query_len, 0)
+
+
+@triton.jit
+def count_work_tiles(
+    seq_lens, cu_seqlens_q, seq, num_seqs, window, MOST: tl.constexpr, TILE_N: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+):  # fmt: skip
+    """Work tiles of one KV head of each sequence. At least one, which writes the result."""
+    is_seq = seq < num_seqs
+    seq_len = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    start = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
+    query_len = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - start
+    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
+    first, end = _key_tiles(seq_len, query_len, window, TILE_N)
+    count = (end + SPLIT_TILES - 1) // SPLIT_TILES - first // SPLIT_TILES
+    return tl.where(is_seq, tl.maximum(count, 1), 0)
+
+
+@triton.jit
+def find_range(
+    seq_lens, cu_seqlens_q, seq, before, work, end_work, window, MOST: tl.constexpr,
+    TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr, SPLITS_FIXED: tl.constexpr,
+):  # fmt: skip
+    """The part of one KV head's keys that begins at work tile ``work`` of the queue.
+
+    ``before`` is the number of work tiles ahead of the sequence. Returns the sequence's lengths,
+    the head's number of work tiles, the head, the part's first work tile in the head and their
+    number, and its tiles of keys from ``low`` to ``high``.
+    """
+    seq_len = tl.load(seq_lens + seq)
+    first_token = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
+    first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
+    first_split = first_tile // SPLIT_TILES
+    per_head = tl.maximum((end_tile + SPLIT_TILES - 1) // SPLIT_TILES - first_split, 1)
+    head = (work - before) // per_head
+    first = work - before - head * per_head
+    count = tl.minimum(end_work - work, 1 if SPLITS_FIXED else per_head - first)
+    low = tl.maximum((first_split + first) * SPLIT_TILES, first_tile)
+    high = tl.minimum((first_split + first + count) * SPLIT_TILES, end_tile)
+    return seq_len, first_token, query_len, per_head, head, first, count, low, high
+
+
+@triton.jit
+def load_block_ids(table, key, first_key, seq_len, block_size, BLOCK_SIZE: tl.constexpr):
+    """The blocks of some keys; 0 for keys that no row sees, whose entries may hold anything."""
+    index = key // (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
+    return tl.load(table + index, mask=(key >= first_key) & (key < seq_len), other=0)
+
+
+@triton.jit
+def slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED: tl.constexpr):
+    """Where the state of a head's ``split``-th split is kept.
+
+    A CTA of the balanced plan stores at most two states: of the head that its range begins within,
+    and of the one that it begins and does not end.
+    """
+    if SPLITS_FIXED:
+        slot = seq_head * max_splits + split
+    else:
+        slot = tl.where(split == 0, 2 * first_cta + 1, 2 * (first_cta + split))
+    return slot.to(tl.int64)
+
+
+@triton.jit
+def write_rows(
+    out, lse, m, l, acc, row, column, sinks, factor, first_token, head, query_len, num_kv_heads,
+    out_token, out_head, GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the sinks, divide, and write a KV head's rows of ``out`` and ``lse``.
+
+    ``row`` and ``column`` are the numbers of the rows and columns of ``acc``, in its layout.
+    """
+    is_row = row < query_len * GROUP
+    token = (first_token + row // GROUP).to(tl.int64)
+    q_head = head * GROUP + row % GROUP
+    if HAS_SINKS:
+        sink = tl.load(sinks + q_head, mask=is_row, other=0.0) * LOG2_E
+        m, l, acc = add_sink(m, l, acc, sink)
+    seen = l != 0  # NaN counts as seen: it has to show
+    divisor = tl.where(seen, l, 1.0)
+    result = acc * (factor / divisor)[:, None]
+    tl.store(
+        out + (token * out_token + q_head * out_head)[:, None] + column[None, :],
+        result.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (column < V_SIZE)[None, :],
+    )
+    row_lse = tl.where(seen, (m + tl.log2(divisor)) * LN_2, float("-inf"))
+    tl.store(lse + token * num_kv_heads * GROUP + q_head, row_lse, mask=is_row)
