@@ -7,7 +7,10 @@
     ├── DTypeError         (TypeError)            a tensor of the wrong element type
     ├── UnsupportedError   (NotImplementedError)  correct, but nothing here can run it
     ├── OutOfBlocksError   (RuntimeError)         the block pool is exhausted
-    └── RequestError       (ValueError)           a generation request that can never be served
+    ├── RequestError       (ValueError)           a generation request that can never be served
+    ├── OverloadedError    (RuntimeError)         too many requests now; try again later
+    ├── GenerationError    (RuntimeError)         a request failed while it was computed
+    └── EngineDeadError    (RuntimeError)         the engine has stopped and serves nothing more
 
 Each message says what was given, what was expected and what to do about it.
 """
@@ -35,3 +38,15 @@ class OutOfBlocksError(PagetileError, RuntimeError):
 
 class RequestError(PagetileError, ValueError):
     """A generation request that can never be served as it stands."""
+
+
+class OverloadedError(PagetileError, RuntimeError):
+    """The queue is full or the engine is draining. Nothing was started; try again later."""
+
+
+class GenerationError(PagetileError, RuntimeError):
+    """A request was accepted and failed while it was computed. Others are not affected."""
+
+
+class EngineDeadError(PagetileError, RuntimeError):
+    """The engine has stopped, because its device was lost or it was closed."""

@@ -15,6 +15,8 @@ from .generate import EXAMPLES as GENERATE_EXAMPLES
 from .generate import generate
 from .plan import EXAMPLES as PLAN_EXAMPLES
 from .plan import plan
+from .serve import EXAMPLES as SERVE_EXAMPLES
+from .serve import serve
 
 __all__ = ["app", "run"]
 
@@ -27,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=GENERATE_EXAMPLES)(generate)
+app.command(epilog=SERVE_EXAMPLES)(serve)
 app.command(epilog=PLAN_EXAMPLES)(plan)
 app.add_typer(explain, name="explain")
 app.add_typer(bench, name="bench")

@@ -1,0 +1,217 @@
+"""``pagetile serve``: an OpenAI-compatible server, with a page that shows the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import RequestError
+from .options import (
+    MODEL,
+    BlockSize,
+    CacheDtype,
+    CacheDtypeName,
+    Dtype,
+    DtypeName,
+    MaxModelLen,
+    flag,
+    option,
+)
+
+if TYPE_CHECKING:
+    from ..engine.async_llm import AsyncLLM
+    from ..server import ServerConfig
+
+__all__ = ["EXAMPLES", "serve"]
+
+EXAMPLES = """
+[bold]Examples[/bold]
+  pagetile serve
+  pagetile serve my-checkpoint --device cuda --port 8080
+  pagetile serve --demo-traffic      (then open http://127.0.0.1:8000/pages)
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{"prompt": "def add(a, b):", "max_tokens": 32}'
+"""
+
+HTTP = "Server"
+
+
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face checkpoint. Without it, the small model of Python code that "
+            "comes along.",
+        ),
+    ] = None,
+    host: Annotated[str, option(HTTP, "ADDRESS", "Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, option(HTTP, "N", "Port; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        option(
+            HTTP, "NAME", "What requests call the model. May be repeated. Without it, its folder."
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            HTTP,
+            "KEY",
+            "Serve only clients that show this key. May be repeated. Also read from the "
+            "environment's PAGETILE_API_KEY.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, option(HTTP, "FILE", "API keys, one on each line; # begins a comment.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        option(HTTP, "ORIGIN", "Let pages of this origin call the server. None by default."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        option(HTTP, "FILE", "A Jinja template to replace the checkpoint's; or chatml, plain."),
+    ] = None,
+    trust_request_chat_template: Annotated[
+        bool, flag(HTTP, "--trust-request-chat-template", "Let requests bring their own.")
+    ] = False,
+    tool_call_parser: Annotated[
+        str, option(HTTP, "NAME", "hermes, llama3_json, none; auto goes by the template.")
+    ] = "auto",
+    no_generation_config: Annotated[
+        bool,
+        flag(
+            HTTP,
+            "--no-generation-config",
+            "Do not take sampling defaults from the checkpoint's generation_config.json.",
+        ),
+    ] = False,
+    max_queued: Annotated[
+        int, option(HTTP, "N", "Sequences that may wait; beyond, requests get a 503.")
+    ] = 1024,
+    max_body_bytes: Annotated[int, option(HTTP, "N", "The largest body of a request.")] = 8 << 20,
+    drain_seconds: Annotated[
+        float, option(HTTP, "S", "How long running requests may take after SIGTERM.")
+    ] = 30.0,
+    show_text: Annotated[
+        bool, flag(HTTP, "--show-text", "Show prompts and outputs on /pages.")
+    ] = False,
+    log_format: Annotated[str, option(HTTP, "FORM", "text or json.")] = "text",
+    log_prompts: Annotated[bool, flag(HTTP, "--log-prompts", "Log prompts and outputs.")] = False,
+    quiet: Annotated[bool, flag(HTTP, "--quiet", "Log nothing.")] = False,
+    demo_traffic: Annotated[
+        bool,
+        flag(HTTP, "--demo-traffic", "Send requests to itself, so that /pages has much to show."),
+    ] = False,
+    dtype: Dtype = DtypeName.auto,
+    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
+    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    block_size: BlockSize = 16,
+    num_blocks: Annotated[
+        int | None,
+        option(MODEL, "N", "Blocks of the cache. Without it, what fits and is of use."),
+    ] = None,
+    max_num_seqs: Annotated[int, option(MODEL, "N", "The most sequences at the same time.")] = 128,
+    max_model_len: MaxModelLen = None,
+    no_prefix_caching: Annotated[
+        bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
+    ] = False,
+    seed: Annotated[int, option(MODEL, "N", "Where requests without a seed get theirs from.")] = 0,
+) -> None:
+    """Serve a model over HTTP, as the OpenAI API does.
+
+    Point any OpenAI client at it: base_url "http://127.0.0.1:8000/v1". /docs
+    lists every path and field, /pages shows the cache live, /metrics is for
+    Prometheus. SIGTERM and Ctrl-C let running requests finish.
+    """
+    import asyncio
+
+    if log_format not in ("text", "json"):
+        raise RequestError(f"--log-format {log_format}: expected text or json")
+    if tool_call_parser not in ("auto", "hermes", "llama3_json", "none"):
+        raise RequestError(
+            f"--tool-call-parser {tool_call_parser}: expected auto, hermes, llama3_json or none"
+        )
+    if not 0 <= port <= 65535:
+        raise RequestError(f"--port {port}: expected 0 to 65535")
+    from ..server import Limits, ServerConfig
+    from ..server import serve as run_server
+    from ..server.app import create_app
+    from ..server.demo_traffic import DemoTraffic
+    from ..server.logs import log
+    from ..server.settings import model_name, read_keys, read_template, sampling_defaults
+
+    log.as_json, log.is_on = log_format == "json", not quiet
+    config = ServerConfig(
+        model_names=tuple(served_model_name or (model_name(model),)),
+        api_keys=read_keys(api_key or (), api_key_file),
+        cors_origins=tuple(cors_origin or ()),
+        chat_template=read_template(chat_template, model),
+        trust_request_chat_template=trust_request_chat_template,
+        tool_call_parser=tool_call_parser,
+        sampling_defaults={} if no_generation_config else sampling_defaults(model),
+        show_text=show_text,
+        log_prompts=log_prompts,
+        limits=Limits(body_bytes=max_body_bytes),
+    )
+    console = Console(stderr=True, highlight=False)
+    with console.status("Loading the model (and compiling kernels, the first time)"):
+        llm = _load(
+            max_queued,
+            model=model,
+            dtype=dtype.value,
+            kv_cache_dtype=kv_cache_dtype.value,
+            device=device,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            enable_prefix_caching=not no_prefix_caching,
+            seed=seed,
+        )
+
+    def announce(url: str) -> None:
+        console.print(_summary(llm, config, url), soft_wrap=True)
+
+    async def run() -> int:
+        app = create_app(llm, config)
+        traffic = DemoTraffic(llm).run if demo_traffic else None
+        return await run_server(
+            app,
+            llm,
+            host=host,
+            port=port,
+            drain_seconds=drain_seconds,
+            on_start=announce,
+            background=traffic,
+        )
+
+    code = asyncio.run(run())
+    if code:
+        raise typer.Exit(code)
+
+
+def _load(max_queued: int, **options: Any) -> AsyncLLM:
+    from ..engine.async_llm import AsyncLLM
+    from ..engine.llm import LLM
+
+    llm = AsyncLLM(LLM(**options), max_queued_seqs=max_queued)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # its tokenizers warn of long prompts, which the engine refuses
+    return llm
+
+
+def _summary(llm: AsyncLLM, config: ServerConfig, url: str) -> str:
+    """What is served, where, and how many tokens fit."""
+    engine = llm.engine
+    tokens = engine.cache.num_blocks * engine.cache.block_size
+    return (
+        f"pagetile: {config.model_names[0]} at {url}/v1 on {engine.model.device}; the cache holds "
+        f"{tokens:,} tokens ({engine.cache.num_blocks:,} blocks of {engine.cache.block_size}), "
+        f"a sequence at most {engine.max_model_len:,}; pages at {url}/pages"
+    )

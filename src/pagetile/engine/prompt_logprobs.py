@@ -1,0 +1,100 @@
+"""Log-probabilities of a prompt's own tokens, by a forward pass beside the engine's steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..kv_cache import BlockTable
+from ..models.forward_batch import ForwardBatch
+from ..ops.paged_attention import PagedBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .core import Engine
+
+__all__ = ["PromptLogprobs", "score_prompt"]
+
+PromptLogprobs = tuple[tuple[tuple[int, float], ...] | None, ...]
+"""For each prompt token: itself with its log-probability, then the likeliest alternatives, best
+first, in (token id, logprob) pairs. ``None`` for the first token, which nothing predicts."""
+
+CHUNK = 256  # tokens of one forward: their logits are float32 [CHUNK, vocab_size]
+
+
+def score_prompt(engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptLogprobs | None:
+    """The log-probability of every prompt token given those before it.
+
+    Takes blocks of the engine's pool for the length of the call and gives them back; nothing is
+    read from or added to the prefix cache. Call it between two steps, on the thread that steps.
+
+    Args:
+        engine: Whose model and cache are used.
+        token_ids: The prompt, as ``Engine.validate`` returned it.
+        num_top: How many of the likeliest alternatives to report for each token.
+
+    Returns:
+        ``None`` if the pool has too few free blocks now.
+    """
+    table = BlockTable(engine.pool)
+    if not engine.pool.can_allocate(table.blocks_needed(len(token_ids))):
+        return None
+    table.append(len(token_ids))
+    try:
+        scores: list[tuple[tuple[int, float], ...] | None] = [None]
+        chunk = min(CHUNK, engine.model.max_step_tokens or CHUNK)
+        for start in range(0, len(token_ids), chunk):
+            end = min(start + chunk, len(token_ids))
+            logits = _forward(engine, table, token_ids, start, end)
+            targets = token_ids[start + 1 : end + 1]
+            scores += _report(logits[: len(targets)], targets, num_top)
+        return tuple(scores)
+    finally:
+        table.free()
+
+
+@torch.inference_mode()
+def _forward(
+    engine: Engine, table: BlockTable, token_ids: Sequence[int], start: int, end: int
+) -> Tensor:
+    """The logits of tokens ``start .. end - 1``: ``[end - start, vocab_size]``."""
+    device = engine.model.device
+
+    def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    batch = PagedBatch(
+        block_tables=ints(table.blocks, torch.int32)[None],
+        seq_lens=ints([end], torch.int32),
+        cu_seqlens_q=ints([0, end - start], torch.int32),
+        max_query_len=end - start,
+        max_seq_len=end,
+    )
+    return engine.model.forward(
+        ForwardBatch(
+            token_ids=ints(token_ids[start:end]),
+            positions=torch.arange(start, end, device=device),
+            batch=batch,
+            slot_mapping=ints(table.slots(start, end)),
+            logits_rows=torch.arange(end - start, device=device),
+        )
+    )
+
+
+def _report(
+    logits: Tensor, targets: Sequence[int], num_top: int
+) -> list[tuple[tuple[int, float], ...]]:
+    if not targets:
+        return []
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    at = torch.tensor(targets, device=logits.device)[:, None]
+    own = logprobs.gather(1, at)[:, 0].tolist()
+    top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=1)
+    pairs = zip(targets, own, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        ((target, logprob), *zip(ids, values, strict=True))
+        for target, logprob, ids, values in pairs
+    ]

@@ -1,0 +1,166 @@
+"""The event loop's side of one request: deltas as they come, and the result."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GenerationError
+from .progress import Delta
+from .request import RequestOutput
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .prompt_logprobs import PromptLogprobs
+
+__all__ = ["RequestStream"]
+
+TokenLogprobs = tuple[tuple[int, float], ...]
+
+
+class RequestStream:
+    """What a request that was submitted to an ``AsyncLLM`` has produced and still will.
+
+    Used by one event loop, the one that submitted it. The engine's thread reaches it through that
+    loop only, except for ``engine_id``, ``stepped`` and ``prompt_scores``, which it alone writes.
+
+    Attributes:
+        request_id: Its name.
+        prompt: Its text; ``None`` for token ids.
+        prompt_token_ids: The tokens of the prompt.
+        params: How it is continued.
+        is_streamed: Whether ``take`` returns deltas before the end.
+        output: The finished output; ``None`` before.
+        error: Why it failed; ``None`` if it did not.
+        logprobs: For each sample, its tokens' log-probabilities so far, if params ask for them.
+        prompt_scores: Log-probabilities of the prompt, where they were asked for.
+        arrived: When it was queued, in seconds of ``time.perf_counter``.
+        first_token: When its first token was sampled; ``None`` before.
+        stepped: When its latest token was, as the engine's thread knows.
+        on_first_token: Called once, when ``first_token`` is known.
+        on_end: Called once, when there is an output or an error.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        is_streamed: bool,
+        prompt_logprobs: int | None,
+        generates: bool,
+        on_close: Callable[[RequestStream], None],
+    ) -> None:
+        self.request_id, self.prompt = request_id, prompt
+        self.prompt_token_ids, self.params = prompt_token_ids, params
+        self.is_streamed, self.generates = is_streamed, generates
+        self.prompt_logprobs = prompt_logprobs
+        self.prompt_scores: PromptLogprobs | None = None
+        self.output: RequestOutput | None = None
+        self.error: BaseException | None = None
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(params.n)]
+        self.loop = asyncio.get_running_loop()
+        self.engine_id: Any = None
+        self.stepped: float | None = None
+        self.cache_salt: str | None = None
+        self.is_closed = False
+        self.arrived = time.perf_counter()
+        self.first_token: float | None = None
+        self.on_first_token: Callable[[RequestStream], None] | None = None
+        self.on_end: Callable[[RequestStream, float], None] | None = None
+        self._on_close = on_close
+        self._deltas: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def take(self) -> list[Delta]:
+        """All deltas that have come since the last call, waiting for one; empty after the last.
+
+        Raises:
+            GenerationError: It failed while it was computed.
+            EngineDeadError: The engine has stopped.
+        """
+        while not self._deltas:
+            if self.error is not None:
+                raise self.error
+            if self.output is not None:
+                return []
+            await self._wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def result(self) -> RequestOutput:
+        """The finished output.
+
+        Raises:
+            GenerationError: It, or one of its samples, failed while it was computed.
+            EngineDeadError: The engine has stopped.
+        """
+        while self.output is None and self.error is None:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+        assert self.output is not None
+        for sample in self.output.outputs:
+            if sample.error is not None:
+                raise GenerationError(f"sample {sample.index} failed: {sample.error}")
+        return self.output
+
+    def close(self) -> None:
+        """Abort it if it still runs. What is left of its output cannot be read any more."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._on_close(self)
+
+    # --- called on the loop, for the engine's thread ----------------------------------------
+
+    def put(self, deltas: list[Delta], output: RequestOutput | None, now: float) -> None:
+        """Take in one step's deltas and, where it is known, everything so far."""
+        if self.first_token is None and any(delta.token_id is not None for delta in deltas):
+            self.first_token = now
+            if self.on_first_token is not None:
+                self.on_first_token(self)
+        if output is not None:
+            self._take_logprobs(output)
+        if self.is_streamed:
+            self._deltas += deltas
+        if output is not None and output.finished:
+            self.finish(output)
+        elif self.is_streamed:
+            self._wake()
+
+    def finish(self, output: RequestOutput) -> None:
+        """Note the finished output."""
+        if self.output is None:
+            self.output = replace(output, prompt=self.prompt)
+            self._take_logprobs(output)
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that there will be no output."""
+        if self.error is None and self.output is None:
+            self.error = error
+            self._end()
+
+    def _end(self) -> None:
+        if self.on_end is not None:
+            self.on_end(self, time.perf_counter())
+        self._wake()
+        self.close()
+
+    def _take_logprobs(self, output: RequestOutput) -> None:
+        for sample in output.outputs:
+            known = self.logprobs[sample.index]
+            known.extend((sample.logprobs or ())[len(known) :])
+
+    async def _wait(self) -> None:
+        self._waiter = self.loop.create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,64 @@
+"""The ASGI application: routes, errors, keys and limits around one ``AsyncLLM``."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
+
+from ..engine.async_llm import AsyncLLM
+from .body import add_openapi
+from .config import ServerConfig
+from .errors import add_handlers
+from .middleware import Gate
+from .page_map import PageFeed
+from .routes import chat, completions, info, pages, tokens
+from .schemas.chat import ChatRequest
+from .schemas.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .state import Server
+
+__all__ = ["create_app"]
+
+
+def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
+    """An ASGI application that serves a model.
+
+    Args:
+        llm: The engine; whoever made it closes it.
+        config: Names, keys and limits.
+
+    Example:
+        >>> app = create_app(AsyncLLM.load(num_blocks=64))
+        >>> app.title
+        'pagetile'
+    """
+    config = config or ServerConfig()
+    app = FastAPI(
+        title="pagetile",
+        version=version("pagetile"),
+        description="OpenAI-compatible text generation over a paged KV cache.",
+    )
+    server = Server(llm, config)
+    server.pages = PageFeed(llm, show_text=config.show_text)
+    app.state.server = server
+    for routes in (completions, chat, tokens, info, pages):
+        app.include_router(routes.router)
+    add_handlers(app)
+    bodies: list[type[BaseModel]] = [
+        CompletionRequest,
+        ChatRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    ]
+    add_openapi(app, bodies, needs_key=bool(config.api_keys))
+    app.add_middleware(Gate, keys=server.keys, limits=config.limits)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+        )
+    return app

@@ -1,0 +1,62 @@
+"""What a server is started with: names, keys, and the limits of what a request may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Limits", "ServerConfig"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a request may ask for; what is beyond is refused with a status of 4xx."""
+
+    body_bytes: int = 8 << 20
+    num_headers: int = 128
+    header_bytes: int = 64 << 10
+    body_seconds: float = 60.0
+    """For a client to send its body in."""
+    num_prompts: int = 1024
+    n: int = 128
+    num_stops: int = 16
+    stop_chars: int = 1024
+    num_bad_words: int = 128
+    num_logit_biases: int = 1024
+    num_logprobs: int = 20
+    num_messages: int = 4096
+    num_tools: int = 128
+    schema_bytes: int = 64 << 10
+    """Of a JSON schema, a regular expression, a grammar, or all choices together."""
+    template_seconds: float = 2.0
+    grammar_seconds: float = 5.0
+    send_seconds: float = 60.0
+    """For a client to take a piece of a stream in, before its connection is closed."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How a server presents its model, and to whom.
+
+    Attributes:
+        model_names: Names that requests may use for the model; the first is reported.
+        api_keys: Keys of which a client must show one; empty: anybody may use the server.
+        cors_origins: Origins whose pages may call the server from a browser; none by default.
+        chat_template: Jinja source that replaces the tokenizer's own.
+        trust_request_chat_template: Whether a request may bring a template of its own.
+        tool_call_parser: ``"auto"``, ``"hermes"``, ``"llama3_json"`` or ``"none"``.
+        sampling_defaults: Values for sampling fields that a request leaves out.
+        show_text: Whether ``/pages`` shows prompts and outputs.
+        log_prompts: Whether prompts and outputs are logged.
+        limits: See ``Limits``.
+    """
+
+    model_names: tuple[str, ...] = ("pagetile-demo",)
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    tool_call_parser: str = "auto"
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    show_text: bool = False
+    log_prompts: bool = False
+    limits: Limits = field(default_factory=Limits)

@@ -1,0 +1,137 @@
+"""Errors as the OpenAI API reports them: a status, and ``{"error": {"message": …}}``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from ..errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+from .logs import log
+
+__all__ = ["ApiError", "ErrorBody", "add_handlers", "error_body", "from_validation", "to_api_error"]
+
+RETRY_AFTER = "1"  # seconds; a queue of short answers moves on within one
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int | str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A response other than a success.
+
+    Args:
+        status: Of HTTP.
+        message: What was given, what is expected, and what to do.
+        param: The field that is to blame.
+        code: A word for programs.
+        headers: Of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        return error_body(self.status, self.message, self.param, self.code)
+
+    def response(self) -> JSONResponse:
+        """The whole response."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error as clients expect it."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+    detail = {"message": message, "type": kind, "param": param, "code": code or status}
+    return {"error": detail}
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The response for an error of the engine's, or any other."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, OverloadedError):
+        return ApiError(503, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    if isinstance(error, GenerationError):
+        return ApiError(500, str(error), code="generation_failed")
+    if isinstance(error, HTTPException):
+        message = str(error.detail)
+        return ApiError(error.status_code, message, headers=error.headers)
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
+
+
+def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """A 400 that names the first field that is wrong, and for an unknown one the nearest known."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"] if _is_field(part))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
+    message = f"{path}: {first['msg']}" if path else str(first["msg"])
+    if first["type"] == "extra_forbidden":
+        message = f"{path} is no field of this request"
+        if len(first["loc"]) == 1:
+            message += _nearest(str(first["loc"][0]), model.model_fields)
+    return ApiError(400, message, param=path or None)
+
+
+def _is_field(part: int | str) -> bool:
+    """Whether a part of a location is one of the body's, not a member of a union of types."""
+    return isinstance(part, int) or (not any(c in part for c in "[(-") and part not in _TYPES)
+
+
+_TYPES = {"str", "int", "float", "bool", "dict", "none", "text", "function", "named"}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Report every error in OpenAI's form."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        found = to_api_error(error)
+        if found.status >= 500 and found.code != "overloaded":
+            log.error("request failed", request=request.scope, exc=error)
+        return found.response()
+
+    for kind in (ApiError, RequestError, OverloadedError, EngineDeadError, GenerationError):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(HTTPException, handle)

@@ -1,0 +1,82 @@
+"""One line a request on stderr, as text or JSON, each with its request id."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+__all__ = ["Log", "log"]
+
+
+class Log:
+    """Writes lines of ``key=value`` or JSON.
+
+    Attributes:
+        as_json: Whether lines are JSON objects.
+        stream: Where they go; ``None`` is stderr, as it is at that moment.
+        is_on: Whether anything is written.
+    """
+
+    def __init__(self) -> None:
+        self.as_json = False
+        self.is_on = True
+        self.stream: TextIO | None = None
+
+    def info(self, message: str, **fields: Any) -> None:
+        """Write a line."""
+        self._write("info", message, fields)
+
+    def error(
+        self,
+        message: str,
+        *,
+        request: Mapping[str, Any] | None = None,
+        exc: BaseException | None = None,
+        **fields: Any,
+    ) -> None:
+        """Write a line about an error, with where it was raised.
+
+        Args:
+            message: What happened.
+            request: The scope of the request that it happened to.
+            exc: The error.
+            **fields: More to say.
+        """
+        if request is not None:
+            fields["request_id"] = request.get("state", {}).get("request_id")
+        if exc is not None:
+            fields["error"] = f"{type(exc).__name__}: {exc}"
+            frames = traceback.extract_tb(exc.__traceback__)[-3:]
+            fields["at"] = " < ".join(f"{f.filename}:{f.lineno}" for f in reversed(frames))
+        self._write("error", message, fields)
+
+    def _write(self, level: str, message: str, fields: Mapping[str, Any]) -> None:
+        if not self.is_on:
+            return
+        given = {key: value for key, value in fields.items() if value is not None}
+        if self.as_json:
+            line = json.dumps(
+                {"time": round(time.time(), 3), "level": level, "message": message, **given},
+                default=str,
+            )
+        else:
+            clock = time.strftime("%H:%M:%S")
+            words = (f"{key}={_word(value)}" for key, value in given.items())
+            line = " ".join([clock, level, message, *words])
+        try:
+            (self.stream or sys.stderr).write(line + "\n")
+        except (OSError, ValueError):
+            self.is_on = False  # the reader of the log has gone; the server goes on
+
+
+def _word(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    # A line break in a value would begin a line that looks like another entry.
+    return json.dumps(text) if not text.isprintable() or " " in text or '"' in text else text
+
+
+log = Log()

@@ -1,0 +1,254 @@
+"""The body of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ..config import Limits
+from ..errors import ApiError
+from .common import Body, GenerationFields
+
+__all__ = ["ChatRequest", "Message", "NamedTool", "ResponseFormat", "Tool"]
+
+
+class TextPart(Body):
+    """A piece of text. Other kinds of parts (images, audio, files) are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class InstructionMessage(Body):
+    """What the model is told before the conversation, and anywhere in it."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Body):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class FunctionCall(Body):
+    """A call of a function, its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class AssistantMessage(Body):
+    """What the model said. Fields of a response that have no content may come back as null."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(Body):
+    """What a tool returned."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[
+    InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call; only functions are."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    """A schema for the answer."""
+
+    name: str = Field(max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Every answer follows the schema exactly, whatever this says."""
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class ChatRequest(GenerationFields):
+    """Answer a conversation."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Given to the chat template, if that knows it."""
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: bool = False
+    """Begin the answer with the last message, where ``continue_final_message`` continues it."""
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self, limits: Limits) -> None:
+        """Refuse what cannot be honoured."""
+        super().check(limits)
+        if len(self.messages) > limits.num_messages:
+            raise ApiError(
+                400,
+                f"messages: {len(self.messages)}, at most {limits.num_messages}",
+                param="messages",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        if (self.top_logprobs or 0) > limits.num_logprobs:
+            raise ApiError(
+                400,
+                f"top_logprobs={self.top_logprobs}, at most {limits.num_logprobs}",
+                param="top_logprobs",
+            )
+        if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ApiError(
+                400,
+                f"max_tokens={self.max_tokens} and max_completion_tokens="
+                f"{self.max_completion_tokens}: give one of them",
+                param="max_tokens",
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ApiError(
+                400,
+                "continue_final_message needs a last message of the assistant's",
+                param="continue_final_message",
+            )
+        is_asked = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if self.continue_final_message and is_asked:
+            raise ApiError(
+                400,
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        if self.echo and not self.continue_final_message:
+            raise ApiError(400, "echo needs continue_final_message=true", param="echo")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        self._check_tools(limits)
+
+    def _check_tools(self, limits: Limits) -> None:
+        choice, tools = self.tool_choice, self.tools or []
+        if len(tools) > limits.num_tools:
+            raise ApiError(400, f"tools: {len(tools)}, at most {limits.num_tools}", param="tools")
+        names = [tool.function.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise ApiError(400, "tools: two functions have the same name", param="tools")
+        if choice not in (None, "none") and not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ApiError(
+                400,
+                f"tool_choice names {choice.function.name!r}, which is not among the tools",
+                param="tool_choice",
+            )
+        if self.parallel_tool_calls is not None and not tools:
+            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
+        is_forced = choice == "required" or isinstance(choice, NamedTool)
+        for number, tool in enumerate(tools):
+            if tool.function.strict and not is_forced and choice != "none":
+                raise ApiError(
+                    400,
+                    f"tools.{number}.function.strict: calls follow their schema for certain only "
+                    "with tool_choice 'required' or a named tool",
+                    param=f"tools.{number}.function.strict",
+                )
+        is_free = self.response_format is None or self.response_format.type == "text"
+        if is_forced and not (is_free and self.structured_outputs is None):
+            raise ApiError(
+                400,
+                "tool_choice demands a call, and response_format or structured_outputs another "
+                "form: give one of them",
+                param="tool_choice",
+            )
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of the answer; ``None``: as far as the context reaches."""
+        return self.max_completion_tokens or self.max_tokens

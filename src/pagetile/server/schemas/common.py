@@ -1,0 +1,172 @@
+"""Fields that completions, chat completions and responses share, and how they become parameters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...engine.sampling_params import SamplingParams
+from ..config import Limits, ServerConfig
+from ..errors import ApiError
+
+__all__ = ["Body", "GenerationFields", "StreamOptions", "StructuredOutputs"]
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are all known and of the right type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    """A last chunk without choices that counts tokens."""
+    continuous_usage_stats: bool = False
+    """The count so far in every chunk."""
+
+
+class StructuredOutputs(Body):
+    """A form that the output must have; give one of the first four."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    """A JSON schema, as an object or as text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In Lark's form, or GBNF's."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """JSON without line breaks and indentation."""
+
+
+class GenerationFields(Body):
+    """Sampling fields, those of the OpenAI API first, then vLLM's extensions."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=512)
+    """Written to the server's log beside the request's id."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0)
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Only true: text is never changed by it here."""
+    prompt_logprobs: int | None = Field(None, ge=0)
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int = 0
+    """Only 0: requests are served in the order in which they come."""
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    return_token_ids: bool = False
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    """Cached prefixes are shared only with requests of the same salt and the same API key."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+
+    def check(self, limits: Limits) -> None:
+        """Refuse what is beyond the limits, and what cannot be honoured.
+
+        Raises:
+            ApiError: With status 400 and the field's name.
+        """
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        _at_most("n", self.n or 1, limits.n)
+        _at_most("stop", len(stops), limits.num_stops, "strings")
+        _at_most("stop", max(map(len, stops), default=0), limits.stop_chars, "characters")
+        _at_most("stop_token_ids", len(self.stop_token_ids or ()), limits.num_logit_biases, "ids")
+        _at_most("bad_words", len(self.bad_words or ()), limits.num_bad_words, "words")
+        longest = max(map(len, self.bad_words or ()), default=0)
+        _at_most("bad_words", longest, limits.stop_chars, "characters")
+        _at_most("logit_bias", len(self.logit_bias or ()), limits.num_logit_biases, "entries")
+        _at_most("prompt_logprobs", self.prompt_logprobs or 0, limits.num_logprobs)
+        if self.priority != 0:
+            raise ApiError(400, "priority: only 0 is served, in order of arrival", param="priority")
+        if not self.spaces_between_special_tokens:
+            raise ApiError(
+                400,
+                "spaces_between_special_tokens: only true is supported",
+                param="spaces_between_special_tokens",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        if self.truncate_prompt_tokens == 0:
+            raise ApiError(
+                400,
+                "truncate_prompt_tokens=0 would leave no prompt: expected at least 1, or -1",
+                param="truncate_prompt_tokens",
+            )
+
+    def sampling_params(
+        self,
+        config: ServerConfig,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        **more: Any,
+    ) -> SamplingParams:
+        """The engine's parameters; fields left out take the checkpoint's defaults.
+
+        Args:
+            config: With those defaults.
+            max_tokens: Longest output; ``None``: as far as the context reaches.
+            logprobs: How many alternatives to report for each token; ``None``: nothing.
+            **more: Parameters that take the place of this body's.
+
+        Raises:
+            RequestError: A value is out of range.
+        """
+        values: dict[str, Any] = dict(config.sampling_defaults)
+        for name in _PASSED:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        if self.logit_bias:
+            values["logit_bias"] = _token_ids(self.logit_bias)
+        values["max_tokens"] = max_tokens
+        values["logprobs"] = logprobs
+        values.update(more)
+        return SamplingParams(**values)
+
+
+_PASSED = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
+def _token_ids(biases: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in biases.items()}
+    except ValueError:
+        raise ApiError(
+            400, "logit_bias: its keys are token ids, whole numbers as text", param="logit_bias"
+        ) from None
+
+
+def _at_most(name: str, count: int, most: int, what: str = "") -> None:
+    if count > most:
+        raise ApiError(400, f"{name}: {count} {what}".rstrip() + f", at most {most}", param=name)
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]

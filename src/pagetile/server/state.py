@@ -1,0 +1,156 @@
+"""What routes share: the engine, the configuration, the tokenizer's words, and the metrics."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from ..engine.async_llm import AsyncLLM
+from ..engine.request_stream import RequestStream
+from ..engine.sampling_params import SamplingParams
+from .config import ServerConfig
+from .errors import ApiError
+from .metrics import Metrics
+from .middleware import ApiKeys
+from .schemas.common import GenerationFields
+from .templates import ChatTemplate
+from .token_text import TokenText
+
+if TYPE_CHECKING:
+    from .page_map import PageFeed
+
+__all__ = ["Server", "server_of"]
+
+
+class Server:
+    """One model behind HTTP.
+
+    Args:
+        llm: The engine.
+        config: How it presents itself.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        self.llm, self.config, self.limits = llm, config, config.limits
+        self.tokenizer: Any = llm.engine.tokenizer
+        self.max_model_len = llm.engine.max_model_len
+        self.created = int(time.time())
+        self.keys = ApiKeys(config.api_keys)
+        self.metrics = Metrics(llm)
+        self.words = TokenText(self.tokenizer)
+        self.template = ChatTemplate(self.tokenizer, config)
+        self.pages: PageFeed | None = None
+        # No text of more characters can have fewer tokens than the context.
+        self._max_chars = self.max_model_len * self.words.longest
+
+    @property
+    def model_name(self) -> str:
+        """The name that responses report."""
+        return self.config.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: With status 404.
+        """
+        if name is not None and name not in self.config.model_names:
+            served = ", ".join(self.config.model_names)
+            raise ApiError(
+                404,
+                f"model {name!r} is not served here, only {served}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_length(self, num_chars: int, param: str) -> None:
+        """Refuse a text that is too long for any tokenizer to make it fit.
+
+        Raises:
+            ApiError: With status 400.
+        """
+        if num_chars > self._max_chars:
+            raise ApiError(
+                400,
+                f"{param} has {num_chars} characters, which cannot fit into max_model_len="
+                f"{self.max_model_len} tokens",
+                param=param,
+            )
+
+    async def submit(
+        self,
+        request: Request,
+        body: GenerationFields,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        number: int = 0,
+        stream: bool,
+        prompt_logprobs: int | None = None,
+        generates: bool = True,
+    ) -> RequestStream:
+        """Queue a prompt of a request.
+
+        Args:
+            request: As it came over HTTP.
+            body: Its fields.
+            prompt: Text or token ids.
+            params: How to continue it.
+            number: Which of the request's prompts it is.
+            stream: Whether to deliver text as it comes.
+            prompt_logprobs: See ``AsyncLLM.submit``.
+            generates: See there.
+        """
+        if isinstance(prompt, str):
+            self.check_length(len(prompt), "prompt")
+        if body.truncate_prompt_tokens is not None:
+            prompt = await self._truncate(prompt, body.truncate_prompt_tokens, params)
+        name = body.request_id or request.state.request_id
+        handle = await self.llm.submit(
+            prompt,
+            params,
+            request_id=f"{name}-{number}" if number else name,
+            cache_salt=self.keys.cache_salt(request.state.key, body.cache_salt),
+            stream=stream,
+            prompt_logprobs=prompt_logprobs,
+            generates=generates,
+        )
+        self.metrics.watch(handle)
+        return handle
+
+    async def _truncate(
+        self, prompt: str | list[int], most: int, params: SamplingParams
+    ) -> list[int]:
+        token_ids = await self.llm.run_in_worker(self.llm.engine.encode, prompt)
+        if most == -1:
+            most = self.max_model_len - min(params.max_tokens or 1, self.max_model_len - 1)
+        return token_ids[-most:]
+
+    async def constraints(self, body: GenerationFields) -> dict[str, Any]:
+        """Parameters that restrict which tokens may come, checked and compiled.
+
+        Raises:
+            ApiError: With status 400: a form cannot be compiled, or takes too long.
+        """
+        for name in ("allowed_token_ids", "bad_words", "structured_outputs"):
+            if getattr(body, name):
+                raise ApiError(400, f"{name} is not supported by this engine", param=name)
+        return {}
+
+    @staticmethod
+    def created_now() -> int:
+        """The time, as responses report it."""
+        return int(time.time())
+
+    def new_id(self, kind: str) -> str:
+        """A name for a response: ``cmpl-…``, ``chatcmpl-…``."""
+        return f"{kind}-{secrets.token_hex(12)}"
+
+
+def server_of(request: Request) -> Server:
+    """The server that a request came to."""
+    server: Server = request.app.state.server
+    return server

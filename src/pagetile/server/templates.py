@@ -1,0 +1,184 @@
+"""Conversations as prompts, off the event loop and within a time limit.
+
+Transformers renders templates in Jinja's sandbox. What the sandbox does not stop is a loop that
+does not end; a template runs as Python code, so an exception can be raised inside of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..engine.chat import render
+from ..errors import RequestError
+from .config import ServerConfig
+from .errors import ApiError
+
+__all__ = ["ChatTemplate", "built_in_template"]
+
+T = TypeVar("T")
+
+# Arguments of ``apply_chat_template`` and variables that the server sets itself.
+_RESERVED = frozenset(
+    {
+        *("messages", "conversation", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs"),
+    }
+)
+
+
+class _TookTooLong(BaseException):
+    """Raised inside of a template; not an Exception, so that no template can catch it."""
+
+
+class ChatTemplate:
+    """The template that a checkpoint's conversations are written down by.
+
+    Args:
+        tokenizer: Of Transformers, or ``None``.
+        config: With a template of the operator's, or without.
+    """
+
+    def __init__(self, tokenizer: Any, config: ServerConfig) -> None:
+        self._tokenizer, self._config = tokenizer, config
+        own = getattr(tokenizer, "chat_template", None)
+        if isinstance(own, Mapping):
+            own = own.get("default")
+        self.source: str | None = config.chat_template or own
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="template")
+
+    def knows(self, name: str) -> bool:
+        """Whether the template has a variable of this name."""
+        return self.source is not None and name in self.source
+
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation.
+
+        Raises:
+            ApiError: With status 400: there is no template, it refuses the messages, it took too
+                long, or an option is not for a client to set.
+        """
+        if chat_template is not None and not self._config.trust_request_chat_template:
+            raise ApiError(
+                400,
+                "chat_template: this server uses its own; it was not started with "
+                "--trust-request-chat-template",
+                param="chat_template",
+            )
+        for name in options or ():
+            if name in _RESERVED:
+                raise ApiError(
+                    400,
+                    f"chat_template_kwargs.{name} is not for a request to set",
+                    param=f"chat_template_kwargs.{name}",
+                )
+        if self._tokenizer is not None and (chat_template or self.source) is None:
+            raise ApiError(
+                400,
+                "this model has no chat template: it was not trained on conversations. Use "
+                "/v1/completions, or start the server with --chat-template",
+                param="messages",
+            )
+        chosen: dict[str, Any] = {
+            **(options or {}),
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        if tools is not None:
+            chosen["tools"] = tools
+
+        def work() -> list[int]:
+            template = chat_template or self._config.chat_template
+            return render(self._tokenizer, [messages], template, chosen)[0]
+
+        try:
+            return await self._within(work, self._config.limits.template_seconds)
+        except RequestError as error:
+            text = str(error).removeprefix("conversation 0: ")
+            raise ApiError(400, text, param="messages") from error
+
+    async def _within(self, work: Callable[[], T], seconds: float) -> T:
+        """The result of ``work`` on a thread, which is interrupted when the time is over."""
+        runner = _Interruptible(work)
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._threads, runner)
+        timer = loop.call_later(seconds, runner.interrupt)
+        try:
+            return await future  # type: ignore[no-any-return]
+        except _TookTooLong:
+            raise ApiError(
+                400,
+                f"the chat template took longer than {seconds:g} s for these messages",
+                param="messages",
+            ) from None
+        finally:
+            timer.cancel()
+
+
+class _Interruptible:
+    """A function whose thread can be made to raise."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._is_late = False
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if self._is_late:
+                raise _TookTooLong
+            self._thread = threading.get_ident()
+        try:
+            return self._work()
+        finally:
+            with self._lock:
+                self._thread = None
+            if self._is_late:
+                _meet_pending_exception()
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._is_late = True
+            if self._thread is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread), ctypes.py_object(_TookTooLong)
+                )
+
+
+def _meet_pending_exception() -> None:
+    """Let an exception that was set but not yet raised come here, not in the thread's own code."""
+    with suppress(_TookTooLong):
+        for _ in range(1000):
+            pass
+
+
+def built_in_template(name: str) -> str:
+    """The Jinja source of a template: one that comes along (``chatml``, ``plain``), or a file.
+
+    Raises:
+        RequestError: There is none of this name.
+    """
+    folder = Path(__file__).parent / "chat_templates"
+    for path in (folder / f"{name}.jinja", Path(name)):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    known = ", ".join(sorted(path.stem for path in folder.glob("*.jinja")))
+    raise RequestError(f"--chat-template {name}: no such file, and none of {known}")

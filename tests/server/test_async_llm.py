@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from pagetile import SamplingParams
+from pagetile.errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+
+from .conftest import opened
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+PROMPTS = ["def add(a, b):", "import os\n", "class Point:\n    def __init__(self", "for i in"]
+
+
+async def last(iterator):
+    return [item async for item in iterator][-1]
+
+
+async def read(stream):
+    while await stream.take():
+        pass
+
+
+async def settled(llm):
+    """Wait until the engine has nothing left to do."""
+    while await llm.run_in_engine(lambda: llm.engine.has_unfinished):
+        await asyncio.sleep(0.01)
+
+
+def test_what_coroutines_get_is_what_generate_returns(llm):
+    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+    async def main(async_llm):
+        return await asyncio.gather(*(last(async_llm.generate(p, GREEDY)) for p in PROMPTS))
+
+    with opened(llm) as async_llm:
+        found = asyncio.run(main(async_llm))
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert [o.outputs[0].text for o in found] == [o.outputs[0].text for o in expected]
+    assert [o.prompt for o in found] == PROMPTS
+    assert all(o.finished for o in found)
+
+
+def test_deltas_join_to_the_text(async_llm):
+    params = SamplingParams(n=3, max_tokens=20, seed=5)
+
+    async def main():
+        texts = ["", "", ""]
+        stream = await async_llm.submit("def f", params)
+        while deltas := await stream.take():
+            for delta in deltas:
+                texts[delta.index] += delta.text
+        return texts, await stream.result()
+
+    texts, output = asyncio.run(main())
+    assert texts == [sample.text for sample in output.outputs]
+    assert all(len(sample.token_ids) == 20 for sample in output.outputs)
+
+
+def test_log_probabilities_of_a_stream_are_those_of_the_result(async_llm):
+    params = SamplingParams(temperature=0, max_tokens=9, logprobs=2)
+
+    async def main():
+        stream = await async_llm.submit("def f", params)
+        seen = []
+        while await stream.take():
+            seen.append(len(stream.logprobs[0]))
+        return seen, stream.logprobs[0], (await stream.result()).outputs[0].logprobs
+
+    seen, streamed, whole = asyncio.run(main())
+    assert tuple(streamed) == whole
+    assert seen[0] < 9  # they came as the tokens did
+    assert len(whole) == 9
+
+
+def test_a_prompt_is_scored_as_transformers_scores_it(async_llm):
+    text = "def add(a, b):\n    return a + b\n\n" * 20  # more than one chunk
+
+    async def main():
+        stream = await async_llm.submit(
+            text, SamplingParams(max_tokens=1), prompt_logprobs=3, generates=False
+        )
+        await stream.result()
+        return stream
+
+    stream = asyncio.run(main())
+    ids = torch.tensor([stream.prompt_token_ids])
+    assert ids.shape[1] > 256
+    model = async_llm.engine.model._model
+    with torch.no_grad():
+        logprobs = model(ids).logits.float().log_softmax(-1)[0]
+    expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    found = torch.tensor([token[0][1] for token in stream.prompt_scores[1:]])
+    assert (found - expected).abs().max() < 1e-4
+    assert stream.prompt_scores[0] is None
+    best = [token[1][0] for token in stream.prompt_scores[1:]]
+    assert best == logprobs[:-1].argmax(-1).tolist()
+    assert async_llm.engine.pool.num_free == async_llm.engine.pool.num_blocks
+
+
+def test_a_closed_iterator_gives_its_blocks_back(async_llm):
+    async def main():
+        async for _ in async_llm.stream("def add", LONG):
+            break
+        await settled(async_llm)
+        return async_llm.engine.pool.num_free
+
+    assert asyncio.run(main()) == async_llm.engine.pool.num_blocks
+    assert async_llm.num_requests == 0
+
+
+def test_an_aborted_request_returns_what_it_has(async_llm):
+    async def main():
+        stream = await async_llm.submit("def add", LONG, request_id="mine")
+        await stream.take()
+        async_llm.abort("mine")
+        async_llm.abort("another's")
+        return await stream.result()
+
+    output = asyncio.run(main())
+    assert output.outputs[0].finish_reason == "abort"
+    assert 0 < len(output.outputs[0].token_ids) < 1000
+
+
+def test_a_bad_request_raises_and_holds_nothing(async_llm):
+    async def main():
+        with pytest.raises(RequestError, match="empty"):
+            await async_llm.submit("")
+        with pytest.raises(RequestError, match="token id 99999"):
+            await async_llm.submit([1, 99999])
+        stream = await async_llm.submit("x", LONG, request_id="twice")
+        with pytest.raises(RequestError, match="twice"):
+            await async_llm.submit("x", LONG, request_id="twice")
+        stream.close()
+        await settled(async_llm)
+
+    asyncio.run(main())
+    assert async_llm.num_requests == 0
+
+
+def test_beyond_the_queue_requests_are_refused(llm):
+    async def main(async_llm):
+        accepted = [await async_llm.submit("x", LONG) for _ in range(18)]
+        with pytest.raises(OverloadedError, match="18 sequences"):
+            await async_llm.submit("x", LONG)
+        accepted.pop().close()
+        accepted.append(await async_llm.submit("x", GREEDY))
+        for stream in accepted[:-1]:
+            stream.close()
+        return await accepted[-1].result()
+
+    with opened(llm, max_queued_seqs=2) as async_llm:
+        assert asyncio.run(main(async_llm)).finished
+
+
+def test_draining_ends_what_runs_and_refuses_what_comes(llm):
+    async def main(async_llm):
+        short = await async_llm.submit("x", GREEDY)
+        drained = asyncio.create_task(async_llm.drain(10))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="shutting down"):
+            await async_llm.submit("x", GREEDY)
+        return await drained, (await short.result()).outputs[0].finish_reason
+
+    with opened(llm) as async_llm:
+        assert asyncio.run(main(async_llm)) == (True, "length")
+
+
+def test_draining_aborts_what_takes_too_long(llm):
+    async def main(async_llm):
+        long = await async_llm.submit("x", LONG)
+        drained = await async_llm.drain(0.05)
+        return drained, (await long.result()).outputs[0].finish_reason
+
+    with opened(llm) as async_llm:
+        assert asyncio.run(main(async_llm)) == (False, "abort")
+
+
+def test_a_failing_step_fails_its_own_requests_only(llm, monkeypatch):
+    model = llm.engine.model
+    forward = model.forward
+    is_broken = False
+
+    def fragile(step):
+        if is_broken:
+            raise RuntimeError("a cosmic ray")
+        return forward(step)
+
+    monkeypatch.setattr(model, "forward", fragile)
+
+    async def main(async_llm):
+        nonlocal is_broken
+        victim = await async_llm.submit("def add", LONG)
+        await victim.take()
+
+        def break_it():
+            nonlocal is_broken
+            is_broken = True
+
+        await async_llm.run_in_engine(break_it)
+        with pytest.raises(GenerationError, match="cosmic ray"):
+            await read(victim)
+        is_broken = False
+        return await last(async_llm.generate("def add", GREEDY))
+
+    with opened(llm) as async_llm:
+        assert len(asyncio.run(main(async_llm)).outputs[0].token_ids) == 12
+
+
+def test_a_lost_device_ends_the_engine_and_says_so(llm, monkeypatch):
+    def lost(step):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    deaths = []
+
+    async def main(async_llm):
+        async_llm.on_death = deaths.append
+        stream = await async_llm.submit("def add", LONG)
+        with pytest.raises(EngineDeadError, match="illegal memory"):
+            await read(stream)
+        with pytest.raises(EngineDeadError):
+            await async_llm.submit("def add", LONG)
+
+    from pagetile.engine.async_llm import AsyncLLM
+
+    async_llm = AsyncLLM(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", lost)
+        asyncio.run(main(async_llm))
+    assert not async_llm.is_alive
+    assert len(deaths) == 1
+    for request_id in list(llm.engine._requests):
+        llm.engine.abort(request_id)
+        llm.engine.take_output(request_id)
+    llm.engine.check()
+
+
+def test_the_event_loop_is_not_blocked_by_steps(async_llm):
+    async def main():
+        longest = 0.0
+        stream = await async_llm.submit("def add", SamplingParams(max_tokens=60, ignore_eos=True))
+        loop = asyncio.get_running_loop()
+        while stream.output is None:
+            start = loop.time()
+            await asyncio.sleep(0)
+            longest = max(longest, loop.time() - start)
+            await asyncio.sleep(0.001)
+        return longest
+
+    assert asyncio.run(main()) < 0.5

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pagetile import SamplingParams
+
+PROMPT = "def add(a, b):"
+
+
+def stream(http, path, **body):
+    """The chunks of a stream, which ends as it should."""
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line[6:] for line in response.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_a_completion_is_what_generate_returns(post, llm):
+    ids = llm.engine.encode(PROMPT)
+    status, body = post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=16)
+    assert status == 200
+    assert body["object"] == "text_completion"
+    assert body["model"] == "pagetile-demo"
+    choice = body["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert body["usage"]["prompt_tokens"] == len(ids)
+    assert body["usage"]["completion_tokens"] == 16
+    again = post("/v1/completions", prompt=ids, temperature=0, max_tokens=16)[1]
+    assert again["choices"][0]["text"] == choice["text"]
+
+
+def test_a_stream_joins_to_the_completion(http, post):
+    asked = {"prompt": PROMPT, "max_tokens": 24, "seed": 3, "n": 2, "logprobs": 1}
+    whole = post("/v1/completions", **asked)[1]
+    chunks = stream(http, "/v1/completions", **asked, stream_options={"include_usage": True})
+    last = chunks.pop()
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 48
+    assert last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            joined = [item for c in own for item in c["logprobs"][field]]
+            assert joined == choice["logprobs"][field]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert [c["finish_reason"] for c in own[:-1]] == [None] * (len(own) - 1)
+
+
+def test_several_prompts_with_several_samples_are_numbered(post):
+    prompts = [PROMPT, "import os", "x = 1"]
+    _, body = post("/v1/completions", prompt=prompts, n=2, max_tokens=4, temperature=0)
+    assert sorted(choice["index"] for choice in body["choices"]) == [0, 1, 2, 3, 4, 5]
+    one = post("/v1/completions", prompt="import os", max_tokens=4, temperature=0)[1]
+    assert body["choices"][2]["text"] == one["choices"][0]["text"]
+
+
+def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_asks(post, llm):
+    import torch
+
+    ids = llm.engine.encode("for i in range(10):\n    print(i)\n")
+    _, body = post(
+        "/v1/completions", prompt=[ids], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1
+    )
+    found = body["choices"][0]["logprobs"]
+    assert found["token_logprobs"][0] is None
+    assert len(found["tokens"]) == len(ids) + 1
+    with torch.no_grad():
+        logits = llm.engine.model._model(torch.tensor([ids])).logits[0].float()
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    scored = torch.tensor(found["token_logprobs"][1 : len(ids)])
+    assert (scored - expected).abs().max() < 1e-4
+    for token, own, top in zip(
+        found["tokens"][1:], found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True
+    ):
+        assert top[token] == pytest.approx(own)
+        assert max(top.values()) >= own
+
+
+def test_echo_alone_returns_the_prompt(post):
+    _, body = post("/v1/completions", prompt=PROMPT, echo=True, max_tokens=0, logprobs=0)
+    choice = body["choices"][0]
+    assert choice["text"] == PROMPT
+    assert body["usage"]["completion_tokens"] == 0
+    assert len(choice["logprobs"]["tokens"]) == body["usage"]["prompt_tokens"]
+    _, body = post("/v1/completions", prompt=PROMPT, echo=True, max_tokens=2, temperature=0)
+    assert body["choices"][0]["text"].startswith(PROMPT)
+
+
+def test_prompt_logprobs_are_dictionaries_by_token(post, llm):
+    ids = llm.engine.encode(PROMPT)
+    _, body = post("/v1/completions", prompt=PROMPT, prompt_logprobs=2, max_tokens=1)
+    found = body["choices"][0]["prompt_logprobs"]
+    assert len(found) == len(ids)
+    assert found[0] is None
+    for token_id, entry in zip(ids[1:], found[1:], strict=True):
+        assert str(token_id) in entry
+        assert {e["rank"] for e in entry.values()} >= {1, 2}
+
+
+def test_stop_strings_and_their_names(post):
+    text = post("/v1/completions", prompt=PROMPT, max_tokens=30, temperature=0)[1]
+    text = text["choices"][0]["text"]
+    stop = text[10:13]
+    _, body = post("/v1/completions", prompt=PROMPT, max_tokens=30, temperature=0, stop=stop)
+    choice = body["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    asked = {"stop": [stop], "include_stop_str_in_output": True}
+    _, body = post("/v1/completions", prompt=PROMPT, max_tokens=30, temperature=0, **asked)
+    assert body["choices"][0]["text"].endswith(stop)
+
+
+def test_the_same_seed_gives_the_same_text(post):
+    texts = [
+        post("/v1/completions", prompt=PROMPT, max_tokens=16, seed=seed)[1]["choices"][0]["text"]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_token_ids_and_truncated_prompts(post, llm):
+    ids = llm.engine.encode(PROMPT)
+    asked = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    _, body = post("/v1/completions", prompt=PROMPT, truncate_prompt_tokens=4, **asked)
+    choice = body["choices"][0]
+    assert choice["prompt_token_ids"] == ids[-4:]
+    [expected] = llm_tokens(post, ids[-4:])
+    assert choice["token_ids"] == expected
+
+
+def llm_tokens(post, ids):
+    asked = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    _, body = post("/v1/completions", prompt=ids, **asked)
+    return [choice["token_ids"] for choice in body["choices"]]
+
+
+def test_logit_bias_reaches_the_sampler(post):
+    _, body = post(
+        "/v1/completions", prompt=PROMPT, logit_bias={"65": 100}, max_tokens=3, temperature=0,
+        return_token_ids=True,
+    )  # fmt: skip
+    assert body["choices"][0]["token_ids"] == [65, 65, 65]
+
+
+REFUSED = {
+    "max_token": ({"max_token": 3}, "did you mean max_tokens"),
+    "best_of": ({"best_of": 3}, "best_of"),
+    "suffix": ({"suffix": "x"}, "suffix"),
+    "temperature": ({"temperature": -1}, "temperature"),
+    "temperature is text": ({"temperature": "hot"}, "temperature"),
+    "n": ({"n": 0}, "n"),
+    "n is huge": ({"n": 10**9}, "n: 1000000000, at most 128"),
+    "n beyond the engine": ({"n": 100}, "max_num_seqs"),
+    "top_p": ({"top_p": 2}, "top_p"),
+    "max_tokens": ({"max_tokens": -1}, "max_tokens"),
+    "no output": ({"max_tokens": 0}, "echo"),
+    "logprobs": ({"logprobs": 1000}, "at most 20"),
+    "logit_bias": ({"logit_bias": {"x": 1}}, "logit_bias"),
+    "a biased token": ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    "stop": ({"stop": ["a"] * 99}, "stop"),
+    "an empty stop": ({"stop": ""}, "stop"),
+    "a stop token": ({"stop_token_ids": [999999]}, "stop_token_ids"),
+    "priority": ({"priority": 3}, "priority"),
+    "stream_options": ({"stream_options": {"include_usage": True}}, "stream=true"),
+    "an unknown option": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    "no prompt": ({"prompt": []}, "prompt"),
+    "an empty prompt": ({"prompt": ""}, "empty"),
+    "an empty prompt of several": ({"prompt": ["a", ""]}, "empty"),
+    "a mixed prompt": ({"prompt": ["a", 1]}, "prompt"),
+    "an unknown token": ({"prompt": [5, 10**9]}, "token id"),
+    "a negative token": ({"prompt": [-1]}, "token id"),
+    "a long prompt": ({"prompt": "x" * 10**5}, "max_model_len"),
+    "many tokens": ({"prompt": [5] * 3000}, "max_model_len"),
+    "many prompts": ({"prompt": ["a"] * 2000}, "at most 1024"),
+    "truncation to nothing": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    "add_special_tokens": ({"add_special_tokens": False}, "add_special_tokens"),
+    "a streamed score": ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    "half a character": ({"prompt": "a\ud800"}, ""),
+    "NaN": ({"temperature": float("nan")}, "temperature"),
+    "a huge seed": ({"seed": 2**70}, "seed"),
+    "min_tokens": ({"min_tokens": 20, "max_tokens": 4}, "min_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_a_400_that_says_why(http, async_llm, name):
+    fields, words = REFUSED[name]
+    text = json.dumps({"prompt": PROMPT, **fields})
+    headers = {"content-type": "application/json"}
+    response = http.post("/v1/completions", content=text, headers=headers)
+    if name == "a huge seed" and response.status_code == 200:
+        return  # any whole number is a seed
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert async_llm.num_requests == 0
+
+
+def test_other_bodies_and_paths(http):
+    json_type = {"content-type": "application/json"}
+    for text in ("", "{", "[1]", "null", '"x"', "[" * 100_000, "{" * 50 + "}"):
+        response = http.post("/v1/completions", content=text, headers=json_type)
+        assert response.status_code == 400, text[:20]
+    response = http.post("/v1/completions", content="prompt=x", headers={"content-type": "text/x"})
+    assert response.status_code == 415
+    assert http.get("/v1/completions").status_code == 405
+    assert http.get("/nowhere").status_code == 404
+    assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+    response = http.post("/v1/completions", json={"prompt": "x", "model": "gpt-5"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_params_are_those_of_the_body(async_llm):
+    from pagetile.server import ServerConfig
+    from pagetile.server.schemas.completions import CompletionRequest
+
+    config = ServerConfig(sampling_defaults={"temperature": 0.6, "top_k": 20})
+    body = CompletionRequest(prompt="x", top_k=5, min_p=0.1, ignore_eos=True)
+    params = body.sampling_params(config, max_tokens=7, logprobs=None)
+    expected = SamplingParams(temperature=0.6, top_k=5, min_p=0.1, ignore_eos=True, max_tokens=7)
+    assert params == expected

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagetile import SamplingParams
+
+
+def test_models_health_and_version(http):
+    [model] = http.get("/v1/models").json()["data"]
+    assert model["id"] == "pagetile-demo"
+    assert model["max_model_len"] == 2048
+    assert http.get("/v1/models/pagetile-demo").json() == model
+    assert http.get("/v1/models/other").status_code == 404
+    assert http.get("/health").status_code == 200
+    assert http.get("/ready").status_code == 200
+    assert http.get("/version").json().keys() == {"version"}
+    assert http.get("/docs").status_code == 200
+
+
+def test_tokens_there_and_back(http, llm):
+    text = "def add(a, b):\n    return a  # é€😀"
+    ids = llm.engine.encode(text)
+    found = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert found["tokens"] == ids
+    assert found["count"] == len(ids) == len(found["token_strs"])
+    bare = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert http.post("/detokenize", json={"tokens": bare["tokens"]}).json() == {"prompt": text}
+    assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+    assert http.post("/tokenize", json={}).status_code == 400
+    messages = [{"role": "user", "content": "hi"}]
+    found = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert "<|im_start|>assistant" in llm.engine.tokenizer.decode(found)
+    info = http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|endoftext|>"
+    assert info["vocab_size"] == 4096
+
+
+def test_single_tokens_join_to_the_bytes_of_the_text(llm):
+    from pagetile.server.token_text import TokenText
+
+    words = TokenText(llm.engine.tokenizer)
+    text = "def add(a, b):\n    return '€😀 é'\t# ok"
+    ids = llm.engine.tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(words.bytes, ids)).decode() == text
+    assert any(words.text(i).startswith("bytes:") for i in ids)
+
+
+def samples(text):
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_was_served(http, async_llm):
+    def read():
+        return samples(http.get("/metrics").text)
+
+    before = read()
+    asked = {"prompt": "def f", "max_tokens": 10, "n": 2, "ignore_eos": True}
+    used = http.post("/v1/completions", json=asked).json()["usage"]
+    after = read()
+
+    def grew(*key):
+        return after[key] - before.get(key, 0)
+
+    assert grew("pagetile:generation_tokens_total") == 20
+    assert grew("pagetile:prompt_tokens_total") == used["prompt_tokens"]
+    assert grew("pagetile:request_success_total", "length") == 2
+    assert grew("pagetile:time_to_first_token_seconds_count") == 1
+    assert grew("pagetile:inter_token_latency_seconds_count") == 9
+    assert grew("pagetile:e2e_request_latency_seconds_count") == 1
+    states = [after["pagetile:blocks", state] for state in ("free", "cached", "held")]
+    assert sum(states) == async_llm.engine.pool.num_blocks
+    assert after["pagetile:num_requests_running",] == 0
+
+
+def test_metrics_of_a_running_request(async_llm, http):
+    async def main():
+        stream = await async_llm.submit("x", SamplingParams(max_tokens=500, ignore_eos=True))
+        await stream.take()
+        found = await asyncio.to_thread(http.get, "/metrics")
+        stream.close()
+        return samples(found.text)
+
+    found = asyncio.run(main())
+    assert found["pagetile:num_requests_running",] == 1
+    assert found["pagetile:blocks", "held"] >= 1
+
+
+def test_every_response_names_its_request(http):
+    assert len(http.get("/health").headers["x-request-id"]) == 24
+    given = http.get("/nowhere", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    evil = http.get("/health", headers={"x-request-id": "a b"})
+    assert evil.headers["x-request-id"] != "a b"
+
+
+def test_the_openapi_document_describes_the_bodies(http):
+    document = http.get("/openapi.json").json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    [schema] = body["content"].values()
+    assert schema["schema"]["$ref"] in {
+        f"#/components/schemas/{name}" for name in document["components"]["schemas"]
+    }
+    properties = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "tools", "top_k", "structured_outputs"} <= properties.keys()
+    assert "503" in document["paths"]["/v1/completions"]["post"]["responses"]
