@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from ..errors import EngineDeadError, GenerationError, OverloadedError, RequestError
 from .core import Engine
 from .llm import LLM
-from .progress import Delta
+from .output_processor import Delta
 from .prompt_logprobs import PromptLogprobs, score_prompt
 from .request import CompletionOutput, RequestOutput
 from .request_stream import RequestStream

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..engine.progress import Delta
+from ..engine.output_processor import Delta
 from ..engine.request import RequestOutput
 from ..engine.request_stream import RequestStream
 from .errors import to_api_error
