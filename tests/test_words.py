@@ -1,0 +1,79 @@
+"""Names and comments use the field's terms: words that readers stumbled over do not come back.
+
+STYLE: say what a thing does, with its subject, its verb and the standard term. A word on this list
+is not wrong by itself; in this project it stood in the place of a term that readers know.
+"""
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    path
+    for folder in ("src", "tests", "benchmarks", "tools", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if path != Path(__file__)
+)
+
+# In comments and strings: say who does it, or what is meant.
+PROSE = {
+    "nobody": "no caller, no kernel, nothing",
+    "anybody": "any caller, any observer",
+    "somebody": "another caller, another thread",
+    "whoever": "a caller that, code that",
+    "theirs": "the peer's, the model's own",
+    "ours": "pagetile's",
+    "those who": "users who, callers that",
+    "bystanders": "background load",
+    "line of work": "work queue",
+    "was asked for": "was requested",
+}
+
+# As whole identifiers.
+NAMES = {
+    "settled": "CachedCall",
+    "bystanders": "background_load",
+    "is_plain": "has_dispatch_observers or has_score_mods",
+    "stands_aside": "must_fall_back",
+    "writes_down": "is_exporting",
+    "distrust": "evict_from_prefix_cache",
+    "Intake": "InputProcessor",
+    "Progress": "OutputProcessor",
+    "Found": "Gradients",
+    "Given": "SavedForward",
+    "Turns": "pipeline barriers",
+    "Orders": "tile metadata",
+    "ours": "own",
+    "theirs": "expected, or the peer's name",
+    "lean": "add_alibi",
+    "_bend": "apply_score_mods",
+}
+
+SENTENCE = re.compile(rf"\b({'|'.join(map(re.escape, PROSE))})\b", re.IGNORECASE)
+
+
+def findings(path):
+    """Yield ``line: word`` for each discouraged word of a file."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
+        if token.type == tokenize.NAME and token.string in NAMES:
+            yield f"{token.start[0]}: {token.string}: say {NAMES[token.string]}"
+        elif token.type in (tokenize.COMMENT, tokenize.STRING):
+            for match in SENTENCE.finditer(token.string):
+                line = token.start[0] + token.string[: match.start()].count("\n")
+                yield f"{line}: {match[1]}: say {PROSE[match[1].lower()]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_and_comments_use_the_terms_of_the_field(path):
+    assert list(findings(path)) == []
+
+
+def test_a_discouraged_word_is_found(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text('"""Fetch what nobody\nasked, and ours."""\nsettled = 1  # whoever reads\n')
+    found = [line.split(":")[:2] for line in findings(file)]
+    assert found == [["1", " nobody"], ["2", " ours"], ["3", " settled"], ["3", " whoever"]]
