@@ -141,7 +141,7 @@ def _find(names: list[str] | None) -> list[Case]:
 
 
 def _find_here(names: list[str] | None) -> list[Case]:
-    """What this machine can run; of the rest, that which was asked for by name is an error."""
+    """Return the cases that this machine can run; one that was named and cannot run is an error."""
     found = _find(names)
     missing = [case.name for case in found if not can_run(case)]
     if names and missing:

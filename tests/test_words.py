@@ -42,7 +42,6 @@ NAMES = {
     "writes_down": "is_exporting",
     "distrust": "evict_from_prefix_cache",
     "Intake": "InputProcessor",
-    "Progress": "OutputProcessor",
     "Found": "Gradients",
     "Given": "SavedForward",
     "Turns": "pipeline barriers",

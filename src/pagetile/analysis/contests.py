@@ -57,7 +57,7 @@ def attention_contest(
         else {"attn_mask": None if hidden is None else ~hidden}
     )
 
-    def ours() -> Tensor:
+    def own() -> Tensor:
         return attention(
             q, k, v, causal=shape.causal, sliding_window=shape.sliding_window
         ).out.transpose(1, 2)
@@ -70,7 +70,7 @@ def attention_contest(
         f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_size}"
         f"{', causal' * shape.causal}, {dtype_name(dtype)}",
         {
-            "pagetile.attention": ours,
+            "pagetile.attention": own,
             "eager": lambda: _eager(wide[0], wide[1], wide[2], hidden),
             "PyTorch SDPA": fused,
             **on_each_backend(fused, device),

@@ -25,7 +25,7 @@ class Contest:
 
     title: str
     contestants: Mapping[str, Callable[[], Tensor | Sequence[Tensor]]]
-    """By name; ours first. Each returns a tensor, or several."""
+    """By name, pagetile's first. Each returns a tensor, or several."""
     expected: Sequence[Tensor]
     """float64, of the shapes of everyone's results."""
     work: Work
@@ -77,7 +77,7 @@ def compare(
 
     Example:
         >>> x = torch.rand(1000)
-        >>> contest = Contest("a sum", {"ours": x.sum}, [x.double().sum()], Work(4000, 0, 0))
+        >>> contest = Contest("a sum", {"own": x.sum}, [x.double().sum()], Work(4000, 0, 0))
         >>> [result] = compare(contest, iterations=3, warmup=1)
         >>> len(result.seconds), result.error < 1e-3
         (3, True)
