@@ -1,40 +1,76 @@
-"""Window attention with its learned bias and a shifted map's mask, beside the peers' best forms.
+"""Window attention with a learned bias and the mask of a shifted map, beside its peers.
 
-The peers are handed what they need, made beforehand and not timed: the dense sum of bias and
-mask for SDPA, the gathered bias and the dense mask for eager code. Backward passes end at the
-bias; what remains to the table, ours included alone, is ours to lose.
+Peers get what they need made beforehand, and the time for that is not counted: SDPA the dense sum
+of bias and mask, allocated so that no backend has to copy it, eager code the gathered bias and the
+dense mask. Heads whose size is no multiple of 8 are padded with zeros for SDPA and FlexAttention.
+Peers compute the gradients of q, k and v; pagetile's time includes the table's as well.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pagetile import rel_offsets, shift_regions, window_attention
+from pagetile import explain_window_attention, rel_offsets, shift_regions, window_attention
 
 from .case import Check, Measurement, Target
 from .gpu_peers import runs
 from .gpu_timing import time_gpu
 from .timing import Contestant, Times, ratio, take_turns
 
-__all__ = ["WindowCase", "WindowInputs", "compare"]
+__all__ = ["Peer", "WindowCase", "WindowInputs", "compare"]
 
 _BACKENDS = {
     "sdpa, cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa, efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _MOST_PEER_BYTES = 32 << 30
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+_GROUP_SCORES = 1 << 27  # scores of the windows that are computed at once in float64
+_ALIGNMENT = 8  # elements: heads and rows of a mask that SDPA's backends take without a copy
+_MOST_ROUNDING = 16  # units that eager code may be off; measured up to 10, in a scale's gradient
+NAMES = ("out", "gradient of q", "of k", "of v", "of the table", "of the scale")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to compute the call."""
+
+    call: Callable[..., Tensor]
+    """From q, k and v to the output."""
+    rows: list[Tensor]
+    """q, k and v as this way takes them."""
+    dout: Tensor
+    learned: list[Tensor] = field(default_factory=list)
+    """Parameters whose gradients it computes besides."""
+
+    def forward(self) -> Callable[[], Tensor]:
+        """The call without gradients."""
+
+        def timed() -> Tensor:
+            with torch.no_grad():
+                return self.call(*self.rows)
+
+        return timed
+
+    def both(self) -> Callable[[], object]:
+        """The call and its gradients."""
+        rows = [t.detach().requires_grad_() for t in self.rows]
+        learned = [t.requires_grad_() for t in self.learned]
+
+        def timed() -> object:
+            return torch.autograd.grad(self.call(*rows), [*rows, *learned], self.dout)
+
+        return timed
 
 
 @dataclass(frozen=True)
@@ -57,9 +93,9 @@ class WindowCase:
     cosine: bool = False
     """Whether as in Swin v2: rows divided by their norms, and a learned scale for each head."""
     is_shifted: bool = True
-    """Whether the map was shifted: every other block's is not, and needs no mask."""
+    """Whether the map was shifted: every other block of a Swin is not, and needs no mask."""
     has_compiled_peers: bool = False
-    """Whether compiled eager code and FlexAttention take part, forward: each takes a while."""
+    """Whether compiled eager code and FlexAttention take part; each compiles for a while."""
 
     @property
     def about(self) -> str:
@@ -71,35 +107,36 @@ class WindowCase:
         return f"windows: {sizes}, {self.dtype}, {cosine}{added}, on {self.device}"
 
     def verify(self) -> list[Check]:
-        """The first and the last windows, and their gradients, against float64."""
+        """Compare the implementation that is timed, at full size, with float64: all gradients too.
+
+        ``measure`` lets pagetile choose. Here the chosen implementation is called by name, and its
+        bits must equal those of a call that chooses.
+        """
         inputs = WindowInputs(self)
-        picked = [*range(4), *range(inputs.num_masks - 4, inputs.num_masks)]
-        found, exact, eager = (
-            inputs.pick(picked).results(how) for how in ("ours", "float64", "eager")
-        )
+        chosen = inputs.implementation()
+        found, timed = inputs.results(chosen), inputs.results("auto")
+        exact, eager = inputs.in_groups("float64"), inputs.in_groups("eager")
         checks = [
-            compare(name, found[name], wanted, eager[name], self.dtype)
+            compare(f"{chosen}: {name}", found[name], wanted, eager[name], self.dtype)
             for name, wanted in exact.items()
         ]
-        again = inputs.pick(picked).results("ours")
-        same = all(torch.equal(found[name], again[name]) for name in found)
-        checks.append(Check("two runs give the same bits", same, ""))
+        same = all(torch.equal(found[name], timed[name]) for name in found)
+        checks.append(Check(f"the timed call runs {chosen}, with the same bits again", same, ""))
         return checks
 
     def call(self) -> Callable[[], object]:
-        """Ours, forward and backward, on its inputs: for a profiler."""
-        inputs = WindowInputs(self)
-        return inputs.both(inputs.ours)
+        """Pagetile's call, forward and backward, on its inputs: for a profiler."""
+        return WindowInputs(self).pagetile().both()
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Forward, and forward with backward, of all; on a GPU by replayed graphs."""
+        """Time forward, and forward with backward, of all; on a GPU by replayed graphs."""
         inputs = WindowInputs(self)
-        calls = {"pagetile": inputs.ours, **inputs.peers()}
-        compiled = inputs.compiled_peers() if self.has_compiled_peers else {}
-        forward = self._time(
-            {name: inputs.forward(call) for name, call in (calls | compiled).items()}, repeats
-        )
-        both = self._time({name: inputs.both(call) for name, call in calls.items()}, repeats)
+        ways = {"pagetile": inputs.pagetile(), **inputs.peers()}
+        if self.has_compiled_peers:
+            ways |= inputs.compiled_peers()
+        forward = self._time({name: way.forward() for name, way in ways.items()}, repeats)
+        both_calls = {name: way.both() for name, way in ways.items()}
+        both = self._time({n: call for n, call in both_calls.items() if runs(call)}, repeats)
         ours, ours_both = forward.pop("pagetile"), both.pop("pagetile")
         metrics = {
             "microseconds": ours.median * 1e6,
@@ -131,7 +168,7 @@ def _warm_up(call: Callable[[], object]) -> None:
 
 
 def _best(peers: dict[str, Times], ours: Times) -> float:
-    """How many times the time of the fastest peer is ours, round by round where there are any."""
+    """The time of the fastest peer over pagetile's, by rounds if both were timed in rounds."""
     best = min(peers.values(), key=lambda times: times.median)
     if len(best.seconds) == len(ours.seconds):
         return ratio(best, ours)
@@ -139,9 +176,13 @@ def _best(peers: dict[str, Times], ours: Times) -> float:
 
 
 def compare(what: str, found: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> Check:
-    """At most twice as wrong as eager code in the same type, plus a rounding of the largest."""
+    """Check that an error is at most twice that of eager code in the same type, plus rounding.
+
+    The allowance is itself bounded by rounding, so that wrong eager code cannot excuse an error.
+    """
     error, eager_error = ((x.double() - exact).abs().max().item() for x in (found, eager))
-    allowed = 2 * eager_error + 4 * torch.finfo(dtype).eps * exact.abs().max().item()
+    unit = torch.finfo(dtype).eps * exact.abs().max().item()
+    allowed = 2 * min(eager_error, _MOST_ROUNDING * unit) + 4 * unit
     return Check(what, error <= allowed, f"error {error:.1e}, allowed {allowed:.1e}")
 
 
@@ -164,19 +205,40 @@ class WindowInputs:
         packed = draw(*size).to(case.dtype)
         self.rows = [t.detach() for t in packed.permute(2, 0, 3, 1, 4).unbind(0)]
         self.table = draw(math.prod(2 * n - 1 for n in case.window), case.num_heads)
-        self.scale = None  # a logarithm, at which Swin v2 begins
+        self.scale = None  # a logarithm; Swin v2 initialises it with log 10
         if case.cosine:
             self.scale = torch.full((case.num_heads,), math.log(10), device=case.device)
         self.dout = draw(*self.rows[0].shape).to(case.dtype)
         self.images = case.images
 
+    # --- parts -----------------------------------------------------------------------------------
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """The table, and the scale if there is one."""
+        return [self.table] if self.scale is None else [self.table, self.scale]
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of q·k without a learned scale, from the size of an unpadded head."""
+        return float(self.rows[0].shape[-1] ** -0.5)
+
     def pick(self, windows: list[int]) -> WindowInputs:
-        """The same on a few windows of the first image."""
+        """The same call on a few of the windows."""
         few = object.__new__(WindowInputs)
         few.__dict__ |= self.__dict__
-        few.images, few.regions = 1, None if self.regions is None else self.regions[windows]
+        few.images = 1
+        if self.regions is not None:
+            few.regions = self.regions[[window % self.num_masks for window in windows]]
         few.rows, few.dout = [t[windows] for t in self.rows], self.dout[windows]
         return few
+
+    def groups(self) -> Iterator[WindowInputs]:
+        """All windows, in groups whose scores fit into memory in float64."""
+        num_windows, num_heads, num_tokens = self.dout.shape[:3]
+        size = max(1, _GROUP_SCORES // (num_heads * num_tokens**2))
+        for first in range(0, num_windows, size):
+            yield self.pick([*range(first, min(first + size, num_windows))])
 
     def bias(self) -> Tensor:
         """Gathered from the table, ``[num_heads, num_tokens, num_tokens]``."""
@@ -188,12 +250,41 @@ class WindowInputs:
         """Dense, ``[windows, 1, num_tokens, num_tokens]``; a zero if nothing was shifted."""
         if self.regions is None:
             return torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.table.device)
-        apart = self.regions[:, :, None] != self.regions[:, None, :]
-        dense = torch.zeros(apart.shape, dtype=self.dtype, device=apart.device)
-        return dense.masked_fill_(apart, -100.0).repeat(self.images, 1, 1)[:, None]
+        differs = self.regions[:, :, None] != self.regions[:, None, :]
+        dense = torch.zeros(differs.shape, dtype=self.dtype, device=differs.device)
+        return dense.masked_fill_(differs, -100.0).repeat(self.images, 1, 1)[:, None]
+
+    def dense_mask(self) -> Tensor:
+        """The sum of bias and mask, whose rows begin at multiples of 16 bytes.
+
+        SDPA's backends copy a mask with other strides in every call.
+        """
+        dense = self.bias().to(self.dtype) + self.mask()
+        columns = dense.shape[-1]
+        return pad(dense, (0, -columns % _ALIGNMENT))[..., :columns]
+
+    def padded_rows(self) -> list[Tensor]:
+        """q, k, v and dout with head sizes padded with zeros to a multiple of 8."""
+        tensors = [*self.rows, self.dout]
+        extra = -self.dout.shape[-1] % _ALIGNMENT
+        return [pad(t, (0, extra)) for t in tensors] if extra else tensors
+
+    def scaled(self, q: Tensor, k: Tensor, *scale: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Q and k as peers multiply them, divided by their norms or not, and the factor of q."""
+        if not scale:
+            return q, k, self.softmax_scale
+        factor = scale[0].exp()[:, None, None].to(q.dtype)
+        return normalize(q, dim=-1), normalize(k, dim=-1), factor
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def implementation(self) -> str:
+        """The implementation that pagetile chooses for this call."""
+        lines = explain_window_attention(*self.rows, **self._options(*self.learned)).splitlines()
+        return next(line.partition(":")[0] for line in lines if line.endswith(": yes"))
 
     def results(self, how: str) -> dict[str, Tensor]:
-        """The result and all gradients, by name."""
+        """The output and all gradients, by name; ``how``: an ``impl``, "float64" or "eager"."""
         wide = how == "float64"
         leaves = [t.double() if wide else t for t in (*self.rows, *self.learned)]
         leaves = [t.detach().requires_grad_() for t in leaves]
@@ -204,42 +295,47 @@ class WindowInputs:
             q, k, factor = self.scaled(q, k, *scale)
             out = _eager(q * factor, k, v, bias, self.mask())
         else:
-            out = self.attend(q, k, v, table, *scale, impl="reference" if wide else "auto")
+            out = self.attend(q, k, v, table, *scale, impl="reference" if wide else how)
         gradients = torch.autograd.grad(out, leaves, self.dout.to(out.dtype))
-        names = ("out", "gradient of q", "of k", "of v", "of the table", "of the scale")
-        return dict(zip(names, (out.detach(), *gradients)))  # noqa: B905
+        return dict(zip(NAMES, (out.detach(), *gradients)))  # noqa: B905
 
-    @property
-    def learned(self) -> list[Tensor]:
-        """The table, and the scale if there is one."""
-        return [self.table] if self.scale is None else [self.table, self.scale]
+    def in_groups(self, how: str) -> dict[str, Tensor]:
+        """``results`` of all windows, a group at a time; gradients of parameters are summed."""
+        parts = [group.results(how) for group in self.groups()]
+        return {
+            name: torch.cat([part[name] for part in parts])
+            if name in NAMES[:4]
+            else torch.stack([part[name] for part in parts]).sum(dim=0)
+            for name in parts[0]
+        }
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor, impl: str) -> Tensor:
-        """The library's function."""
+    def _options(self, *learned: Tensor) -> dict[str, Any]:
         table, *scale = learned
         cosine: dict[str, Any] = {"logit_scale": scale[0], "softmax_scale": 1.0} if scale else {}
-        return window_attention(
-            q, k, v, bias_table=table, rel_offsets=self.offsets, regions=self.regions, impl=impl,
-            **cosine,
-        ).out  # fmt: skip
+        options = {"bias_table": table, "rel_offsets": self.offsets, "regions": self.regions}
+        return options | cosine
 
-    def scaled(self, q: Tensor, k: Tensor, *scale: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """What peers multiply: rows as they are or divided by their norms, and q's factor."""
-        if not scale:
-            return q, k, q.shape[-1] ** -0.5
-        factor = scale[0].exp()[:, None, None].to(q.dtype)
-        return normalize(q, dim=-1), normalize(k, dim=-1), factor
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor, impl: str) -> Tensor:
+        """``pagetile.window_attention``."""
+        return window_attention(q, k, v, impl=impl, **self._options(*learned)).out
 
-    def ours(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The call that is timed."""
-        return self.attend(q, k, v, *self.learned, impl="auto")
+    # --- what is timed ---------------------------------------------------------------------------
 
-    def peers(self) -> dict[str, Call]:
-        """Eager code as in MONAI and timm, and SDPA with a dense mask: those that can run here."""
+    def pagetile(self) -> Peer:
+        """The call that is timed: pagetile chooses its implementation."""
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.attend(q, k, v, *self.learned, impl="auto")
+
+        return Peer(call, self.rows, self.dout, self.learned)
+
+    def peers(self) -> dict[str, Peer]:
+        """Eager code as in MONAI and timm, and SDPA with a dense mask, where they run."""
         bias, mask = self.bias().to(self.dtype), self.mask()
         if mask.numel() * bias.shape[0] * bias.element_size() > _MOST_PEER_BYTES:
             return {}
         scale = self.learned[1:]
+        dense = self.dense_mask()
 
         def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, factor = self.scaled(q, k, *scale)
@@ -249,63 +345,50 @@ class WindowInputs:
             if scale:
                 q, k, factor = self.scaled(q, k, *scale)
                 return sdpa(q * factor, k, v, attn_mask=dense, scale=1.0)
-            return sdpa(q, k, v, attn_mask=dense)
+            return sdpa(q, k, v, attn_mask=dense, scale=self.softmax_scale)
 
-        peers: dict[str, Call] = {"eager": eager}
-        dense = bias + mask
+        peers = {"eager": Peer(eager, self.rows, self.dout)}
+        *rows, dout = self.padded_rows()
         if bias.device.type == "cpu":
-            return peers | {"sdpa": fused}
-        for name, backend in _BACKENDS.items():
-            call = _with_backend(backend, fused)
-            if runs(partial(call, *self.rows)):
-                peers[name] = call
-        return peers
+            return peers | {"sdpa": Peer(fused, self.rows, self.dout)}
+        return peers | _that_run(
+            (name, Peer(_with_backend(backend, fused), rows, dout))
+            for name, backend in _BACKENDS.items()
+        )
 
-    def compiled_peers(self) -> dict[str, Call]:
-        """Eager code and FlexAttention as ``torch.compile`` makes them for this shape."""
+    def compiled_peers(self) -> dict[str, Peer]:
+        """Eager code and FlexAttention, compiled with autotuning for this shape."""
         from torch.nn.attention.flex_attention import flex_attention
 
         assert self.regions is not None, "these peers are for a shifted map"
         bias, mask, regions = self.bias().to(self.dtype), self.mask(), self.regions.int()
         table, offsets, num_masks = self.table.detach(), self.offsets, self.num_masks
         centre = (len(table) - 1) // 2
+        scale = self.softmax_scale
 
         def scaled(q: Tensor, *others: Tensor) -> Tensor:
-            return _eager(q * q.shape[-1] ** -0.5, *others)
-
-        eager: Any = torch.compile(scaled, dynamic=False)
-        flex: Any = torch.compile(flex_attention, dynamic=False)
+            return _eager(q * scale, *others)
 
         def score(s: Tensor, window: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
             s = s + table[offsets[i] - offsets[j] + centre, head]
             at = window % num_masks
             return torch.where(regions[at, i] == regions[at, j], s, s - 100.0)
 
-        calls: dict[str, Call] = {
-            "compiled eager": lambda q, k, v: eager(q, k, v, bias, mask),
-            "flex": lambda q, k, v: flex(q, k, v, score_mod=score),
+        how: Any = {"dynamic": False, "mode": "max-autotune-no-cudagraphs"}
+        eager: Any = torch.compile(scaled, **how)
+        flex: Any = torch.compile(flex_attention, **how)
+        *rows, dout = self.padded_rows()
+        ways = {
+            "compiled eager": Peer(
+                lambda q, k, v: eager(q, k, v, bias, mask), self.rows, self.dout
+            ),
+            "flex": Peer(lambda q, k, v: flex(q, k, v, score_mod=score, scale=scale), rows, dout),
         }
-        with torch.no_grad():
-            return {name: call for name, call in calls.items() if runs(partial(call, *self.rows))}
+        return _that_run(ways.items())
 
-    def forward(self, call: Call) -> Callable[[], Tensor]:
-        """A call without gradients."""
 
-        def timed() -> Tensor:
-            with torch.no_grad():
-                return call(*self.rows)
-
-        return timed
-
-    def both(self, call: Call) -> Callable[[], object]:
-        """A call and its gradients; ours down to the table."""
-        leaves = [t.detach().requires_grad_() for t in self.rows]
-        more = [t.requires_grad_() for t in self.learned] if call == self.ours else []
-
-        def timed() -> object:
-            return torch.autograd.grad(call(*leaves), [*leaves, *more], self.dout)
-
-        return timed
+def _that_run(peers: Iterable[tuple[str, Peer]]) -> dict[str, Peer]:
+    return {name: peer for name, peer in peers if runs(peer.forward())}
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
@@ -314,7 +397,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tenso
     return weights @ v
 
 
-def _with_backend(backend: SDPBackend, fused: Call) -> Call:
+def _with_backend(backend: SDPBackend, fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return fused(q, k, v)

@@ -157,7 +157,7 @@ def test_window_workloads_are_whole_windows_and_right_with_and_without_a_shift()
         for side in (16, 4)
     )
     checks = WindowWorkloadsCase("small", (several, one), device="cpu").verify()
-    assert [check.what for check in checks] == ["16, shifted", "16", "4"]
+    assert [check.what for check in checks] == ["16, shifted: cpu", "16: cpu", "4: cpu"]
     assert all(check.passed for check in checks)
 
 
