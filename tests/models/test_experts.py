@@ -7,12 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagetile.kv_cache import BlockPool
-from pagetile.kv_cache.storage import KVCache
-from pagetile.models import ForwardBatch, load_model
 from pagetile.models.attention import collect_configs, driven
 from pagetile.models.experts import find_experts
-from pagetile.ops.paged_attention import PagedBatch
 from pagetile.testing.models import EXPERTS, tiny_model
 
 TOKENS = torch.arange(40)[None] * 31 % 90 + 3
@@ -166,33 +162,3 @@ def test_a_long_prefill_is_the_modules_own(monkeypatch):
         assert len(calls) == 1
         assert torch.equal(forward(x, chosen, weights), experts(x, chosen, weights))
     assert len(calls) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", EXPERTS)
-def test_a_decode_step_is_recorded(family, dtype):
-    """One graph, replayed with other tokens, gives the logits of the step run as it is."""
-    paged = load_model(tiny_model(family, dtype=dtype), device="cuda")
-    cache = KVCache(paged.layers, BlockPool(8, 16), dtype=dtype, device="cuda")
-    for blocks in (*cache.k, *cache.v):
-        blocks.normal_()
-    paged.bind(cache)
-    tables = torch.arange(8, dtype=torch.int32, device="cuda").view(4, 2)
-    lengths = torch.full((4,), 20, dtype=torch.int32, device="cuda")
-    positions = torch.full((4,), 19, device="cuda")
-    step = ForwardBatch(
-        token_ids=torch.tensor([5, 6, 7, 8], device="cuda"),
-        positions=positions,
-        batch=PagedBatch.decode(tables, lengths, max_seq_len=32),
-        slot_mapping=tables[:, 1].long() * 16 + 3,
-        logits_rows=torch.arange(4, device="cuda"),
-    )
-    paged.forward(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = paged.forward(step)
-    step.token_ids.copy_(torch.tensor([50, 40, 30, 20], device="cuda"))
-    graph.replay()
-    replayed = logits.clone()
-    assert torch.equal(replayed, paged.forward(step))

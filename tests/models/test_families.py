@@ -14,7 +14,7 @@ from pagetile.models import ForwardBatch, load_model
 from pagetile.models.attention import NAME, collect_configs, driven
 from pagetile.models.module_attention.bias import append_bias, fit_bias
 from pagetile.ops.paged_attention import PagedBatch
-from pagetile.testing.models import ADAPTED, tiny_config, tiny_model
+from pagetile.testing.models import ADAPTED, EXPERTS, tiny_config, tiny_model
 from pagetile.tiles.eager import attend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -246,6 +246,36 @@ def test_a_driven_model_builds_no_mask():
             own_logits(model, torch.arange(5))
         hook.remove()
         assert seen == [None], family
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [*ADAPTED, *EXPERTS])
+def test_a_decode_step_is_recorded(family, dtype):
+    """One graph, replayed with other tokens, gives the logits of the step run as it is."""
+    paged = load_model(tiny_model(family, dtype=dtype), device="cuda")
+    cache = KVCache(paged.layers, BlockPool(8, 16), dtype=dtype, device="cuda")
+    for blocks in (*cache.k, *cache.v):
+        blocks.normal_()
+    paged.bind(cache)
+    tables = torch.arange(8, dtype=torch.int32, device="cuda").view(4, 2)
+    lengths = torch.full((4,), 20, dtype=torch.int32, device="cuda")
+    positions = torch.full((4,), 19, device="cuda")
+    step = ForwardBatch(
+        token_ids=torch.tensor([5, 6, 7, 8], device="cuda"),
+        positions=positions,
+        batch=PagedBatch.decode(tables, lengths, max_seq_len=32),
+        slot_mapping=tables[:, 1].long() * 16 + 3,
+        logits_rows=torch.arange(4, device="cuda"),
+    )
+    paged.forward(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = paged.forward(step)
+    step.token_ids.copy_(torch.tensor([50, 40, 30, 20], device="cuda"))
+    graph.replay()
+    replayed = logits.clone()
+    assert torch.equal(replayed, paged.forward(step))
 
 
 # The bias by itself.

@@ -1,13 +1,14 @@
-"""Experts of a mixture replaced while we drive a model on a GPU, so that no step waits for routing.
+"""Replace a mixture's experts for the length of a step by kernels that do not wait for routing.
 
-Transformers keeps a layer's experts in one module with stacked weights. Its loop over them asks
-the device which experts were chosen; its grouped product does so in float32, too. A CUDA graph
-can record neither. ``moe_experts`` computes the same in a fixed number of launches::
+Transformers keeps a layer's experts in one module with stacked weights. Its loop over experts reads
+from the device which were chosen, and in float32 so does its grouped product. A CUDA graph cannot
+record either. ``moe_experts`` computes the same in four launches::
 
     experts.forward(hidden_states, experts, weights)  ->  moe_experts(...)
 
-An experts module is known by its parameters' shapes and by what it computes on random numbers,
-which also tells how gate and up are laid out and what the activation is. Routers stay as they are.
+An experts module is recognised by the shapes of its parameters and by its output for random
+tokens, which also shows how gate and up are laid out and which activation is used. The router is
+not replaced.
 """
 
 from __future__ import annotations
@@ -30,19 +31,18 @@ __all__ = ["find_experts"]
 _NAMES = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
 
 _MOST_PAIRS = 2048
-"""Pairs of tokens and experts beyond which a step is a prefill, which the module's own grouped
-product is made for."""
+"""With more pairs of tokens and experts, as in a prefill, the module's own grouped product runs."""
 
 _NEAR = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 
 
 @torch.no_grad()
 def find_experts(model: nn.Module, impl: str) -> list[Replacement]:
-    """Replacements of a model's experts.
+    """Return the replacements of a model's experts.
 
     Args:
-        model: What may hold experts.
-        impl: What ``moe_experts`` runs.
+        model: A model; modules that are not recognised are left alone.
+        impl: The implementation of ``moe_experts``.
     """
     found: list[Replacement] = []
     for module in model.modules():
@@ -66,7 +66,7 @@ def _replace(module: nn.Module, impl: str) -> Callable[..., Tensor] | None:
         if experts.numel() <= _MOST_PAIRS and _places(module) == places:  # not moved since
             try:
                 return moe_experts(x, experts, weights, expert, **options, impl=impl)
-            except PagetileError:  # what it does not take, the module's own code may
+            except PagetileError:  # not supported: run the module's own code
                 pass
         return function(module, x, experts, weights)  # type: ignore[no-any-return]
 
@@ -99,12 +99,12 @@ def _recognise(module: nn.Module, function: FunctionType) -> tuple[Expert, dict[
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a parameter of its own, and no part of one that several GPUs share."""
+    """Whether it is an ordinary parameter, and not a shard of one (DTensor)."""
     return type(tensor) is nn.Parameter and tensor.dtype in _NEAR
 
 
 def _layouts(tensors: dict[str, Tensor]) -> Iterator[Expert]:
-    """Ways to read the weights that their shapes allow, as views."""
+    """Yield every layout of the weights that their shapes allow, as views."""
     both, down = tensors["gate_up_proj"], tensors["down_proj"]
     both_bias, down_bias = (tensors.get(f"{name}_proj_bias") for name in ("gate_up", "down"))
     if both.dim() != 3 or down.dim() != 3 or (both_bias is None) != (down_bias is None):
@@ -131,7 +131,7 @@ def _activations(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _has_activation(module: Any, options: dict[str, Any]) -> bool:
-    """Whether its own gating gives these numbers, from far below any limit to far above it."""
+    """Whether its own gating agrees, for values from far below to far above any usual limit."""
     apply = getattr(module, "_apply_gate", None)
     if apply is None:
         return False
@@ -150,7 +150,7 @@ def _has_activation(module: Any, options: dict[str, Any]) -> bool:
 def _random_tokens(
     hidden_size: int, num_experts: int, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, two experts for each of them (or one), and weights."""
+    """Return 3 tokens, up to 2 experts for each, and their weights."""
     generator = torch.Generator().manual_seed(0)
     num_tokens, top_k = 3, min(2, num_experts)
     x = torch.randn(num_tokens, hidden_size, generator=generator)
@@ -160,7 +160,7 @@ def _random_tokens(
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function gives, or None if it fails: then the module is left alone."""
+    """Return a function's tensor; None if it fails, because then the module is left alone."""
     try:
         found = function(*arguments)
     except Exception:

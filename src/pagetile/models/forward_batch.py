@@ -1,4 +1,4 @@
-"""What one forward of a model works on."""
+"""The inputs of one forward of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ForwardBatch"]
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """New tokens of several sequences, where they stand, and where their keys and values go."""
+    """New tokens of several sequences, their positions and their slots in the cache."""
 
     token_ids: Tensor
     """int64 ``[num_tokens]``: all sequences' new tokens, one sequence after another."""
@@ -24,4 +24,4 @@ class ForwardBatch:
     slot_mapping: Tensor
     """int64 ``[num_tokens]``: ``block * block_size + offset``; -1 writes nothing."""
     logits_rows: Tensor
-    """int64 ``[n]``: rows of ``token_ids`` whose logits are wanted."""
+    """int64 ``[n]``: the rows of ``token_ids`` whose logits are computed."""

@@ -1,9 +1,10 @@
-"""What a model's attention layers are: seen by letting it run once under an attention of ours.
+"""Find a model's attention layers by running it once with an attention function that records.
 
-The probe's attention computes nothing; it notes who calls it and with what. Unlike the serving
-one it goes with a mask function, so the model states what each of its layers may see, and that
-is compared with what we will show it, at positions far beyond the probe's few tokens: a window or
-a chunk of 8192 that no short forward would reach is found here.
+The probe computes nothing: it records the module and the arguments of each call. A mask function
+is registered with it, unlike with the attention function that serves, so the model builds a mask
+for each layer. The rule of that mask is compared with what paged attention will show, at positions
+far beyond the probe's few tokens. This finds a window or chunk of 8192 that no short forward
+reaches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["AttentionCall", "describe_layers", "record_calls", "register_probe"]
 PROBE = "pagetile_probe"
 
 _FURTHEST = 1 << 20
-"""Where the comparison of masks ends for a model without a limit."""
+"""Masks are compared up to this position if the model has no limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class AttentionCall:
 
     module: nn.Module
     query: Tensor
-    """``[1, num_heads, num_tokens, head_size]``, and so the two below."""
+    """``[1, num_heads, num_tokens, head_size]``; ``key`` and ``value`` have KV heads."""
     key: Tensor
     value: Tensor
     mask: Tensor | None
@@ -45,12 +46,12 @@ class AttentionCall:
 
     @property
     def sliding_window(self) -> int | None:
-        """Number of visible keys; Transformers counts the query's own, too."""
+        """Number of visible keys, the query's own included, as Transformers counts them."""
         return self.options.get("sliding_window")
 
 
 def register_probe() -> None:
-    """Make the probe known to Transformers; doing it again changes nothing."""
+    """Register the probe with Transformers; a second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PROBE, _note)
@@ -71,10 +72,10 @@ def _note(
 
 
 def _make_mask(**arguments: Any) -> Tensor:
-    """The mask of an eager forward, which remembers the rule that it was made by."""
+    """Return the mask of an eager forward, with its rule as the attribute ``is_visible``."""
     from transformers.masking_utils import eager_mask
 
-    # A mask that hides nothing is left out otherwise, and is the very one to notice.
+    # Transformers leaves out a mask that hides nothing, and that is the one to detect.
     mask: Tensor = eager_mask(**{**arguments, "allow_is_bidirectional_skip": False})
     mask.is_visible = arguments["mask_function"]  # type: ignore[attr-defined]
     return mask
@@ -84,7 +85,7 @@ def _make_mask(**arguments: Any) -> Tensor:
 def record_calls(
     model: PreTrainedModel, token_ids: Tensor, adapters: Sequence[Replacement] = ()
 ) -> tuple[list[AttentionCall], int]:
-    """Every call of the attention function in one forward, and the width of its logits.
+    """Run a model once; return every call of its attention function and its logits' width.
 
     Args:
         model: The model.
@@ -107,12 +108,12 @@ def record_calls(
 def describe_layers(
     model: PreTrainedModel, calls: list[AttentionCall], max_model_len: int | None
 ) -> tuple[tuple[AttentionLayer, ...], tuple[LayerSpec, ...]]:
-    """The attention modules in the order of their calls, and the cache layers that they need.
+    """Return the attention modules in the order of their calls, and their cache layers.
 
     Args:
         model: The model that made the calls.
         calls: All calls of one forward.
-        max_model_len: Positions that need to be right; ``None`` for all.
+        max_model_len: Number of positions at which masks must agree; ``None`` for all.
 
     Raises:
         UnsupportedError: A layer never calls, calls twice, or asks for something that paged
@@ -179,7 +180,7 @@ def _check_call(call: AttentionCall, max_model_len: int | None) -> None:
 
 
 def _check_mask(mask: Tensor, window: int | None, max_model_len: int | None) -> None:
-    """Compare what the model lets each position see with what paged attention will show it."""
+    """Raise UnsupportedError if the model's mask differs from the mask of paged attention."""
     limit = min(max_model_len or _FURTHEST, _FURTHEST)
     positions = _telling_positions(window, limit).to(mask.device)
     q, k = positions[:, None], positions[None, :]
@@ -204,7 +205,7 @@ def _check_mask(mask: Tensor, window: int | None, max_model_len: int | None) -> 
 
 
 def _telling_positions(window: int | None, limit: int) -> Tensor:
-    """Positions dense enough for any window or chunk below ``limit`` to show."""
+    """Return positions at which any window or chunk below ``limit`` makes a difference."""
     marks = [*(1 << n for n in range(21)), limit - 1]
     edges = [0, -1] if window is None else [0, -1, -window - 1, -window, 1 - window, window]
     near = {*range(24), *(mark + edge for mark in marks for edge in edges)}
@@ -212,7 +213,7 @@ def _telling_positions(window: int | None, limit: int) -> Tensor:
 
 
 def _find_donor(call: AttentionCall, owners: list[AttentionCall]) -> int | None:
-    """The cache layer whose very keys and values this call was given, if there is one."""
+    """Return the index of the layer whose key and value tensors this call was given, if any."""
     for index, owner in enumerate(owners):
         if call.key is owner.key and call.value is owner.value:
             return index
@@ -225,7 +226,7 @@ def _specify(call: AttentionCall) -> LayerSpec:
 
 
 def _widen(spec: LayerSpec, window: int | None) -> LayerSpec:
-    """Keys must stay for as long as the widest of the layers that share them looks back."""
+    """Keep keys for as long as the widest window of the layers that share them."""
     if window is None or spec.sliding_window is None:
         return replace(spec, sliding_window=None)
     return replace(spec, sliding_window=max(window, spec.sliding_window))

@@ -1,7 +1,7 @@
-"""Which models run: what a config alone says against it, and how far a model's positions reach.
+"""Refuse models by their config alone, and find the number of positions that a model has.
 
-These are the cheap reasons, given before any weight is read. What they let through is looked at
-while it runs (``probe``) and has to give its own logits (``proof``).
+These checks run before any weight is read. A model that passes them is run once with a recording
+attention function (``probe``), and its logits are compared with its own (``proof``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["check_class", "check_config", "find_floor", "find_limit", "refusing"
 _ATTENDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _KEEPS_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _FEWEST = 3
-"""Positions that the proof needs: a first chunk, a later one and a decode."""
+"""Number of positions that the proof needs: a first chunk, a later chunk and a decode."""
 
 
 def check_class(model: Any) -> None:
@@ -39,12 +39,12 @@ def check_class(model: Any) -> None:
 def check_config(
     config: PreTrainedConfig, model_class: type | None = None, max_model_len: int | None = None
 ) -> None:
-    """Raise UnsupportedError if a model's config alone says that it cannot run.
+    """Raise UnsupportedError if a model's config alone shows that it cannot run.
 
     Args:
         config: The whole model's config.
         model_class: The model's class; looked up by the config if not given.
-        max_model_len: The most positions that will be asked for.
+        max_model_len: The number of positions that will be used; ``None`` for all.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -90,7 +90,10 @@ def _refuse(
 
 
 def find_floor(text: PreTrainedConfig) -> int | None:
-    """How many tokens Llama 4 leaves as they are: it counts those of a step, not of a sequence."""
+    """Return the position from which Llama 4 scales queries; ``None`` for other models.
+
+    Llama 4 counts positions of the forward's row of tokens, not of a sequence.
+    """
     is_tuned = getattr(text, "attn_temperature_tuning", False)
     return getattr(text, "floor_scale", None) if is_tuned else None
 
@@ -98,21 +101,21 @@ def find_floor(text: PreTrainedConfig) -> int | None:
 def _is_encoder(config: PreTrainedConfig) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-    # Of the decoders GPT-NeoX has is_decoder=False, too, but it fills in no blanks.
+    # GPT-NeoX is a decoder with is_decoder=False, but it has no masked language model class.
     is_decoder = getattr(config, "is_decoder", None)
     return is_decoder is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING
 
 
 def find_limit(config: PreTrainedConfig, max_model_len: int | None) -> int | None:
-    """The most positions that a model takes and gets right, or ``None`` if none is known.
+    """Return the number of positions at which a model is exact; ``None`` if no limit is known.
 
     Args:
         config: The whole model's config.
-        max_model_len: The most that is wanted; ``None`` for all.
+        max_model_len: The number of positions wanted; ``None`` for all.
 
     Raises:
         RequestError: ``max_model_len`` is more than the model has positions for.
-        UnsupportedError: It is more than the model gets right in a packed batch.
+        UnsupportedError: In a packed batch the model is not exact at that many positions.
     """
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
@@ -136,11 +139,11 @@ def find_limit(config: PreTrainedConfig, max_model_len: int | None) -> int | Non
 
 
 def _find_rope_switch(text: PreTrainedConfig) -> int | None:
-    """Where frequencies begin to depend on the longest sequence of the batch, if they do."""
+    """Return the length from which rotary frequencies depend on a batch's longest sequence."""
     parameters: Any = getattr(text, "rope_parameters", None) or {}
     longest = getattr(text, "max_position_embeddings", None)
     switches = []
-    for rope in (parameters, *parameters.values()):  # one for all layers, or one a kind of layer
+    for rope in (parameters, *parameters.values()):  # of all layers, or by kind of layer
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind == "longrope":
             switches.append(rope.get("original_max_position_embeddings"))
@@ -151,7 +154,7 @@ def _find_rope_switch(text: PreTrainedConfig) -> int | None:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Turn whatever goes wrong in running a model for the first time into UnsupportedError."""
+    """Turn errors of a model's first forward into UnsupportedError, with the model's name."""
     try:
         yield
     except torch.OutOfMemoryError:

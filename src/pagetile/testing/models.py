@@ -1,7 +1,8 @@
-"""Tiny Transformers models with random weights, one a family, to hold an engine against.
+"""Tiny Transformers models with random weights, one a family, for tests of an engine.
 
-The weights are wilder than a fresh model's, whose next token hardly depends on its input: here
-logits have clear winners, norms are not flat, sinks and biases count, and greedy text moves on.
+The next token of a freshly initialised model hardly depends on its input. Here weights have a
+larger spread: the largest logit is clear, norms, sinks and biases change the result, and greedy
+text does not repeat one token.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ ADAPTED = (
 """Families whose attention modules do not call it, and are replaced while the model is driven."""
 
 UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm", "qwen3_moe")
-"""More that run: with keys shared between layers, with layers that drop the keyword arguments
-that are meant for their attention, with values of another width than keys, with a rotary embedding
-that turns neighbours, with experts of another width than the other layers."""
+"""More families that run: layers share keys (gemma3n), layers do not pass keyword arguments on to
+their attention (stablelm), values are narrower than keys (deepseek_v3), the rotary embedding
+rotates neighbouring elements (glm), only some layers have experts (qwen3_moe)."""
 
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 """Families with a mixture of experts."""
 
 REFUSED = ("codegen", "mamba", "qwen3_next", "bert")
-"""Families that do not: other attention, no attention, some attention, attention both ways."""
+"""Families that are refused: attention outside of the interface (codegen), no attention (mamba),
+linear attention in some layers (qwen3_next), bidirectional attention (bert)."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -76,7 +78,7 @@ _ALTERNATING: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-# What a family's config says beyond _COMMON.
+# Options of a family's config beyond _COMMON.
 _CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _NARROW,
     "qwen2": {},
@@ -145,7 +147,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "bloom": {"num_attention_heads": 6, "hidden_size": 96},
-    # The smallest width of MPT's default feed-forward; its slopes are its own for 6 heads.
+    # MPT has its own slopes for a number of heads that is no power of two.
     "mpt": {
         "num_attention_heads": 6,
         "hidden_size": 96,
@@ -187,7 +189,7 @@ _MODEL_TYPES = {
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """The config of a family's tiny model, with changes."""
+    """Return the config of a family's tiny model, with changes."""
     from transformers import AutoConfig
 
     options = {**_COMMON, **_CONFIGS[family], **changes}
@@ -197,13 +199,13 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 def tiny_model(
     family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
-    """A family's tiny model, ready to run on the CPU.
+    """Return a family's tiny model, in evaluation mode on the CPU.
 
     Args:
         family: One of ``FAMILIES``, ``ADAPTED``, ``UNUSUAL`` or ``REFUSED``.
         seed: The same seed gives the same weights; torch's own generator is not touched.
         dtype: Type of the weights, which are rounded from the same float32 values.
-        **changes: What its config should say instead.
+        **changes: Options of its config to replace.
 
     Example:
         >>> model = tiny_model("mistral")

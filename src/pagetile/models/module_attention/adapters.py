@@ -1,16 +1,15 @@
-"""Make attention modules call the attention interface while we drive them, proven one by one.
+"""Make attention modules call Transformers' attention interface for the length of a step.
 
-Five families of Transformers compute attention in their modules (``families``). For the length of
-a step one method of each module is replaced, as ``driven`` replaces attributes; the replacement
-calls the attention function that the model's config names, so that the probe and the paged
-attention see these modules like all others::
+Five families of Transformers compute attention in their modules (``families``). One method of each
+module is replaced by ``driven``; the replacement calls the attention function that the model's
+config names, so the probe and paged attention treat these modules as all others::
 
     BloomAttention.forward  ->  q, k, v as the module makes them
                                 ALL_ATTENTION_FUNCTIONS["pagetile"](module, q, k, v, ...)
                                 output as the module projects it
 
-A replacement is used only if, with dense attention, it gives the output of the module's own
-forward on the inputs that the module gets from its model.
+A replacement is used only if, with dense attention, its output equals that of the module's own
+forward on the inputs that the model passes to the module.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["find_adapters", "find_reference"]
 
 _MOST_KEYS = 8192
-"""Positions at which a bias is looked at, at most."""
+"""The largest number of positions at which a bias is compared with its slopes."""
 _USUAL_KEYS = 2048
-"""Positions at which it is looked at for a model without a limit."""
+"""The number of positions of that comparison for a model without a limit."""
 _NUM_TOKENS = {4: 300, 8: 300, 2: 14}
 """Tokens of the comparison by bytes of an element.
 
@@ -50,8 +49,8 @@ _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, to
 def find_reference(model: PreTrainedModel) -> str:
     """The implementation of a model's own attention that its logits are compared with.
 
-    Falcon with ALiBi adds its bias twice under "eager" and once under "sdpa": such modules are
-    held against what the model is set to. All others' "eager" is the definition.
+    Falcon with ALiBi adds its bias twice under "eager" and once under "sdpa". A model with adapters
+    is compared with the implementation that it is set to, every other model with "eager".
     """
     if any(find_family(module) for module in model.modules()):
         return model.config._attn_implementation or "eager"
@@ -60,11 +59,11 @@ def find_reference(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def find_adapters(model: PreTrainedModel, max_model_len: int | None) -> list[Replacement]:
-    """Replacements that make a model's attention modules call the attention interface.
+    """Return the replacements that make a model's attention modules call the interface.
 
     Args:
-        model: Any model; one whose modules call it already needs none.
-        max_model_len: Positions that need to be right; ``None`` if there is no limit.
+        model: Any model; there are no replacements if its modules call the interface already.
+        max_model_len: The number of positions that will be used; ``None`` if there is no limit.
 
     Raises:
         UnsupportedError: A module does not compute what its replacement does.
@@ -94,7 +93,10 @@ def _interface(config: PreTrainedConfig) -> Attention:
 def _placeholders(
     model: PreTrainedModel, found: list[tuple[nn.Module, Family]]
 ) -> list[Replacement]:
-    """A mask for models that fail without one: it is passed on as it is, and hides nothing."""
+    """Return a mask argument for models that fail without one. It hides nothing.
+
+    Transformers passes a mask of four dimensions on unchanged.
+    """
     if not any(family.needs_mask for _, family in found):
         return []
     base = model.base_model
@@ -118,7 +120,7 @@ def _read_bias(
     inputs: list[Replacement],
     length: int,
 ) -> KeyBias | None:
-    """The bias that a model hands to its attention modules for ``length`` keys in a row."""
+    """Return the bias that a model passes to its attention modules for ``length`` keys."""
     module, family = found[0]
     if family.bias is None:
         return None
@@ -142,7 +144,7 @@ def _read_bias(
     if bias is None:
         return None
     num_heads = getattr(module, "num_heads", None) or module.n_heads
-    fitted = fit_bias(bias.reshape(num_heads, -1)[:, -length:])
+    fitted = fit_bias(bias.reshape(num_heads, -1))
     if family.bias == "alibi" and own == "eager" and _adds_twice(module):
         fitted = KeyBias(2 * fitted.slopes)
     return fitted
