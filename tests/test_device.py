@@ -1,3 +1,9 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
 from pagetile.device import _left_by_limits
 
 
@@ -27,3 +33,40 @@ def test_without_limits_there_are_none(tmp_path):
     assert _left_by_limits(tmp_path, "0::/\n") == []
     assert _left_by_limits(tmp_path, "") == []
     assert all(left >= 0 for left in _left_by_limits())
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}, "False False"),
+        ({"NUMBA_CPU_NAME": "generic"}, "False False"),
+        (
+            {"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": "+avx512bf16,-avx512vbmi"},
+            "True False",
+        ),
+    ],
+    ids=str,
+)
+def test_instruction_sets_are_those_of_numbas_target(target, expected):
+    """Whatever this machine has: a kernel for another dies in LLVM of an instruction it lacks."""
+    script = """
+import torch
+from pagetile.device import DeviceInfo, cpu_features
+print(DeviceInfo.of(torch.device("cpu")).bf16_dot, "avx512vbmi" in cpu_features())
+"""
+    command, environment = [sys.executable, "-c", script], os.environ | target
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == expected
+
+
+def test_without_numba_there_are_no_instruction_sets():
+    script = """
+import sys
+sys.modules["numba"] = None
+from pagetile.device import cpu_features
+print(sorted(cpu_features()))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "[]\n"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceInfo", "available_memory", "refusing_to_wait"]
+__all__ = ["DeviceInfo", "available_memory", "cpu_features", "refusing_to_wait"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DeviceInfo:
     """Threads that torch may use on a CPU, multiprocessors of a GPU."""
     name: str = ""
     bf16_dot: bool = False
-    """Whether a CPU multiplies pairs of bfloat16 (AVX512-BF16)."""
+    """Whether kernels on a CPU multiply pairs of bfloat16 (AVX512-BF16)."""
     capability: tuple[int, int] = (0, 0)
     """A GPU's compute capability: (9, 0) is Hopper."""
     shared_memory: int = 0
@@ -50,9 +50,24 @@ class DeviceInfo:
 
 @functools.cache
 def _cpu(num_threads: int) -> DeviceInfo:
-    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    name = features.get("cpu_name") or platform.processor() or platform.machine()
-    return DeviceInfo("cpu", num_threads, name, bool(features.get("avx512_bf16")))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    name = capabilities.get("cpu_name") or platform.processor() or platform.machine()
+    return DeviceInfo("cpu", num_threads, name, "avx512bf16" in cpu_features())
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Instruction sets, by LLVM's names, that the target of Numba's compiler is said to have.
+
+    That is the host, or what ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` name. A CPU that is
+    named without features has none here, so kernels do without them. Empty without Numba.
+    """
+    try:
+        from numba.core.registry import cpu_target
+    except ImportError:
+        return frozenset()
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
 
 
 @functools.cache

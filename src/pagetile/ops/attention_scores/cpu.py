@@ -1,7 +1,8 @@
-"""Scores on a CPU: tiles of queries against a head's keys, which lie turned in scratch memory.
+"""Scores on a CPU: tiles of queries against a head's keys, transposed in scratch memory.
 
-An item of work is a head, or some of its queries. Scores are made in scratch memory and go out row
-by row, in whole vectors; the last one of a row overlaps the one before.
+An item of work is a head, or some of its queries. float32 scores that are not scaled are written
+where they belong; others are made in scratch memory, scaled and converted row by row. The last
+vector of a row overlaps the one before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SMALL = 1 << 18  # scores that take a thread about as long as waking another
 Call = namedtuple(
     "Call",
     "scores q k num_heads q_len k_len head_size width columns"
-    " q_batch q_head q_row k_batch k_head k_row scale",
+    " q_batch q_head q_row k_batch k_head k_row scale is_direct",
 )
 
 
@@ -76,16 +77,40 @@ def _work(call, num_items, chunk, counter, q, k, k_turned, scores):
                 rows = min(TILE, min(first + chunk, call.q_len) - m)
                 at = q_at + m * call.q_row
                 load_rows(q, call.width, call.q, at, call.q_row, rows, call.head_size, TILE)
-                multiply(
-                    scores, 0, call.columns, q, 0, call.width, 1, k_turned, call.columns,
-                    (rows + 3) // 4 * 4, (keys + LANES - 1) // LANES * LANES, call.head_size, False,
-                )  # fmt: skip
                 to = (matrix * call.q_len + m) * call.k_len + start
-                _store_scores(call, scores, rows, keys, to)
+                whole = rows // 4 * 4 if call.is_direct else 0
+                _write_scores(call, q, k_turned, whole, keys, to)
+                if whole < rows:
+                    multiply(
+                        scores, 0, call.columns, q, whole * call.width, call.width, 1, k_turned,
+                        call.columns, (rows - whole + 3) // 4 * 4,
+                        (keys + LANES - 1) // LANES * LANES, call.head_size, False,
+                    )  # fmt: skip
+                    _store_scores(call, scores, rows - whole, keys, to + whole * call.k_len)
+
+
+@inner()
+def _write_scores(call, q, k_turned, rows, keys, to):
+    """Products of a multiple of four rows, straight into float32 results.
+
+    The last vector of a row overlaps the one before, so nothing past the row is written.
+    """
+    whole = keys // LANES * LANES
+    multiply(
+        call.scores, to, call.k_len, q, 0, call.width, 1, k_turned, call.columns, rows, whole,
+        call.head_size, False,
+    )  # fmt: skip
+    if whole < keys:
+        last = keys - LANES
+        multiply(
+            call.scores, to + last, call.k_len, q, 0, call.width, 1, k_turned, call.columns, rows,
+            LANES, call.head_size, False, last,
+        )  # fmt: skip
 
 
 @inner()
 def _store_scores(call, scores, rows, keys, to):
+    """Scale rows of scratch memory and store them in the results' type."""
     scale = splat(call.scale)
     for r in range(rows):
         at, row = to + r * call.k_len, r * call.columns
@@ -106,7 +131,7 @@ def run(problem, q, k, softmax_scale):
     call = Call(  # type: ignore[call-arg]
         flat(scores), flat(q), flat(k), problem.num_heads, problem.q_len, problem.k_len,
         problem.head_size, width, columns, *q.stride()[:3], *k.stride()[:3],
-        np.float32(softmax_scale),
+        np.float32(softmax_scale), q.dtype == torch.float32 and softmax_scale == 1.0,
     )  # fmt: skip
     num_threads = DeviceInfo.of(q.device).num_workers if scores.numel() > _SMALL else 1
     heads = problem.batch * problem.num_heads

@@ -12,15 +12,19 @@ bool     the bits of a float8 e5m2  shift to float16; likewise, ±57344 at most
 =======  =========================  ================================================
 
 NumPy has none of the four small floats and Numba no float16: other types of their size stand in
-for them. These are pieces of LLVM code; ``simd`` makes Numba functions of them.
+for them. These functions emit LLVM code; ``simd`` makes Numba functions of them.
 """
 
 from __future__ import annotations
 
+import platform
+
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+
+from ...device import cpu_features
 
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _I32, _I16, _I8 = ir.IntType(32), ir.IntType(16), ir.IntType(8)
@@ -61,7 +65,28 @@ def _load_f32(builder, pointer, lanes):
 
 
 def _load_f16(builder, pointer, lanes):
-    return builder.fpext(_read(builder, pointer, _F16, lanes), ir.VectorType(_F32, lanes))
+    return _widen_half(builder, _read(builder, pointer, _I16, lanes))
+
+
+def _converts_halves():
+    """Whether the target has instructions for float16; else LLVM calls a library we do not have."""
+    return platform.machine() not in ("x86_64", "AMD64") or "f16c" in cpu_features()
+
+
+def _widen_half(builder, bits):
+    """float32 from the bits of float16, exactly."""
+    floats, ints = (ir.VectorType(kind, bits.type.count) for kind in (_F32, _I32))
+    if _converts_halves():
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(_F16, bits.type.count)), floats)
+    wide = builder.sext(bits, ints)
+    sign = builder.and_(wide, _all(ints, -1 << 31))
+    size = builder.and_(builder.shl(wide, _all(ints, 13)), _all(ints, 0x0FFFE000))
+    # The biases, 15 and 127, differ by 112; a product brings subnormal numbers into place, too.
+    moved = builder.fmul(builder.bitcast(size, floats), _all(floats, 2.0**112))
+    moved = builder.bitcast(moved, ints)
+    is_special = builder.icmp_signed(">=", size, _all(ints, 0x1F << 23))  # infinity or NaN
+    moved = builder.select(is_special, builder.or_(size, _all(ints, 0xFF << 23)), moved)
+    return builder.bitcast(builder.or_(moved, sign), floats)
 
 
 def _load_bf16(builder, pointer, lanes):
@@ -74,7 +99,27 @@ def _encode_f32(builder, value):
 
 
 def _encode_f16(builder, value):
-    return builder.fptrunc(value, ir.VectorType(_F16, value.type.count))
+    halves = ir.VectorType(_F16, value.type.count)
+    if _converts_halves():
+        return builder.fptrunc(value, halves)
+    ints, shorts = (ir.VectorType(kind, value.type.count) for kind in (_I32, _I16))
+    bits = builder.bitcast(value, ints)
+    sign = builder.and_(builder.lshr(bits, _all(ints, 16)), _all(ints, 0x8000))
+    size = builder.and_(bits, _all(ints, 0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, _all(ints, 13)), _all(ints, 1))
+    rounded = builder.add(size, builder.add(odd, _all(ints, 0xFFF - (112 << 23))))
+    code = builder.lshr(rounded, _all(ints, 13))
+    # Subnormal numbers count equal steps of 2 ** -24: one is the last bit of a half.
+    steps = _all(value, 0.5)
+    count = builder.fadd(builder.bitcast(size, value.type), steps)
+    count = builder.sub(builder.bitcast(count, ints), builder.bitcast(steps, ints))
+    code = builder.select(builder.icmp_signed("<", size, _all(ints, 113 << 23)), count, code)
+    code = builder.select(
+        builder.icmp_signed(">=", size, _all(ints, 143 << 23)), _all(ints, 0x7C00), code
+    )
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    code = builder.or_(builder.select(is_nan, _all(ints, 0x7E00), code), sign)
+    return builder.bitcast(builder.trunc(code, shorts), halves)
 
 
 def _encode_bf16(builder, value):
@@ -98,8 +143,7 @@ def _load_int8(builder, pointer, lanes):
 def _load_e5m2(builder, pointer, lanes):
     """The upper half of a float16."""
     wide = builder.zext(_read(builder, pointer, _I8, lanes), ir.VectorType(_I16, lanes))
-    half = builder.bitcast(builder.shl(wide, _all(wide, 8)), ir.VectorType(_F16, lanes))
-    return builder.fpext(half, ir.VectorType(_F32, lanes))
+    return _widen_half(builder, builder.shl(wide, _all(wide, 8)))
 
 
 def _load_e4m3(builder, pointer, lanes):
@@ -113,9 +157,7 @@ def _load_e4m3(builder, pointer, lanes):
     wide = builder.sext(codes, ir.VectorType(_I16, lanes))
     bits = builder.and_(builder.shl(wide, _all(wide, 7)), _all(wide, 0xBFFF))
     bits = builder.select(is_nan, _all(wide, 0x7E00), bits)
-    value = builder.fpext(
-        builder.bitcast(bits, ir.VectorType(_F16, lanes)), ir.VectorType(_F32, lanes)
-    )
+    value = _widen_half(builder, bits)
     return builder.fmul(value, _all(value, 256.0))
 
 
@@ -192,14 +234,11 @@ def load_bf16_bits(builder, dtype, pointer):
     """Thirty-two bfloat16, exactly, from as many elements of that type or of 8 bits."""
     if dtype == types.uint16:
         return _read(builder, pointer, _I16, 32)
-    if dtype in _FLOAT8 and "avx512vbmi" in _HOST:
+    if dtype in _FLOAT8 and "avx512vbmi" in cpu_features():
         return _look_up(builder, pointer, _bf16_table(_FLOAT8[dtype]))
     low, high = (load_lanes(builder, dtype, builder.gep(pointer, [_I32(at)]), 16) for at in (0, 16))
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     return builder.bitcast(_call(builder, name, BFLOATS, high, low), SHORTS)
-
-
-_HOST = {name for name, has in binding.get_host_cpu_features().items() if has}
 
 
 def _call(builder, name, result, *operands):

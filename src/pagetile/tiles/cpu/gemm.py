@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from .compile import inner
 from .microkernels import store_64
-from .simd import fma, load, load_half, splat, store, zeros
+from .simd import fma, load, load_half, splat, store, store_transposed, zeros
 
 __all__ = ["load_rows", "multiply", "transpose"]
 
@@ -92,35 +92,54 @@ def _multiply_8x16(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps,
 
 
 @inner()
-def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds):
+def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds, b_at=0):
     """Rows by fours, columns by sixteens; ``a[r, k]`` is at ``a_at + r * a_row + k * a_step``."""
     wide = columns - columns % 64
     for column in range(0, wide, 64):
         for r in range(0, rows, 4):
             _multiply_4x64(
                 c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
-                b, column, b_step, steps, adds,
+                b, b_at + column, b_step, steps, adds,
             )  # fmt: skip
     eights = rows - rows % 8
     for column in range(wide, columns, 16):
         for r in range(0, eights, 8):
             _multiply_8x16(
                 c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
-                b, column, b_step, steps, adds,
+                b, b_at + column, b_step, steps, adds,
             )  # fmt: skip
         for r in range(eights, rows, 4):
             _multiply_4x16(
                 c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
-                b, column, b_step, steps, adds,
+                b, b_at + column, b_step, steps, adds,
             )  # fmt: skip
 
 
 @inner()
 def transpose(into, into_row, matrix, row, rows, columns):
-    """``into[c, r] = matrix[r, c]``."""
-    for r in range(rows):
+    """``into[c, r] = matrix[r, c]``, sixteen by sixteen as far as both are multiples of it."""
+    whole_rows, whole_columns = rows - rows % 16, columns - columns % 16
+    for r in range(0, whole_rows, 16):
+        for c in range(0, whole_columns, 16):
+            _transpose_16x16(into, c * into_row + r, into_row, matrix, r * row + c, row)
+        for i in range(r, r + 16):
+            for c in range(whole_columns, columns):
+                into[c * into_row + i] = matrix[i * row + c]
+    for r in range(whole_rows, rows):
         for c in range(columns):
             into[c * into_row + r] = matrix[r * row + c]
+
+
+@inner()
+def _transpose_16x16(into, to, into_row, x, at, row):
+    vectors = (
+        load(x, at), load(x, at + row), load(x, at + 2 * row), load(x, at + 3 * row),
+        load(x, at + 4 * row), load(x, at + 5 * row), load(x, at + 6 * row), load(x, at + 7 * row),
+        load(x, at + 8 * row), load(x, at + 9 * row), load(x, at + 10 * row),
+        load(x, at + 11 * row), load(x, at + 12 * row), load(x, at + 13 * row),
+        load(x, at + 14 * row), load(x, at + 15 * row),
+    )  # fmt: skip
+    store_transposed(into, to, into_row, vectors)
 
 
 @inner()
