@@ -91,7 +91,8 @@ def run(
         workers = DeviceInfo.of(query.device).num_workers
         split = choose_split(problem, longest, tiles.tile_n, workers)
     exp_sum, max_logits, tmp_out = partitions or (out, out, out)  # any address will do
-    sums, tmp = (0, 0), (0, 0, 0)
+    sums: tuple[int, ...] = (0, 0)
+    tmp: tuple[int, ...] = (0, 0, 0)
     if partitions is not None:
         sums, tmp = exp_sum.stride()[:2], tmp_out.stride()[:3]
         if max_logits.stride() != exp_sum.stride():
