@@ -14,6 +14,8 @@ from .case import Case, Check
 from .cases import can_run, find_cases
 from .document import fill
 from .machine import BackgroundLoad, describe_run
+from .sweep import find_classes, sweep, write
+from .sweep_shapes import CLASSES as SWEPT
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
@@ -113,6 +115,30 @@ def document(
     """Generate the tables of the README and of docs/performance from the records."""
     for page in pages or PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+
+
+@app.command("sweep")
+def sweep_shapes(
+    name: Annotated[
+        str | None, typer.Option("--class", metavar="NAME", help="One class of shapes; else all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Other shapes for another seed.")] = 0,
+    shapes: Annotated[int, typer.Option(min=1, help="Shapes of a class.")] = 20,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; else what there is.")] = None,
+    out: Annotated[str | None, typer.Option(help="Write into results/NAME.json.")] = None,
+) -> None:
+    """Time random shapes of each class beside the peers, each checked against float64."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        kinds = find_classes(name, device)
+    except KeyError:
+        names = ", ".join(SWEPT)
+        raise typer.BadParameter(f"no class is called {name!r}; there are {names}") from None
+    record = sweep(kinds, seed, shapes, device, console)
+    if out is not None:
+        write(record, RESULTS / f"{out}.json")
+    if not all(kind["reached"] for kind in record["classes"].values()):
+        raise typer.Exit(1)
 
 
 @app.command("tune")

@@ -10,8 +10,17 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from vllm_cases import BF16, E4M3, E5M2, F16, F32  # noqa: E402
+from vllm_cases import (  # noqa: E402
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    decode_case,
+    make_call,
+)
 
+from pagetile.integrations import vllm_ops  # noqa: E402
 from pagetile.integrations.vllm_ops import triton_cache, triton_launch  # noqa: E402
 from pagetile.integrations.vllm_ops.checks import Problem  # noqa: E402
 
@@ -107,3 +116,26 @@ def test_a_plan_gives_every_multiprocessor_work():
         assert keys % 64 == 0
         programs = num_seqs * 8 * -(-longest // keys)
         assert programs >= min(4 * 132, num_seqs * 8 * longest // 256)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_common_call_is_known_to_be_aligned(version, dtype, monkeypatch, mirror):
+    """Otherwise the compiler copies element by element, and cannot copy ahead."""
+    kinds = []
+
+    def make_launcher(*arguments):
+        kinds.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr(triton_launch, "make_launcher", make_launcher)
+    monkeypatch.setattr(triton_launch, "refuse_device", lambda *arguments: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    call = make_call(decode_case((40, 600), dtype=dtype, num_heads=6, num_kv_heads=2))
+    with pytest.raises(InterruptedError):
+        call.run(vllm_ops, version, mirror, "cpu")
+    assert kinds[0][-1] is True
+    call.query = call.query.new_zeros(call.query.numel() + 1)[1:].view(call.query.shape)
+    with pytest.raises(InterruptedError):
+        call.run(vllm_ops, version, mirror, "cpu")
+    assert kinds[1][-1] is False

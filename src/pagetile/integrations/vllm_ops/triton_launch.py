@@ -90,18 +90,21 @@ def run(
     if partitions is None:
         workers = DeviceInfo.of(query.device).num_workers
         split = choose_split(problem, longest, tiles.tile_n, workers)
-    tensors = (out, query, key_cache, value_cache)
-    is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     exp_sum, max_logits, tmp_out = partitions or (out, out, out)  # any address will do
-    sums, tmp = exp_sum.stride()[:2], tmp_out.stride()[:3]
-    strides = (*out.stride()[:2], *sums, *(*tmp, 0, 0)[:3], *query.stride()[:2])
+    sums: tuple[int, ...] = (0, 0)
+    tmp: tuple[int, ...] = (0, 0, 0)
+    if partitions is not None:
+        sums, tmp = exp_sum.stride()[:2], tmp_out.stride()[:3]
+        if max_logits.stride() != exp_sum.stride():
+            raise UnsupportedError("max_logits lies otherwise than exp_sum: allocate both alike")
     pages = (*key_cache.stride()[:2], *value_cache.stride()[:2])
-    if partitions is not None and max_logits.stride() != exp_sum.stride():
-        raise UnsupportedError("max_logits lies otherwise than exp_sum: allocate both alike")
-    is_wide = all(stride % 16 == 0 for stride in (*strides[:2], *strides[4:], *pages))
+    wide = (*out.stride()[:2], *tmp, *query.stride()[:2], *pages)
+    strides = (*out.stride()[:2], *sums, *tmp, *query.stride()[:2], *pages)
+    addresses = (tensor.data_ptr() for tensor in (out, tmp_out, query, key_cache, value_cache))
+    is_aligned = not any(at % 16 for at in (*addresses, *wide))
     launcher = make_launcher(
         problem.kernel_sizes, tiles, alibi_slopes is not None, sparse.is_on,
-        partitions is not None, is_aligned and is_wide,
+        partitions is not None, is_aligned,
     )  # fmt: skip
     rows, width = launcher.constants["ROWS"], launcher.constants["D"]
     pairs = problem.num_seqs * problem.num_kv_heads * -(-problem.group // rows)
@@ -114,7 +117,7 @@ def run(
         seq_lens, _or(alibi_slopes, seq_lens), _or(k_scale, seq_lens), _or(v_scale, seq_lens),
         problem.num_heads, problem.num_kv_heads, max_parts, split // tiles.tile_n, scale,
         sparse.tp_rank, sparse.local_blocks, sparse.vert_stride, sparse.block_size,
-        sparse.head_sliding_step, *strides, *pages, block_tables.stride(0),
+        sparse.head_sliding_step, *strides, block_tables.stride(0),
     )  # fmt: skip
 
 

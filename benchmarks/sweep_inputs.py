@@ -1,0 +1,209 @@
+"""A swept shape's tensors, what its result should be, and the libraries that compute the same."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from pagetile import PagedBatch, attention, paged_attention
+from pagetile.tiles.state import AttentionOutput
+
+from .gpu_inputs import Shape
+from .libraries import find_libraries
+from .sweep_shapes import SweepShape
+
+__all__ = ["SweepInputs", "find_peers"]
+
+_ROWS = 48  # of queries that are checked in a sequence
+_SEQS = 3
+_SCALE = 0.02
+_CRASHES = {"flashinfer": (96,)}
+"""Head sizes with which a library takes the whole process down (FlashInfer 0.6.18)."""
+
+
+class SweepInputs:
+    """Random numbers in a paged cache (blocks in random order) and the same numbers dense.
+
+    The attributes are those that ``libraries`` asks of its inputs.
+    """
+
+    causal = True
+
+    def __init__(self, shape: SweepShape, device: str, seed: int = 0) -> None:
+        self.sweep = shape
+        self.device, self.is_8_bit = device, shape.kv_dtype.itemsize == 1
+        block_size = shape.block_size or 16
+        generator = torch.Generator(device).manual_seed(seed)
+        counts = [-(-length // block_size) for length in shape.seq_lens]
+        num_blocks = sum(counts) + 1
+        dtype = torch.bfloat16 if self.is_8_bit else shape.kv_dtype
+
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator, device=device, dtype=dtype)
+
+        self.q = draw(sum(shape.query_lens), shape.num_heads, shape.head_size)
+        kept = (num_blocks, block_size, shape.num_kv_heads)
+        self.k_cache, self.v_cache = (
+            draw(*kept, size) for size in (shape.head_size, shape.v_head_size)
+        )
+        self.scales: dict[str, Any] = {}
+        if self.is_8_bit:
+            self.k_cache, self.v_cache = (
+                (cache * 30).to(shape.kv_dtype) for cache in (self.k_cache, self.v_cache)
+            )
+            one = torch.full((shape.num_kv_heads,), _SCALE, device=device)
+            self.scales = {"k_scale": one, "v_scale": one}
+        order = torch.randperm(num_blocks, generator=generator, device=device).int()
+        self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+        starts = [0, *itertools.accumulate(counts)]
+        for seq, count in enumerate(counts):
+            self.tables[seq, :count] = order[starts[seq] : starts[seq + 1]]
+        lengths = torch.tensor(shape.seq_lens, dtype=torch.int32, device=device)
+        queries = torch.tensor([0, *itertools.accumulate(shape.query_lens)], dtype=torch.int32)
+        self.batch = PagedBatch(
+            self.tables, lengths, queries.to(device), max(shape.query_lens), max(shape.seq_lens)
+        )
+        self.shape = Shape(
+            shape.num_heads, shape.num_kv_heads, shape.head_size, block_size, shape.kv_dtype,
+            "head" if self.is_8_bit else None,
+        )  # fmt: skip
+
+    def attend(self) -> AttentionOutput:
+        """The call that is timed."""
+        if not self.sweep.block_size:
+            return attention(*self._dense_batch(), causal=True)
+        return paged_attention(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
+
+    def _dense_batch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``[batch, seq_len, heads, size]`` of sequences of one length, made once."""
+        if not hasattr(self, "_made"):
+            count = len(self.sweep.seq_lens)
+            keys, values = zip(*(self.dense(seq) for seq in range(count)), strict=True)
+            self._made = (
+                self.q.view(count, -1, *self.q.shape[1:]), torch.stack(keys), torch.stack(values)
+            )  # fmt: skip
+        return self._made
+
+    def dense(self, seq: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[length, num_kv_heads, size]`` of a sequence, as they are kept."""
+        length = self.sweep.seq_lens[seq]
+        blocks = self.tables[seq, : -(-length // self.k_cache.shape[1])].long()
+        keys, values = (c[blocks].flatten(0, 1)[:length] for c in (self.k_cache, self.v_cache))
+        return keys, values
+
+    def error(self, out: Tensor) -> float:
+        """Largest gap to float64 in some rows of some sequences, by the largest number there."""
+        out = out.reshape(-1, *out.shape[-2:])
+        starts = self.batch.cu_seqlens_q.tolist()
+        count, worst = len(starts) - 1, 0.0
+        for seq in sorted({0, count // 2, count - 1})[:_SEQS]:
+            new, length = self.sweep.query_lens[seq], self.sweep.seq_lens[seq]
+            rows = torch.linspace(0, new - 1, min(new, _ROWS), device=self.device).long()
+            keys, values = self.dense(seq)
+            factor = _SCALE if self.is_8_bit else 1.0
+            k, v = (x.double().transpose(0, 1) * factor for x in (keys, values))
+            q = self.q[starts[seq] + rows].double().transpose(0, 1)
+            group = q.shape[0] // k.shape[0]
+            s = q.reshape(len(k), group * len(rows), -1) @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+            seen = torch.arange(length, device=self.device) <= length - new + rows[:, None]
+            s = s.masked_fill(~seen.repeat(group, 1), -torch.inf)
+            expected = (s.softmax(-1) @ v).view(q.shape[0], len(rows), -1).transpose(0, 1)
+            gap = (out[starts[seq] + rows].double() - expected).abs().max() / expected.abs().max()
+            worst = max(worst, float(gap.nan_to_num(torch.inf)))
+        return worst
+
+
+def find_peers(inputs: SweepInputs, warn: bool = True) -> dict[str, Callable[[], Any]]:
+    """Calls that compute the same, each checked against float64.
+
+    SDPA over gathered keys and values, a sequence at a time, is always there. FlashInfer,
+    flash-attn and FlashAttention-3 (also of vLLM's wheel) take part where they are installed.
+    """
+    peers: dict[str, Callable[[], Any]] = {"sdpa": _sdpa(inputs)}
+    shape = inputs.sweep
+    if inputs.device != "cpu":
+        is_plain = shape.block_size > 0 and shape.head_size == shape.v_head_size
+        crashes = [size for name, size in _CRASHES.items() if find_spec(name) is not None]
+        if is_plain and not any(shape.head_size in sizes for sizes in crashes):
+            peers |= find_libraries(inputs)  # type: ignore[arg-type]
+        if not inputs.is_8_bit and find_spec("vllm") is not None:
+            peers["vllm flash_attn 3"] = _vllm_flash_attn_3(inputs)
+    right = {}
+    for name, call in peers.items():
+        try:
+            error = inputs.error(call())
+        except Exception as reason:  # whatever a library raises about a problem
+            if warn:
+                warnings.warn(f"{name} takes no part: {reason}", stacklevel=2)
+            continue
+        if error <= 2**-5:
+            right[name] = call
+        elif warn:
+            warnings.warn(f"{name} takes no part: its result is {error:.2g} off", stacklevel=2)
+    return right
+
+
+def _sdpa(inputs: SweepInputs) -> Callable[[], Tensor]:
+    """Gathered beforehand, untimed; a decoding sequence's groups are rows of one head."""
+    starts = inputs.batch.cu_seqlens_q.tolist()
+    calls: list[Callable[[], Tensor]] = []
+    for seq, (new, length) in enumerate(
+        zip(inputs.sweep.query_lens, inputs.sweep.seq_lens, strict=True)
+    ):
+        k, v = (x.to(inputs.q.dtype) for x in inputs.dense(seq))
+        if inputs.is_8_bit:
+            k, v = k * _SCALE, v * _SCALE
+        k, v = (x.transpose(0, 1)[None].contiguous() for x in (k, v))
+        q = inputs.q[starts[seq] : starts[seq + 1]]
+        calls.append(_one_sdpa(q, k, v, new, length))
+
+    def call() -> Tensor:
+        return torch.cat([one() for one in calls])
+
+    return call
+
+
+def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, new: int, length: int) -> Callable[[], Tensor]:
+    if new == 1:
+        rows = q.view(1, k.shape[1], -1, q.shape[-1])
+        return lambda: sdpa(rows, k, v).reshape(1, q.shape[1], -1)
+    heads = q.transpose(0, 1)[None]
+    grouped = q.shape[1] > k.shape[1]
+    if new == length:
+        return lambda: sdpa(heads, k, v, is_causal=True, enable_gqa=grouped)[0].transpose(0, 1)
+    if grouped:  # a bias has no groups
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    bias: Any = causal_lower_right(new, length)
+    return lambda: sdpa(heads, k, v, attn_mask=bias)[0].transpose(0, 1)
+
+
+def _vllm_flash_attn_3(inputs: SweepInputs) -> Callable[[], Tensor]:
+    """FlashAttention-3 as vLLM ships it; over pages, or over ragged keys where there are none."""
+    library = importlib.import_module("vllm.vllm_flash_attn")
+    batch, v_size = inputs.batch, inputs.sweep.v_head_size
+    shared: dict[str, Any] = {
+        "max_seqlen_q": batch.max_query_len, "cu_seqlens_q": batch.cu_seqlens_q,
+        "max_seqlen_k": batch.max_seq_len, "causal": True, "fa_version": 3,
+        "softmax_scale": inputs.q.shape[-1] ** -0.5,
+    }  # fmt: skip
+    if inputs.sweep.block_size:
+        out = inputs.q.new_empty(*inputs.q.shape[:2], v_size)
+        return lambda: library.flash_attn_varlen_func(
+            inputs.q, inputs.k_cache, inputs.v_cache, seqused_k=batch.seq_lens,
+            block_table=inputs.tables, out=out, **shared,
+        )  # fmt: skip
+    _, k, v = inputs._dense_batch()
+    starts = pad(batch.seq_lens.cumsum(0).int(), (1, 0))
+    return lambda: library.flash_attn_varlen_func(
+        inputs.q, k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_k=starts, **shared
+    )
