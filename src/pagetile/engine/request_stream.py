@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GenerationError
-from .progress import Delta
+from .output_processor import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 

@@ -137,7 +137,7 @@ class PageFeed:
         self._num_tokens = 0
         self._watchers: set[asyncio.Queue[dict[str, Any] | None]] = set()
         self._task: asyncio.Task[None] | None = None
-        llm.observers.append(self._note_step)
+        llm.thread.observers.append(self._note_step)
 
     async def frames(self) -> AsyncIterator[dict[str, Any]]:
         """Snapshots as they are taken, at most five a second; a slow reader misses some."""
