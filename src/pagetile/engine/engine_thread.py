@@ -111,7 +111,7 @@ class EngineThread:
 
     def _step(self) -> None:
         start = time.perf_counter()
-        self._in_step = list(self._admitted)  # if it fails before it has chosen its sequences
+        self._note_step()
         try:
             deltas = self._engine.step()
         except Exception as error:
@@ -135,7 +135,9 @@ class EngineThread:
 
     def _note_step(self) -> None:
         """Remember the requests of the step that begins: they fail if it does."""
-        self._in_step = [s.request.request_id for s in self._engine.scheduler.running]
+        running = self._engine.scheduler.running
+        # Nothing runs and the step fails all the same: then whatever it was to begin is to blame.
+        self._in_step = [s.request.request_id for s in running] or list(self._admitted)
 
     def _publish(self, deltas: Sequence[Delta], now: float) -> None:
         """Give one step's deltas to their streams: one wake-up of the event loop for all."""
@@ -152,8 +154,7 @@ class EngineThread:
                 self._intervals[interval] = self._intervals.get(interval, 0) + 1
             is_first, stream.stepped = stream.stepped is None, now
             output = None
-            has_ended = any(delta.finish_reason is not None for delta in own)
-            if has_ended or (stream.is_streamed and stream.params.logprobs is not None):
+            if any(delta.finish_reason is not None for delta in own):
                 output = self._engine.take_output(request_id)
                 if output.finished:
                     del self._admitted[request_id]
@@ -176,6 +177,7 @@ class EngineThread:
                 stream.params,
                 cache_salt=cache_salt,
                 stream=stream.is_streamed,
+                token_ids=stream.prompt_token_ids,
             )
         except Exception as error:
             call_soon(stream.loop, stream.fail, error)
