@@ -217,7 +217,7 @@ def test_a_lost_device_ends_the_engine_and_says_so(llm, monkeypatch):
     deaths = []
 
     async def main(async_llm):
-        async_llm.on_death = deaths.append
+        async_llm.thread.on_death = deaths.append
         stream = await async_llm.submit("def add", LONG)
         with pytest.raises(EngineDeadError, match="illegal memory"):
             await read(stream)

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
+from .engine_thread import EngineThread, StepReport
 from .llm import LLM
 from .output_processor import Delta
-from .prompt_logprobs import PromptLogprobs, score_prompt
 from .request import CompletionOutput, RequestOutput
 from .request_stream import RequestStream
 from .sampling_params import SamplingParams
@@ -35,22 +32,6 @@ __all__ = ["AsyncLLM", "StepReport"]
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
-
-# Parts of a message that say the device itself is gone, after which no step can succeed.
-_DEVICE_LOST = ("CUDA error", "device-side assert", "HIP error", "NCCL error", "Xid")
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step did, for metrics. Called on the engine's thread."""
-
-    seconds: float
-    num_tokens: int
-    """Tokens that were sampled."""
-    num_running: int
-    num_waiting: int
-    intervals: Mapping[float, int]
-    """Seconds since a request's token before, and how many requests waited so long."""
 
 
 class AsyncLLM:
@@ -63,8 +44,7 @@ class AsyncLLM:
         num_threads: Threads that turn prompts into tokens.
 
     Attributes:
-        observers: Called after every step with a ``StepReport``, on the engine's thread.
-        on_death: Called once, with the error, when the engine cannot go on; on its thread.
+        thread: The engine's; ``thread.observers`` and ``thread.on_death`` are called on it.
 
     Example:
         >>> import asyncio
@@ -84,22 +64,12 @@ class AsyncLLM:
         self.engine: Engine = llm.engine if isinstance(llm, LLM) else llm
         self.max_num_seqs = self.engine.scheduler.max_num_seqs
         self.max_queued_seqs = max_queued_seqs
-        self.observers: list[Callable[[StepReport], None]] = []
-        self.on_death: Callable[[BaseException], None] | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, RequestStream] = {}  # of the event loop's side
-        self._admitted: dict[Any, RequestStream] = {}  # of the engine's, by the engine's ids
-        self._to_score: list[RequestStream] = []
-        self._in_step: list[Any] = []
-        self._intervals: dict[float, int] = {}  # of the step that was just published
+        self._streams: dict[str, RequestStream] = {}
         self._num_seqs = 0
         self._next_id = 0
         self._is_draining = self._is_closed = False
-        self._death: BaseException | None = None
         self._workers = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
-        self.engine.on_step = self._note_step
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        self._thread.start()
+        self.thread = EngineThread(self.engine)
 
     @classmethod
     def load(cls, model: str | os.PathLike[str] | Any = None, **options: Any) -> AsyncLLM:
@@ -115,7 +85,7 @@ class AsyncLLM:
     @property
     def is_alive(self) -> bool:
         """Whether requests can still be served."""
-        return self._death is None and not self._is_closed
+        return self.death is None and not self._is_closed
 
     @property
     def is_draining(self) -> bool:
@@ -125,7 +95,7 @@ class AsyncLLM:
     @property
     def death(self) -> BaseException | None:
         """Why the engine stopped serving; ``None`` while it does."""
-        return self._death
+        return self.thread.death
 
     @property
     def num_requests(self) -> int:
@@ -246,13 +216,13 @@ class AsyncLLM:
         self._streams[request_id] = handle
         self._num_seqs += params.n
         handle.arrived = time.perf_counter()
-        self._inbox.put(lambda: self._admit(handle, cache_salt))
+        self.thread.admit(handle, cache_salt)
         return handle
 
     def check_capacity(self, num_seqs: int = 1) -> None:
         """Raise OverloadedError or EngineDeadError unless so many sequences would be accepted."""
         if not self.is_alive:
-            raise EngineDeadError(f"the engine has stopped: {self._death or 'it was closed'}")
+            raise EngineDeadError(f"the engine has stopped: {self.death or 'it was closed'}")
         if self._is_draining:
             raise OverloadedError("the server is shutting down: send the request elsewhere")
         limit = self.max_num_seqs + self.max_queued_seqs
@@ -266,7 +236,7 @@ class AsyncLLM:
         """End a request early; its output so far has finish_reason "abort". Unknown: no effect."""
         stream = self._streams.get(request_id)
         if stream is not None:
-            self._inbox.put(lambda: self._abort(stream))
+            self.thread.abort(stream)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Accept nothing more and wait for what runs; True when all of it finished in time.
@@ -288,14 +258,13 @@ class AsyncLLM:
         """Stop the engine's thread. Requests that still run fail with EngineDeadError."""
         if not self._is_closed:
             self._is_closed = True
-            self._inbox.put(lambda: None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self.thread.close)
             self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def run_in_engine(self, function: Callable[[], T]) -> T:
         """The result of a function that is called between two steps, on the engine's thread."""
         if not self.is_alive:
-            raise EngineDeadError(f"the engine has stopped: {self._death or 'it was closed'}")
+            raise EngineDeadError(f"the engine has stopped: {self.death or 'it was closed'}")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -307,7 +276,7 @@ class AsyncLLM:
             else:
                 loop.call_soon_threadsafe(_resolve, future, result)
 
-        self._inbox.put(call)
+        self.thread.post(call)
         return await future
 
     async def run_in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -322,196 +291,7 @@ class AsyncLLM:
         if self._streams.pop(stream.request_id, None) is not None:
             self._num_seqs -= stream.params.n
             if stream.output is None and stream.error is None:
-                self._inbox.put(lambda: self._abort(stream))
-
-    # --- of the engine's thread -------------------------------------------------------------
-
-    def _serve(self) -> None:
-        try:
-            while not self._is_closed:
-                is_busy = self.engine.has_unfinished or bool(self._to_score)
-                self._call_commands(wait=not is_busy)
-                if self._to_score:
-                    self._score_next()
-                if self.engine.has_unfinished:
-                    self._step()
-        except BaseException as error:
-            self._die(error)
-        finally:
-            self._end_all(self._death or EngineDeadError("the engine was closed"))
-
-    def _call_commands(self, *, wait: bool) -> None:
-        if wait:
-            self._inbox.get()()
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            command()
-
-    def _step(self) -> None:
-        start = time.perf_counter()
-        self._in_step = list(self._admitted)  # if it fails before it has chosen its sequences
-        try:
-            deltas = self.engine.step()
-        except Exception as error:
-            self._fail_step(error)
-            return
-        end = time.perf_counter()
-        self._intervals = {}
-        if deltas:
-            self._publish(deltas, end)
-        if self.observers:
-            scheduler = self.engine.scheduler
-            report = StepReport(
-                end - start,
-                len(deltas),
-                len(scheduler.running),
-                len(scheduler.waiting),
-                self._intervals,
-            )
-            for observer in self.observers:
-                observer(report)
-
-    def _note_step(self) -> None:
-        """Remember the requests of the step that begins: they fail if it does."""
-        self._in_step = [s.request.request_id for s in self.engine.scheduler.running]
-
-    def _publish(self, deltas: Sequence[Delta], now: float) -> None:
-        """Give one step's deltas to their streams: one wake-up of the event loop for all."""
-        news: dict[Any, list[Delta]] = {}
-        for delta in deltas:
-            news.setdefault(delta.request_id, []).append(delta)
-        batches: dict[asyncio.AbstractEventLoop, list[_News]] = {}
-        for request_id, own in news.items():
-            stream = self._admitted.get(request_id)
-            if stream is None:
-                continue
-            if stream.stepped is not None:
-                interval = now - stream.stepped
-                self._intervals[interval] = self._intervals.get(interval, 0) + 1
-            is_first, stream.stepped = stream.stepped is None, now
-            output = None
-            has_ended = any(delta.finish_reason is not None for delta in own)
-            if has_ended or (stream.is_streamed and stream.params.logprobs is not None):
-                output = self.engine.take_output(request_id)
-                if output.finished:
-                    del self._admitted[request_id]
-            elif not (stream.is_streamed or is_first):
-                continue  # nothing is read before the end
-            batches.setdefault(stream.loop, []).append((stream, own, output, now))
-        for loop, batch in batches.items():
-            _call_soon(loop, _deliver, batch)
-
-    def _admit(self, stream: RequestStream, cache_salt: str | None) -> None:
-        if stream.is_closed:
-            return
-        if stream.prompt_logprobs is not None and stream.prompt_scores is None:
-            stream.cache_salt = cache_salt
-            self._to_score.append(stream)
-            return
-        try:
-            request_id = self.engine.add_request(
-                stream.prompt_token_ids,
-                stream.params,
-                cache_salt=cache_salt,
-                stream=stream.is_streamed,
-            )
-        except Exception as error:
-            _call_soon(stream.loop, stream.fail, error)
-            return
-        stream.engine_id = request_id
-        self._admitted[request_id] = stream
-
-    def _score_next(self) -> None:
-        """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks."""
-        stream = self._to_score[0]
-        try:
-            top = stream.prompt_logprobs
-            assert top is not None
-            scores = score_prompt(self.engine, stream.prompt_token_ids, top)
-        except Exception as error:
-            self._to_score.pop(0)
-            self._report_failure(stream, error)
-            return
-        if scores is None:
-            return
-        self._to_score.pop(0)
-        stream.prompt_scores = scores
-        if stream.generates:
-            self._admit(stream, stream.cache_salt)
-        else:
-            _call_soon(stream.loop, stream.finish, _only_scored(stream, scores))
-
-    def _abort(self, stream: RequestStream) -> None:
-        if stream in self._to_score:
-            self._to_score.remove(stream)
-            error = GenerationError(f"request {stream.request_id} was aborted")
-            _call_soon(stream.loop, stream.fail, error)
-            return
-        request_id = stream.engine_id
-        if self._admitted.pop(request_id, None) is None:
-            return
-        self.engine.abort(request_id)
-        output = self.engine.take_output(request_id)
-        _call_soon(stream.loop, stream.finish, output)
-
-    def _fail_step(self, error: Exception) -> None:
-        """Fail the requests of a step that raised, and no other."""
-        if type(error).__name__ == "AcceleratorError" or any(w in str(error) for w in _DEVICE_LOST):
-            raise error  # the device is lost: _serve ends
-        for request_id in set(self._in_step):
-            stream = self._admitted.pop(request_id, None)
-            self.engine.abort(request_id)
-            self.engine.take_output(request_id)
-            if stream is not None:
-                self._report_failure(stream, error)
-        self.engine.check()  # raises, and ends the thread, if a block was lost
-
-    def _report_failure(self, stream: RequestStream, error: Exception) -> None:
-        failure = GenerationError(f"a step of this request failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        _call_soon(stream.loop, stream.fail, failure)
-
-    def _die(self, error: BaseException) -> None:
-        self._death = error
-        if self.on_death is not None:
-            self.on_death(error)
-
-    def _end_all(self, reason: BaseException) -> None:
-        while not self._inbox.empty():
-            self._inbox.get_nowait()()
-        streams = [*self._admitted.values(), *self._to_score]
-        self._admitted.clear()
-        self._to_score.clear()
-        for stream in streams:
-            error = EngineDeadError(f"the engine has stopped: {reason}")
-            _call_soon(stream.loop, stream.fail, error)
-
-
-_News = tuple[RequestStream, list[Delta], RequestOutput | None, float]
-"""A stream, one step's deltas of it, everything so far where it is known, and when it came."""
-
-
-def _deliver(batch: list[_News]) -> None:
-    for stream, deltas, output, now in batch:
-        stream.put(deltas, output, now)
-
-
-def _only_scored(stream: RequestStream, scores: PromptLogprobs) -> RequestOutput:
-    output = CompletionOutput(0, "", (), "length", logprobs=())
-    return RequestOutput(0, stream.prompt, stream.prompt_token_ids, (output,), True, 0)
-
-
-def _call_soon(
-    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
-) -> None:
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():  # one that is closed has nobody left to tell
-            raise
+                self.thread.abort(stream)
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

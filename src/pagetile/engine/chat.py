@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import RequestError
 from .numbers import is_list
 
-__all__ = ["Conversation", "render"]
+__all__ = ["Conversation", "render", "render_text"]
 
 Conversation = SequenceOf[Mapping[str, Any]]
 """Messages in turn: ``{"role": "user", "content": "…"}``."""
@@ -33,6 +33,33 @@ def render(
     Raises:
         RequestError: There is no template, it refuses the messages, or they are none.
     """
+    _check_template(tokenizer, chat_template)
+    conversations = _listed(messages)
+    return [
+        _render(tokenizer, conversation, f"conversation {number}", chat_template, options or {})
+        for number, conversation in enumerate(conversations)
+    ]
+
+
+def render_text(
+    tokenizer: Any,
+    conversation: Conversation,
+    chat_template: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """One conversation as text; encoded without special tokens it gives ``render``'s ids.
+
+    Raises:
+        RequestError: As ``render``.
+    """
+    _check_template(tokenizer, chat_template)
+    [listed] = _listed(conversation)
+    options = {**(options or {}), "tokenize": False}
+    text: str = _apply(tokenizer, listed, "conversation 0", chat_template, options)
+    return text
+
+
+def _check_template(tokenizer: Any, chat_template: str | None) -> None:
     if tokenizer is None:
         raise RequestError(
             "the model directory has no tokenizer, so no chat template: give token ids to generate"
@@ -42,11 +69,6 @@ def render(
             "the tokenizer has no chat template: the model was not trained on conversations. Give "
             "chat_template=..., or text to generate"
         )
-    conversations = _listed(messages)
-    return [
-        _render(tokenizer, conversation, f"conversation {number}", chat_template, options or {})
-        for number, conversation in enumerate(conversations)
-    ]
 
 
 def _listed(messages: Any) -> list[list[Any]]:
@@ -84,19 +106,29 @@ def _render(
     chat_template: str | None,
     options: Mapping[str, Any],
 ) -> list[int]:
+    options = {**options, "tokenize": True}
+    token_ids: list[int] = _apply(tokenizer, conversation, name, chat_template, options)
+    return token_ids
+
+
+def _apply(
+    tokenizer: Any,
+    conversation: list[Any],
+    name: str,
+    chat_template: str | None,
+    options: Mapping[str, Any],
+) -> Any:
     is_begun = conversation[-1]["role"] == "assistant"
     try:
-        token_ids: list[int] = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             conversation,
             chat_template=chat_template,
             **{
                 "add_generation_prompt": not is_begun,
                 "continue_final_message": is_begun,
                 **options,
-                "tokenize": True,
                 "return_dict": False,
             },
         )
     except Exception as error:  # a template is a program, and says no in its own ways
         raise RequestError(f"{name}: the chat template refuses it: {error}") from error
-    return token_ids

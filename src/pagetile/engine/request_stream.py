@@ -124,10 +124,12 @@ class RequestStream:
             self.first_token = now
             if self.on_first_token is not None:
                 self.on_first_token(self)
-        if output is not None:
-            self._take_logprobs(output)
         if self.is_streamed:
             self._deltas += deltas
+            if self.params.logprobs is not None:
+                for delta in deltas:
+                    if delta.logprobs is not None:
+                        self.logprobs[delta.index].append(delta.logprobs)
         if output is not None and output.finished:
             self.finish(output)
         elif self.is_streamed:
@@ -137,7 +139,9 @@ class RequestStream:
         """Note the finished output."""
         if self.output is None:
             self.output = replace(output, prompt=self.prompt)
-            self._take_logprobs(output)
+            for sample in output.outputs:
+                known = self.logprobs[sample.index]
+                known.extend((sample.logprobs or ())[len(known) :])
             self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -151,11 +155,6 @@ class RequestStream:
             self.on_end(self, time.perf_counter())
         self._wake()
         self.close()
-
-    def _take_logprobs(self, output: RequestOutput) -> None:
-        for sample in output.outputs:
-            known = self.logprobs[sample.index]
-            known.extend((sample.logprobs or ())[len(known) :])
 
     async def _wait(self) -> None:
         self._waiter = self.loop.create_future()

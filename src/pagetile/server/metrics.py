@@ -16,7 +16,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ..engine.async_llm import AsyncLLM, StepReport
+from ..engine.async_llm import AsyncLLM
+from ..engine.engine_thread import StepReport
 from .page_map import PoolCounts, count_blocks
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Metrics:
         info.labels(llm.engine.pool.num_blocks, llm.engine.cache.block_size).set(1)
         self._engine = _EngineCollector(llm)
         self.registry.register(self._engine)
-        llm.observers.append(self._note_step)
+        llm.thread.observers.append(self._note_step)
 
     async def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -38,11 +38,16 @@ class PoolCounts:
 def count_blocks(engine: Engine) -> PoolCounts:
     """The pool's state now. Call it on the engine's thread."""
     pool, index = engine.pool, engine.scheduler.index
-    holders = Counter(b for s in engine.scheduler.running for b in s.table.blocks)
+    holders = Counter(b for s in _holders(engine) for b in s.table.blocks)
     cached = sum(pool.ref_count(block) == 0 for block in index) if index is not None else 0
     held = pool.num_blocks - pool.num_free
     shared = sum(count > 1 for count in holders.values())
     return PoolCounts(pool.num_free - cached, cached, held, shared)
+
+
+def _holders(engine: Engine) -> list[Any]:
+    """Sequences with blocks: those that run, and those that ended in a step still in flight."""
+    return [*engine.scheduler.running, *engine.scheduler.ended]
 
 
 def snapshot(engine: Engine, written: dict[Any, int], *, show_text: bool) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def snapshot(engine: Engine, written: dict[Any, int], *, show_text: bool) -> dic
     for block in scheduler.index or ():
         cells[block] = CACHED
     holders: Counter[int] = Counter()
-    for sequence in scheduler.running:
+    for sequence in _holders(engine):
         holders.update(sequence.table.blocks)
     for block, count in holders.items():
         cells[block] = min(count, MOST_HOLDERS)
@@ -137,7 +142,7 @@ class PageFeed:
         self._num_tokens = 0
         self._watchers: set[asyncio.Queue[dict[str, Any] | None]] = set()
         self._task: asyncio.Task[None] | None = None
-        llm.observers.append(self._note_step)
+        llm.thread.observers.append(self._note_step)
 
     async def frames(self) -> AsyncIterator[dict[str, Any]]:
         """Snapshots as they are taken, at most five a second; a slow reader misses some."""

@@ -104,7 +104,7 @@ async def serve(
 
         loop.call_soon_threadsafe(stop)
 
-    llm.on_death = on_death
+    llm.thread.on_death = on_death
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     beside: asyncio.Task[None] | None = None

@@ -41,7 +41,7 @@ class Server:
         self.keys = ApiKeys(config.api_keys)
         self.metrics = Metrics(llm)
         self.words = TokenText(self.tokenizer)
-        self.template = ChatTemplate(self.tokenizer, config)
+        self.template = ChatTemplate(self.tokenizer, config, self.check_length)
         self.pages: PageFeed | None = None
         # No text of more characters can have fewer tokens than the context.
         self._max_chars = self.max_model_len * self.words.longest
@@ -104,6 +104,8 @@ class Server:
             prompt_logprobs: See ``AsyncLLM.submit``.
             generates: See there.
         """
+        if body.user is not None:
+            request.state.log["user"] = body.user
         if isinstance(prompt, str):
             self.check_length(len(prompt), "prompt")
         if body.truncate_prompt_tokens is not None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..engine.chat import render
+from ..engine.chat import render_text
 from ..errors import RequestError
 from .config import ServerConfig
 from .errors import ApiError
@@ -45,10 +45,14 @@ class ChatTemplate:
     Args:
         tokenizer: Of Transformers, or ``None``.
         config: With a template of the operator's, or without.
+        check_length: Refuses a number of characters, of a field, that no context can hold.
     """
 
-    def __init__(self, tokenizer: Any, config: ServerConfig) -> None:
+    def __init__(
+        self, tokenizer: Any, config: ServerConfig, check_length: Callable[[int, str], None]
+    ) -> None:
         self._tokenizer, self._config = tokenizer, config
+        self._check_length = check_length
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, Mapping):
             own = own.get("default")
@@ -104,15 +108,20 @@ class ChatTemplate:
         if tools is not None:
             chosen["tools"] = tools
 
-        def work() -> list[int]:
+        def work() -> str:
             template = chat_template or self._config.chat_template
-            return render(self._tokenizer, [messages], template, chosen)[0]
+            return render_text(self._tokenizer, messages, template, chosen)
 
         try:
-            return await self._within(work, self._config.limits.template_seconds)
+            text = await self._within(work, self._config.limits.template_seconds)
         except RequestError as error:
-            text = str(error).removeprefix("conversation 0: ")
-            raise ApiError(400, text, param="messages") from error
+            reason = str(error).removeprefix("conversation 0: ")
+            raise ApiError(400, reason, param="messages") from error
+        self._check_length(len(text), "messages")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, lambda: self._tokenizer.encode(text, add_special_tokens=False)
+        )
 
     async def _within(self, work: Callable[[], T], seconds: float) -> T:
         """The result of ``work`` on a thread, which is interrupted when the time is over."""

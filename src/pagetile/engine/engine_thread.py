@@ -1,0 +1,276 @@
+"""The thread that runs an engine for coroutines: ``AsyncLLM``'s other half."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import EngineDeadError, GenerationError
+from .core import Engine
+from .output_processor import Delta
+from .prompt_logprobs import score_prompt
+from .request import CompletionOutput, RequestOutput
+from .request_stream import RequestStream
+
+__all__ = ["EngineThread", "StepReport", "call_soon"]
+
+# Parts of a message that say the device itself is gone, after which no step can succeed.
+_DEVICE_LOST = ("CUDA error", "device-side assert", "HIP error", "NCCL error", "Xid")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did, for metrics. Called on the engine's thread."""
+
+    seconds: float
+    num_tokens: int
+    """Tokens that were sampled."""
+    num_running: int
+    num_waiting: int
+    intervals: Mapping[float, int]
+    """Seconds since a request's token before, and how many requests waited so long."""
+
+
+class EngineThread:
+    """Steps an engine on a thread of its own, which alone touches it.
+
+    What others want done there is a function in the inbox, called before the next step.
+
+    Args:
+        engine: Nothing else may use it from now on.
+
+    Attributes:
+        observers: Called after every step, with a ``StepReport``.
+        on_death: Called once, with the error, when the engine cannot go on.
+        death: That error; ``None`` while the engine goes on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.observers: list[Callable[[StepReport], None]] = []
+        self.on_death: Callable[[BaseException], None] | None = None
+        self.death: BaseException | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._admitted: dict[Any, RequestStream] = {}  # by the engine's ids
+        self._to_score: list[RequestStream] = []
+        self._in_step: list[Any] = []
+        self._intervals: dict[float, int] = {}  # of the step that was just published
+        self._is_closed = False
+        engine.on_step = self._note_step
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Have a function called between two steps."""
+        self._inbox.put(function)
+
+    def close(self) -> None:
+        """Stop after the step that runs; requests that are left fail with EngineDeadError."""
+        self._is_closed = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def admit(self, stream: RequestStream, cache_salt: str | None) -> None:
+        """Add a request before the next step."""
+        self._inbox.put(lambda: self._admit(stream, cache_salt))
+
+    def abort(self, stream: RequestStream) -> None:
+        """End a request before the next step."""
+        self._inbox.put(lambda: self._abort(stream))
+
+    # --- on the thread ----------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_closed:
+                is_busy = self._engine.has_unfinished or bool(self._to_score)
+                self._call_commands(wait=not is_busy)
+                if self._to_score:
+                    self._score_next()
+                if self._engine.has_unfinished:
+                    self._step()
+        except BaseException as error:
+            self._die(error)
+        finally:
+            self._end_all(self.death or EngineDeadError("the engine was closed"))
+
+    def _call_commands(self, *, wait: bool) -> None:
+        if wait:
+            self._inbox.get()()
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        self._note_step()
+        try:
+            deltas = self._engine.step()
+        except Exception as error:
+            self._fail_step(error)
+            return
+        end = time.perf_counter()
+        self._intervals = {}
+        if deltas:
+            self._publish(deltas, end)
+        if self.observers:
+            scheduler = self._engine.scheduler
+            report = StepReport(
+                end - start,
+                len(deltas),
+                len(scheduler.running),
+                len(scheduler.waiting),
+                self._intervals,
+            )
+            for observer in self.observers:
+                observer(report)
+
+    def _note_step(self) -> None:
+        """Remember the requests of the step that begins: they fail if it does."""
+        running = self._engine.scheduler.running
+        # Nothing runs and the step fails all the same: then whatever it was to begin is to blame.
+        self._in_step = [s.request.request_id for s in running] or list(self._admitted)
+
+    def _publish(self, deltas: Sequence[Delta], now: float) -> None:
+        """Give one step's deltas to their streams: one wake-up of the event loop for all."""
+        news: dict[Any, list[Delta]] = {}
+        for delta in deltas:
+            news.setdefault(delta.request_id, []).append(delta)
+        batches: dict[asyncio.AbstractEventLoop, list[_News]] = {}
+        for request_id, own in news.items():
+            stream = self._admitted.get(request_id)
+            if stream is None:
+                continue
+            if stream.stepped is not None:
+                interval = now - stream.stepped
+                self._intervals[interval] = self._intervals.get(interval, 0) + 1
+            is_first, stream.stepped = stream.stepped is None, now
+            output = None
+            if any(delta.finish_reason is not None for delta in own):
+                output = self._engine.take_output(request_id)
+                if output.finished:
+                    del self._admitted[request_id]
+            elif not (stream.is_streamed or is_first):
+                continue  # nothing is read before the end
+            batches.setdefault(stream.loop, []).append((stream, own, output, now))
+        for loop, batch in batches.items():
+            call_soon(loop, _deliver, batch)
+
+    def _admit(self, stream: RequestStream, cache_salt: str | None) -> None:
+        if stream.is_closed:
+            return
+        if stream.prompt_logprobs is not None and stream.prompt_scores is None:
+            stream.cache_salt = cache_salt
+            self._to_score.append(stream)
+            return
+        try:
+            request_id = self._engine.add_request(
+                stream.prompt_token_ids,
+                stream.params,
+                cache_salt=cache_salt,
+                stream=stream.is_streamed,
+                token_ids=stream.prompt_token_ids,
+            )
+        except Exception as error:
+            call_soon(stream.loop, stream.fail, error)
+            return
+        stream.engine_id = request_id
+        self._admitted[request_id] = stream
+
+    def _score_next(self) -> None:
+        """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks."""
+        stream = self._to_score[0]
+        try:
+            top = stream.prompt_logprobs
+            assert top is not None
+            scores = score_prompt(self._engine, stream.prompt_token_ids, top)
+        except Exception as error:
+            self._to_score.pop(0)
+            self._report_failure(stream, error)
+            return
+        if scores is None:
+            return
+        self._to_score.pop(0)
+        stream.prompt_scores = scores
+        if stream.generates:
+            self._admit(stream, stream.cache_salt)
+        else:
+            call_soon(stream.loop, stream.finish, _only_scored(stream))
+
+    def _abort(self, stream: RequestStream) -> None:
+        if stream in self._to_score:
+            self._to_score.remove(stream)
+            error = GenerationError(f"request {stream.request_id} was aborted")
+            call_soon(stream.loop, stream.fail, error)
+            return
+        request_id = stream.engine_id
+        if self._admitted.pop(request_id, None) is None:
+            return
+        self._engine.abort(request_id)
+        output = self._engine.take_output(request_id)
+        call_soon(stream.loop, stream.finish, output)
+
+    def _fail_step(self, error: Exception) -> None:
+        """Fail the requests of a step that raised, and no other."""
+        if type(error).__name__ == "AcceleratorError" or any(w in str(error) for w in _DEVICE_LOST):
+            raise error  # the device is lost: _serve ends
+        for request_id in set(self._in_step):
+            stream = self._admitted.pop(request_id, None)
+            self._engine.abort(request_id)
+            self._engine.take_output(request_id)
+            if stream is not None:
+                self._report_failure(stream, error)
+        self._engine.check()  # raises, and ends the thread, if a block was lost
+
+    def _report_failure(self, stream: RequestStream, error: Exception) -> None:
+        failure = GenerationError(f"a step of this request failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        call_soon(stream.loop, stream.fail, failure)
+
+    def _die(self, error: BaseException) -> None:
+        self.death = error
+        if self.on_death is not None:
+            self.on_death(error)
+
+    def _end_all(self, reason: BaseException) -> None:
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+        streams = [*self._admitted.values(), *self._to_score]
+        self._admitted.clear()
+        self._to_score.clear()
+        for stream in streams:
+            error = EngineDeadError(f"the engine has stopped: {reason}")
+            call_soon(stream.loop, stream.fail, error)
+
+
+_News = tuple[RequestStream, list[Delta], RequestOutput | None, float]
+"""A stream, one step's deltas of it, everything so far where it is known, and when it came."""
+
+
+def _deliver(batch: list[_News]) -> None:
+    for stream, deltas, output, now in batch:
+        stream.put(deltas, output, now)
+
+
+def _only_scored(stream: RequestStream) -> RequestOutput:
+    output = CompletionOutput(0, "", (), "length", logprobs=())
+    return RequestOutput(0, stream.prompt, stream.prompt_token_ids, (output,), True, 0)
+
+
+def call_soon(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
+) -> None:
+    """Have an event loop call a function; one that is closed does not."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():  # one that is closed has nobody left to tell
+            raise

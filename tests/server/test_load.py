@@ -1,0 +1,312 @@
+"""Load, disconnections, keys and the end of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import httpx2
+import pytest
+
+from pagetile.server import Limits
+
+from .conftest import chatty, opened, serving
+from .test_completions import PROMPT
+
+LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextmanager
+def clients_of(async_llm, config=None):
+    with (
+        serving(async_llm, config) as url,
+        httpx2.Client(base_url=url, timeout=30) as http,
+    ):
+        yield http
+
+
+def in_engine(async_llm, function):
+    return asyncio.run(async_llm.run_in_engine(function))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_ends_its_request_within_two_steps(url, async_llm, is_streamed):
+    pool = async_llm.engine.pool
+    steps = []
+    async_llm.thread.observers.append(lambda report: steps.append(pool.num_free))
+    try:
+        host, port = url.removeprefix("http://").split(":")
+        client = socket.create_connection((host, int(port)))
+        body = json.dumps({**LONG, "stream": is_streamed}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: len(steps) > 3)
+        client.close()
+        wait_for(lambda: async_llm.num_requests == 0)
+        seen = len(steps)  # the server has noticed
+        time.sleep(0.2)
+        assert len(steps) - seen <= 2
+        assert pool.num_free == pool.num_blocks
+    finally:
+        async_llm.thread.observers.pop()
+
+
+def test_beyond_the_queue_comes_a_503_that_says_when_to_try_again(llm):
+    with opened(llm, max_queued_seqs=0) as async_llm, clients_of(async_llm) as http:
+        long = {**LONG, "n": 16, "stream": True}
+        with http.stream("POST", "/v1/completions", json=long) as response:
+            lines = response.iter_lines()
+            next(lines)
+            refused = http.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert http.get("/ready").status_code == 503
+            assert http.get("/health").status_code == 200
+        wait_for(lambda: async_llm.num_requests == 0)
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        many = http.post("/v1/completions", json={"prompt": ["x"] * 17})
+        assert many.status_code == 503
+
+
+def test_a_failing_step_is_a_500_and_the_server_goes_on(http, llm, monkeypatch):
+    forward = llm.engine.model.forward
+
+    def fragile(step):
+        if step.token_ids.shape[0] == 7:  # a prompt of seven tokens is unlucky
+            raise RuntimeError("a cosmic ray")
+        return forward(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", fragile)
+        bad = http.post("/v1/completions", json={"prompt": [5] * 7})
+        good = http.post("/v1/completions", json={"prompt": [5] * 8})
+    assert bad.status_code == 500
+    assert "cosmic ray" in bad.json()["error"]["message"]
+    assert good.status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", fragile)
+        with http.stream(
+            "POST", "/v1/completions", json={"prompt": [5] * 7, "stream": True}
+        ) as late:
+            assert late.status_code == 500
+
+
+def test_keys_open_every_path_but_health(llm):
+    config = chatty(api_keys=("alpha", "beta"))
+    with opened(llm) as async_llm, clients_of(async_llm, config) as http:
+        routes = http.get("/openapi.json", headers=bearer("alpha")).json()["paths"]
+        paths = [*routes, "/docs", "/openapi.json", "/redoc", "/", "/nowhere"]
+        assert "/v1/chat/completions" in paths
+        for path in paths:
+            for headers in ({}, bearer("gamma"), {"authorization": "alpha"}):
+                for method in ("GET", "POST"):
+                    response = http.request(method, path, headers=headers)
+                    expected = 401 if path != "/health" else None
+                    assert expected in (None, response.status_code), path
+        assert http.get("/health").status_code == 200
+        for key in ("alpha", "beta"):
+            assert http.get("/v1/models", headers=bearer(key)).status_code == 200
+        assert http.get("/v1/models", auth=("anyone", "beta")).status_code == 200
+        assert "error" in http.get("/v1/models").json()
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_keys_are_compared_as_a_whole_and_every_one_of_them(monkeypatch):
+    from pagetile.server import middleware
+
+    compared = []
+    compare = middleware.hmac.compare_digest
+
+    def watched(a, b):
+        compared.append((len(a), len(b)))
+        return compare(a, b)
+
+    keys = middleware.ApiKeys(["a" * 50, "b", "c"])
+    monkeypatch.setattr(middleware.hmac, "compare_digest", watched)
+    for shown in (b"Bearer a", b"Bearer " + b"a" * 50, b"Bearer c", b""):
+        keys.find(shown)
+    # Digests of one length, three times a request, whichever fits.
+    assert compared == [(32, 32)] * 12
+
+
+def test_prefixes_are_not_shared_between_keys(llm):
+    prompt = [7] * 100
+
+    def cached(http, key, **more):
+        body = {"prompt": prompt, "max_tokens": 1, **more}
+        found = http.post("/v1/completions", json=body, headers=bearer(key)).json()
+        return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    llm.reset_prefix_cache()
+    config = chatty(api_keys=("alpha", "beta"))
+    with opened(llm) as async_llm, clients_of(async_llm, config) as http:
+        assert cached(http, "alpha") == 0
+        assert cached(http, "alpha") == 96
+        assert cached(http, "beta") == 0
+        assert cached(http, "alpha", cache_salt="x") == 0
+        assert cached(http, "alpha", cache_salt="x") == 96
+        assert cached(http, "beta", cache_salt="x") == 0
+
+
+def test_other_sites_may_call_only_if_they_were_named(llm):
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    with opened(llm) as async_llm:
+        for config in (chatty(), chatty(cors_origins=("https://a.example",), api_keys=("k",))):
+            with serving(async_llm, config) as url, httpx2.Client(base_url=url) as http:
+                found = http.options("/v1/completions", headers=ask)
+                allowed = found.headers.get("access-control-allow-origin")
+                assert allowed == (config.cors_origins or (None,))[0]
+
+
+def test_sizes_are_limited(llm):
+    limits = Limits(body_bytes=1000, num_headers=20, body_seconds=0.3)
+    with opened(llm) as async_llm, serving(async_llm, chatty(limits=limits)) as url:
+        with httpx2.Client(base_url=url, timeout=30) as http:
+            big = json.dumps({"prompt": "x" * 2000}).encode()
+            kind = {"content-type": "application/json"}
+            assert http.post("/v1/completions", content=big, headers=kind).status_code == 413
+            chunked = http.post("/v1/completions", content=iter([big]), headers=kind)
+            assert chunked.status_code == 413
+            many = {f"x-{number}": "1" for number in range(30)}
+            assert http.get("/v1/models", headers=many).status_code == 431
+            assert http.get("/v1/models").status_code == 200
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+            slow.sendall(head)
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_storm(llm):
+    """Of 200 requests 30 % leave early, 10 % are invalid, 5 read slowly; all others are whole."""
+    draw = random.Random(7)
+
+    async def one(http, number):
+        await asyncio.sleep(draw.uniform(0, 3))
+        kind = draw.random()
+        body = {
+            "prompt": [draw.randrange(1, 4096) for _ in range(draw.randint(1, 60))],
+            "max_tokens": draw.randint(1, 40),
+            "n": draw.choice((1, 1, 1, 3)),
+            "ignore_eos": True,
+            "stream": draw.random() < 0.7,
+        }
+        if kind < 0.1:
+            body[draw.choice(("top_p", "n", "max_tokens"))] = -7
+            response = await http.post("/v1/completions", json=body)
+            return "invalid" if response.status_code == 400 else response.text
+        if kind < 0.4:
+            try:
+                async with asyncio.timeout(draw.uniform(0.0, 0.3)):
+                    await http.post("/v1/completions", json={**body, "max_tokens": 1500})
+            except TimeoutError:
+                return "left"
+            return "left"
+        if not body["stream"]:
+            response = await http.post("/v1/completions", json=body)
+            count = response.json()["usage"]["completion_tokens"]
+        else:
+            body["stream_options"] = {"include_usage": True}
+            lines = []
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    lines.append(line)
+                    if number < 5:
+                        await asyncio.sleep(0.05)
+            assert lines[-2] == "data: [DONE]"
+            count = json.loads(lines[-4][6:])["usage"]["completion_tokens"]
+        return "whole" if count == body["max_tokens"] * body["n"] else f"{count} of {body}"
+
+    async def main(url):
+        limits = httpx2.Limits(max_connections=300)
+        async with httpx2.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
+            return await asyncio.gather(*(one(http, number) for number in range(200)))
+
+    with opened(llm, max_queued_seqs=1000) as async_llm, serving(async_llm) as url:
+        found = asyncio.run(main(url))
+        assert set(found) == {"whole", "left", "invalid"}
+        assert found.count("left") > 40
+        wait_for(lambda: async_llm.num_requests == 0)
+        wait_for(lambda: not in_engine(async_llm, lambda: llm.engine.has_unfinished))
+        assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
+        in_engine(async_llm, llm.engine.check)
+        assert llm.engine._requests == {}
+
+
+@pytest.fixture
+def process():
+    """Starts ``pagetile serve`` on a free port: (process, url)."""
+    started = []
+
+    def start(*args):
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        command = [sys.executable, "-m", "pagetile", "serve", "--port", "0", *args]
+        server = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        started.append(server)
+        words = ""
+        while "/v1" not in words:
+            line = server.stderr.readline()
+            assert line, "the server ended before it had begun"
+            words += line
+        return server, words.split("at ")[1].split("/v1")[0], words
+
+    yield start
+    for server in started:
+        if server.poll() is None:
+            server.kill()
+        server.communicate()
+
+
+def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish(process):
+    small = ("--num-blocks", "128", "--max-num-seqs", "8")
+    asked = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    server, url, line = process(*small)
+    assert "2,048 tokens (128 blocks of 16)" in line
+    with (
+        httpx2.Client(base_url=url, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json=asked) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        server.kill()
+        with pytest.raises(httpx2.RemoteProtocolError):
+            list(lines)
+
+    server, url, _ = process(*small, "--drain-seconds", "20")
+    asked["max_tokens"] = 400
+    with (
+        httpx2.Client(base_url=url, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json=asked) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        server.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx2.get(f"{url}/ready").status_code == 503)
+        assert httpx2.get(f"{url}/health").status_code == 200
+        late = httpx2.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert late.status_code == 503
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert server.wait(20) == 0
