@@ -157,6 +157,6 @@ def test_wrong_arguments_are_named():
         rotate_and_write(qkv, cos, sin, heads._replace(is_shared=True), *caches, SLOTS)
     with pytest.raises(DTypeError, match="cos is float64"):
         rotate_and_write(qkv, cos.double(), sin, heads, *caches, SLOTS)
+    wide = torch.zeros(5, 256)[:, ::2]
     with pytest.raises(UnsupportedError, match="not contiguous"):
-        wide = torch.zeros(5, 256)[:, ::2]
         rotate_and_write(wide, cos, sin, heads, *caches, SLOTS, impl="triton")

@@ -282,14 +282,19 @@ def test_a_model_still_trains(reference):
 def count_calls(paged, model, num_tokens, monkeypatch):
     """The fused operations of one step, by their names."""
     calls = []
-    for name in ("small_linear", "rotate_and_write", "paged_attention", "add_norm", "rms_norm",
-                 "gated_activation"):  # fmt: skip
 
-        def counted(*args, name=name, own=getattr(fused_layer, name), **options):
+    def watch(name):
+        own = getattr(fused_layer, name)
+
+        def counted(*args, **options):
             calls.append(name)
             return own(*args, **options)
 
         monkeypatch.setattr(fused_layer, name, counted)
+
+    names = "small_linear", "rotate_and_write", "paged_attention", "add_norm", "rms_norm"
+    for name in (*names, "gated_activation"):
+        watch(name)
     linear = functional.linear
 
     def product(*args, **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
@@ -23,14 +24,15 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, each ``[num_tokens, heads, size]``."""
     sizes = [heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size]
-    q, k, v = qkv.split([*sizes, heads.num_kv_heads * heads.v_head_size], -1)
-    q, k = (x.unflatten(-1, (-1, heads.head_size)) for x in (q, k))
+    q, k, v = torch.split(qkv, [*sizes, heads.num_kv_heads * heads.v_head_size], -1)
+    q = q.view(len(q), heads.num_heads, heads.head_size)
+    k = k.view(len(k), heads.num_kv_heads, heads.head_size)
     q, k = _norm(q, heads.q_norm), _norm(k, heads.k_norm)
     if cos is not None and sin is not None:
         q, k = (x.transpose(0, 1)[None] for x in (q, k))
         q, k = rotate(q, k, cos, sin, is_shared=heads.is_shared, impl="reference")
         q, k = (x[0].transpose(0, 1) for x in (q, k))
-    return q, k, v.unflatten(-1, (-1, heads.v_head_size))
+    return q, k, v.view(len(v), heads.num_kv_heads, heads.v_head_size)
 
 
 def _norm(x: Tensor, norm: Norm | None) -> Tensor:

@@ -93,6 +93,7 @@ def few_kernel(
     W: tl.constexpr,  # numbers of a row that a program has at a time
     PDL: tl.constexpr,
 ):
+    """See the module."""
     dtype: tl.constexpr = out.dtype.element_ty
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     column = tl.arange(0, W)
@@ -195,6 +196,7 @@ def tiles_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """See the module."""
     dtype: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * TILE_N
     n = first + tl.arange(0, TILE_N)

@@ -97,7 +97,7 @@ def _look_up(
         every = torch.arange(max_model_len, device=x.device)[None]
         cos, sin = module(x, every, *others)
         table = torch.cat((cos, sin), -1)[0].contiguous()
-        mine = table[positions[0]].split(width, -1)
+        mine = torch.split(table[positions[0]], width, -1)
         if not all(torch.equal(a, b[0]) for a, b in zip(mine, event.output, strict=True)):
             return None
         tables[(x.dtype, *others)] = table, width

@@ -156,10 +156,11 @@ def _connect(
     for event in trace.others:
         previous = outputs.get(id(event.input))
         forward = forwards.get(event.module)
-        norm = None if previous not in fused or forward is None else read_norm(event.module)
+        if previous is None or previous not in fused or forward is None:
+            continue
+        norm = read_norm(event.module)
         if norm is None:
             continue
-        assert previous is not None
         link = fused[previous].after = Link(norm)
         found.replacements.remove((event.module, "forward", forward))
         found.replacements.append((event.module, "forward", last_norm(link, forward)))

@@ -164,7 +164,7 @@ class FusedLayer:
         if structure.has_angles:
             cos, sin = kwargs["position_embeddings"]
         qkv = self._product(self.qkv, x, normed, structure.input_norm)
-        scales = {"k_scale": attention.k_scale, "v_scale": attention.v_scale}
+        scales: dict[str, Any] = {"k_scale": attention.k_scale, "v_scale": attention.v_scale}
         q = rotate_and_write(
             qkv, cos, sin, structure.heads, k_cache, v_cache, step.slot_mapping, **scales,
             impl=self.impl,

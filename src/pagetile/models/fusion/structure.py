@@ -113,6 +113,7 @@ class _Recogniser:
         outs = self._linear(o, outs)
 
         mlp_inputs = self._inputs(mlp)
+        choices: list[tuple[Norm | None, Norm | None]]
         if len(between) == 2:
             choices = [(between[0], between[1])]
         else:
@@ -178,11 +179,11 @@ class _Recogniser:
                 linears.append(module)
             else:
                 raise Mismatch(f"its attention runs a {type(module).__name__}")
-        *qkv, o = linears or [None]
+        *qkv, o = linears or [nn.Identity()]
         num_heads, num_kv_heads, size, v_size = sizes
         expected = [num_heads * size, num_kv_heads * size, num_kv_heads * v_size]
-        widths = [module.weight.shape[0] for module in qkv]
-        if o is None or widths not in (expected, [sum(expected)]):
+        widths = [_weight(module).shape[0] for module in qkv]
+        if not qkv or widths not in (expected, [sum(expected)]):
             raise Mismatch(f"the products of its attention give {widths}, expected {expected}")
         if any(len(norm.weight) != size for norm in norms) or len(norms) not in (0, 2):
             raise Mismatch("the norms of its attention are not of heads")
@@ -236,12 +237,12 @@ class _Recogniser:
         ):
             return None
         *gate_up, down = called
-        if len({module.weight.shape[0] for module in gate_up}) != 1:
+        if len({len(_weight(module)) for module in gate_up}) != 1:
             return None
         for order in (gate_up, gate_up[::-1]):
             rows = [torch.cat(parts, -1) for parts in zip(*(self._linear(m, zs) for m in order),
                                                           strict=True)]  # fmt: skip
-            if rows[0].shape[-1] != 2 * down.weight.shape[1]:
+            if rows[0].shape[-1] != 2 * _weight(down).shape[1]:
                 return None
             for activation in ACTIVATIONS:
                 gated = [gated_activation(row, activation, impl="reference") for row in rows]
@@ -273,7 +274,7 @@ class _Recogniser:
         found = []
         for run, x in zip(self.runs, xs, strict=True):
             bias = getattr(module, "bias", None)
-            if module.weight.shape[1] != x.shape[-1]:  # type: ignore[union-attr]
+            if _weight(module).shape[1] != x.shape[-1]:
                 raise Mismatch("a product is of another width")
             found.append(
                 functional.linear(
@@ -301,6 +302,10 @@ class _Recogniser:
     def _check(self, ours: Iterable[Tensor], own: Iterable[Any], what: str) -> None:
         if not self._agree(ours, own):
             raise Mismatch(f"{what} has another formula")
+
+
+def _weight(module: nn.Module) -> Tensor:
+    return module.weight  # type: ignore[return-value]
 
 
 def _with_weight(run: Run, norm: Norm | None) -> Norm | None:

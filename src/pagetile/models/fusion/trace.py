@@ -188,7 +188,7 @@ def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> Ru
     """
     layer = call.module
     weights: dict[int, Tensor] = {}
-    named = dict(layer.named_parameters())
+    named: dict[str, Tensor] = dict(layer.named_parameters())
     for name, parameter in named.items():
         weights[id(parameter)] = named[name] = _amplify(parameter.detach().float(), gain)
     first, *args = call.args
@@ -209,7 +209,7 @@ def _amplify(parameter: Tensor, gain: float | None) -> Tensor:
         return parameter
     if parameter.ndim < 2:  # biases that are 0 and norms that are 1 would show nothing
         return parameter + 0.3 * _random(parameter.shape, parameter)
-    length = parameter.norm(dim=-1, keepdim=True).mean().clamp_min(1e-20)
+    length: Tensor = torch.linalg.vector_norm(parameter, dim=-1).mean().clamp_min(1e-20)
     return parameter * (gain / length)
 
 
