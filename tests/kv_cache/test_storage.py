@@ -65,7 +65,7 @@ def test_layers_may_come_one_by_one():
         ({"pool": BlockPool(2, 257)}, ShapeError, "block_size is 257, expected 1 to 256"),
         ({"layers": [LayerSpec(2, 4, 8)]}, ShapeError, "head_size is 4, expected a multiple of 8"),
     ],
-    ids=str,
+    ids=["dtype name", "int32", "no pool", "large blocks", "small heads"],
 )
 def test_what_is_no_cache_is_named(changes, error, message):
     with pytest.raises(error, match=message):

@@ -10,6 +10,9 @@ type, plus what rounding alone can do when eager torch happens to be lucky::
 ``u`` is half an ulp relative to 1 in the element type, ``u32`` in float32. ``spread`` is the
 largest ``sqrt(Σ w² v²)``: how far a mean moves when its weights or values are rounded
 independently by one part in one. ``scores`` bounds the size of the scores.
+
+A mistake in the eager code or in the oracle would widen this allowance, so the two are compared in
+float32 first: what they differ by must be explained by rounding alone.
 """
 
 from __future__ import annotations
@@ -123,9 +126,27 @@ def tolerance(inputs: PagedInputs, expected: AttentionOutput | None = None) -> T
     finite = expected.lse[expected.lse.isfinite()]
     scores = eager.scores + (float(finite.abs().max()) if len(finite) else 0.0)
     float32_band = 4 * u32 * (1 + scores)
+    _check_agreement(eager32, expected, float32_band)
     out = 2 * _errors(eager.out, expected.out).max().item()
     out += 2 * u * (expected.out.abs().max().item() + eager.spread) + float32_band * eager.spread
     return Tolerance(out, 2 * _errors(eager32.lse, expected.lse).max().item() + float32_band)
+
+
+def _check_agreement(eager32: _Eager, expected: AttentionOutput, band: float) -> None:
+    """Raise AssertionError where eager float32 code and the oracle differ by more than rounding.
+
+    ``band`` is what rounding scores does to a weight, relative to it.
+    """
+    size = expected.out.abs().max().item() + eager32.spread
+    for name, found, exact, bound in (
+        ("out", eager32.out, expected.out, 4 * band * size),
+        ("lse", eager32.lse, expected.lse, 4 * band),
+    ):
+        gap = _largest(_errors(found, exact))
+        assert gap <= bound, (
+            f"{name} of eager float32 attention and of the oracle differ by {gap:.3g}, rounding "
+            f"explains {bound:.3g}: one of the two computes something else"
+        )
 
 
 def compare(
