@@ -320,10 +320,10 @@ def test_a_tiny_pool_preempts_and_says_so(run):
 
 
 def test_a_sample_that_fails_is_named_last(run, monkeypatch):
-    def fail(logits, rows):
-        return [SampledToken(0, error="no token has a probability") for _ in rows]
+    def fail(self, tokens, *others):
+        return [SampledToken(0, error="no token has a probability") for _ in tokens]
 
-    monkeypatch.setattr("pagetile.engine.core.sample", fail)
+    monkeypatch.setattr("pagetile.engine.sampler.Sampler.table", fail)
     code, _, err = run("generate", "x", *GREEDY)
     assert code == 2
     assert err.splitlines()[-1] == "pagetile: prompt 0: no token has a probability"

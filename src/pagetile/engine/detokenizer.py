@@ -8,16 +8,19 @@ and text that may turn out to be the beginning of a stop string::
                decoded together                may begin a stop string
 
 Each token costs one decode of a window of at most ``WINDOW`` tokens, and a search in the new text
-and as many characters before it as the longest stop string has.
+and as many characters before it as the longest stop string has. Where tokens are bytes
+(``token_bytes``), a lookup and an incremental UTF-8 decoder take the place of the window.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ..errors import RequestError
 from .sampling_params import SamplingParams
+from .token_bytes import find_decode, find_token_bytes
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -80,6 +83,15 @@ class Detokenizer:
         self.num_tokens = 0
         self._tokenizer = tokenizer if params.detokenize else None
         self._params = params
+        self._stops = params.stop or ()
+        self._firsts = frozenset(stop[0] for stop in self._stops)
+        self._raw_decode = None if self._tokenizer is None else find_decode(self._tokenizer)
+        self._bytes = (
+            None
+            if self._tokenizer is None
+            else find_token_bytes(self._tokenizer, params.skip_special_tokens)
+        )
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._pieces: list[str] = []
         self._held = ""
         self._window: list[int] = []
@@ -108,7 +120,14 @@ class Detokenizer:
             if self.finished or self._tokenizer is None:
                 break
             self.num_tokens += 1
-            self._release(self._decode(token_id), is_last=False)
+            if self._bytes is None:
+                fresh = self._decode(token_id)
+            else:
+                fresh = self._utf8.decode(self._bytes(token_id))
+            if self._held or not self._firsts.isdisjoint(fresh):
+                self._release(fresh, is_last=False)
+            elif fresh:
+                self._pieces.append(fresh)
         return "".join(self._pieces[start:])
 
     def decode(self, token_ids: list[int]) -> str:
@@ -122,8 +141,11 @@ class Detokenizer:
         """Return what was held back: the output ends here."""
         start = len(self._pieces)
         if not self.finished and self._tokenizer is not None:
-            pending = self._text[len(self._text) - self._num_pending :]
-            self._num_pending = 0
+            if self._bytes is None:
+                pending = self._text[len(self._text) - self._num_pending :]
+                self._num_pending = 0
+            else:
+                pending = self._utf8.decode(b"", final=True)
             self._release(pending, is_last=True)
         return "".join(self._pieces[start:])
 
@@ -166,22 +188,16 @@ class Detokenizer:
         return is_skipped
 
     def _text_of(self, token_ids: list[int], skip_special_tokens: bool | None = None) -> str:
-        assert self._tokenizer is not None
+        assert self._raw_decode is not None
         if skip_special_tokens is None:
             skip_special_tokens = self._params.skip_special_tokens
-        text: str = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=skip_special_tokens,
-            # Clean-up drops spaces that may have been handed out already.
-            clean_up_tokenization_spaces=False,
-        )
-        return text
+        return self._raw_decode(token_ids, skip_special_tokens)
 
     def _release(self, fresh: str, *, is_last: bool) -> None:
         """Hand out new text as far as no stop string can begin in it, or up to one that did."""
         num_old = len(self._held)
         self._held += fresh
-        stops = self._params.stop or ()
+        stops = self._stops
         num_held = 0 if is_last else max((_overlap(self._held, s) for s in stops), default=0)
         keep = len(self._held) - num_held
         if self.num_tokens >= self._params.min_tokens:

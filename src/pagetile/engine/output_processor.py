@@ -42,26 +42,27 @@ class OutputProcessor:
         if token.logprob is not None:
             logprobs = ((token_id, token.logprob), *token.top_logprobs)
             sequence.logprobs.append(logprobs)
-        reason = None
+        reason, text = None, ""
         if token_id in sequence.end_token_ids:
             reason = "stop"
-            if token_id in sequence.request.params.stop_token_ids:  # type: ignore[operator]
+            if token_id in (sequence.request.params.stop_token_ids or ()):
                 sequence.stop_reason = token_id
         elif len(sequence.token_ids) >= sequence.max_len:
             reason = "length"
-        text = ""
-        try:
-            if sequence.grammar is not None and reason is None:
-                sequence.grammar.accept(token_id)
-            if reason is not None or sequence.request.makes_text_early:
+        request = sequence.request
+        if reason is not None or request.makes_text_early:
+            try:
                 text = self._append(sequence, token_id, is_last=reason is not None)
-        except Exception as error:
-            return _fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
-        if sequence.detokenizer.finished:
-            reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
-        return Delta(
-            sequence.request.request_id, sequence.index, text, token_id, reason, None, logprobs
-        )
+            except Exception as error:
+                return _fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
+            if sequence.detokenizer.finished:
+                reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
+        if sequence.grammar is not None and reason is None:
+            try:
+                sequence.grammar.accept(token_id)
+            except Exception as error:
+                return _fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
+        return Delta(request.request_id, sequence.index, text, token_id, reason, None, logprobs)
 
     def write_out(self, sequence: Sequence) -> None:
         """Make what text there is of a sequence that ends here without a last token."""

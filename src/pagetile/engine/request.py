@@ -179,11 +179,11 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """Prompt tokens found in the cache at the first admission; ``None`` before that."""
+    makes_text_early: bool = False
+    """Whether tokens become text as they come: for a stream, or to find a stop string."""
 
-    @property
-    def makes_text_early(self) -> bool:
-        """Whether tokens become text as they come: for a stream, or to find a stop string."""
-        return self.stream or bool(self.params.stop)
+    def __post_init__(self) -> None:
+        self.makes_text_early = self.stream or bool(self.params.stop)
 
     @property
     def is_forked(self) -> bool:

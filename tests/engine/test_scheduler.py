@@ -1,0 +1,217 @@
+"""Who is computed, who waits and who gives way: the scheduler by itself, with no model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pagetile import SamplingParams
+from pagetile.engine.chunks import ChunkSizer
+from pagetile.engine.detokenizer import Detokenizer
+from pagetile.engine.request import Request, Sequence, Status
+from pagetile.engine.scheduler import Scheduler
+from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex
+
+BLOCK_SIZE = 4
+
+
+class Steps:
+    """A scheduler whose steps are computed by appending a token to each sequence that samples."""
+
+    def __init__(self, num_blocks: int, *, sharing: bool = False, **options: Any) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.index = PrefixIndex(self.pool)
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
+        self.scheduler = Scheduler(self.pool, self.index if sharing else None, **options)
+        self.next_id = 0
+
+    def add(self, num_tokens: int, max_new: int = 100, priority: int = 0, **options: Any) -> Any:
+        params = SamplingParams(max_tokens=max_new, **options)
+        prompt = [1000 * self.next_id + at for at in range(num_tokens)]
+        request = Request(self.next_id, None, tuple(prompt), params, 0, priority=priority)
+        sequence = Sequence(
+            request, 0, prompt, BlockTable(self.pool), self.index.block_hashes(),
+            Detokenizer(None, params), num_tokens + max_new, frozenset(),
+        )  # fmt: skip
+        request.sequences.append(sequence)
+        self.next_id += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> Any:
+        step = self.scheduler.schedule()
+        assert step is not None
+        self.scheduler.check()
+        self.scheduler.complete(step)
+        for sequence in step.sampled:
+            sequence.token_ids.append(7)
+            if len(sequence.token_ids) == sequence.max_len:
+                self.scheduler.finish(sequence, "length")
+        self.scheduler.check()
+        return step
+
+
+def test_decode_comes_before_prefill_and_prompts_fill_the_budget() -> None:
+    steps = Steps(64, max_num_batched_tokens=10)
+    first, second = steps.add(7), steps.add(20)
+    assert steps.step().num_tokens == [7, 3]
+    assert steps.step().num_tokens == [1, 9]
+    step = steps.step()
+    assert step.sequences == [first, second]
+    assert step.num_tokens == [1, 8]
+    assert step.sampled == [first, second]
+
+
+def test_the_victim_is_the_one_that_loses_the_fewest_tokens() -> None:
+    steps = Steps(14)
+    first, large, small, last = (steps.add(n, max_new=36) for n in (8, 16, 3, 12))
+    seen = []
+    for _ in range(60):
+        later = [s for s in (large, small, last) if s.status is Status.RUNNING]
+        computed = {s: s.num_computed for s in later}
+        num_preemptions = steps.scheduler.counts.preemptions
+        steps.step()
+        gone = [s for s in later if s.status is Status.WAITING]
+        if steps.scheduler.counts.preemptions == num_preemptions + 1 and len(later) > 1:
+            assert gone == [min(later, key=lambda s: computed[s])]
+            seen += gone
+    assert first.num_lost == 0, "the first never gives way"
+    assert small in seen
+
+
+def test_a_sequence_that_would_free_no_block_is_no_victim() -> None:
+    steps = Steps(8)
+    first = steps.add(8)
+    shared = steps.add(8, n=2)
+    step = steps.scheduler.schedule()
+    params = shared.request.params
+    child = Sequence(
+        shared.request, 1, list(shared.token_ids), BlockTable(steps.pool),
+        steps.index.block_hashes(), Detokenizer(None, params), shared.max_len, frozenset(),
+    )  # fmt: skip
+    shared.request.sequences.append(child)
+    steps.scheduler.fork(step, shared, child)
+    alone = steps.add(8)
+    steps.scheduler.complete(step)
+    for sequence in step.sampled:
+        sequence.token_ids.append(7)
+    steps.step()  # first, both forks and alone fill the pool to its last block but one
+    assert steps.scheduler._cost(first) < float("inf")
+    held = [steps.pool.ref_count(block) for block in shared.table.blocks]
+    assert held[:2] == [2, 2]
+    assert steps.scheduler._cost(shared) == BLOCK_SIZE, "its own block counts, shared ones do not"
+    assert alone.status is Status.WAITING
+
+
+def test_victims_resume_before_what_waits_for_its_first_step() -> None:
+    steps = Steps(8)
+    victim = [steps.add(12, max_new=8) for _ in range(2)][1]
+    late = steps.add(4, max_new=2)
+    while not steps.scheduler.counts.preemptions:
+        steps.step()
+    assert list(steps.scheduler.waiting) == [victim, late]
+    assert victim.num_computed == 0
+    assert victim.num_lost > 12
+    resumed = None
+    while resumed is None:
+        resumed = next((s for s in steps.step().sequences if s in (victim, late)), None)
+    assert resumed is victim
+    assert steps.scheduler.counts.recomputed_tokens > 12
+
+
+def test_a_block_is_left_for_each_running_sequence() -> None:
+    steps = Steps(8)
+    running = [steps.add(4, max_new=5) for _ in range(2)]
+    steps.step()
+    assert steps.pool.num_free == 6
+    late = steps.add(17)  # five blocks, and two must stay for those that run
+    steps.step()
+    assert late.status is Status.WAITING
+    while running[0].status is Status.RUNNING:
+        steps.step()
+    steps.step()
+    assert late.status is Status.RUNNING
+    assert not steps.scheduler.counts.preemptions
+
+
+def test_lower_priorities_are_admitted_first_and_equals_by_arrival() -> None:
+    steps = Steps(64, max_num_seqs=1)
+    added = [steps.add(4, max_new=1, priority=p) for p in (1, 0, 1, 0, -2)]
+    order = []
+    while steps.scheduler.has_work:
+        order += steps.step().sequences
+    assert order == [added[4], added[1], added[3], added[0], added[2]]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_starves_over_ten_thousand_random_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    steps = Steps(24, sharing=True, max_num_seqs=5, max_num_batched_tokens=16)
+    waiting_since: dict[Any, int] = {}
+    longest = num_finished = 0
+    for now in range(10_000):
+        if len(waiting_since) < 12 and rng.random() < 0.3:
+            sequence = steps.add(rng.randint(1, 60), max_new=rng.randint(1, 30))
+            waiting_since[sequence] = now
+        for sequence in steps.step().sequences:
+            longest = max(longest, now - waiting_since[sequence])
+            waiting_since[sequence] = now
+        for sequence in [s for s in waiting_since if s.is_finished]:
+            del waiting_since[sequence]
+            num_finished += 1
+    assert steps.scheduler.counts.preemptions > 100
+    assert num_finished > 1000
+    # Twelve sequences of at most 90 tokens: nobody waits for much more than all others' tokens.
+    assert max([longest, *(10_000 - since for since in waiting_since.values())]) < 12 * 90
+
+
+# --- chunks of prompts beside streams -------------------------------------------------------
+
+
+def streams(*pending: int) -> list[Any]:
+    steps = Steps(64)
+    sequences = [steps.add(n + 4) for n in pending]
+    for sequence, n in zip(sequences, pending, strict=True):
+        sequence.num_computed = len(sequence.token_ids) - n
+        sequence.request = replace(sequence.request, stream=True)
+    return sequences
+
+
+def test_chunks_are_as_long_as_the_stretch_of_a_step_allows() -> None:
+    chunks = ChunkSizer(stretch=2.5, least=16)
+    assert chunks.limit(streams(1), 8192) == 8192, "nothing is measured yet"
+    for _ in range(50):
+        chunks.record(0.004, num_decode=3, num_prompt=0)
+        chunks.record(0.004 + 500 * 2e-5, num_decode=3, num_prompt=500)
+    assert chunks.limit(streams(1), 8192) == pytest.approx(300, abs=1)
+    assert chunks.limit(streams(1), 100) == 100
+    assert chunks.limit(streams(5), 8192) == 8192, "the stream does not decode yet"
+    assert chunks.limit([], 8192) == 8192
+    for _ in range(200):
+        chunks.record(0.0001, num_decode=3, num_prompt=0)
+    assert chunks.limit(streams(1), 8192) == 16, "never less than is worth a step"
+
+
+def test_time_between_tokens_stays_within_the_stretch() -> None:
+    """A machine of 2 ms a step and 30 µs a prompt token; long prompts arrive beside two streams."""
+    steps = Steps(4000, max_num_seqs=16, max_num_batched_tokens=2048)
+    chunks, rng = steps.scheduler.chunks, random.Random(0)
+    live = [steps.add(8, max_new=3000) for _ in range(2)]
+    for sequence in live:
+        sequence.request.stream = True
+    gaps = []
+    for now in range(1500):
+        if now % 40 == 20 and now > 100:
+            steps.add(rng.randint(500, 3000), max_new=2)
+        step = steps.step()
+        num_decode = step.num_tokens.count(1)
+        num_prompt = sum(step.num_tokens) - num_decode
+        seconds = (2e-3 + 3e-5 * num_prompt) * rng.uniform(0.97, 1.03)
+        chunks.record(seconds, num_decode, num_prompt)
+        gaps.append(seconds)
+    gaps = sorted(gaps[200:])  # the first long prompt is what is measured
+    assert gaps[int(0.99 * len(gaps))] <= 2.5 * gaps[len(gaps) // 2]
+    assert sum(sequence.is_finished for sequence in live) == 0
