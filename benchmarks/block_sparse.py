@@ -84,15 +84,15 @@ def main() -> None:
 
     flex: Any = torch.compile(flex_attention)
     visible = mask.mask.int()
-    theirs = FlexMask.from_kv_blocks(
+    flex_mask = FlexMask.from_kv_blocks(
         torch.zeros_like(visible[..., 0]), visible.argsort(dim=-1).int(),
         visible.sum(dim=-1).int(), visible.argsort(dim=-1, descending=True, stable=True).int(),
         BLOCK_SIZE=128,
     )  # fmt: skip
     turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-    out = flex(*turned, block_mask=theirs)
+    out = flex(*turned, block_mask=flex_mask)
     error = error_of(out.transpose(1, 2), q, k, v, mask)
-    took = time_call(lambda: flex(*turned, block_mask=theirs))
+    took = time_call(lambda: flex(*turned, block_mask=flex_mask))
     print(f"FlexAttention forward {took:.0f} us, error {error:.2g}")
 
 

@@ -55,7 +55,7 @@ class Case:
 
 
 class Inputs:
-    """A case's tensors: strided, with NaN wherever nobody should look."""
+    """A case's tensors: strided, with NaN between its rows."""
 
     def __init__(self, case, device="cpu"):
         self.case, self.device = case, device
@@ -377,14 +377,14 @@ def test_heads_of_any_size_on_hopper(size, causal):
 def test_long_sequences_match_torch_on_a_gpu(causal):
     q, k, v, d = (torch.randn(2, 2100, h, 128, dtype=BF16, device="cuda") for h in (8, 2, 2, 8))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    ours = attention(*leaves, causal=causal).out
-    theirs = scaled_dot_product_attention(
+    found = attention(*leaves, causal=causal).out
+    expected = scaled_dot_product_attention(
         *(t.float().transpose(1, 2) for t in leaves), is_causal=causal, enable_gqa=True
     ).transpose(1, 2)
-    grads = [torch.autograd.grad(out, leaves, d.to(out.dtype)) for out in (ours, theirs)]
-    assert (ours - theirs).abs().max() < 0.02
-    for ours, theirs in zip(*grads, strict=True):
-        assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
+    grads = [torch.autograd.grad(out, leaves, d.to(out.dtype)) for out in (found, expected)]
+    assert (found - expected).abs().max() < 0.02
+    for found, expected in zip(*grads, strict=True):
+        assert (found.float() - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.gpu
@@ -462,11 +462,11 @@ def test_sums_of_gradients_are_scaled_and_rounded():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_reference_is_torch_attention(causal):
     q, k, v = (torch.randn(2, 9, h, 16, dtype=F64) for h in (4, 2, 2))
-    ours = attention(q, k, v, causal=causal, impl="reference").out
-    theirs = scaled_dot_product_attention(
+    found = attention(q, k, v, causal=causal, impl="reference").out
+    expected = scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal, enable_gqa=True
     )
-    torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=0, atol=1e-14)
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-14)
 
 
 GRADCHECKED = [
@@ -498,8 +498,8 @@ def test_gradients_through_lse_are_autograds():
     lse = attention(q, k, inputs.v, causal=True).lse.double()
     direct = attend(q[0], k[0], inputs.v[0], softmax_scale=0.25, causal=True)[1]
     got, wanted = (torch.autograd.grad(x.sin().sum(), (q, k)) for x in (lse, direct))
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for found, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_wrong_gradient_is_refused():
@@ -594,8 +594,8 @@ def test_it_compiles_as_one_node():
 
     whole = torch.compile(call, fullgraph=True, backend="aot_eager")
     got, wanted = (torch.autograd.grad(f(*leaves), leaves) for f in (whole, call))
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for found, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_checkpoints_compute_it_again():
@@ -608,8 +608,8 @@ def test_checkpoints_compute_it_again():
 
     got = checkpoint(call, *leaves, use_reentrant=False)
     grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (got, call(*leaves))]
-    for ours, theirs in zip(*grads, strict=True):
-        assert torch.equal(ours, theirs)
+    for found, expected in zip(*grads, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])

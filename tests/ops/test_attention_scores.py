@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from line_memory import LineMemory
+from staging_memory import StagingMemory
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagetile import DTypeError, ShapeError, UnsupportedError, attention_scores
@@ -41,8 +41,8 @@ def memory_for_the_interpreter(monkeypatch):
         from pagetile.ops.attention_scores import triton
 
         monkeypatch.setattr(triton, "_refuse_interpreter", lambda device: None)
-        memory = LineMemory()
-        for name in vars(LineMemory):
+        memory = StagingMemory()
+        for name in vars(StagingMemory):
             if not name.startswith("_"):
                 monkeypatch.setattr(triton, name, getattr(memory, name))
         return memory
@@ -162,7 +162,7 @@ def test_lines_that_the_copy_engine_takes(shape, as_on_hopper):
 
 
 @pytest.mark.interpret
-@pytest.mark.skipif(ON_GPU, reason="nobody sees what a GPU prefetches")
+@pytest.mark.skipif(ON_GPU, reason="what a GPU prefetches cannot be seen")
 @pytest.mark.parametrize("is_flat", [True, False], ids=["one head after another", "side by side"])
 @pytest.mark.parametrize(("q_len", "k_len"), [(70, 70), (5, 70), (70, 5)])
 def test_what_the_next_batch_reads_is_prefetched(
@@ -194,7 +194,7 @@ def test_what_the_next_batch_reads_is_prefetched(
 
 
 @pytest.mark.interpret
-@pytest.mark.skipif(ON_GPU, reason="nobody sees what a GPU prefetches")
+@pytest.mark.skipif(ON_GPU, reason="what a GPU prefetches cannot be seen")
 def test_nothing_is_prefetched_that_no_program_reads(
     as_on_hopper, memory_for_the_interpreter, monkeypatch
 ):

@@ -288,8 +288,8 @@ def test_it_compiles_as_one_node():
 
     whole = torch.compile(call, fullgraph=True, backend="aot_eager")
     got, wanted = (torch.autograd.grad(f(*leaves), leaves) for f in (whole, call))
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for found, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu

@@ -125,7 +125,7 @@ def test_new_tokens_and_slots_may_be_views_with_any_strides(write):
 
 @pytest.mark.parametrize("slot", [30, -2, 2**40])
 def test_a_slot_outside_the_cache_is_named_and_nothing_is_written(write, slot, monkeypatch):
-    # On a GPU nobody looks otherwise.
+    # On a GPU values are checked under the debug flag only.
     monkeypatch.setattr("pagetile.ops.write_kv.api.is_debugging", lambda: True)
     arguments = inputs([3, slot, 5])
     with pytest.raises(ShapeError, match=rf"slot_mapping\[1\] is {slot}, .* = 30"):

@@ -64,7 +64,7 @@ def test_rows_are_followed_by_zeros(size):
     source = np.full((6, 50), np.nan, np.float32)
     source[1:5, 1 : size + 1] = RANDOM.standard_normal((4, size))
     tile = np.full((7, width), np.nan, np.float32)
-    tile[:, size:] = 0  # as made: nobody writes there
+    tile[:, size:] = 0  # as allocated: no kernel writes there
     rows_of(tile.reshape(-1), width, source.reshape(-1), 51, 50, 4, size, 6)
     assert (tile[:4, :size] == source[1:5, 1 : size + 1]).all()
     assert (tile[:4, size:] == 0).all()

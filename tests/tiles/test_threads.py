@@ -99,7 +99,7 @@ def test_an_error_is_raised_when_all_calls_have_ended(run):
 
 
 def test_many_callers_at_once_do_not_wait_for_each_other(run):
-    """Each caller is enough to do its own work, whoever holds the other threads."""
+    """Each caller is enough to do its own work, whatever holds the other threads."""
 
     def call(number):
         taken, numbers = [], iter(range(100))

@@ -79,7 +79,7 @@ def _product_rate(side: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _exp_rate(device: torch.device) -> float:
-    from ..tiles.cpu.exponentials import raise_two
+    from .exponentials import raise_two
 
     # On one thread, whose rate all are taken to have: waiting for each other would take longer.
     x = torch.linspace(-8, 0, 2**11).numpy()

@@ -94,8 +94,8 @@ def attention(
     Raises:
         ShapeError: Sizes disagree or are out of range; the message names the arguments.
         DTypeError: An argument has an element type that it does not take.
-        UnsupportedError: The named ``impl`` cannot run this, or a gradient was asked for that is
-            not implemented; the message says why.
+        UnsupportedError: The named ``impl`` cannot run this, or a gradient is wanted that is not
+            implemented; the message says why.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()

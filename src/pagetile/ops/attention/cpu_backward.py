@@ -85,7 +85,7 @@ def _work(call, num_seqs, num_kv_heads, num_chunks, counter, scratch):
         taken = take_number(counter)
         if taken >= num_seqs * num_kv_heads * num_chunks:
             return
-        # The last queries see the most keys: whoever takes an item late takes a short one.
+        # The last queries see the most keys, so long items are taken first.
         chunk = num_chunks - 1 - taken // (num_seqs * num_kv_heads)
         seq, kv_head = taken // num_kv_heads % num_seqs, taken % num_kv_heads
         start, query_len = seq * call.query_len, call.query_len

@@ -16,12 +16,14 @@ from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import entry, inner
 from ...tiles.cpu.gemm import load_rows, multiply, transpose
+from ...tiles.cpu.microkernels import scores_4x4, store_4x4
 from ...tiles.cpu.simd import LANES, load, mul, splat, store, take_number
 from ...tiles.cpu.threads import run_together
 from .problem import Problem
 
 TILE = 64
 MOST_KEYS = 512  # of a tile, whose scores then stay in a second-level cache
+_FIRST_LEVEL = 6144  # numbers of transposed keys that stay in a first-level cache beside others
 _SMALL = 1 << 18  # scores that take a thread about as long as waking another
 
 Call = namedtuple(
@@ -50,12 +52,12 @@ def _take_items(call, num_items, chunk, counter):
         np.zeros(TILE * call.width, np.float32),
         np.zeros(call.columns * call.width, np.float32),
         np.zeros(call.columns * call.width, np.float32),
-        np.zeros(TILE * call.columns, np.float32),
+        np.zeros(TILE * call.columns, np.float32), np.zeros(4, np.int64),
     )  # fmt: skip
 
 
 @inner()
-def _work(call, num_items, chunk, counter, q, k, k_turned, scores):
+def _work(call, num_items, chunk, counter, q, k, k_turned, scores, key_rows):
     chunks = (call.q_len + chunk - 1) // chunk
     while True:
         taken = take_number(counter)
@@ -68,43 +70,69 @@ def _work(call, num_items, chunk, counter, q, k, k_turned, scores):
         for n in range(0, call.k_len, call.columns):
             start = min(n, call.k_len - LANES)  # a vector has to fit
             keys = min(call.columns, call.k_len - start)
-            load_rows(
-                k, call.width, call.k, k_at + start * call.k_row, call.k_row, keys,
-                call.head_size, call.columns,
-            )  # fmt: skip
-            transpose(k_turned, call.columns, k, call.width, call.columns, call.head_size)
+            at = k_at + start * call.k_row
+            if call.is_direct:
+                transpose(k_turned, call.columns, call.k, call.k_row, keys, call.head_size, at)
+            else:
+                load_rows(k, call.width, call.k, at, call.k_row, keys, call.head_size, call.columns)
+                transpose(k_turned, call.columns, k, call.width, call.columns, call.head_size)
             for m in range(first, min(first + chunk, call.q_len), TILE):
                 rows = min(TILE, min(first + chunk, call.q_len) - m)
                 at = q_at + m * call.q_row
-                load_rows(q, call.width, call.q, at, call.q_row, rows, call.head_size, TILE)
                 to = (matrix * call.q_len + m) * call.k_len + start
-                whole = rows // 4 * 4 if call.is_direct else 0
-                _write_scores(call, q, k_turned, whole, keys, to)
-                if whole < rows:
+                if call.is_direct and rows >= 4:
+                    _write_rows(call, at, k_at, start, k_turned, rows, keys, to, key_rows)
+                else:
+                    load_rows(q, call.width, call.q, at, call.q_row, rows, call.head_size, TILE)
                     multiply(
-                        scores, 0, call.columns, q, whole * call.width, call.width, 1, k_turned,
-                        call.columns, (rows - whole + 3) // 4 * 4,
-                        (keys + LANES - 1) // LANES * LANES, call.head_size, False,
+                        scores, 0, call.columns, q, 0, call.width, 1, k_turned, call.columns,
+                        (rows + 3) // 4 * 4, (keys + LANES - 1) // LANES * LANES,
+                        call.head_size, False,
                     )  # fmt: skip
-                    _store_scores(call, scores, rows - whole, keys, to + whole * call.k_len)
+                    _store_scores(call, scores, rows, keys, to)
 
 
 @inner()
-def _write_scores(call, q, k_turned, rows, keys, to):
-    """Products of a multiple of four rows, straight into float32 results.
+def _write_rows(call, at, k_at, start, k_turned, rows, keys, to, key_rows):
+    """Products of at least four rows, straight into float32 results.
 
-    The last vector of a row overlaps the one before, so nothing past the row is written.
+    Where rows are no multiple of four, and columns none of sixteen, the last block overlaps the one
+    before, so nothing is written outside. One to four columns more are products row by row.
     """
-    whole = keys // LANES * LANES
-    multiply(
-        call.scores, to, call.k_len, q, 0, call.width, 1, k_turned, call.columns, rows, whole,
-        call.head_size, False,
-    )  # fmt: skip
-    if whole < keys:
+    whole, few = rows // 4 * 4, keys % LANES
+    _write_columns(call, at, k_turned, whole, keys, to)
+    if whole < rows:
+        above = rows - 4
+        _write_columns(call, at + above * call.q_row, k_turned, 4, keys, to + above * call.k_len)
+    if 0 < few <= 4 and call.head_size % LANES == 0:
+        last = keys - 4
+        for i in range(4):
+            key_rows[i] = k_at + (start + last + i) * call.k_row
+        for block in range(0, rows, 4):
+            r = min(block, rows - 4)
+            s = scores_4x4(
+                call.q, at + r * call.q_row, call.q_row, call.k, 0, key_rows, key_rows, 0,
+                call.head_size,
+            )  # fmt: skip
+            store_4x4(call.scores, to + r * call.k_len + last, call.k_len, s)
+
+
+@inner()
+def _write_columns(call, at, k_turned, rows, keys, to):
+    """Products of a multiple of four rows with all keys but the few that go row by row."""
+    whole, few = keys // LANES * LANES, keys % LANES
+    # Where all keys fit in a first-level cache, results are written in their order.
+    step = 8 if whole * call.head_size <= _FIRST_LEVEL else rows
+    for r in range(0, rows, step):
+        multiply(
+            call.scores, to + r * call.k_len, call.k_len, call.q, at + r * call.q_row, call.q_row,
+            1, k_turned, call.columns, min(step, rows - r), whole, call.head_size, False,
+        )  # fmt: skip
+    if few > 4 or (few > 0 and call.head_size % LANES > 0):
         last = keys - LANES
         multiply(
-            call.scores, to + last, call.k_len, q, 0, call.width, 1, k_turned, call.columns, rows,
-            LANES, call.head_size, False, last,
+            call.scores, to + last, call.k_len, call.q, at, call.q_row, 1, k_turned, call.columns,
+            rows, LANES, call.head_size, False, last,
         )  # fmt: skip
 
 

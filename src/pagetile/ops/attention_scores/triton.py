@@ -1,14 +1,14 @@
-"""Scores on a GPU: a product that leaves in whole lines of memory.
+"""Scores on a GPU: a product that is stored in whole lines of memory.
 
 ::
 
     scores[b, h, i, j] = scale · q[b, h, i] · k[b, h, j]
 
-There is nothing to this but writing: a score is two bytes to write and a few operations. A row of
-343 float16 scores begins anywhere in the 128 bytes that memory is written by, so a program puts
-``TILE_M`` rows together in shared memory as they will lie, and they leave in one piece, on Hopper
-by the copy engine (``tiles/triton/line``). Only the numbers before the first whole vector of the
-piece and behind its last are written by themselves::
+The kernel is bound by its stores: a score is two bytes to write and a few operations. A row of 343
+float16 scores begins anywhere in a line of 128 bytes, so a program stages ``TILE_M`` rows in shared
+memory as they will lie and stores them in one piece, on Hopper by the copy engine
+(``triton_staging``). Only the numbers before the first whole vector of the piece and behind its
+last are stored singly::
 
     row 0           row 1           row 2
     ┆· · · 0 1 2 3 4┆5 6 0 1 2 3 4 5┆6 0 1 2 3 4 5 6┆· · · · · · · ·┆
@@ -38,23 +38,23 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
-from ...tiles.triton.line import (
-    address,
-    copy_numbers,
-    copy_vectors,
-    in_eights,
-    order,
-    prefetch,
-    put,
-    put_some,
-    send,
-    settle,
-    wait_for_sent,
-)
 from ...tiles.triton.online_softmax import precision_of
 from .problem import Problem
+from .triton_staging import (
+    bulk_store,
+    column_order,
+    copy_numbers,
+    copy_vectors,
+    fence_staging,
+    prefetch,
+    split_eights,
+    staging_address,
+    store_eights,
+    store_some_eights,
+    wait_bulk_stores,
+)
 
-_LINE = 45 << 10  # bytes of a program's rows at most
+_STAGING = 45 << 10  # bytes of a program's rows at most
 _TILES = 44 << 10  # bytes of its tiles under way: any GPU has room for both
 _ALIGN = 128  # bytes: what memory is written by
 _ROWS_AT_ONCE = 192  # of all programs that run on a multiprocessor at a time, or about that
@@ -74,7 +74,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def _refuse_interpreter(device: DeviceInfo) -> str | None:
     if device.kind == "cpu":
-        return "its shared memory is said in PTX, which is not interpreted"
+        return "its staging in shared memory is PTX, which is not interpreted"
     return None
 
 
@@ -111,7 +111,7 @@ def _score(
     ALIGN: tl.constexpr = 128 // SIZE
     PITCH: tl.constexpr = COLUMNS + ALIGN
 
-    # Which rows and keys am I?
+    # Which rows and keys.
     tile, n0 = tl.program_id(0), 0
     if IS_LONG:
         parts = tl.cdiv(k_len, COLUMNS)
@@ -124,7 +124,7 @@ def _score(
     row, column = tl.arange(0, TILE_M), tl.arange(0, D)
     is_column = (column < HEAD_SIZE)[None, :]
 
-    # Where do they come from? Keys in an order in which a thread's scores are neighbours.
+    # Their addresses. Keys come in an order in which a thread's scores are neighbours.
     q += batch * q_batch + head * q_head + m0.to(tl.int64) * q_row
     k += batch * k_batch + head * k_head + n0 * k_row
     if PREFETCH:
@@ -133,22 +133,22 @@ def _score(
         num_there = tl.minimum(TILE_M, k_len - m0)
         _prefetch(rows, is_there * num_rows, q_row, q_head, head, HEAD_SIZE)
         _prefetch(keys, is_there * num_there, k_row, k_head, head, HEAD_SIZE)
-    key = order(TILE_N, T)
+    key = column_order(TILE_N, T)
     q_at = q + row.to(tl.int64)[:, None] * q_row + column[None, :]
     k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
 
-    # And where do they go? A piece begins within 128 bytes as it will in the GPU's memory.
+    # Staging. A piece begins at the same offset within 128 bytes as in global memory.
     matrix = batch * tl.num_programs(1) + head
     start = (matrix * q_len + m0) * k_len + n0
     if IS_LONG:
         place = ((start + row.to(tl.int64) * k_len) % ALIGN).to(tl.int32) + row * PITCH
     else:
         place = (start % ALIGN).to(tl.int32) + row * k_len
-    line = address(more_shared)
+    staging = staging_address(more_shared)
     chunk = 8 * T * tl.arange(0, TILE_N // (8 * T))[:, None] + 8 * tl.arange(0, T)[None, :]
-    at = line + (place[:, None, None] + chunk[None, :, :]) * SIZE
+    at = staging + (place[:, None, None] + chunk[None, :, :]) * SIZE
 
-    # Constants if they are given: the loop is unrolled, and asks for nothing beyond its end.
+    # If the counts are constants, the loop is unrolled and prefetches nothing beyond its end.
     key_tiles = TILES if TILES > 0 else tl.cdiv(num_keys, TILE_N)
     whole_tiles = WHOLE if TILES > 0 else num_keys // TILE_N
     for i in tl.range(0, key_tiles, num_stages=STAGES):
@@ -159,34 +159,34 @@ def _score(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=precision_of(D))
         if IS_SCALED:
             s *= scale
-        x0, x1, x2, x3, x4, x5, x6, x7 = in_eights(s.to(scores.dtype.element_ty), T)
+        x0, x1, x2, x3, x4, x5, x6, x7 = split_eights(s.to(scores.dtype.element_ty), T)
         if i < whole_tiles:
-            put(at + n * SIZE, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED)
+            store_eights(at + n * SIZE, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED)
         else:
             to, count = tl.broadcast(at + n * SIZE, (num_keys - n - chunk)[None, :, :])
-            put_some(to, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED)
-    settle(BULK)
+            store_some_eights(to, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED)
+    fence_staging(BULK)
 
     for piece in range(num_rows if IS_LONG else 1):
         start = (matrix * q_len + m0 + piece) * k_len + n0
         begin = (start % ALIGN).to(tl.int32)
         end = begin + (num_keys if IS_LONG else num_rows * k_len)
-        _write(line + piece * (PITCH * SIZE), scores, start - begin, begin, end, BITS, BULK)
+        _write(staging + piece * (PITCH * SIZE), scores, start - begin, begin, end, BITS, BULK)
     if BULK:
-        wait_for_sent()
+        wait_bulk_stores()
 
 
 @triton.jit
 def _prefetch(rows, count, row, head_stride, head, HEAD_SIZE: tl.constexpr):
-    """Ask for rows of a head; where heads lie between them, the first head asks for all."""
+    """Prefetch rows of a head; where heads lie between them, the first head prefetches all."""
     if (count > 0) & ((head == 0) | (head_stride >= row)):
         SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
         prefetch(rows.to(tl.int64), (((count - 1) * row + HEAD_SIZE) * SIZE).to(tl.int32))
 
 
 @triton.jit
-def _write(line, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.constexpr):
-    """Numbers ``begin`` to ``end`` of a line, whose number 0 belongs to ``scores + offset``.
+def _write(staging, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.constexpr):
+    """Store numbers ``begin`` to ``end`` of a piece, whose number 0 goes to ``scores + offset``.
 
     That is on 128 bytes, so vectors are counted from there: a warp then writes whole lines.
     """
@@ -197,16 +197,16 @@ def _write(line, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.conste
     first, last = (begin + WIDTH - 1) // WIDTH, end // WIDTH
     if BULK:
         if last > first:
-            send(line + first * 16, to + first * 16, (last - first) * 16)
+            bulk_store(staging + first * 16, to + first * 16, (last - first) * 16)
     else:
         for v in range(0, last, VECTORS):
             vector = v + tl.arange(0, VECTORS)
             is_whole = (vector >= first) & (vector < last)
-            copy_vectors(line + vector * 16, to + vector * 16, is_whole)
+            copy_vectors(staging + vector * 16, to + vector * 16, is_whole)
     edge = tl.arange(0, 2 * WIDTH)
     number = tl.where(edge < WIDTH, begin // WIDTH * WIDTH, (last - 1) * WIDTH) + edge
     is_one = (number >= begin) & (number < end)
-    copy_numbers(line + number * SIZE, to + number * SIZE, is_one, BITS)
+    copy_numbers(staging + number * SIZE, to + number * SIZE, is_one, BITS)
 
 
 def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
@@ -218,7 +218,7 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (q, k))
     factor = math.gcd(unit, *strides) if is_aligned else 1
     device = DeviceInfo.of(q.device)
-    k_len, long = problem.k_len, _LINE // (16 * q.element_size())  # too long for 16 rows a line
+    k_len, long = problem.k_len, _STAGING // (16 * q.element_size())  # too long for 16 rows a line
     if k_len > long:  # all beyond are built alike, if their rows begin alike
         k_len = long + (1 if k_len % unit else unit)
     is_dense = max(strides[2], strides[5]) <= problem.num_heads * problem.head_size
@@ -265,11 +265,11 @@ def make_launcher(
     size, width = dtype.itemsize, max(16, triton.next_power_of_2(head_size))
     has_bulk, is_tall = capability >= (9, 0), _is_tall(width * size, k_len, dtype, capability)
     rows, warps, tile_n, stages = _tile(width * size, k_len, is_tall)
-    columns, line = _LINE // (rows * size), rows * k_len * size
+    columns, staging = _STAGING // (rows * size), rows * k_len * size
     if is_long := k_len > columns:
         columns -= _ALIGN // size
         columns -= columns % tile_n
-        line = _LINE
+        staging = _STAGING
     # A single tile is fetched ahead of its product by a loop, and by that alone.
     tiles = 0 if is_long or (k_len <= tile_n and not is_tall) else -(-k_len // tile_n)
     has_sixteens = factor * size == 16 and head_size * size % 16 == 0
@@ -290,14 +290,14 @@ def make_launcher(
         "BULK": has_bulk,
         "PREFETCH": has_bulk and has_sixteens and is_dense and not is_long, "STAGES": stages,
     }  # fmt: skip
-    more = line + 2 * _ALIGN - 1  # it begins anywhere within 128 bytes, and they anywhere
+    more = staging + 2 * _ALIGN - 1  # it begins anywhere within 128 bytes, and they anywhere
     return Launcher(_score, types, constants, more_shared=more, num_warps=warps)
 
 
 def _is_tall(head_bytes: int, k_len: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether rows are taken by 64: on Hopper that is a product of one instruction."""
     is_narrow = dtype.itemsize == 2 and head_bytes <= 64
-    return capability[0] == 9 and is_narrow and 64 * k_len * dtype.itemsize <= _LINE
+    return capability[0] == 9 and is_narrow and 64 * k_len * dtype.itemsize <= _STAGING
 
 
 def _tile(head_bytes: int, k_len: int, is_tall: bool) -> tuple[int, int, int, int]:

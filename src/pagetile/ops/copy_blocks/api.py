@@ -32,9 +32,9 @@ def copy_blocks(
     ``src_to_dst`` and overwritten by another. Caches are copied in no particular order, so none
     may be written that is named a second time.
 
-    On a GPU, and between it and pinned host memory, nobody waits: like a kernel the copy takes
-    its turn on the current stream. Synchronise before the host reads what was copied to it, or
-    overwrites what was copied from it. Host memory that is not pinned is waited for.
+    On a GPU, and between it and pinned host memory, the host does not wait: like a kernel the copy
+    is queued on the current stream. Synchronise before the host reads what was copied to it, or
+    overwrites what was copied from it. With host memory that is not pinned, the host waits.
 
     Args:
         caches: The caches to copy in, one a layer for keys and one for values:
@@ -105,7 +105,7 @@ def _check_twice(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _is_pinned(source: Tensor, destination: Tensor) -> bool:
-    """Whether the host's part of a copy between host and GPU is pinned; seldom asked for."""
+    """Whether the host's side of a copy between host and GPU is pinned memory."""
     if source.is_cuda == destination.is_cuda:
         return False
     return (destination if source.is_cuda else source).is_pinned()

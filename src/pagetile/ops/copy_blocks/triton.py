@@ -5,8 +5,8 @@
     program (i, c) moves part i % parts of pair i // parts in cache c, TILE words of it
 
 What the caches are is written to a table on the GPU once; the pairs of a call travel there in a
-transfer that nobody waits for. Words are as wide as addresses, strides and sizes allow, up to 16
-bytes. Pinned host memory is read and written by the GPU itself, where the host knows it to be.
+transfer that the host does not wait for. Words are as wide as addresses, strides and sizes allow,
+up to 16 bytes. Pinned host memory is read and written by the GPU itself, at the host's address.
 
 A source that is some pair's destination, too, is set aside first: two launches more.
 """
@@ -102,7 +102,7 @@ def _find_overwritten(
 
 
 def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: npt.NDArray[Any]) -> None:
-    """Copy pairs whose sources nobody writes."""
+    """Copy pairs of which no source is another's destination."""
     if not len(pairs):
         return
     device = _find_device(caches)

@@ -67,7 +67,7 @@ def write_kv(
         >>> k_cache[..., 0, 0].nonzero().tolist()  # slots 5 and 40 of blocks of 16
         [[0, 5], [2, 8]]
 
-        In 8 bits, with a scale for each token's head, which nobody has to know beforehand:
+        In 8 bits, with a scale for each token's head, which is computed on the way:
 
         >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, dtype=torch.int8).unbind(0)
         >>> k_scale, v_scale = torch.zeros(2, 4, 16, 2).unbind(0)

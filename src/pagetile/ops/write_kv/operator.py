@@ -1,7 +1,7 @@
 """Writing keys and values as a compiler sees it: one node, which changes its caches.
 
 Two operators: a scale for each token's head is written, any other is read, and may be a view that
-nobody can write to.
+no kernel can write to.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ keys. The rows of a KV head, tokens × group, share every key that is loaded::
 
 A sequence's keys are always cut at multiples of ``split_size``, partial states are always
 merged from left to right, and tiles start at multiples of ``TILE_N``. So a row gets the same
-bits whether one thread walks the splits or many share them, and whoever else is in the batch.
+bits whether one thread walks the splits or many share them, and whatever else is in the batch.
 
 Few rows (decode) read keys and values straight from the pages, converting in registers, where
 heads fill whole vectors. Many rows (prefill) first gather a tile into contiguous scratch memory,
@@ -106,7 +106,7 @@ def _make_items(
             few = query_len * group <= FEW_ROWS
             heads = decode_heads if few else 1
             tokens = max(1, tile_m // group)
-            # The last tokens see the most keys: whoever takes an item late takes a short one.
+            # The last tokens see the most keys, so long items are taken first.
             for first in range((query_len - 1) // tokens * tokens, -1, -tokens):
                 num_tokens = min(tokens, query_len - first)
                 end = seq_lens[seq]

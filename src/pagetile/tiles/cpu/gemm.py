@@ -116,18 +116,18 @@ def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, ste
 
 
 @inner()
-def transpose(into, into_row, matrix, row, rows, columns):
+def transpose(into, into_row, matrix, row, rows, columns, at=0):
     """``into[c, r] = matrix[r, c]``, sixteen by sixteen as far as both are multiples of it."""
     whole_rows, whole_columns = rows - rows % 16, columns - columns % 16
     for r in range(0, whole_rows, 16):
         for c in range(0, whole_columns, 16):
-            _transpose_16x16(into, c * into_row + r, into_row, matrix, r * row + c, row)
+            _transpose_16x16(into, c * into_row + r, into_row, matrix, at + r * row + c, row)
         for i in range(r, r + 16):
             for c in range(whole_columns, columns):
-                into[c * into_row + i] = matrix[i * row + c]
+                into[c * into_row + i] = matrix[at + i * row + c]
     for r in range(whole_rows, rows):
         for c in range(columns):
-            into[c * into_row + r] = matrix[r * row + c]
+            into[c * into_row + r] = matrix[at + r * row + c]
 
 
 @inner()

@@ -24,7 +24,7 @@ from .simd import add, fma, load, mul, prefetch, splat, store, store_quarter, su
 
 
 @inner()
-def _scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
+def scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     """Dot products of 4 query rows and 4 keys: lane ``4 * row + key``."""
     k0, k1 = base + rows[key], base + rows[key + 1]
     k2, k3 = base + rows[key + 2], base + rows[key + 3]
@@ -87,7 +87,7 @@ def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n
         return
     for r in range(0, num_rows, 4):
         for n in range(0, tile_n, 4):
-            s = _scores_4x4(q, q_at + r * q_stride, q_stride, k, base, rows, ahead, n, width)
+            s = scores_4x4(q, q_at + r * q_stride, q_stride, k, base, rows, ahead, n, width)
             store_4x4(scores, r * tile_n + n, tile_n, s)
 
 

@@ -101,11 +101,6 @@ def make_barriers(
     return PipelineBarriers(full, empty, STAGES)
 
 
-# The window kernels import these names until they are renamed there.
-Turns = PipelineBarriers
-make_turns = make_barriers
-
-
 @aggregate
 class Ring:
     """``STAGES`` slots of ``PARTS`` tiles each."""

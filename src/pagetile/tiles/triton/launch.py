@@ -100,7 +100,7 @@ class Launcher:
         types: Of its other parameters, in their order: ``"*fp16"``, ``"i32"``; ``"*fp16:16"`` is
             a pointer to an address that is a multiple of 16, ``"i64:8"`` a multiple of 8.
         constants: Its ``tl.constexpr`` parameters, in their order.
-        more_shared: Bytes of shared memory behind those that Triton uses (``tiles/triton/line``).
+        more_shared: Bytes of shared memory behind those that Triton uses.
         **options: Of the compiler, like ``num_warps``.
     """
 

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....tiles.hopper.layouts import product_layout
 from ....tiles.hopper.names import barrier
-from ....tiles.hopper.ring import Turns, make_turns
+from ....tiles.hopper.ring import PipelineBarriers, make_barriers
 from .softmax import (
     compute_weights,
     load_pivots,
@@ -72,14 +72,14 @@ class Memory:
     k: gl.shared_memory_descriptor  # [slots, 1, 1, ROWS, WIDTH]
     v: gl.shared_memory_descriptor
     row_one_hot: gl.shared_memory_descriptor  # [slots, 1, ROWS, ONE_HOT_COLUMNS]
-    k_barriers: Turns
+    k_barriers: PipelineBarriers
     windows: gl.shared_memory_descriptor  # int32 [slots, 1]: the index of their window, or -1
     q: gl.shared_memory_descriptor  # [slots, 1, 1, PIECE, WIDTH]
     dout: gl.shared_memory_descriptor
     one_hot: gl.shared_memory_descriptor  # [slots, 1, PIECE, ONE_HOT_COLUMNS]
     pivot: gl.shared_memory_descriptor  # [slots, 1, PIECE]
     delta: gl.shared_memory_descriptor
-    q_barriers: Turns
+    q_barriers: PipelineBarriers
 
     @gluon.constexpr_function
     def __init__(
@@ -371,7 +371,7 @@ def column_gradients(
         gl.allocate_shared_memory(
             gl.float16, [K_SLOTS if MASK else 1, 1, ROWS, ONE_HOT_COLUMNS], row_one_hot_desc.layout
         ),
-        make_turns(STREAMS, Q_STAGES, 1, 1),
+        make_barriers(STREAMS, Q_STAGES, 1, 1),
         gl.allocate_shared_memory(gl.int32, [K_SLOTS, 1], FLAT),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], q_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PIECE, WIDTH], dout_desc.layout),
@@ -380,7 +380,7 @@ def column_gradients(
         ),
         gl.allocate_shared_memory(gl.float32, [SLOTS, 1, PIECE], pivot_desc.layout),
         gl.allocate_shared_memory(gl.float32, [SLOTS, 1, PIECE], delta_desc.layout),
-        make_turns(STREAMS, STAGES, 1, 1),
+        make_barriers(STREAMS, STAGES, 1, 1),
     )  # fmt: skip
     mbarrier.init(memory.bias_made, STREAMS)
     fence_async_shared()

@@ -36,7 +36,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ....tiles.hopper.layouts import product_layout
 from ....tiles.hopper.names import barrier
-from ....tiles.hopper.ring import Turns, make_turns
+from ....tiles.hopper.ring import PipelineBarriers, make_barriers
 from .softmax import attend_guessed_pivot, attend_online, is_in_range, score_type
 from .tiles import (
     CHUNK,
@@ -72,12 +72,12 @@ class Memory:
     ones: gl.shared_memory_descriptor  # [8, PIECE]
     q: gl.shared_memory_descriptor  # [slots, 1, 1, ROWS, WIDTH]
     row_one_hot: gl.shared_memory_descriptor  # [slots, 1, ROWS, ONE_HOT_COLUMNS]
-    q_barriers: Turns
+    q_barriers: PipelineBarriers
     windows: gl.shared_memory_descriptor  # int32 [slots, 1]: the index of their window, or -1
     k: gl.shared_memory_descriptor  # [slots, 1, 1, KEYS, WIDTH]
     v: gl.shared_memory_descriptor
     one_hot: gl.shared_memory_descriptor  # [slots, 1, KEYS, ONE_HOT_COLUMNS]
-    kv_barriers: Turns
+    kv_barriers: PipelineBarriers
     retry: gl.shared_memory_descriptor  # int32 [STREAMS, ROWS]: a bit for each failed step
     retry_ready: gl.shared_memory_descriptor  # a barrier
 
@@ -379,14 +379,14 @@ def attend(
         gl.allocate_shared_memory(
             gl.float16, [Q_SLOTS if MASK else 1, 1, ROWS, ONE_HOT_COLUMNS], row_one_hot_desc.layout
         ),
-        make_turns(STREAMS, Q_STAGES, 1, 1),
+        make_barriers(STREAMS, Q_STAGES, 1, 1),
         gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 1], FLAT),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], k_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
             gl.float16, [SLOTS if MASK else 1, 1, KEYS, ONE_HOT_COLUMNS], one_hot_desc.layout
         ),
-        make_turns(STREAMS, STAGES, 1, 1),
+        make_barriers(STREAMS, STAGES, 1, 1),
         gl.allocate_shared_memory(gl.int32, [STREAMS, ROWS], FLAT),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....tiles.hopper.layouts import product_layout, wide_rows
 from ....tiles.hopper.names import barrier
-from ....tiles.hopper.ring import Turns, make_turns
+from ....tiles.hopper.ring import PipelineBarriers, make_barriers
 from . import constants
 from .softmax import (
     compute_weights,
@@ -125,15 +125,15 @@ class Memory:
     row_one_hot: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS, ONE_HOT_COLUMNS]
     pivot: gl.shared_memory_descriptor  # [Q_STAGES, 1, ROWS]
     delta: gl.shared_memory_descriptor
-    q_barriers: Turns  # shared by all splits
+    q_barriers: PipelineBarriers  # shared by all splits
     windows: gl.shared_memory_descriptor  # int32 [Q_STAGES, 1]: the index of their window, or -1
     k: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, 1, BOX, WIDTH]
     v: gl.shared_memory_descriptor
     one_hot: gl.shared_memory_descriptor  # [slots * KEYS / BOX, 1, BOX, ONE_HOT_COLUMNS]
-    kv_barriers: Turns
+    kv_barriers: PipelineBarriers
     identity: gl.shared_memory_descriptor  # [SUM_KEYS, SUM_KEYS]: the identity matrix
     partials: gl.shared_memory_descriptor  # float32 [BUFFERS * SPLITS, ROWS, WIDTH]
-    partial_barriers: Turns
+    partial_barriers: PipelineBarriers
 
     @gluon.constexpr_function
     def __init__(
@@ -458,17 +458,17 @@ def row_gradients(
         ),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], pivot_desc.layout),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1, ROWS], delta_desc.layout),
-        make_turns(1, Q_STAGES, 1, SPLITS),
+        make_barriers(1, Q_STAGES, 1, SPLITS),
         gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], FLAT),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BOX, WIDTH], k_desc.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BOX, WIDTH], v_desc.layout),
         gl.allocate_shared_memory(
             gl.float16, [SLOTS if MASK else 1, 1, BOX, ONE_HOT_COLUMNS], one_hot_desc.layout
         ),
-        make_turns(SPLITS, STAGES, 1, 1),
+        make_barriers(SPLITS, STAGES, 1, 1),
         gl.allocate_shared_memory(dtype, [SUM_KEYS, SUM_KEYS], IDENTITY, _make_identity(dtype)),
         gl.allocate_shared_memory(gl.float32, [BUFFERS * SPLITS, ROWS, WIDTH], PART),
-        make_turns(1, BUFFERS, SPLITS, 1),
+        make_barriers(1, BUFFERS, SPLITS, 1),
     )
     mbarrier.init(memory.bias_made, SPLITS)
     fence_async_shared()

@@ -1,24 +1,24 @@
-"""Rows of a product written as one line of memory, whatever place they begin at.
+"""Rows of a product staged in shared memory and stored contiguously, at any alignment.
 
-Memory is written by 128 bytes, and a row of 343 float16 numbers begins anywhere within them: a
-warp that stores a part of a row touches two such lines, and sectors that are not all its own.
-Rows that follow one another are therefore put together in shared memory, exactly as they will
-lie, and leave in one piece. That takes shared memory at addresses of one's own, which Triton does
-not have; these functions say it in PTX. A launcher's ``more_shared`` brings the bytes, behind
-those that Triton uses.
+Global memory is written in lines of 128 bytes, and a row of 343 float16 numbers begins anywhere in
+one: a warp that stores a part of a row writes two partial lines. Consecutive rows are therefore
+staged in shared memory, exactly as they will lie in global memory, and stored in one piece. Triton
+gives no addresses of shared memory, so these functions are PTX. A launcher's ``more_shared``
+reserves the bytes, behind those that Triton uses.
 
 Of a product of tensor cores a thread holds pairs of neighbours; the next pair of its row is ``2 T``
-columns further, since ``T`` threads share a row (4 in a warp, times the warps side by side). If
-the columns are made in another ``order``, four pairs of a thread are eight neighbours of the line,
-which ``in_eights`` takes from the registers as they lie and ``put`` stores by words (``T = 4``)::
+columns further, since ``T`` threads share a row (4 in a warp, times the warps side by side). If the
+columns are computed in ``column_order``, four pairs of a thread are eight neighbours of the row,
+which ``split_eights`` takes from the registers as they lie and ``store_eights`` stores by words
+(``T = 4``)::
 
     column of the product   0 1 2 3  4  5  6  7 | 8 9 10 11 …
     thread                  0 0 1 1  2  2  3  3 | 0 0  1  1
-    place in the line       0 1 8 9 16 17 24 25 | 2 3 10 11 …
+    place in the row        0 1 8 9 16 17 24 25 | 2 3 10 11 …
 
 Where fewer threads share a row, ``T`` may be a multiple of them: what is ``2 T`` columns further
-is a later pair of the same thread. Where the compiler lays a product out in yet another way, the
-result is the same, by conversions. Where rows are a multiple of 16 bytes, all eights begin on as
+is a later pair of the same thread. With any other layout of the product the result is the same, by
+conversions. Where rows are a multiple of 16 bytes, all eights begin on as
 many, and are stored as vectors.
 """
 
@@ -28,23 +28,23 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "address",
+    "bulk_store",
+    "column_order",
     "copy_numbers",
     "copy_vectors",
-    "in_eights",
-    "order",
+    "fence_staging",
     "prefetch",
-    "put",
-    "put_some",
-    "send",
-    "settle",
-    "wait_for_sent",
+    "split_eights",
+    "staging_address",
+    "store_eights",
+    "store_some_eights",
+    "wait_bulk_stores",
 ]
 
 
 @triton.jit
-def address(size):
-    """Where, on 128 bytes, the last ``size`` bytes of a program's shared memory begin, or later."""
+def staging_address(size):
+    """The address, a multiple of 128, of the last ``size`` bytes of a program's shared memory."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 all; mov.u32 $0, global_smem; mov.u32 all, %dynamic_smem_size;
         add.u32 $0, $0, all; sub.u32 $0, $0, $1; and.b32 $0, $0, -128; }""",
@@ -53,18 +53,18 @@ def address(size):
 
 
 @triton.jit
-def order(COLUMNS: tl.constexpr, T: tl.constexpr):
-    """For every column of a product, its place in the line: ``[COLUMNS]``, of 0 to COLUMNS - 1."""
+def column_order(COLUMNS: tl.constexpr, T: tl.constexpr):
+    """The place in its row of every column of a product: ``[COLUMNS]``, from 0 to COLUMNS - 1."""
     column = tl.arange(0, COLUMNS)
     thread, pair = column % (2 * T) // 2, column % (8 * T) // (2 * T)
     return column // (8 * T) * (8 * T) + thread * 8 + pair * 2 + column % 2
 
 
 @triton.jit
-def in_eights(x, T: tl.constexpr):
-    """A product whose columns are in ``order``, as eight ``[rows, columns // (8 T), T]``.
+def split_eights(x, T: tl.constexpr):
+    """A product whose columns are in ``column_order``, as eight ``[rows, columns // (8 T), T]``.
 
-    The first is the first of each eight neighbours in the line, as integers of as many bits;
+    The first is the first of each eight neighbours in the row, as integers of as many bits;
     the eight of ``[:, g, t]`` begin at place ``8 T g + 8 t``.
     """
     ROWS: tl.constexpr = x.shape[0]
@@ -84,7 +84,7 @@ def in_eights(x, T: tl.constexpr):
 
 
 @triton.jit
-def put(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
+def store_eights(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
     """Store eight neighbours each from an address on, which is on 16 bytes if ``IS_ALIGNED``."""
     BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
@@ -95,7 +95,7 @@ def put(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def put_some(at, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED: tl.constexpr):
+def store_some_eights(at, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED: tl.constexpr):
     """Only the first ``count`` of them: none if it is 0 or less; aligned, whole vectors."""
     BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
@@ -159,7 +159,7 @@ def _put_some(bits, is_aligned):
 
 @triton.jit
 def copy_vectors(source, to, mask):
-    """Copy 16 bytes each from shared memory to the GPU's."""
+    """Copy 16 bytes each from shared to global memory."""
     tl.inline_asm_elementwise(
         """{ .reg .pred is_in; .reg .b32 x<4>; setp.ne.b32 is_in, $3, 0;
         @is_in ld.shared.v4.b32 {x0, x1, x2, x3}, [$1];
@@ -170,7 +170,7 @@ def copy_vectors(source, to, mask):
 
 @triton.jit
 def copy_numbers(source, to, mask, BITS: tl.constexpr):
-    """Copy numbers of ``BITS`` bits from shared memory to the GPU's."""
+    """Copy numbers of ``BITS`` bits from shared to global memory."""
     tl.inline_asm_elementwise(
         _copy_numbers(BITS), "=r,r,l,r", [source, to, mask.to(tl.int32)], tl.int32,
         is_pure=False, pack=1,
@@ -186,8 +186,8 @@ def _copy_numbers(bits):
 
 
 @triton.jit
-def settle(BULK: tl.constexpr):
-    """What was put is there for all threads, and for the copy engine if it is to read it."""
+def fence_staging(BULK: tl.constexpr):
+    """Make staged data visible to all threads, and with ``BULK`` to the copy engine."""
     if BULK:
         tl.inline_asm_elementwise(
             "fence.proxy.async.shared::cta; mov.b32 $0, 0;",
@@ -197,8 +197,8 @@ def settle(BULK: tl.constexpr):
 
 
 @triton.jit
-def send(source, to, size):
-    """Have the copy engine of Hopper take ``size`` bytes to the GPU's memory, all by 16."""
+def bulk_store(source, to, size):
+    """Store ``size`` bytes to global memory by Hopper's copy engine; all multiples of 16."""
     tl.inline_asm_elementwise(
         """{ .reg .pred is_first; .reg .b32 thread; mov.u32 thread, %tid.x;
         setp.eq.u32 is_first, thread, 0;
@@ -210,7 +210,7 @@ def send(source, to, size):
 
 @triton.jit
 def prefetch(at, size):
-    """Have the copy engine of Hopper bring ``size`` bytes to the second-level cache, all by 16."""
+    """Prefetch ``size`` bytes to the second-level cache; all multiples of 16."""
     tl.inline_asm_elementwise(
         """{ .reg .pred is_first; .reg .b32 thread; mov.u32 thread, %tid.x;
         setp.eq.u32 is_first, thread, 0;
@@ -220,8 +220,8 @@ def prefetch(at, size):
 
 
 @triton.jit
-def wait_for_sent():
-    """Until the copy engine has read all that was sent: before a program ends."""
+def wait_bulk_stores():
+    """Wait until the copy engine has read all bulk stores: before a program ends."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; mov.b32 $0, 0;",
         "=r,r", [tl.program_id(0)], tl.int32, is_pure=False, pack=1,

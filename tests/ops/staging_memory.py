@@ -1,4 +1,4 @@
-"""What ``tiles/triton/line`` says in PTX, in NumPy: shared memory for interpreted kernels."""
+"""``ops/attention_scores/triton_staging`` in NumPy: shared memory for interpreted kernels."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ import numpy as np
 SIZE, BASE = 1 << 17, 384
 
 
-class LineMemory:
+class StagingMemory:
     """Stands in for the functions of the same names; programs are interpreted one by one."""
 
     def __init__(self):
@@ -17,18 +17,18 @@ class LineMemory:
         self.prefetched = []
         """Where each prefetch begins and ends."""
 
-    def address(self, size):
-        """New memory, as far as the program knows: full of what nobody stored."""
+    def staging_address(self, size):
+        """New memory, as far as the program knows: full of bytes that no kernel stored."""
         self.bytes[:] = 0xFF
         self.end = BASE + _array(size).item() - 127  # the line may begin up to 127 bytes later
         assert self.end <= SIZE
         return BASE
 
-    def put(self, at, *numbers_and_aligned):
+    def store_eights(self, at, *numbers_and_aligned):
         *numbers, is_aligned = numbers_and_aligned
-        self.put_some(at, *numbers, None, is_aligned)
+        self.store_some_eights(at, *numbers, None, is_aligned)
 
-    def put_some(self, at, *numbers_and_rest):
+    def store_some_eights(self, at, *numbers_and_rest):
         *numbers, count, is_aligned = numbers_and_rest
         if is_aligned:
             assert (_array(at) % 16 == 0).all()
@@ -54,7 +54,7 @@ class LineMemory:
     def copy_numbers(self, source, to, mask, bits):
         self._copy(source, to, mask, int(getattr(bits, "value", bits)) // 8)
 
-    def send(self, source, to, size):
+    def bulk_store(self, source, to, size):
         (size,) = _array(size).ravel()
         assert size > 0
         assert _array(source).item() % 16 == _array(to).item() % 16 == size % 16 == 0
@@ -65,10 +65,10 @@ class LineMemory:
         assert at % 16 == size % 16 == 0
         self.prefetched.append((int(at), int(at + size)))
 
-    def settle(self, bulk):
+    def fence_staging(self, bulk):
         self.is_settled = True
 
-    def wait_for_sent(self):
+    def wait_bulk_stores(self):
         pass
 
     def _copy(self, source, to, mask, size):
