@@ -57,7 +57,8 @@ def rel_offsets(
     table_size = math.prod(2 * size - 1 for size in table)
     if table_size > _MOST_ROWS:
         raise ShapeError(
-            f"window={list(table)} needs a table of {table_size} rows, expected at most {_MOST_ROWS}"
+            f"window={list(table)} needs a table of {table_size} rows, expected at most "
+            f"{_MOST_ROWS}"
         )
     wanted = math.prod(window) if num_tokens is None else num_tokens
     if not is_size(wanted, least=1) or wanted > math.prod(window):
