@@ -150,6 +150,7 @@ def _number_windows(axes: Any, grid: WindowGrid, *, is_rolled: bool, first_windo
     rows, columns = (_pieces(grid, axis, is_rolled=is_rolled) for axis in (0, 1))
     has_few = grid.num_windows <= MAX_NUMBERED
     last_row, last_column = (count - 1 for count in grid.windows)
+    part = 0.27 if is_rolled and not has_few else 0.5  # beside the padding, which has no box
     box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
     for row, top, bottom in rows:
         for column, left, right in columns:
@@ -158,7 +159,8 @@ def _number_windows(axes: Any, grid: WindowGrid, *, is_rolled: bool, first_windo
                 continue
             number = first_window + row * grid.windows[1] + column
             axes.text(
-                (left + right) / 2, (top + bottom) / 2, str(number), ha="center", va="center",
+                left + part * (right - left), top + part * (bottom - top), str(number),
+                ha="center", va="center",
                 fontsize=9.0 if has_few else 5.5, color=INK, bbox=box if has_few else None,
             )  # fmt: skip
 
