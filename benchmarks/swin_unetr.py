@@ -1,9 +1,9 @@
-"""A training step of MONAI's SwinUNETR, patched against as released: time and peak memory.
+"""A training step of MONAI's SwinUNETR, patched and as released: time and peak memory.
 
-A step is a forward under autocast and a backward. Two copies of one model take turns, and CUDA
-events time each step, launches and all: that is how a trainer meets it. At batch 1 the host takes
-longer than the kernels; so each model is timed once more when ``torch.cuda.make_graphed_callables``
-has made CUDA graphs of its forward and its backward: a line in a trainer.
+A step is a forward pass under autocast and a backward pass. Two copies of one model take turns, and
+CUDA events time each step, launches included. At batch 1 the host takes longer than the kernels, so
+each model is timed again after ``torch.cuda.make_graphed_callables`` made CUDA graphs of its
+forward and backward pass, which is one line in a training loop.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .timing import Times, ratio
 
 __all__ = ["SwinUnetrCase"]
 
-MONAI, OURS = "MONAI", "pagetile"
-GRAPHED = ", graphed"  # of a contestant's name
+MONAI, PAGETILE = "MONAI", "pagetile"
+GRAPHED = ", graphed"  # suffix of a contestant's name
 WARMUP, REPEATS = 4, 20
 
 
 @dataclass(frozen=True)
 class SwinUnetrCase:
-    """Metrics: ``x MONAI``, how many times as fast; ``peak / MONAI``, of a step's peak memory.
+    """Metrics: ``x MONAI``, the speed relative to MONAI; ``peak / MONAI``, of peak memory.
 
-    ``x MONAI, kernels`` is the same of the kernels alone; ``x MONAI, graphed`` of a patched model
-    that was graphed, by MONAI's as released, and ``x MONAI, both graphed`` by MONAI's graphed. A
-    checkpointed one cannot be graphed, since it asks for the state of random numbers.
+    ``x MONAI, kernels`` compares the kernels alone, ``x MONAI, graphed`` a graphed patched model
+    with MONAI's as released, and ``x MONAI, both graphed`` with MONAI's graphed. A checkpointed
+    model cannot be graphed, because it reads the state of the random generator.
     """
 
     name: str
@@ -57,42 +57,42 @@ class SwinUnetrCase:
         return f"SwinUNETR, {self.feature_size} features, {size}, {self.dtype}{kept}"
 
     def verify(self) -> list[Check]:
-        """Maps and gradients of all that is patched, by MONAI's in float32 without TF32.
+        """Compare maps and gradients of patched parts with MONAI's in float32 without TF32.
 
-        The encoder has all attention, the first two residual blocks all kinds of norms: behind
-        one another ten of them would drown either in rounding. In the timed type MONAI's own
-        distance is the yard.
+        The encoder has all attentions, and the first two residual blocks all kinds of norms; ten
+        blocks after one another would amplify rounding too much. In the timed type, MONAI's own
+        distance from float32 is the yardstick.
         """
         models, x = self._models(), self._input()
         checks = []
         with torch.backends.cudnn.flags(allow_tf32=False):
             for what, results in ("encoder", _of_encoder), ("residual blocks", _of_blocks):
                 exact = results(models[MONAI], x, torch.float32)
-                yard = _distance(results(models[MONAI], x, self.dtype), exact)
-                for dtype, allowed in ((torch.float32, 1e-3), (self.dtype, 2 * yard)):
-                    gap = _distance(results(models[OURS], x, dtype), exact)
+                yardstick = _distance(results(models[MONAI], x, self.dtype), exact)
+                for dtype, allowed in ((torch.float32, 1e-3), (self.dtype, 2 * yardstick)):
+                    gap = _distance(results(models[PAGETILE], x, dtype), exact)
                     detail = f"relative distance {gap:.1e}, allowed {allowed:.1e}"
                     checks.append(Check(f"{what}, {dtype}", gap <= allowed, detail))
         return checks
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Times in turns, then each model's peak with the other out of the way."""
+        """Time the models in turns, then measure each one's peak with the other on the CPU."""
         models, x = self._models(), self._input()
         steps = {name: partial(_step, model, x, self.dtype) for name, model in models.items()}
         times = _take_turns(steps, repeats)
         peaks = {}
-        for name, other in ((MONAI, OURS), (OURS, MONAI)):
+        for name, other in ((MONAI, PAGETILE), (PAGETILE, MONAI)):
             models[other].cpu()
             peaks[name] = _peak(models[name], x, self.dtype)
             models[other].cuda()
         kernels = {name: _kernel_seconds(model, x, self.dtype) for name, model in models.items()}
         metrics = {
-            "x MONAI": ratio(times[MONAI], times[OURS]),
-            "x MONAI, kernels": kernels[MONAI] / kernels[OURS],
-            "ms of kernels": kernels[OURS] * 1e3,
+            "x MONAI": ratio(times[MONAI], times[PAGETILE]),
+            "x MONAI, kernels": kernels[MONAI] / kernels[PAGETILE],
+            "ms of kernels": kernels[PAGETILE] * 1e3,
             "ms of kernels, MONAI": kernels[MONAI] * 1e3,
-            "peak / MONAI": peaks[OURS] / peaks[MONAI],
-            "peak MiB": peaks[OURS] / 2**20,
+            "peak / MONAI": peaks[PAGETILE] / peaks[MONAI],
+            "peak MiB": peaks[PAGETILE] / 2**20,
             "peak MiB of MONAI": peaks[MONAI] / 2**20,
         }
         if not self.use_checkpoint:
@@ -100,9 +100,9 @@ class SwinUnetrCase:
                 _graph(model, x, self.dtype)
             graphed = {name + GRAPHED: step for name, step in steps.items()}
             times |= _take_turns(graphed, repeats)
-            ours = times[OURS + GRAPHED]
-            metrics["x MONAI, graphed"] = times[MONAI].median / ours.median
-            metrics["x MONAI, both graphed"] = ratio(times[MONAI + GRAPHED], ours)
+            patched = times[PAGETILE + GRAPHED]
+            metrics["x MONAI, graphed"] = times[MONAI].median / patched.median
+            metrics["x MONAI, both graphed"] = ratio(times[MONAI + GRAPHED], patched)
         return Measurement(times, metrics)
 
     def _models(self) -> dict[str, nn.Module]:
@@ -118,25 +118,25 @@ class SwinUnetrCase:
         patched = copy.deepcopy(model)
         report = swin.patch(patched)
         assert len(report.attentions) == 8, report
-        return {MONAI: model, OURS: patched}
+        return {MONAI: model, PAGETILE: patched}
 
     def _input(self) -> Tensor:
         return torch.randn(self.batch_size, 4, *self.image, device=self.device)
 
 
 def _step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Forward under autocast and backward; gradients start from none."""
+    """Forward under autocast and backward; gradients start from None."""
     model.zero_grad(set_to_none=True)
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
         out: Tensor = model(x)
     loss = out.float().square().mean()
-    # float16 would lose small gradients: scaled, as a trainer does.
+    # float16 would lose small gradients, so the loss is scaled, as in training.
     torch.autograd.backward(loss * (2**12 if dtype == torch.float16 else 1))
     return out.detach()
 
 
 def _take_turns(calls: Mapping[str, Callable[[], object]], repeats: int | None) -> dict[str, Times]:
-    """Times of each call by events, launches and all; the first turns warm up."""
+    """Time each call by events, launches included; the first rounds warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(WARMUP + (repeats or REPEATS)):
         for name, call in calls.items():
@@ -148,26 +148,26 @@ def _take_turns(calls: Mapping[str, Callable[[], object]], repeats: int | None) 
 
 
 def _graph(model: nn.Module, x: Tensor, dtype: torch.dtype) -> None:
-    """Replay the model's forward and backward from now on; gradients stay those of launches."""
+    """Make graphs of the model's forward and backward, and check their gradients."""
     _step(model, x, dtype)
     launched = _gradient(model)
     model.zero_grad(set_to_none=True)
-    # Casts of weights have to be part of the graph, and a graph owns what it was given.
+    # Casts of weights must be part of the graph, so autocast's cache is off.
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32, cache_enabled=False):
         torch.cuda.make_graphed_callables(model, (x.clone(),), allow_unused_input=True)
-    _step(model, x * 0, dtype)  # so that nothing of before can be taken for a result
+    _step(model, x * 0, dtype)  # overwrites earlier results
     _step(model, x, dtype)
     gap = (_gradient(model) - launched).norm() / launched.norm()
     assert gap < 0.01, f"gradients of the graphs are off by {gap:.1e}"
 
 
 def _gradient(model: nn.Module) -> Tensor:
-    """All of it, as one vector; a copy."""
+    """A copy of all gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def _kernel_seconds(model: nn.Module, x: Tensor, dtype: torch.dtype, steps: int = 3) -> float:
-    """Of a step's kernels, one after another: what is left where a host is fast enough."""
+    """Seconds of a step's kernels one after another, without gaps between launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             _step(model, x, dtype)
@@ -179,7 +179,7 @@ def _kernel_seconds(model: nn.Module, x: Tensor, dtype: torch.dtype, steps: int 
 
 
 def _peak(model: nn.Module, x: Tensor, dtype: torch.dtype) -> int:
-    """Bytes held at most during a step, weights and gradients included."""
+    """Peak bytes during a step, weights and gradients included."""
     model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -195,7 +195,7 @@ def _of_encoder(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]
 
 
 def _of_blocks(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Maps of residual blocks with and without a convolution of the residual, and gradients."""
+    """Maps and gradients of residual blocks with and without a convolution of the residual."""
     unetr: Any = model
     inner = x.new_empty(len(x), unetr.encoder2.layer.conv1.out_channels, *x.shape[2:])
     inner = inner[..., ::2, ::2, ::2].normal_(generator=torch.Generator(x.device).manual_seed(0))
@@ -204,12 +204,12 @@ def _of_blocks(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _results(module: nn.Module, x: Tensor, dtype: torch.dtype, learned: str) -> list[Tensor]:
-    """Its maps, and the gradients of the parameters whose names have ``learned`` in them."""
+    """A module's maps, and gradients of the parameters whose names contain ``learned``."""
     module.zero_grad(set_to_none=True)
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         maps = module(x)
     maps = [maps] if isinstance(maps, Tensor) else maps
-    # The maps are normalised: their squares have no gradient.
+    # The maps are normalised, so the sum of their squares would have no gradient.
     torch.autograd.backward([_weigh(each.float()) for each in maps])
     found = [each.detach().float().cpu() for each in maps]
     for name, parameter in module.named_parameters():
@@ -226,9 +226,9 @@ def _weigh(values: Tensor) -> Tensor:
 
 
 def _distance(found: list[Tensor], exact: list[Tensor]) -> float:
-    """The worst relative distance, each tensor by its own norm."""
+    """The largest relative distance of the tensors, each relative to its own norm."""
     gaps = [
-        ((mine - theirs).norm() / theirs.norm().clamp(min=1e-12)).item()
-        for mine, theirs in zip(found, exact, strict=True)
+        ((one - other).norm() / other.norm().clamp(min=1e-12)).item()
+        for one, other in zip(found, exact, strict=True)
     ]
     return max(gap if math.isfinite(gap) else math.inf for gap in gaps)

@@ -6,7 +6,7 @@
     python examples/swin_training_memory.py --model transformers --image 512 512
 
 The model is MONAI's SwinUNETR or Transformers' Swin. Each step runs in a process of its own,
-because a process never gives its peak back.
+because the peak memory of a process never falls.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def build(kind: str, image: list[int], width: int) -> tuple[torch.nn.Module, tor
 
 
 def step(kind: str, image: list[int], width: int, is_patched: bool) -> str:
-    """Seconds and peak memory of one forward and backward, after one to warm up."""
+    """Time and peak memory of a forward and backward pass, after one that warms up."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, x = (each.to(device) for each in build(kind, image, width))
     if is_patched:
@@ -55,7 +55,7 @@ def step(kind: str, image: list[int], width: int, is_patched: bool) -> str:
 
 
 def main() -> None:
-    """Run a step each way."""
+    """Run a step of the original and of the patched model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=["monai", "transformers"], default="monai")
     parser.add_argument("--image", type=int, nargs="+", default=[64, 64, 64], help="its sizes")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagetile.errors import ShapeError, UnsupportedError
+from pagetile.errors import DTypeError, ShapeError, UnsupportedError
 from pagetile.fused.instance_norm import instance_norm
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -84,7 +84,7 @@ def check(impl, tensors, residual_eps, grad):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7, 9), (1, 2, 16, 16), (2, 2, 3, 3, 3), (1, 3, 65)])
-def test_result_and_gradients_are_the_formulas(impl, shape, dtype, kind):
+def test_output_and_gradients_match_float64(impl, shape, dtype, kind):
     if impl == "reference" and dtype != F32:
         pytest.skip("torch rounds between its operations: that is its business")
     check(impl, *problem(shape, kind, dtype))
@@ -104,7 +104,7 @@ def test_a_residual_of_another_type(impl):
         check(impl, tensors, residual_eps, grad)
 
 
-def test_a_gradient_may_begin_anywhere(impl):
+def test_an_unaligned_gradient(impl):
     """What ``cat`` hands back is a part of another tensor, here at an odd number of floats."""
     (x,), residual_eps, grad = problem((1, 3, 3, 3, 3), "none")
     expected = run(impl, [x], residual_eps, grad)[1]
@@ -153,7 +153,7 @@ def test_a_channel_of_one_number_everywhere(impl):
 
 @pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize(("size", "offset"), [(100, 0), (1, 100)])
-def test_a_residual_that_is_larger_than_all(impl, size, offset, dtype):
+def test_a_large_residual_keeps_digits(impl, size, offset, dtype):
     if impl == "reference" and dtype != F32:
         pytest.skip("torch rounds between its operations: that is its business")
     tensors, residual_eps, grad = problem((2, 3, 11, 13), "plain", dtype)
@@ -162,14 +162,14 @@ def test_a_residual_that_is_larger_than_all(impl, size, offset, dtype):
 
 
 @pytest.mark.interpret
-def test_batches_of_gradients_are_refused():
+def test_batched_gradients_are_refused():
     x = torch.randn(1, 1, 4, 4, device=place("triton"), requires_grad=True)
     out = instance_norm(x, impl="triton")
-    with pytest.raises(UnsupportedError, match="no batches of gradients"):
+    with pytest.raises(UnsupportedError, match="does not support batched gradients"):
         torch.autograd.grad(out, x, torch.stack((out, out)).detach(), is_grads_batched=True)
 
 
-def test_tensors_on_two_devices():
+def test_tensors_on_two_devices_are_refused():
     x = torch.randn(1, 2, 4, 4)
     with pytest.raises(ShapeError, match="residual is on meta but x is on cpu"):
         instance_norm(x, x.to("meta"))
@@ -185,7 +185,7 @@ def test_gradients_of_gradients_are_refused(impl):
             grad.sum().backward()
 
 
-def test_whoever_compiles_gets_torchs_operations():
+def test_compiling_uses_torchs_operations():
     tensors, residual_eps, grad = problem((1, 2, 4, 4), "norm")
 
     def call(x, residual):
@@ -206,7 +206,23 @@ def test_a_cpu_runs_torchs_operations():
     assert torch.equal(found, F.leaky_relu(y, 0.2))
 
 
-def test_shapes_that_differ():
+WRONG = [
+    (lambda x: instance_norm("x"), DTypeError, "x is of type str, expected a torch.Tensor"),
+    (lambda x: instance_norm(x, "r"), DTypeError, "residual is of type str"),
+    (lambda x: instance_norm(x.int()), DTypeError, "x is int32, expected"),
+    (lambda x: instance_norm(x[0, 0]), ShapeError, "x has 2 dimensions, expected at least 3"),
+    (lambda x: instance_norm(x, eps="e"), DTypeError, "eps is 'e', expected a number"),
+    (lambda x: instance_norm(x, negative_slope="s"), DTypeError, "negative_slope is 's'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.zeros(2, 3, 4, 4))
+
+
+def test_a_residual_of_another_shape_is_refused():
     x = torch.randn(1, 2, 4, 4)
     with pytest.raises(ShapeError, match=r"residual is \[1, 2, 4\], expected \[1, 2, 4, 4\]"):
         instance_norm(x, x[..., 0])
@@ -222,7 +238,7 @@ def test_shapes_that_differ():
         (lambda x: (x, {"residual": x.to(torch.complex64)}), "residual is complex64"),
     ],
 )
-def test_what_the_kernels_refuse(change, reason):
+def test_unsupported_calls_say_why(change, reason):
     x, options = change(torch.randn(1, 2, 4, 4, device=place("triton")))
     with pytest.raises(UnsupportedError, match=reason):
         instance_norm(x, **options, impl="triton")

@@ -146,7 +146,8 @@ def eager(
         mask = torch.zeros(mask.shape, dtype=dtype, device=q.device).masked_fill(~mask, mask_value)
     if mask is not None:
         scores = scores + mask.to(dtype).repeat(num_windows // len(mask), 1, 1)[:, None]
-    return AttentionOutput(scores.softmax(dim=-1) @ v, scores.float().logsumexp(dim=-1))
+    wide = torch.promote_types(dtype, F32)
+    return AttentionOutput(scores.softmax(dim=-1) @ v, scores.to(wide).logsumexp(dim=-1))
 
 
 def errors(found, expected):
@@ -790,6 +791,10 @@ WRONG = {
     "scales": ({"softmax_scale": torch.ones(2)}, DTYPE, r"softmax_scale is a tensor \[2\]"),
     "no eps": ({"qk_norm_eps": 0.0}, SHAPE, "qk_norm_eps is 0.0, expected a finite number more"),
     "less than none": ({"qk_norm_eps": -1.0}, SHAPE, "qk_norm_eps is -1.0, expected"),
+    "nan scale": ({"softmax_scale": math.nan}, SHAPE, "softmax_scale is nan, expected a finite"),
+    "infinite scale": ({"softmax_scale": math.inf}, SHAPE, "softmax_scale is inf, expected"),
+    "nan mask": ({"mask_value": math.nan}, SHAPE, "mask_value is nan, expected a number"),
+    "a list": ({"impl": ["cpu"]}, DTYPE, r"impl is \['cpu'\], expected a string"),
     "flat bias": (
         {"bias_table": None, "rel_offsets": None, "bias": torch.zeros(9, 9)},
         SHAPE,

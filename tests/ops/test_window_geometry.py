@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 
-from pagetile import DTypeError, ShapeError, regions_from_mask, rel_offsets, shift_regions
+from pagetile import (
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    regions_from_mask,
+    rel_offsets,
+    shift_regions,
+)
 
 
 def swin_index(window):
@@ -131,3 +138,25 @@ def test_a_mask_is_a_tensor_of_floats():
         regions_from_mask([[0.0]])
     with pytest.raises(DTypeError, match=r"mask is torch.bool, expected floats"):
         regions_from_mask(torch.ones(1, 2, 2, dtype=torch.bool))
+
+
+def test_offsets_of_a_clamped_window_allocate_only_its_tokens():
+    """A window much longer than its map ended the process: all of its tokens were allocated."""
+    offsets = rel_offsets((2**26, 4), num_tokens=3)
+    assert offsets.tolist() == [0, 1, 2]
+    assert rel_offsets((3, 5), num_tokens=7).equal(rel_offsets((3, 5))[:7])
+
+
+@pytest.mark.parametrize("window", [(10**6,) * 4, (2**30, 2), (40_000, 40_000)])
+def test_a_window_whose_table_is_too_large_is_refused(window):
+    with pytest.raises(ShapeError, match=r"window=\[.* needs a table of .* rows, expected at most"):
+        rel_offsets(window, num_tokens=1)
+
+
+def test_regions_of_no_tokens_and_of_meta_tensors_are_refused():
+    with pytest.raises(
+        ShapeError, match=r"mask has shape \[4, 0, 0\], expected at least one token"
+    ):
+        regions_from_mask(torch.zeros(4, 0, 0))
+    with pytest.raises(UnsupportedError, match="mask is on meta and has no values"):
+        regions_from_mask(torch.zeros(4, 9, 9, device="meta"))

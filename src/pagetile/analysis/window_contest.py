@@ -1,4 +1,4 @@
-"""Window attention beside what Swin models run: a problem for ``compare``."""
+"""Window attention and the code that Swin models run: a problem for ``compare``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def windows_contest(
     device: torch.device,
     backward: bool = False,
 ) -> Contest:
-    """``pagetile.window_attention`` beside eager and PyTorch's fused kernels on a dense mask.
+    """``pagetile.window_attention``, eager code, and PyTorch's fused kernels with a dense mask.
 
-    All get a bias table and, if the grid is shifted, the shift mask: ours as region ids, the
-    others dense and made beforehand. With ``backward`` everybody also computes the gradients of
-    q, k, v and the table.
+    All get a bias table and, if the grid is shifted, the shift mask: pagetile as region ids, the
+    others as a dense mask made beforehand. With ``backward`` all of them also compute the
+    gradients of q, k, v and the table.
 
     Example:
         >>> grid = WindowGrid.of((8, 8), (4, 4), (2, 2))
@@ -47,7 +47,7 @@ def windows_contest(
     """
     x = _make(grid, num_images, num_heads, head_size, dtype, device)
     contestants: dict[str, Callable[[], Tensor]] = {
-        "pagetile.window_attention": x.ours,
+        "pagetile.window_attention": x.pagetile,
         "eager, as Swin models": x.eager,
         "PyTorch SDPA, dense mask": x.fused,
         **on_each_backend(x.fused, device),
@@ -89,14 +89,14 @@ class _Windows:
     def learned(self) -> Gradients:
         return self.q, self.k, self.v, self.table
 
-    def ours(self) -> Tensor:
+    def pagetile(self) -> Tensor:
         return window_attention(
             self.q, self.k, self.v,
             bias_table=self.table, rel_offsets=self.offsets, regions=self.regions,
         ).out  # fmt: skip
 
     def eager(self) -> Tensor:
-        """Scores, bias and mask one after the other."""
+        """Scores, bias, mask and softmax one after the other."""
         scores = torch.matmul(self.q * self.q.shape[-1] ** -0.5, self.k.mT) + self.bias()
         if self.mask is not None:
             by_image = scores.view(-1, len(self.mask), *scores.shape[1:]) + self.mask[:, None]
@@ -113,13 +113,13 @@ class _Windows:
         return self.table[self.index].permute(2, 0, 1)
 
     def step(self, forward: Callable[[], Tensor]) -> Callable[[], Gradients]:
-        """The gradients of everything learned, by a forward and a backward pass."""
+        """A call that computes the gradients by a forward and a backward pass."""
         for tensor in self.learned:
             tensor.requires_grad_()
         return lambda: torch.autograd.grad(forward(), self.learned, self.dout)
 
     def window(self, at: int) -> _Windows:
-        """One window of it, in float64."""
+        """One window in float64."""
         mask = None if self.mask is None else self.mask[at % len(self.mask)][None].double()
         parts = {
             name: getattr(self, name)[at : at + 1].detach().double()
@@ -128,7 +128,7 @@ class _Windows:
         return replace(self, **parts, table=self.table.detach().double(), mask=mask)
 
     def exact(self) -> Tensor:
-        """The result in float64, one window after the other."""
+        """The output in float64, one window after the other."""
         return torch.cat([self.window(at).eager() for at in range(len(self.q))])
 
     def exact_gradients(self) -> Gradients:

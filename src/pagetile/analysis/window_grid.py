@@ -1,7 +1,7 @@
-"""A map cut into windows, and what a cyclic shift does to them.
+"""A map cut into windows, and the effect of a cyclic shift on them.
 
-As Swin does it: the map is padded to whole windows and rolled by the shift, so that windows at the
-far borders hold tokens that were no neighbours; a region id for each token says which were.
+As in Swin, the map is padded to whole windows and rolled by the shift, so that windows at the far
+borders hold tokens that were not neighbours; a region id for each token tells which were.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["WindowGrid"]
 
 @dataclass(frozen=True)
 class WindowGrid:
-    """A map, its windows and their shift, the numbers that attention in them depends on.
+    """The sizes of a map, its windows and their shift.
 
     Example:
         >>> grid = WindowGrid.of((48, 48, 48), (7, 7, 7), (3, 3, 3))
@@ -34,13 +34,13 @@ class WindowGrid:
     """
 
     size: tuple[int, ...]
-    """Of the map along each axis."""
+    """Tokens of the map along each axis."""
     window: tuple[int, ...]
     shift: tuple[int, ...]
 
     @classmethod
     def of(cls, size: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> WindowGrid:
-        """As the model libraries make it: where one window covers an axis, nothing is shifted.
+        """Make a grid as the model libraries do: an axis that one window covers is not shifted.
 
         Raises:
             ShapeError: The axes disagree in number, or a number is out of range.
@@ -65,7 +65,7 @@ class WindowGrid:
 
     @property
     def padded(self) -> tuple[int, ...]:
-        """The map in whole windows."""
+        """The size of the map padded to whole windows."""
         return tuple(-(-n // w) * w for n, w in zip(self.size, self.window, strict=True))
 
     @property
@@ -75,22 +75,22 @@ class WindowGrid:
 
     @property
     def num_windows(self) -> int:
-        """Of one map."""
+        """Windows of one map."""
         return math.prod(self.windows)
 
     @property
     def num_tokens(self) -> int:
-        """Of one window."""
+        """Tokens of one window."""
         return math.prod(self.window)
 
     @property
     def num_padding(self) -> int:
-        """Tokens of all windows together that are padding; they attend like the others."""
+        """Padded tokens of all windows together; they attend like the others."""
         return math.prod(self.padded) - math.prod(self.size)
 
     @property
     def num_masked(self) -> int:
-        """Windows that hold more than one region: all but ``prod(windows - 1)`` of shifted axes."""
+        """Windows with more than one region: all but ``prod(windows - 1)`` over shifted axes."""
         pairs = zip(self.windows, self.shift, strict=True)
         return self.num_windows - math.prod(n - 1 if step else n for n, step in pairs)
 
@@ -107,7 +107,7 @@ class WindowGrid:
         return shift_regions(self.padded, self.window, self.shift)
 
     def region_map(self) -> Tensor:
-        """uint8 of the padded map's shape: the regions where they lie after the roll."""
+        """uint8, the shape of the padded map: the region of each token after the roll."""
         count = len(self.size)
         parts = self.regions.reshape(*self.windows, *self.window)
         order = [axis for pair in ((i, count + i) for i in range(count)) for axis in pair]
@@ -116,7 +116,7 @@ class WindowGrid:
     def shape(
         self, *, num_images: int, num_heads: int, head_size: int, element_bytes: int = 2
     ) -> WindowShape:
-        """One call of attention over these windows, for counting its bytes.
+        """The shape of one attention call over these windows, for counting its bytes.
 
         Raises:
             ShapeError: A number is less than 1.

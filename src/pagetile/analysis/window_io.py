@@ -1,8 +1,8 @@
-"""Bytes of window attention (Swin): fused, and as the model libraries write it.
+"""Bytes of window attention (Swin): fused, and as the model libraries compute it.
 
-``X`` are the elements of one of q, k, v and out, ``S`` the scores: ``windows x heads x tokens²``.
-A fused kernel holds a window's keys and values on chip, so nothing is read twice but what belongs
-to no single window: the relative-position bias and the shift mask.
+``X`` is the number of elements of q (and of k, v and out), ``S`` that of the scores:
+``windows x heads x tokens²``. A fused kernel holds a window's keys and values on chip, so only what
+windows share is read more than once: the relative-position bias and the shift mask.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class WindowShape:
     """
 
     num_windows: int
-    """Of all images together."""
+    """Windows of all images together."""
     num_heads: int
     num_tokens: int
-    """Of a window."""
+    """Tokens of a window."""
     head_size: int
     num_region_windows: int = 0
-    """Windows of one image, if they are shifted; 0 is no mask."""
+    """Windows of one image if they are shifted; 0 without a mask."""
     table_size: int = 0
-    """Rows of the bias table, ``prod(2 window - 1)``; 0 if the bias is no table."""
+    """Rows of the bias table, ``prod(2 window - 1)``; 0 without a table."""
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
@@ -62,34 +62,34 @@ class WindowShape:
 
     @property
     def num_scores(self) -> int:
-        """``windows x heads x tokens²``: the S of the formulas."""
+        """``windows x heads x tokens²``: S in the formulas."""
         return self.num_rows * self.num_tokens
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of q, as of k, v and out: the X of the formulas."""
+        """Bytes of q (and of k, v and out): X in the formulas."""
         return self.num_rows * self.head_size * self.element_bytes
 
     @property
     def score_matrix_bytes(self) -> int:
-        """Of the scores in float32, which eager attention allocates."""
+        """Bytes of the scores in float32, which eager attention allocates."""
         return self.num_scores * FLOAT32
 
     @property
     def dense_mask_bytes(self) -> int:
-        """Of the shift mask as ``[windows of an image, tokens, tokens]`` float32."""
+        """Bytes of the shift mask as float32 ``[windows of an image, tokens, tokens]``."""
         return self.num_region_windows * self.num_tokens**2 * FLOAT32
 
     @property
     def region_bytes(self) -> int:
-        """Of the same mask as one byte of region id for each token."""
+        """Bytes of the same mask as one byte of region id for each token."""
         return self.num_region_windows * self.num_tokens
 
 
 def compulsory(
     shape: WindowShape, *, bias: BiasForm | None = None, with_lse: bool = False
 ) -> Traffic:
-    """Every tensor once; the log-sum-exp is written where a backward pass will want it."""
+    """Count every tensor once; ``with_lse`` adds the log-sum-exp, which a backward pass needs."""
     lse = (Stream("lse", shape.num_rows, FLOAT32, is_write=True),) if with_lse else ()
     return Traffic(
         (*_tensors(shape), *_bias(shape, bias), *_regions(shape, shape.num_region_windows), *lse)
@@ -103,10 +103,10 @@ def multiprocessor(
     mask: Literal["regions", "dense"] = "regions",
     windows_per_program: int = 1,
 ) -> Traffic:
-    """What programs load, K and V of a window held on chip.
+    """Count what all programs load, with K and V of a window held on chip.
 
     A program handles one head of ``windows_per_program`` windows. It reads the bias once, and the
-    mask for each window. Caches answer most of it, at their bandwidth and not at memory's.
+    mask for each window. Most of these reads hit in caches.
 
     Example:
         >>> shape = WindowShape(343, 3, 343, 8)
@@ -126,7 +126,7 @@ def multiprocessor(
 def unfused(
     shape: WindowShape, *, how: Literal["half", "amp", "float32", "sdpa"] = "amp"
 ) -> Traffic:
-    """What the model libraries move, their small bias and mask reads left out.
+    """Count what the model libraries move, without their small reads of bias and mask.
 
     Args:
         shape: The problem.
@@ -154,7 +154,7 @@ def unfused(
 
 
 def backward_compulsory(shape: WindowShape) -> Traffic:
-    """Every tensor of a backward pass once: 8 X, the statistics, bias and its float32 gradient."""
+    """Count every tensor of a backward pass once: 8 X, statistics, bias, its float32 gradient."""
     size, elements = shape.element_bytes, shape.num_rows * shape.head_size
     reads = tuple(Stream(name, elements, size) for name in ("q", "k", "v", "out", "dout"))
     writes = tuple(Stream(name, elements, size, is_write=True) for name in ("dq", "dk", "dv"))
@@ -172,7 +172,7 @@ def _tensors(shape: WindowShape) -> tuple[Stream, ...]:
 
 
 def _bias(shape: WindowShape, form: BiasForm | None, times: int = 1) -> tuple[Stream, ...]:
-    """A table where the shape says of how many rows; else a matrix."""
+    """A table if the shape has one, or else a matrix."""
     form = form or ("table" if shape.table_size else "matrix")
     entries = {"none": 0, "matrix": shape.num_tokens**2, "table": shape.table_size}
     if form not in entries:
@@ -190,7 +190,7 @@ def _regions(shape: WindowShape, num_windows: int) -> tuple[Stream, ...]:
 
 
 def _eager_tensors(shape: WindowShape, size: int) -> tuple[Stream, ...]:
-    """8 X: scaling q costs two, so does laying out the result for the projection."""
+    """8 X: scaling q takes two, and permuting the output for the projection two more."""
     elements = shape.num_rows * shape.head_size
     return tuple(
         Stream(name, elements, size, is_write)
@@ -202,7 +202,7 @@ def _eager_tensors(shape: WindowShape, size: int) -> tuple[Stream, ...]:
 
 
 def _passes(shape: WindowShape, size: int, wide: int) -> tuple[Stream, ...]:
-    """Scores written in ``size``, made ``wide`` by the bias, cast back after the softmax."""
+    """Scores are written in ``size``, widened by the bias, and cast back after the softmax."""
     steps = [("scores", size, True), ("bias", size, False), ("bias", wide, True)]
     if shape.num_region_windows:
         steps += [("mask", wide, False), ("mask", wide, True)]
@@ -214,7 +214,7 @@ def _passes(shape: WindowShape, size: int, wide: int) -> tuple[Stream, ...]:
 
 
 def _dense_mask(shape: WindowShape) -> tuple[Stream, ...]:
-    """Summed in float32, cast, padded to whole vectors and read: the kernel takes no less."""
+    """The dense mask: summed in float32, cast, padded to whole vectors, and read."""
     size = shape.element_bytes
     if not shape.num_region_windows:
         return _bias(shape, "matrix")

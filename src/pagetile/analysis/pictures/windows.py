@@ -19,7 +19,7 @@ MAX_SIDE = 512
 """Most tokens along an axis that can be told apart."""
 
 MAX_LINED = 32  # tokens along an axis with a line between any two
-MAX_NUMBERED = 100  # windows of a panel whose numbers are readable
+MAX_NUMBERED = 36  # windows of a panel that are all numbered
 
 # Colours of regions: ids in base 3 along the last two axes.
 FILLS = ("#DCEBF5", "#56B4E9", "#0072B2", "#FBE3B5", "#E69F00", "#B36B00", "#CDEBDD", "#009E73",
@@ -143,20 +143,25 @@ def _draw_map(
 
 
 def _number_windows(axes: Any, grid: WindowGrid, *, is_rolled: bool, first_window: int) -> None:
-    """Write a window's number on each of its pieces; a window that wraps has several."""
-    from matplotlib.patheffects import withStroke
+    """Write a window's number on each of its pieces; a window that wraps has several.
 
+    Of many windows, only the first and those that wrap are numbered.
+    """
     rows, columns = (_pieces(grid, axis, is_rolled=is_rolled) for axis in (0, 1))
-    if grid.num_windows > MAX_NUMBERED:
-        return
-    size = 9.0 if grid.num_windows <= 36 else 6.0
-    outline = [withStroke(linewidth=2, foreground="white")]
+    has_few = grid.num_windows <= MAX_NUMBERED
+    last_row, last_column = (count - 1 for count in grid.windows)
+    part = 0.27 if is_rolled and not has_few else 0.5  # beside the padding, which has no box
+    box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
     for row, top, bottom in rows:
         for column, left, right in columns:
+            wraps = row == last_row or column == last_column
+            if not (has_few or wraps or row == column == 0):
+                continue
             number = first_window + row * grid.windows[1] + column
             axes.text(
-                (left + right) / 2, (top + bottom) / 2, str(number), ha="center", va="center",
-                fontsize=size, color=INK, path_effects=outline,
+                left + part * (right - left), top + part * (bottom - top), str(number),
+                ha="center", va="center",
+                fontsize=9.0 if has_few else 5.5, color=INK, bbox=box if has_few else None,
             )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Instance norm, residual and leaky ReLU in one: what a residual block runs between convolutions.
+"""Instance norm, residual and leaky ReLU in one operation, as between a block's convolutions.
 
-On a GPU each of the three is a walk through memory, and torch's instance norm gives a channel to
-one block of threads: 19 of the 46 ms of a patched SwinUNETR's training step. Here for its drop-in
-(``integrations/swin``), and not a public function of pagetile.
+On a GPU each of the three passes over memory, and torch's instance norm gives a whole channel to
+one thread block: 19 of the 46 ms of a patched SwinUNETR's training step. Used by
+``integrations/swin``; not public.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ...device import DeviceInfo
-from ...errors import ShapeError, UnsupportedError
+from ...errors import DTypeError, ShapeError, UnsupportedError
+from ...ops.attention_checks import as_number
 from ...ops.dispatch import choose
 from ...ops.eager import has_dispatch_observers, has_tangent, is_batched
-from ...shapes import check_device
+from ...shapes import check_device, check_tensors, given
 from . import reference
 from .problem import Problem
 
@@ -36,26 +37,26 @@ def instance_norm(
     negative_slope: float = 0.01,
     impl: str = "auto",
 ) -> Tensor:
-    """``leaky_relu(norm(x) + residual)``, each channel of each image to mean 0 and variance 1.
+    """Return ``leaky_relu(norm(x) + residual)``; a channel of an image gets mean 0, variance 1.
 
-    Sums in float32, one rounding, the same bits on every call. The kernels keep ``out`` for the
-    gradient, which the next layer keeps as well, and of two tensors one: ``x`` or the residual.
+    Sums are float32 with one rounding, and the same bits on every call. For the gradient, the
+    kernels keep ``out``, which the next layer keeps as well, and either ``x`` or the residual.
 
     Args:
-        x: ``[batch, channels, *grid]``, by any strides.
+        x: Floating ``[batch, channels, *grid]``, by any strides.
         residual: Like ``x``, of any floating type. ``None``: nothing is added.
-        eps: Added to a channel's variance.
-        residual_eps: Added to the variance of the residual's, which then is normalised too.
-            ``None``: it is added as it is.
-        negative_slope: What negative sums are multiplied by.
-        impl: ``auto``, ``triton`` or ``reference``. Whoever watches (a compiler, a tracer) gets
-            the reference's operations.
+        eps: Added to the variance of a channel of ``x``.
+        residual_eps: Added to the variance of a channel of the residual, which is then normalised
+            too. ``None``: the residual is added without a norm.
+        negative_slope: The factor of negative sums.
+        impl: ``auto``, ``triton`` or ``reference``. Compilers and tracers get the reference.
 
     Returns:
         Like ``x``, contiguous.
 
     Raises:
-        ShapeError: ``residual`` has another shape than ``x``.
+        ShapeError: ``x`` has fewer than 3 dimensions, or ``residual`` another shape.
+        DTypeError: An argument has a type that it does not take.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
     Example:
@@ -64,7 +65,8 @@ def instance_norm(
         torch.Size([2, 3, 8, 8])
     """
     tensors = (x,) if residual is None else (x, residual)
-    if has_torch_function(tensors):  # MONAI's tensors carry metadata, and keep them this way
+    check_tensors(x=x, **given(residual=residual))
+    if has_torch_function(tensors):  # keeps the metadata of MONAI's tensors
         found: Tensor = handle_torch_function(
             instance_norm, tensors, x, residual, eps=eps, residual_eps=residual_eps,
             negative_slope=negative_slope, impl=impl,
@@ -73,6 +75,11 @@ def instance_norm(
     if residual is not None and residual.shape != x.shape:
         raise ShapeError(f"residual is {list(residual.shape)}, expected {list(x.shape)} as x")
     check_device("x", x.device, residual=residual)
+    if not x.is_floating_point():
+        raise DTypeError(f"x is {str(x.dtype).removeprefix('torch.')}, expected a floating type")
+    if x.ndim < 3:
+        raise ShapeError(f"x has {x.ndim} dimensions, expected at least 3: batch, channels, grid")
+    eps, negative_slope = as_number("eps", eps), as_number("negative_slope", negative_slope)
     x, residual = _strip(x), None if residual is None else _strip(residual)
     if impl == "auto" and (has_dispatch_observers(x, residual) or has_tangent(x, residual)):
         impl = "reference"
@@ -80,7 +87,7 @@ def instance_norm(
         problem = _describe(x, residual, eps, residual_eps, negative_slope)
         chosen = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)
         if chosen is not reference:
-            # As torch lays them out for its own norm.
+            # Contiguous, as torch makes them for its own norm.
             x, residual = x.contiguous(), None if residual is None else residual.contiguous()
             fused: Tensor = _Fused.apply(chosen, problem, x, residual)  # type: ignore[no-untyped-call]
             return fused
@@ -88,9 +95,9 @@ def instance_norm(
 
 
 def _strip(x: Tensor) -> Tensor:
-    """A subclass that watches functions has seen this one; one that watches operators stays."""
-    is_watching = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return x if type(x) is Tensor or is_watching else x.as_subclass(Tensor)
+    """Drop a subclass that overrides functions; keep one that overrides operators."""
+    has_dispatch = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return x if type(x) is Tensor or has_dispatch else x.as_subclass(Tensor)
 
 
 def _describe(
@@ -116,7 +123,7 @@ def _describe(
 
 
 class _Fused(torch.autograd.Function):
-    """An implementation that brings its own gradient."""
+    """An implementation with a gradient of its own."""
 
     @staticmethod
     def forward(
@@ -137,18 +144,18 @@ class _Fused(torch.autograd.Function):
 def _run_gradients(chosen: Any, problem: Problem, grad: Tensor, *saved: Tensor) -> Any:
     if is_batched(grad):
         raise UnsupportedError(
-            "a fused instance norm has no batches of gradients: unpatch the model"
+            "a fused instance norm does not support batched gradients: unpatch the model"
         )
     return chosen.run_gradients(problem, _align(grad.contiguous()), *saved)
 
 
 def _align(x: Tensor) -> Tensor:
-    """To 16 bytes, which a part of another tensor need not be."""
+    """A copy, if ``x`` does not begin at a multiple of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients where they are themselves differentiated, which is refused."""
+    """The gradients under autograd; differentiating them raises."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What decides which implementation runs."""
+"""What the choice of an implementation depends on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Problem"]
 
 
 class Problem(NamedTuple):
-    """A call, as host numbers."""
+    """A call as host integers and element types."""
 
     channels: int
-    """Of all images."""
+    """Channels of all images."""
     size: int
-    """Numbers of a channel."""
+    """Elements of a channel."""
     dtype: torch.dtype
     eps: float
     negative_slope: float

@@ -1,4 +1,4 @@
-"""The same by torch's own operations, one after the other: what a framework's block runs."""
+"""Instance norm, residual and leaky ReLU by torch's operations, as in a framework's block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["run", "supports"]
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
+    """Return None: it runs everywhere."""
     return None
 
 
@@ -23,7 +23,7 @@ def run(
     residual_eps: float | None,
     negative_slope: float,
 ) -> Tensor:
-    """``[batch, channels, *grid]``; autograd sees torch's operations."""
+    """Return ``[batch, channels, *grid]``; autograd differentiates torch's operations."""
     y = F.instance_norm(x, eps=eps)
     if residual is not None:
         if residual_eps is not None:

@@ -1,21 +1,21 @@
-"""Instance norm, residual and leaky ReLU on a GPU, a map of one channel cut into chunks.
+"""Instance norm, residual and leaky ReLU on a GPU; a channel is split into chunks.
 
 ::
 
     out = leaky(xn + rn)     xn = (x - mean(x)) / std(x)     rn = (r - mean(r)) / std(r), or r, or 0
 
-A channel of a large map has a million numbers and there are 48 of them: torch gives each to one
-block of threads, a third of the multiprocessors. Here a program has ``TILE`` numbers, and a
-channel as many programs as it needs: they measure their chunks in a first launch, and add up all
-chunks of their channel, in order, in a second. A channel of one chunk needs no first launch.
+A large map has a million elements in each of some 48 channels; torch gives each channel to one
+thread block, which occupies a third of the multiprocessors. Here a program has ``TILE`` elements,
+and a channel as many programs as it needs. A first launch measures the chunks; a second one adds up
+the chunks of a channel in order and normalises. A channel of one chunk needs no first launch.
 
 ::
 
     channel  [ chunk 0 | chunk 1 | … | chunk n ]      grid (channels, chunks)
 
-Backward reads ``out``, whose sign and the slope give back ``xn + rn``, and of two norms the
-residual: ``x`` can go once ``out`` is there, and so can what the framework keeps in between. A
-residual that is added as it is may be large, and would take digits with it: then ``x`` is kept.
+The backward pass reads ``out``, whose sign and the slope give ``xn + rn``, and if both are
+normalised the residual; ``x`` and what the framework keeps in between can be freed. A residual
+that is added without a norm may be large and would cancel digits: then ``x`` is kept instead.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ from .problem import Problem
 
 TILE = 8192
 MOST_CHUNKS = 65535  # of a grid's second axis
-ONE_TILE = {"none": 16384, "plain": 16384, "norm": 8192}  # a channel of one chunk, by residual
+ONE_TILE = {
+    "none": 16384,
+    "plain": 16384,
+    "norm": 8192,
+}  # elements of a channel of one chunk, by residual
 
-LEAST_SLOPE = 1e-4  # in float16 the smallest numbers times a lesser one lose their digits
+LEAST_SLOPE = 1e-4  # with a smaller slope, small float16 numbers would lose their digits
 
-PARTS = tl.constexpr(4)  # numbers that there is room for of each chunk
+PARTS = tl.constexpr(4)  # numbers stored for each chunk
 
-# Rows of what is remembered of a channel: of x, and the mean of the tensor that is kept.
+# Rows of a channel's statistics: rates of x and of the residual, and the mean of the kept tensor.
 RATE_X, RATE_R, MEAN = (tl.constexpr(i) for i in range(3))
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Why this cannot run, or None if it can."""
+    """Return why this cannot run, or None if it can."""
     if problem.negative_slope < LEAST_SLOPE:
         return (
             f"negative_slope is {problem.negative_slope}; from {LEAST_SLOPE} on the result leads "
@@ -61,7 +65,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 @triton.jit
 def _chunk(size, TILE: tl.constexpr):
-    """Where this program's numbers lie, which of them there are, and how many."""
+    """Offsets of this program's elements, which of them exist, and how many."""
     first = tl.program_id(1) * TILE
     at = first + tl.arange(0, TILE)
     channel = tl.program_id(0).to(tl.int64)
@@ -70,7 +74,7 @@ def _chunk(size, TILE: tl.constexpr):
 
 @triton.jit
 def _moments(x, inside, count):
-    """The mean, and the sum of the squares of what is left."""
+    """The mean, and the sum of squared differences from it."""
     mean = tl.sum(tl.where(inside, x, 0.0)) / count
     rest = tl.where(inside, x - mean, 0.0)
     return mean, tl.sum(rest * rest)
@@ -78,7 +82,7 @@ def _moments(x, inside, count):
 
 @triton.jit
 def _merge_moments(parts, num, size, CHUNKS: tl.constexpr, TILE: tl.constexpr):
-    """Those of a channel from its chunks', which all have ``TILE`` numbers but for the last."""
+    """Combine mean and squares of a channel's chunks, all of ``TILE`` elements but the last."""
     chunk = tl.arange(0, CHUNKS)
     there = chunk < num
     count = tl.where(there, tl.minimum(size - chunk * TILE, TILE), 0).to(tl.float32)
@@ -119,7 +123,7 @@ def _measure(
 
 @triton.jit
 def _normalise(x, inside, parts, num, size, eps, CHUNKS: tl.constexpr, TILE: tl.constexpr):
-    """A chunk of a channel, normalised; the channel's mean, and one over its deviation."""
+    """A normalised chunk of a channel, the channel's mean, and 1 / its standard deviation."""
     if CHUNKS == 1:
         mean, squares = _moments(x, inside, size.to(tl.float32))
     else:
@@ -165,7 +169,7 @@ def _finish(
 
 @triton.jit
 def _reload(grad, out, source, kept, size, channels, slope, RESIDUAL: tl.constexpr, TILE):
-    """The gradient before the activation, and what was normalised: of x, and of the residual."""
+    """The gradient before the activation, and the normalised x and residual."""
     at, inside, _ = _chunk(size, TILE)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
@@ -210,7 +214,7 @@ def _measure_gradients(
 
 @triton.jit
 def _mean(x, parts, num, size, CHUNKS: tl.constexpr):
-    """Of a channel: here, or from the sums of its chunks."""
+    """The sums of a channel: computed here, or from the sums of its chunks."""
     total = tl.sum(x) if CHUNKS == 1 else _sum_parts(parts, num, CHUNKS)
     return total / size
 
@@ -247,7 +251,7 @@ def _finish_gradients(
 
 
 class Launches(NamedTuple):
-    """A problem's; the first of each pass is None where a channel is one chunk."""
+    """The launches of a problem; the first of each pass is None for channels of one chunk."""
 
     num_chunks: int
     finish: Launch
@@ -258,7 +262,7 @@ class Launches(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def make_launches(p: Problem) -> Launches:
-    """Everything of a problem but its tensors."""
+    """Build the launches of a problem."""
     tile = triton.next_power_of_2(p.size) if p.size <= ONE_TILE[p.residual] else TILE
     num = -(-p.size // tile)
     factor = math.gcd(16, p.size)
@@ -296,7 +300,7 @@ def make_launcher(
     tile: int,
     factor: int,
 ) -> Launcher:
-    """One of the four kernels, for x and a residual of ``dtypes``.
+    """The launcher of one of the four kernels, for x and a residual of ``dtypes``.
 
     ``chunks``: how many a channel may have; ``factor`` divides its size.
     """
@@ -315,11 +319,11 @@ def make_launcher(
 
 
 def run(p: Problem, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``out`` like ``x``, and what its gradient needs: an input perhaps, and of each channel."""
+    """Return ``out``, the input that its gradient needs if any, and each channel's statistics."""
     launches = make_launches(p)
     out = torch.empty_like(x)
     kept = x.new_empty((3, p.channels), dtype=torch.float32)
-    parts = kept  # of one chunk none are read
+    parts = kept  # not read for channels of one chunk
     if launches.measure is not None:
         parts = _new_parts(x, p, launches.num_chunks)
         launches.measure(parts, x, residual)
@@ -330,7 +334,7 @@ def run(p: Problem, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor 
 def run_gradients(
     p: Problem, grad: Tensor, out: Tensor, source: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of ``x`` and of the residual."""
+    """Return the gradients of ``x`` and of the residual."""
     launches = make_launches(p)
     grad_x = torch.empty_like(out)
     grad_residual = None

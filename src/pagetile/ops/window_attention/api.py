@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..attention_checks import as_number, default_scale, refuse_learned_scale
@@ -117,6 +117,8 @@ def window_attention(
         logit_scale=logit_scale,
         qk_norm_eps=qk_norm_eps,
     )
+    if not isinstance(impl, str):
+        raise DTypeError(f"impl is {impl!r}, expected a string: 'auto' or an implementation's name")
     inputs = (getattr(x, name) for name in Operands.__dataclass_fields__)
     return AttentionOutput(*operator.forward(*inputs, impl))
 
@@ -171,6 +173,11 @@ def _operands(
         softmax_scale = default_scale(q) if logit_scale is None else 1.0
     softmax_scale = as_number("softmax_scale", softmax_scale)
     mask_value = as_number("mask_value", mask_value)
+    if not torch.compiler.is_compiling():
+        if not math.isfinite(softmax_scale):
+            raise ShapeError(f"softmax_scale is {softmax_scale}, expected a finite number, or None")
+        if math.isnan(mask_value):
+            raise ShapeError("mask_value is nan, expected a number: -100.0 in every Swin")
     qk_norm_eps = as_number("qk_norm_eps", qk_norm_eps)
     if not 0 < qk_norm_eps < math.inf:
         raise ShapeError(f"qk_norm_eps is {qk_norm_eps}, expected a finite number more than 0")

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import check_tensors
 from ..attention_checks import is_size
 
 __all__ = ["as_sizes", "clamp", "partition", "regions_from_mask", "rel_offsets", "shift_regions"]
+
+_MOST_ROWS = 2**31 - 1  # of a table, which int32 offsets index
 
 
 def rel_offsets(
@@ -39,7 +41,8 @@ def rel_offsets(
         int32 ``[num_tokens]`` on the CPU.
 
     Raises:
-        ShapeError: ``window`` does not fit into ``table_window``, or has too few tokens.
+        ShapeError: ``window`` does not fit into ``table_window``, has too few tokens, or needs a
+            table whose rows int32 cannot count.
 
     Example:
         >>> rel_offsets((2, 3))
@@ -51,17 +54,26 @@ def rel_offsets(
     table = window if table_window is None else as_sizes("table_window", table_window)
     if len(table) != len(window) or any(a > b for a, b in zip(window, table, strict=True)):
         raise ShapeError(f"window is {list(window)}, expected at most table_window={list(table)}")
-    offsets = torch.zeros(1, dtype=torch.int32)
-    for size, table_size in zip(window, table, strict=True):
-        steps = torch.arange(size, dtype=torch.int32)
-        offsets = (offsets[:, None] * (2 * table_size - 1) + steps).flatten()
-    wanted = len(offsets) if num_tokens is None else num_tokens
-    if not is_size(wanted, least=1) or wanted > len(offsets):
+    table_size = math.prod(2 * size - 1 for size in table)
+    if table_size > _MOST_ROWS:
         raise ShapeError(
-            f"num_tokens is {wanted}, expected at least 1, and at most the {len(offsets)} of "
+            f"window={list(table)} needs a table of {table_size} rows, expected at most "
+            f"{_MOST_ROWS}"
+        )
+    wanted = math.prod(window) if num_tokens is None else num_tokens
+    if not is_size(wanted, least=1) or wanted > math.prod(window):
+        raise ShapeError(
+            f"num_tokens is {wanted}, expected at least 1, and at most the {math.prod(window)} of "
             f"window={list(window)}"
         )
-    return offsets[:wanted].clone()
+    # Only the wanted tokens are built: a clamped window may have far more.
+    token, stride = torch.arange(wanted), 1
+    offsets = torch.zeros(wanted, dtype=torch.int64)
+    for size, length in zip(reversed(window), reversed(table), strict=True):
+        offsets += token % size * stride
+        token //= size
+        stride *= 2 * length - 1
+    return offsets.to(torch.int32)
 
 
 def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
@@ -187,6 +199,7 @@ def regions_from_mask(mask: Tensor) -> Tensor:
     Raises:
         ShapeError: The mask does not come from regions: pass it as ``mask`` instead.
         DTypeError: It is not floating.
+        UnsupportedError: It is on the meta device.
 
     Example:
         >>> regions_from_mask(torch.tensor([[[0.0, 0, -100], [0, 0, -100], [-100, -100, 0]]]))
@@ -199,6 +212,10 @@ def regions_from_mask(mask: Tensor) -> Tensor:
         raise ShapeError(
             f"mask has shape {list(mask.shape)}, expected [num_windows, num_tokens, num_tokens]"
         )
+    if not mask.shape[1]:
+        raise ShapeError(f"mask has shape {list(mask.shape)}, expected at least one token")
+    if mask.is_meta:
+        raise UnsupportedError("mask is on meta and has no values to read: move it to a device")
     visible = mask == 0
     regions = visible.to(torch.uint8).argmax(dim=-1)
     same = regions[:, :, None] == regions[:, None, :]
