@@ -216,8 +216,8 @@ def paged_attention_kernel(
     if full < high:
         m, sums, acc = _attend_tile(
             m, sums, acc, blocks, full, q_tile, scale, slopes, k_of_head, v_of_head, seq_len,
-            q_heads, kv_head, num_heads, num_kv_heads, tp_rank, local_blocks, vert_stride, sparse_size,
-            sliding_step, k_block, v_block,
+            q_heads, kv_head, num_heads, num_kv_heads, tp_rank, local_blocks, vert_stride,
+            sparse_size, sliding_step, k_block, v_block,
             SIZE, BLOCK_SIZE, X, ALIGNED, HAS_ALIBI, SPARSE, True, TILE_N, D, DOT,
         )  # fmt: skip
 
