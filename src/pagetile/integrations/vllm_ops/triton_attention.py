@@ -122,7 +122,7 @@ def _attend_tile(
     pivot = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = tl.exp2(s - pivot[:, None])
     decay = tl.exp2(m - pivot)
-    # Warps have columns of their own: they add theirs up at the end, and need not meet here.
+    # Each warp sums its own columns until the end: no exchange between warps here.
     sums = sums * decay[:, None] + p
     acc = tl.dot(
         p.to(DOT), tl.trans(v_tile.to(DOT)), acc * decay[:, None], input_precision=precision_of(D)
