@@ -1,7 +1,7 @@
 """Sweep random shapes of every class, each beside its peers: see ``python -m benchmarks sweep``.
 
-A ratio is the best peer's time by ours, so 1 is as fast and more is faster; a wrong result has the
-ratio 0. A class is judged by its worst and its median ratio.
+A ratio is the best peer's time by pagetile's: 1 is as fast, and more is faster. A wrong result has
+the ratio 0. A class is judged by its worst and its median ratio.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Finding:
 
     shape: SweepShape
     error: float
-    """Of ours against float64, as a part of the largest number of the result."""
+    """Of pagetile's result against float64, as a part of the largest number of the result."""
     seconds: dict[str, float]
-    """Medians; ``"pagetile"`` is ours."""
+    """Medians; ``"pagetile"`` is among them."""
     ratio: float
     best_peer: str
 

@@ -132,9 +132,9 @@ def find_peers(inputs: SweepInputs, warn: bool = True) -> dict[str, Callable[[],
     peers: dict[str, Callable[[], Any]] = {"sdpa": _sdpa(inputs)}
     shape = inputs.sweep
     if inputs.device != "cpu":
-        is_plain = shape.block_size > 0 and shape.head_size == shape.v_head_size
+        has_pages = shape.block_size > 0 and shape.head_size == shape.v_head_size
         crashes = [size for name, size in _CRASHES.items() if find_spec(name) is not None]
-        if is_plain and not any(shape.head_size in sizes for sizes in crashes):
+        if has_pages and not any(shape.head_size in sizes for sizes in crashes):
             peers |= find_libraries(inputs)  # type: ignore[arg-type]
         if not inputs.is_8_bit and find_spec("vllm") is not None:
             peers["vllm flash_attn 3"] = _vllm_flash_attn_3(inputs)

@@ -62,7 +62,7 @@ Draw = Callable[[random.Random, float], SweepShape]
 
 @dataclass(frozen=True)
 class SweepClass:
-    """Shapes of one kind, and what ours is compared with."""
+    """Shapes of one kind, and what pagetile is compared with."""
 
     name: str
     about: str

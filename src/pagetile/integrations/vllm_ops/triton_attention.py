@@ -31,7 +31,6 @@ from ...tiles.triton.online_softmax import (
     merge,
     merge_first,
     precision_of,
-    weigh,
 )
 
 
@@ -63,7 +62,7 @@ def _fetch_blocks(table, key, seq_len, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def _attend_tile(
-    m, l, acc, blocks, tile, q_tile, scale, slopes, k_head, v_head, seq_len, q_heads, kv_head,
+    m, sums, acc, blocks, tile, q_tile, scale, slopes, k_head, v_head, seq_len, q_heads, kv_head,
     num_heads, num_kv_heads, tp_rank, local_blocks, vert_stride, sparse_size, sliding_step,
     k_block, v_block,
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, X: tl.constexpr, ALIGNED: tl.constexpr,
@@ -119,11 +118,16 @@ def _attend_tile(
         s = tl.where(sees, s, float("-inf"))
     if IS_LAST:
         s = tl.where((key < seq_len)[None, :], s, float("-inf"))
-    p, decay, m, l = weigh(s, m, l)
+    new_m = tl.maximum(m, tl.max(s, 1))
+    pivot = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = tl.exp2(s - pivot[:, None])
+    decay = tl.exp2(m - pivot)
+    # Each warp sums its own columns until the end: no exchange between warps here.
+    sums = sums * decay[:, None] + p
     acc = tl.dot(
         p.to(DOT), tl.trans(v_tile.to(DOT)), acc * decay[:, None], input_precision=precision_of(D)
     )
-    return m, l, acc
+    return new_m, sums, acc
 
 
 @triton.jit
@@ -190,7 +194,7 @@ def paged_attention_kernel(
         slopes = tl.load(alibi_slopes + q_heads, mask=is_row, other=0.0) * LOG2_E
 
     m = tl.full([TILE_M], float("-inf"), tl.float32)
-    l = tl.zeros([TILE_M], tl.float32)
+    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
     acc = tl.zeros([TILE_M, D], tl.float32)
     table = block_tables + seq * table_stride
     k_of_head = k_cache + kv_head.to(tl.int64) * k_head
@@ -203,20 +207,21 @@ def paged_attention_kernel(
         here = blocks
         next_key = (tile + 1) * TILE_N + keys
         blocks = _fetch_blocks(table, next_key, seq_len, BLOCK_SIZE, ALIGNED)
-        m, l, acc = _attend_tile(
-            m, l, acc, here, tile, q_tile, scale, slopes, k_of_head, v_of_head, seq_len, q_heads,
+        m, sums, acc = _attend_tile(
+            m, sums, acc, here, tile, q_tile, scale, slopes, k_of_head, v_of_head, seq_len, q_heads,
             kv_head, num_heads, num_kv_heads, tp_rank, local_blocks, vert_stride, sparse_size,
             sliding_step, k_block, v_block,
             SIZE, BLOCK_SIZE, X, ALIGNED, HAS_ALIBI, SPARSE, False, TILE_N, D, DOT,
         )  # fmt: skip
     if full < high:
-        m, l, acc = _attend_tile(
-            m, l, acc, blocks, full, q_tile, scale, slopes, k_of_head, v_of_head, seq_len, q_heads,
-            kv_head, num_heads, num_kv_heads, tp_rank, local_blocks, vert_stride, sparse_size,
-            sliding_step, k_block, v_block,
+        m, sums, acc = _attend_tile(
+            m, sums, acc, blocks, full, q_tile, scale, slopes, k_of_head, v_of_head, seq_len,
+            q_heads, kv_head, num_heads, num_kv_heads, tp_rank, local_blocks, vert_stride,
+            sparse_size, sliding_step, k_block, v_block,
             SIZE, BLOCK_SIZE, X, ALIGNED, HAS_ALIBI, SPARSE, True, TILE_N, D, DOT,
         )  # fmt: skip
 
+    l = tl.sum(sums, 1)
     result, _ = finish(m, l, acc)
     is_kept = is_row[:, None] & (columns < SIZE)[None, :]
     if WRITES_PARTITIONS:  # noqa: SIM102 (the compiler knows it)
@@ -268,14 +273,14 @@ def _merge_parts(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    for start in range(0, num_parts, PARTS):
+    for start in tl.range(0, num_parts, PARTS, num_stages=3):
         part = start + tl.arange(0, PARTS)
         is_part = part < num_parts
         slot = first_slot + part
-        sums = part_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
+        at = part_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
         # .cg: from the second-level cache, where the other programs' stores are.
-        ms = tl.load(sums, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
-        ls = tl.load(sums + ROWS, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+        ms = tl.load(at, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
+        ls = tl.load(at + ROWS, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
         accs = tl.load(
             parts + (slot * ROWS * D)[:, None, None] + (rows * D)[None, :, None]
             + columns[None, None, :],

@@ -22,7 +22,8 @@ _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 _OLDEST_E4M3 = (8, 9)
 _MOST_ROWS = 32
 """Query heads of one program; a larger group is cut, and its keys are read once for each part."""
-_MERGED_AT_ONCE = 8192
+_NARROW = 1 << 31
+_MERGED_AT_ONCE = 4096
 """Elements of partial results that a merging program holds at a time."""
 
 
@@ -33,6 +34,8 @@ class Tiles(NamedTuple):
     """Keys of a tile: a divisor of 512."""
     num_warps: int
     num_stages: int
+    max_registers: int = 0
+    """A cap a thread, so that one more program fits on a multiprocessor; 0: none."""
 
 
 def refuse_device(device: torch.device, kv_dtype: torch.dtype) -> None:
@@ -46,13 +49,20 @@ def refuse_device(device: torch.device, kv_dtype: torch.dtype) -> None:
         raise UnsupportedError(reason)
 
 
-def choose_tiles(problem: Problem) -> Tiles:
-    """Tiles of about 16 KiB of keys and as many of values, in three or four stages."""
+def choose_tiles(problem: Problem, is_sparse: bool = False) -> Tiles:
+    """Tiles of about 16 KiB of keys and as many of values, two of which are on their way.
+
+    Registers are capped where three programs then fit on a multiprocessor and nothing spills.
+    """
     width = _power_of_2(problem.head_size) * problem.kv_dtype.itemsize
     tile_n = max(16, min(128, 16384 // width))
-    if problem.q_dtype == torch.float32 and problem.kv_dtype.itemsize == 4:
-        return Tiles(min(tile_n, 32), 4, 2)  # three products of TF32 take many registers
-    return Tiles(tile_n, 4, 4)
+    if problem.q_dtype == torch.float32:  # three products of TF32 take many registers
+        return Tiles(min(tile_n, 16 if width > 256 else 32), 4, 3)
+    if problem.kv_dtype.itemsize == 1:
+        is_capped = problem.head_size == 128 and not is_sparse
+        return Tiles(max(16, tile_n // 2), 4, 5, 128 if is_capped else 0)
+    is_capped = width <= 256 and problem.group <= 8 and not is_sparse
+    return Tiles(tile_n, 4, 3, 168 if is_capped else 0)
 
 
 def choose_split(problem: Problem, longest: int, tile_n: int, num_workers: int) -> int:
@@ -84,7 +94,7 @@ def run(
     partitions: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
     """Launch on the current stream; nothing is checked."""
-    tiles = choose_tiles(problem)
+    tiles = choose_tiles(problem, sparse.is_on)
     longest = max(1, min(max_seq_len, block_tables.shape[1] * problem.block_size))
     split = PARTITION_SIZE
     if partitions is None:
@@ -102,9 +112,10 @@ def run(
     strides = (*out.stride()[:2], *sums, *tmp, *query.stride()[:2], *pages)
     addresses = (tensor.data_ptr() for tensor in (out, tmp_out, query, key_cache, value_cache))
     is_aligned = not any(at % 16 for at in (*addresses, *wide))
+    is_narrow = max(*strides, block_tables.stride(0)) < _NARROW
     launcher = make_launcher(
         problem.kernel_sizes, tiles, alibi_slopes is not None, sparse.is_on,
-        partitions is not None, is_aligned,
+        partitions is not None, is_aligned, is_narrow,
     )  # fmt: skip
     rows, width = launcher.constants["ROWS"], launcher.constants["D"]
     pairs = problem.num_seqs * problem.num_kv_heads * -(-problem.group // rows)
@@ -133,6 +144,7 @@ def make_launcher(
     is_sparse: bool,
     writes_partitions: bool,
     is_aligned: bool,
+    is_narrow: bool = True,
 ) -> Launcher:
     """The kernel for calls of one kind.
 
@@ -143,6 +155,7 @@ def make_launcher(
         is_sparse: Whether blocks are left out.
         writes_partitions: Whether each partition's result is wanted.
         is_aligned: Whether every row and page begins at a multiple of 16 bytes, at least.
+        is_narrow: Whether strides fit in 32 bits, which saves registers.
     """
     group, head_size, block_size, q_dtype, kv_dtype = sizes
     rows = min(_MOST_ROWS, _power_of_2(group))
@@ -168,21 +181,25 @@ def make_launcher(
         "DOT": dot,
         "STAGES": tiles.num_stages,
     }
-    stride = "i64" + ":16" * is_aligned
+    plain = "i32" if is_narrow else "i64"
+    stride = plain + ":16" * is_aligned
     types = {
         **dict.fromkeys(("out", "tmp_out", "q"), near),
         **dict.fromkeys(("k_cache", "v_cache"), far),
         **dict.fromkeys(("parts", "part_sums"), "*fp32:16"),
         **dict.fromkeys(("exp_sum", "max_logits", "alibi_slopes", "k_scale", "v_scale"), "*fp32"),
         **dict.fromkeys(("arrivals", "block_tables", "seq_lens"), "*i32"),
-        **dict.fromkeys(("sum_seq", "sum_head", "table_stride"), "i64"),
+        **dict.fromkeys(("sum_seq", "sum_head", "table_stride"), plain),
         **dict.fromkeys(("out_seq", "out_head", "tmp_seq", "tmp_head", "tmp_part"), stride),
         **dict.fromkeys(("q_seq", "q_head", "k_block", "k_head", "v_block", "v_head"), stride),
         "softmax_scale": "fp32",
     }
     names = [name for name in paged_attention_kernel.arg_names if name not in constants]
     types = {name: types.get(name, "i32") for name in names}
-    return Launcher(paged_attention_kernel, types, constants, num_warps=tiles.num_warps)
+    options = {"num_warps": tiles.num_warps}
+    if tiles.max_registers:
+        options["maxnreg"] = tiles.max_registers
+    return Launcher(paged_attention_kernel, types, constants, **options)
 
 
 def _rows_of(problem: Problem) -> int:
