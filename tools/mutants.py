@@ -1,0 +1,118 @@
+"""Apply small plausible bugs, one at a time, and report which of them no test notices.
+
+    python tools/mutants.py                       # all: about an hour on two cores
+    python tools/mutants.py kv_cache scheduler    # those whose name begins so
+    python tools/mutants.py --list
+
+Each mutant replaces one piece of text of one file (tools/mutants.toml) in a copy of the tree and
+runs the tests named for it. A mutant that passes all of them survives: a test is missing. Exits
+with 1 if one survives, or if its text is no longer in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("src", "tests", "benchmarks", "examples", "tools", "docs", "pyproject.toml", "README.md")
+LIMIT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: what it replaces, and the tests that should notice."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+    @property
+    def is_applicable(self) -> bool:
+        """Whether its text stands in the file exactly once."""
+        return (ROOT / self.file).read_text(encoding="utf-8").count(self.before) == 1
+
+
+def read_mutants() -> list[Mutant]:
+    """Return all mutants of ``mutants.toml``."""
+    listed = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text(encoding="utf-8"))
+    return [
+        Mutant(name, one["file"], one["before"], one["after"], tuple(one["tests"]))
+        for name, one in listed.items()
+    ]
+
+
+def run_mutant(mutant: Mutant) -> str:
+    """Return ``"caught"``, ``"survived"`` or why it could not be tried."""
+    if not mutant.is_applicable:
+        return "stale: its text is not in the file exactly once"
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                ignore = shutil.ignore_patterns("__pycache__", "results")
+                shutil.copytree(source, Path(folder) / name, ignore=ignore)
+            else:
+                shutil.copy(source, folder)
+        target = Path(folder) / mutant.file
+        text = target.read_text(encoding="utf-8")
+        target.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(Path(folder) / "src")}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [*command, *mutant.tests], cwd=folder, env=environment, timeout=LIMIT_SECONDS,
+                capture_output=True, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "caught"  # it hangs
+        if done.returncode in (0, 5):
+            return "survived"
+        return "caught"
+
+
+def main() -> int:
+    """Run the chosen mutants and print the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="how the names of mutants begin; without it, all")
+    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument("--processes", type=int, default=2, help="how many run at a time")
+    options = parser.parse_args()
+    chosen = [
+        mutant
+        for mutant in read_mutants()
+        if not options.names or mutant.name.startswith(tuple(options.names))
+    ]
+    if options.list:
+        print(*(f"{mutant.name}: {mutant.file}" for mutant in chosen), sep="\n")
+        return 0
+    start = time.perf_counter()
+    with ThreadPoolExecutor(options.processes) as pool:
+        results = list(tqdm(pool.map(run_mutant, chosen), total=len(chosen), unit="mutant"))
+    for mutant, result in zip(chosen, results, strict=True):
+        if result != "caught":
+            print(f"{mutant.name}: {result}")
+    caught = results.count("caught")
+    print(f"{caught} of {len(chosen)} caught, {time.perf_counter() - start:.0f} s")
+    return int(caught < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
