@@ -5,10 +5,12 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate
+from typing_extensions import dataclass_transform
 
 __all__ = ["record"]
 
 
+@dataclass_transform()
 def record(cls: Any) -> Any:
     """Make an aggregate of ``cls``: its constructor takes the annotated fields in their order.
 
