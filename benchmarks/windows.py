@@ -137,16 +137,16 @@ class WindowCase:
         forward = self._time({name: way.forward() for name, way in ways.items()}, repeats)
         both_calls = {name: way.both() for name, way in ways.items()}
         both = self._time({n: call for n, call in both_calls.items() if runs(call)}, repeats)
-        ours, ours_both = forward.pop("pagetile"), both.pop("pagetile")
+        own, own_both = forward.pop("pagetile"), both.pop("pagetile")
         metrics = {
-            "microseconds": ours.median * 1e6,
-            "both, microseconds": ours_both.median * 1e6,
-            "backward / forward": ours_both.median / ours.median - 1,
+            "microseconds": own.median * 1e6,
+            "both, microseconds": own_both.median * 1e6,
+            "backward / forward": own_both.median / own.median - 1,
         }
         if forward:
-            metrics["x best peer"] = _best(forward, ours)
-            metrics["x best peer, both"] = _best(both, ours_both)
-        times = {"pagetile": ours, **forward, "pagetile, both": ours_both}
+            metrics["x best peer"] = _best(forward, own)
+            metrics["x best peer, both"] = _best(both, own_both)
+        times = {"pagetile": own, **forward, "pagetile, both": own_both}
         return Measurement(times | {f"{name}, both": t for name, t in both.items()}, metrics)
 
     def _time(
@@ -167,12 +167,12 @@ def _warm_up(call: Callable[[], object]) -> None:
         call()
 
 
-def _best(peers: dict[str, Times], ours: Times) -> float:
+def _best(peers: dict[str, Times], own: Times) -> float:
     """The time of the fastest peer over pagetile's, by rounds if both were timed in rounds."""
     best = min(peers.values(), key=lambda times: times.median)
-    if len(best.seconds) == len(ours.seconds):
-        return ratio(best, ours)
-    return best.median / ours.median
+    if len(best.seconds) == len(own.seconds):
+        return ratio(best, own)
+    return best.median / own.median
 
 
 def compare(what: str, found: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> Check:

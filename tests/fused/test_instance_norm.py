@@ -75,10 +75,13 @@ def check(impl, tensors, residual_eps, grad):
     exact = both_ways(formula, [tensor.double() for tensor in tensors], grad.double())
     eager = both_ways(formula, tensors, grad)
     found = run(impl, tensors, residual_eps, grad)
-    for ours, theirs, true in zip(found, eager, exact, strict=True):
-        assert ours.dtype == theirs.dtype
-        allowed = 2 * (theirs.double() - true).norm() + torch.finfo(ours.dtype).eps * true.norm()
-        assert (ours.double() - true).norm() <= allowed
+    for found_one, expected_one, true in zip(found, eager, exact, strict=True):
+        assert found_one.dtype == expected_one.dtype
+        allowed = (
+            2 * (expected_one.double() - true).norm()
+            + torch.finfo(found_one.dtype).eps * true.norm()
+        )
+        assert (found_one.double() - true).norm() <= allowed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,9 +140,9 @@ def test_a_channel_does_not_see_another(impl):
     for tensor in (*tensors, grad):
         tensor[1, 2] = math.nan
     found = run(impl, tensors, residual_eps, grad)
-    for ours, before in zip(found, expected, strict=True):
-        assert ours[1, 2].isnan().all()
-        assert torch.equal(ours.flatten(0, 1)[:5], before.flatten(0, 1)[:5])
+    for found_one, before in zip(found, expected, strict=True):
+        assert found_one[1, 2].isnan().all()
+        assert torch.equal(found_one.flatten(0, 1)[:5], before.flatten(0, 1)[:5])
 
 
 def test_a_channel_of_one_number_everywhere(impl):
@@ -194,8 +197,8 @@ def test_compiling_uses_torchs_operations():
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     expected = both_ways(call, tensors, grad)
-    for ours, theirs in zip(both_ways(compiled, tensors, grad), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for found_one, expected_one in zip(both_ways(compiled, tensors, grad), expected, strict=True):
+        torch.testing.assert_close(found_one, expected_one)
     torch._dynamo.reset()
 
 

@@ -112,8 +112,8 @@ def test_under_a_compiler_windows_are_cut_as_before(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     found = model(x)
     assert not shapes
-    for ours, before in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, before, rtol=1e-4, atol=1e-5)
+    for found_one, before in zip(found, expected, strict=True):
+        torch.testing.assert_close(found_one, before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

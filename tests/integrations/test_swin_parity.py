@@ -226,7 +226,7 @@ def test_metadata_of_monai_stays(attentions):
     attentions.clear()
     found = model(MetaTensor(x, meta={"name": "scan"}))
     assert attentions
-    for ours, theirs in zip(found, expected, strict=True):
-        assert type(ours) is type(theirs)
-        assert ours.meta["name"] == "scan"
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for found_one, expected_one in zip(found, expected, strict=True):
+        assert type(found_one) is type(expected_one)
+        assert found_one.meta["name"] == "scan"
+        torch.testing.assert_close(found_one, expected_one, rtol=1e-4, atol=1e-5)

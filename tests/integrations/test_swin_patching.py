@@ -129,11 +129,11 @@ def test_pickles_are_patched(name):
 
 def test_replacement_classes_shadow_no_attribute_of_the_frameworks(name):
     """A shadowed attribute would change the behaviour of the framework's code."""
-    ours = {key for kind in (Swapped, SwappedAttention, SwappedLayer) for key in vars(kind)}
-    ours = {key for key in ours if not key.startswith("__")} | {"_regions"}
+    own = {key for kind in (Swapped, SwappedAttention, SwappedLayer) for key in vars(kind)}
+    own = {key for key in own if not key.startswith("__")} | {"_regions"}
     for module in CASES[name].model().modules():
         names = {*dir(module)} | {*module._modules} | {*module._buffers}
-        assert not ours & names, type(module)
+        assert not own & names, type(module)
 
 
 def test_threads_share_a_patched_model():

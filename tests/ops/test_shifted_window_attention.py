@@ -55,7 +55,7 @@ CASES = [
     Case((2, 9, 4), (4, 4, 4), (2, 2, 2), clamped=(2, 4, 4)),
     Case((3, 2, 4), (5, 5, 5), (2, 2, 2), clamped=(3, 2, 4), batch=3),
 ]
-SLOW = [CASES[n] for n in (0, 1, 2, 4, 5, 7, 11)]  # others have all of theirs
+SLOW = [CASES[n] for n in (0, 1, 2, 4, 5, 7, 11)]  # the other cases are fast
 HEADS, SIZE = 2, 8
 
 

@@ -1,4 +1,4 @@
-"""Ways to compute the same thing, timed in turns and compared with float64."""
+"""Time several ways to compute the same thing in turns, and compare them with float64."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ PIECE = 2**24
 
 @dataclass(frozen=True)
 class Contest:
-    """A problem, its float64 result, and who computes it."""
+    """A problem, its float64 result, and the ways to compute it."""
 
     title: str
     contestants: Mapping[str, Callable[[], Tensor | Sequence[Tensor]]]
     """By name, pagetile's first. Each returns a tensor, or several."""
     expected: Sequence[Tensor]
-    """float64, of the shapes of everyone's results."""
+    """float64 tensors of the shapes that all contestants return."""
     work: Work
-    """For the least time."""
+    """Bytes and operations, for the lower bound of the time."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """How one contestant did."""
+    """The times and the error of one contestant."""
 
     name: str
     seconds: tuple[float, ...] = ()
-    """Of each timed call."""
+    """Seconds of each timed call."""
     error: float = 0.0
-    """The largest difference from float64, as a part of the largest value."""
+    """The largest difference from float64, relative to the largest value."""
     reason: str = ""
-    """Why it could not run; then there are no times."""
+    """Why it could not run, if there are no times."""
 
     @property
     def median(self) -> float:
-        """As many calls took less as took more."""
+        """The median of the times."""
         return statistics.median(self.seconds)
 
     def quantile(self, share: float) -> float:
-        """What this share of the calls did not exceed."""
+        """The time that this share of the calls did not exceed."""
         return sorted(self.seconds)[round(share * (len(self.seconds) - 1))]
 
     def times_slower(self, other: Result) -> float:
-        """The median over rounds of its time by another's: what slows a whole round cancels."""
+        """The median over rounds of the ratio of times; what slows a whole round cancels."""
         pairs = zip(self.seconds, other.seconds, strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+        return statistics.median(one / another for one, another in pairs)
 
 
 def compare(
@@ -67,12 +67,12 @@ def compare(
     warmup: int,
     tick: Callable[[], object] = lambda: None,
 ) -> list[Result]:
-    """Run everyone once for their error, then in rounds of one call each, in changing order.
+    """Run every contestant once for its error, then in rounds of one call each, shuffled.
 
     Args:
-        contest: Who and what.
+        contest: The problem.
         iterations: Timed rounds.
-        warmup: Rounds before them that do not count.
+        warmup: Untimed rounds before them.
         tick: Called after every round.
 
     Example:
@@ -101,28 +101,28 @@ def compare(
 
 
 def _try_all(contest: Contest) -> tuple[dict[str, float], dict[str, str]]:
-    """The errors of those who can run it, and why the others cannot."""
+    """The errors of the contestants that run, and the reasons of those that do not."""
     errors, reasons = {}, {}
     for name, call in contest.contestants.items():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of kernels that PyTorch does not choose
+                warnings.simplefilter("ignore")  # about kernels that PyTorch does not choose
                 results = call()
         except (RuntimeError, NotImplementedError) as error:
             reasons[name] = str(error).strip().splitlines()[0] if str(error) else repr(error)
             continue
         tensors = [results] if isinstance(results, Tensor) else results
         pairs = zip(tensors, contest.expected, strict=True)
-        # torch's maximum, unlike Python's, of anything with a NaN is NaN.
+        # Unlike Python's max, torch's returns NaN if any value is NaN.
         errors[name] = float(torch.stack([_largest_error(*pair) for pair in pairs]).max())
     return errors, reasons
 
 
 def _largest_error(result: Tensor, expected: Tensor) -> Tensor:
-    """Piece by piece: the difference of all in float64 may not fit into memory."""
+    """Compare piece by piece: all differences in float64 may not fit into memory."""
     pieces = -(-expected.numel() // PIECE)
     pairs = zip(
         *(torch.chunk(t.detach().flatten(), pieces) for t in (result, expected)), strict=True
     )
-    errors = torch.stack([(mine.double() - exact).abs().max() for mine, exact in pairs])
+    errors = torch.stack([(found.double() - exact).abs().max() for found, exact in pairs])
     return errors.max() / expected.abs().max()

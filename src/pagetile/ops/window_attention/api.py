@@ -51,7 +51,7 @@ def window_attention(
 
     Gradients reach q, k, v, ``bias_table``, ``bias`` and ``logit_scale``. Sums are float32 in a
     fixed order, so two runs give the same bits. Under autocast q, k and v are cast to its element
-    type; learned parameters keep theirs.
+    type; learned parameters are not cast.
 
     Args:
         q: ``[num_windows, num_heads, num_tokens, head_size]`` float32, float16 or bfloat16. Last

@@ -20,11 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....tiles.hopper.layouts import product_layout
 from ....tiles.hopper.names import barrier
+from ....tiles.hopper.record import record
 from ....tiles.hopper.ring import PipelineBarriers, make_barriers
 from .softmax import (
     compute_weights,
@@ -63,7 +63,7 @@ from .tiles import (
 __all__ = ["column_gradients"]
 
 
-@aggregate
+@record
 class Memory:
     """Shared memory of a program, and the barriers of its pipelines."""
 
@@ -80,25 +80,6 @@ class Memory:
     pivot: gl.shared_memory_descriptor  # [slots, 1, PIECE]
     delta: gl.shared_memory_descriptor
     q_barriers: PipelineBarriers
-
-    @gluon.constexpr_function
-    def __init__(
-        self, bias, bias_made, k, v, row_one_hot, k_barriers, windows, q, dout, one_hot, pivot,
-        delta, q_barriers,
-    ):  # fmt: skip
-        self.bias = bias
-        self.bias_made = bias_made
-        self.k = k
-        self.v = v
-        self.row_one_hot = row_one_hot
-        self.k_barriers = k_barriers
-        self.windows = windows
-        self.q = q
-        self.dout = dout
-        self.one_hot = one_hot
-        self.pivot = pivot
-        self.delta = delta
-        self.q_barriers = q_barriers
 
 
 # --- the loading warp -----------------------------------------------------------------------------

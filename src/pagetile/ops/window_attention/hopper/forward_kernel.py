@@ -31,11 +31,11 @@ same rounding of a weight. Tokens past the end are zeros with a bias of -inf.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
 from ....tiles.hopper.layouts import product_layout
 from ....tiles.hopper.names import barrier
+from ....tiles.hopper.record import record
 from ....tiles.hopper.ring import PipelineBarriers, make_barriers
 from .softmax import attend_guessed_pivot, attend_online, is_in_range, score_type
 from .tiles import (
@@ -63,7 +63,7 @@ __all__ = ["attend"]
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
-@aggregate
+@record
 class Memory:
     """Shared memory of a program, and the barriers of its pipelines."""
 
@@ -80,25 +80,6 @@ class Memory:
     kv_barriers: PipelineBarriers
     retry: gl.shared_memory_descriptor  # int32 [STREAMS, ROWS]: a bit for each failed step
     retry_ready: gl.shared_memory_descriptor  # a barrier
-
-    @gluon.constexpr_function
-    def __init__(
-        self, bias, bias_made, ones, q, row_one_hot, q_barriers, windows, k, v, one_hot,
-        kv_barriers, retry, retry_ready,
-    ):  # fmt: skip
-        self.bias = bias
-        self.bias_made = bias_made
-        self.ones = ones
-        self.q = q
-        self.row_one_hot = row_one_hot
-        self.q_barriers = q_barriers
-        self.windows = windows
-        self.k = k
-        self.v = v
-        self.one_hot = one_hot
-        self.kv_barriers = kv_barriers
-        self.retry = retry
-        self.retry_ready = retry_ready
 
 
 # --- the loading warp -----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....tiles.hopper.layouts import product_layout, wide_rows
 from ....tiles.hopper.names import barrier
+from ....tiles.hopper.record import record
 from ....tiles.hopper.ring import PipelineBarriers, make_barriers
 from . import constants
 from .softmax import (
@@ -114,7 +115,7 @@ class RowConfig:
         self.MASK_CLASSES = gl.constexpr(3 if MASK else 1)
 
 
-@aggregate
+@record
 class Memory:
     """Shared memory of a program, and the barriers of its pipelines."""
 
@@ -134,28 +135,6 @@ class Memory:
     identity: gl.shared_memory_descriptor  # [SUM_KEYS, SUM_KEYS]: the identity matrix
     partials: gl.shared_memory_descriptor  # float32 [BUFFERS * SPLITS, ROWS, WIDTH]
     partial_barriers: PipelineBarriers
-
-    @gluon.constexpr_function
-    def __init__(
-        self, bias, bias_made, q, dout, row_one_hot, pivot, delta, q_barriers, windows, k, v,
-        one_hot, kv_barriers, identity, partials, partial_barriers,
-    ):  # fmt: skip
-        self.bias = bias
-        self.bias_made = bias_made
-        self.q = q
-        self.dout = dout
-        self.row_one_hot = row_one_hot
-        self.pivot = pivot
-        self.delta = delta
-        self.q_barriers = q_barriers
-        self.windows = windows
-        self.k = k
-        self.v = v
-        self.one_hot = one_hot
-        self.kv_barriers = kv_barriers
-        self.identity = identity
-        self.partials = partials
-        self.partial_barriers = partial_barriers
 
 
 # --- the loading warp -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
 from ....tiles.hopper.layouts import product_layout, wide_rows
+from ....tiles.hopper.record import record
 from . import constants
 
 __all__ = [
@@ -111,18 +112,14 @@ class StreamConfig:
         self.MASK_CLASSES = gl.constexpr(3 if MASK else 1)
 
 
-@aggregate
+@record
 class Stream:
     """The number of a stream, as a constant."""
 
     INDEX: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, INDEX):
-        self.INDEX = gl.constexpr(INDEX)
 
-
-@aggregate
+@record
 class Bias:
     """The bias of a call: a table or a matrix for each head."""
 
@@ -132,15 +129,6 @@ class Bias:
     entry_stride: gl.tensor  # of a table
     head_stride: gl.tensor
     inverse: gl.tensor  # 1 / softmax_scale
-
-    @gluon.constexpr_function
-    def __init__(self, numbers, offsets, centre, entry_stride, head_stride, inverse):
-        self.numbers = numbers
-        self.offsets = offsets
-        self.centre = centre
-        self.entry_stride = entry_stride
-        self.head_stride = head_stride
-        self.inverse = inverse
 
     @gluon.jit
     def load(self, head, i, j, TRANSPOSED: gl.constexpr, config):
@@ -272,7 +260,7 @@ def store_bias_sums(out, sums, chunk, head, first_row, tile, config):
     gl.store(out + at + place, numbers, tile < KEY_TILES)
 
 
-@aggregate
+@record
 class Windows:
     """The windows of a program; neighbours, often of one mask class, go to different programs."""
 
@@ -282,15 +270,6 @@ class Windows:
     num_chunks: gl.tensor
     chunk: gl.tensor
     count: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, mask_classes, num_masks, num_windows, num_chunks, chunk, count):
-        self.mask_classes = mask_classes
-        self.num_masks = num_masks
-        self.num_windows = num_windows
-        self.num_chunks = num_chunks
-        self.chunk = chunk
-        self.count = count
 
     @gluon.jit
     def at(self, place):
