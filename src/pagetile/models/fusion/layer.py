@@ -20,7 +20,12 @@ from ...fused.add_norm import add_norm
 from ...fused.gated_activation import gated_activation
 from ...fused.rms_norm import Norm, rms_norm
 from ...fused.rotary_write import rotate_and_write
-from ...fused.small_linear import is_faster, small_linear
+from ...fused.small_linear import (
+    is_faster,
+    is_faster_in_parts,
+    partial_products,
+    small_linear,
+)
 from ...ops.paged_attention import paged_attention
 from ..attention import AttentionLayer
 from .structure import Mlp, Structure
@@ -200,7 +205,10 @@ class FusedLayer:
                 weight, bias = product.weight, product.bias
                 y = small_linear(x, weight, bias=bias, residual=residual, impl=self.impl)
                 return y, None
-            x = self._product(product, x, None, None)
+            if product.bias is None and is_faster_in_parts(len(x), *product.weight.shape, x.dtype):
+                x = partial_products(x, product.weight, impl=self.impl)
+            else:
+                x = self._product(product, x, None, None)
         return add_norm(
             residual, x, before=post, after=None if is_few else following, impl=self.impl
         )
