@@ -252,6 +252,15 @@ def test_a_weight_that_is_replaced_later_counts(impl):
         assert logits_error(model, paged) < 256 * EPS
 
 
+def test_memory_that_is_replaced_later_counts(impl):
+    model = tiny_model("qwen2")
+    paged = load_model(model)
+    attention = layers_of(model)[1].self_attn
+    for module in (attention.v_proj, attention.o_proj, layers_of(model)[1].input_layernorm):
+        module.weight.data = -1.5 * module.weight.data
+        assert logits_error(model, paged) < 256 * EPS
+
+
 def test_two_paged_models_of_one_model_share_its_weights(reference):
     model = tiny_model("llama")
     first = load_model(model)

@@ -61,10 +61,16 @@ class Watch:
     def __init__(self, modules: list[tuple[nn.Module, object]]) -> None:
         self._modules = modules
         self._weights = [
-            (module._parameters, name, parameter.data_ptr())
+            (module._parameters, name, parameter)
             for module, _ in modules
             for name, parameter in module._parameters.items()
             if parameter is not None
+        ]
+        # Merged ones are views, whose memory a module's ``to`` replaces.
+        self._addresses = [
+            (parameter, parameter.data_ptr())
+            for _, _, parameter in self._weights
+            if parameter.untyped_storage().nbytes() > parameter.nbytes
         ]
 
     def is_as_before(self) -> bool:
@@ -75,11 +81,10 @@ class Watch:
                 return False
             if own["_forward_hooks"] or own["_forward_pre_hooks"]:
                 return False
-        for parameters, name, address in self._weights:
-            parameter = parameters.get(name)
-            if parameter is None or parameter.data_ptr() != address:
+        for parameters, name, parameter in self._weights:
+            if parameters.get(name) is not parameter:
                 return False
-        return True
+        return all(parameter.data_ptr() == address for parameter, address in self._addresses)
 
 
 class FusedLayer:
