@@ -81,3 +81,21 @@ def test_wrong_arguments_are_named():
         add_norm(x, x, before=Norm(torch.ones(8), 0.0, "plain"))
     with pytest.raises(UnsupportedError, match="gaps"):
         add_norm(torch.zeros(2, 16)[:, ::2], x, impl="triton")
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_parts_are_summed_in_their_order_and_rounded_first(impl, dtype, num_parts, mirror):
+    generator = torch.Generator().manual_seed(num_parts)
+    residual = torch.randn(3, 40, generator=generator).to(dtype)
+    parts = torch.randn(num_parts, 3, 40, generator=generator)
+    weight = torch.randn(40, generator=generator).to(dtype)
+    with mirror(residual, parts, weight, impl=impl) as there:
+        norm = Norm(there[2], 1e-6, "rounded")
+        found = add_norm(*there[:2], after=norm, impl=impl)
+        hidden, normed = (t.cpu() for t in found)
+    rounded = parts.double().sum(0).to(dtype)
+    expected = add_norm(residual, rounded, after=Norm(weight, 1e-6, "rounded"), impl="reference")
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(hidden, expected[0], rtol=4 * eps, atol=4 * eps)
+    torch.testing.assert_close(normed, expected[1], rtol=8 * eps, atol=8 * eps)

@@ -4,7 +4,13 @@ import torch
 from pagetile.device import DeviceInfo
 from pagetile.errors import ShapeError, UnsupportedError
 from pagetile.fused.rms_norm import KINDS, Norm
-from pagetile.fused.small_linear import is_faster, plan, small_linear
+from pagetile.fused.small_linear import (
+    is_faster,
+    is_faster_in_parts,
+    partial_products,
+    plan,
+    small_linear,
+)
 from pagetile.fused.small_linear.problem import Problem
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -166,3 +172,28 @@ def test_nothing_is_faster_for_many_rows_or_wide_types():
     assert not is_faster(256, 4096, 4096, BF16)
     assert not is_faster(1, 4096, 4096, torch.float64)
     assert not is_faster(8, 4096, 4096, F32)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(5, 256), (33, 1024), (64, 512)])
+def test_partial_products_add_up(impl, num_rows, size, dtype, mirror):
+    tensors = problem(num_rows, size, 40, dtype)
+    with mirror(*tensors.values(), impl=impl) as (x, weight):
+        parts = partial_products(x, weight, impl=impl).cpu()
+    assert (parts.dtype, parts.shape[1:]) == (F32, (1, num_rows, 40))
+    assert len(parts) == (1 if impl == "reference" else plan.plan_parts(
+        Problem(num_rows, size, 40, dtype)).parts)  # fmt: skip
+    x, weight = (t.double() for t in tensors.values())
+    true = x @ weight.T
+    assert (parts.double().sum(0) - true).norm() <= 1e-5 * true.norm()
+
+
+def test_products_of_few_columns_are_cut_into_parts():
+    assert is_faster_in_parts(8, 1024, 3072, BF16)
+    assert not is_faster_in_parts(4, 1024, 3072, BF16)
+    assert not is_faster_in_parts(128, 1024, 3072, BF16)
+    assert not is_faster_in_parts(8, 1024, 3072, F32)
+    assert not is_faster_in_parts(8, 8192, 3072, BF16)
+    for size in (512, 2048, 2560, 3072, 8960):
+        found = plan.plan_parts(Problem(8, size, 1024, BF16))
+        assert size % (found.parts * found.tile_k) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
@@ -36,7 +37,7 @@ def add_norm(
 
     Args:
         residual: ``[..., size]`` float32, float16 or bfloat16, without gaps.
-        x: Likewise.
+        x: Likewise; or float32 ``[num_parts, ..., size]``, summed in this order and rounded first.
         before: Norm of ``x``; ``None`` adds it as it is.
         after: Norm of the sum; ``None`` if it is not wanted.
         impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
@@ -66,9 +67,10 @@ def add_norm(
 def _settle(residual: Any, x: Any, norms: tuple[Any, ...], is_learned: bool, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     residual, x = Form(*residual), Form(*x)
-    if residual.shape != x.shape or not x.shape:
+    num_parts = x.shape[0] if len(x.shape) == len(residual.shape) + 1 else 0
+    if residual.shape != (x.shape[1:] if num_parts else x.shape) or not residual.shape:
         raise ShapeError(f"x is {list(x.shape)}, expected {list(residual.shape)} like residual")
-    check_dtype("x", x, residual.dtype)
+    check_dtype("x", x, torch.float32 if num_parts else residual.dtype)
     weights = {f"weight {at}": Form(*norm[0]) for at, norm in enumerate(norms) if norm is not None}
     for weight in weights.values():
         if weight.shape != x.shape[-1:]:
@@ -81,9 +83,9 @@ def _settle(residual: Any, x: Any, norms: tuple[Any, ...], is_learned: bool, imp
         return reference
     problem = Problem(
         size=x.shape[-1],
-        num_rows=x.shape[:-1].numel(),
+        num_rows=residual.shape[:-1].numel(),
         is_contiguous=all(map(_is_contiguous, (residual, x, *weights.values()))),
-        dtype=x.dtype,
+        dtype=residual.dtype,
         norm_dtypes=tuple(weight.dtype for weight in weights.values()),
         needs_gradient=is_learned,
     )

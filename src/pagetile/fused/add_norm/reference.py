@@ -20,6 +20,8 @@ def run(
     residual: Tensor, x: Tensor, before: Norm | None, after: Norm | None
 ) -> tuple[Tensor, Tensor | None]:
     """The sum, and its norm."""
+    if x.dim() > residual.dim():
+        x = x.sum(0).to(residual.dtype)
     if before is not None:
         x = rms_norm(x, before.weight, eps=before.eps, kind=before.kind, impl="reference")
     hidden = residual + x

@@ -51,12 +51,13 @@ def _add_norm(
     hidden,  # [num_rows, SIZE]
     normed,  # [num_rows, SIZE]
     residual,  # [num_rows, SIZE]
-    x,  # [num_rows, SIZE]
+    x,  # [num_rows, SIZE], or float32 [PARTS, num_rows, SIZE]
     before_weight,  # [SIZE]
     after_weight,  # [SIZE]
     num_rows,
     before_eps,
     after_eps,
+    PARTS: tl.constexpr,  # 0: there are none
     SIZE: tl.constexpr,
     BEFORE: tl.constexpr,  # a kind of ``rms_norm``, or ""
     AFTER: tl.constexpr,
@@ -77,6 +78,11 @@ def _add_norm(
         gdc_launch_dependents()
         gdc_wait()
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(1, PARTS):
+            at_part = part * num_rows.to(tl.int64) * SIZE + at
+            y += tl.load(x + at_part, mask=inside, other=0.0)
+        y = y.to(dtype).to(tl.float32)
     sum_before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if BEFORE != "":
         scale = tl.rsqrt(tl.sum(y * y, 1) / SIZE + before_eps)
@@ -95,16 +101,17 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """One launch over all rows."""
     size = x.shape[-1]
-    hidden = x.new_empty(x.shape)
-    normed = hidden if after is None else x.new_empty(x.shape)
-    num_rows = x.numel() // size
+    hidden = torch.empty_like(residual)
+    normed = hidden if after is None else torch.empty_like(residual)
+    num_rows = residual.numel() // size
+    num_parts = x.shape[0] if x.dim() > residual.dim() else 0
     if num_rows:
         # Any address will do for what is not there.
         weights = tuple(x if n is None else n.weight for n in (before, after))
         addresses = functools.reduce(int.__or__, (t.data_ptr() for t in (residual, x, *weights)))
         launcher = make_launcher(
-            x.dtype, size, *("" if n is None else n.kind for n in (before, after)),
-            addresses % 16 == 0, begins_early(x.device),
+            residual.dtype, size, *("" if n is None else n.kind for n in (before, after)),
+            addresses % 16 == 0, begins_early(x.device), num_parts,
         )  # fmt: skip
         grid = -(-num_rows // launcher.constants["TILE_M"]), 1, 1
         eps = (0.0 if n is None else n.eps for n in (before, after))
@@ -114,7 +121,13 @@ def run(
 
 @functools.lru_cache(maxsize=256)
 def make_launcher(
-    dtype: torch.dtype, size: int, before: str, after: str, is_aligned: bool, is_early: bool
+    dtype: torch.dtype,
+    size: int,
+    before: str,
+    after: str,
+    is_aligned: bool,
+    is_early: bool,
+    num_parts: int = 0,
 ) -> Launcher:
     """The kernel for rows of ``size``."""
     width = triton.next_power_of_2(size)
@@ -124,8 +137,11 @@ def make_launcher(
     types = dict.fromkeys(("hidden", "normed"), f"{POINTERS[dtype]}:16")
     types |= dict.fromkeys(names, POINTERS[dtype] + ":16" * is_aligned)
     types |= {"num_rows": "i32", "before_eps": "fp32", "after_eps": "fp32"}
+    if num_parts:
+        types["x"] = "*fp32" + ":16" * is_aligned
     constants = {
-        "SIZE": size, "BEFORE": before, "AFTER": after, "TILE_M": tile_m, "W": width,
+        "PARTS": num_parts, "SIZE": size, "BEFORE": before, "AFTER": after, "TILE_M": tile_m,
+        "W": width,
         "PDL": is_early,
     }  # fmt: skip
     num_warps = min(16, max(1, tile_m * width // 256))

@@ -1,6 +1,6 @@
 """Products of few rows with a large matrix, with what comes before and after them."""
 
-from .api import small_linear
-from .plan import MOST_FEW, is_faster
+from .api import partial_products, small_linear
+from .plan import is_faster, is_faster_in_parts
 
-__all__ = ["MOST_FEW", "is_faster", "small_linear"]
+__all__ = ["is_faster", "is_faster_in_parts", "partial_products", "small_linear"]

@@ -20,7 +20,7 @@ from ..rms_norm import KINDS, Norm
 from . import reference
 from .problem import Problem
 
-__all__ = ["small_linear"]
+__all__ = ["partial_products", "small_linear"]
 
 IMPLEMENTATIONS = ("triton", "reference")
 
@@ -67,6 +67,29 @@ def small_linear(
     norm_form = None if norm is None else (form(norm.weight), norm.kind)
     module = _settle(*forms, norm_form, activation, is_learned, impl)
     out: Tensor = module.run(x, weight, bias, norm, activation, residual)
+    return out
+
+
+def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
+    """Products whose sum over the first dimension is ``x @ weight.T``, for ``add_norm`` to add.
+
+    A product with few columns has too few programs for a GPU unless rows are cut, too.
+
+    Args:
+        x: ``[..., size]`` float16 or bfloat16, up to 64 rows.
+        weight: ``[num_columns, size]``, of the same type and without gaps.
+        impl: ``auto``, ``triton`` or ``reference``, which gives one part.
+
+    Returns:
+        Float32 ``[num_parts, ..., num_columns]``.
+
+    Raises:
+        ShapeError: Sizes disagree.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+    """
+    is_learned = needs_gradient(x, weight)
+    module = _settle(form(x), form(weight), None, None, None, "", is_learned, impl)
+    out: Tensor = module.run_parts(x, weight)
     return out
 
 

@@ -9,7 +9,8 @@ import torch
 
 from .problem import Problem
 
-__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "make_plan"]
+__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts", "make_plan",
+           "plan_parts"]  # fmt: skip
 
 MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
@@ -40,6 +41,8 @@ class Plan(NamedTuple):
     num_warps: int
     stages: int = 1
     """Tiles of ``tiles`` that are on their way at a time."""
+    parts: int = 1
+    """Ranges that the numbers of a row are cut into, each for programs of its own."""
 
 
 def make_plan(problem: Problem, *, is_small: bool = False) -> Plan:
@@ -80,6 +83,36 @@ def _plan_tiles(problem: Problem) -> Plan:
         tile_k //= 2
     num_warps = 2 if tile_m == 16 and not problem.is_gated else 4
     return Plan("tiles", tile_m, tile_n, tile_k, num_warps, stages=5)
+
+
+def plan_parts(problem: Problem) -> Plan:
+    """The cut of a product with few columns, whose parts are summed by what comes next."""
+    tile_m = max(16, 1 << (problem.num_rows - 1).bit_length())
+    tile_k = 128
+    while problem.size % tile_k:
+        tile_k //= 2
+    parts = 1
+    programs = -(-problem.num_columns // 32)
+    while parts < 8 and programs * parts < 200 and problem.size % (2 * parts * tile_k) == 0:
+        parts *= 2
+    return Plan("tiles", tile_m, 32, tile_k, num_warps=4, stages=4, parts=parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_faster_in_parts(num_rows: int, num_columns: int, size: int, dtype: torch.dtype) -> bool:
+    """Whether ``partial_products`` takes less time than a product that ends in one program.
+
+    Args:
+        num_rows: Rows of ``x``.
+        num_columns: Numbers of a row of the result.
+        size: Numbers of a row of ``x``.
+        dtype: The type of all of them.
+    """
+    if not MOST_FEW < num_rows <= MOST_ROWS or dtype.itemsize != 2 or size % 64:
+        return False
+    num_bytes = num_columns * size * dtype.itemsize
+    is_cut = plan_parts(Problem(num_rows, size, num_columns, dtype)).parts > 1
+    return is_cut and num_columns < _LEAST_COLUMNS_TILES and num_bytes <= _MOST_BYTES_TILES
 
 
 @functools.lru_cache(maxsize=4096)

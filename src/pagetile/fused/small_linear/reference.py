@@ -10,7 +10,7 @@ from ..gated_activation import gated_activation
 from ..rms_norm import Norm, rms_norm
 from .problem import Problem
 
-__all__ = ["run", "supports"]
+__all__ = ["run", "run_parts", "supports"]
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -33,3 +33,8 @@ def run(
     if activation:
         y = gated_activation(y, activation, impl="reference")
     return y if residual is None else residual + y
+
+
+def run_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """``[1, ..., num_columns]``."""
+    return functional.linear(x.float(), weight.float())[None]

@@ -32,7 +32,7 @@ from ...tiles.triton.activations import activate
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
 from ...tiles.triton.norms import normalise
 from ..rms_norm import Norm
-from .plan import MOST_FEW, MOST_ROWS, Plan, make_plan
+from .plan import MOST_FEW, MOST_ROWS, Plan, make_plan, plan_parts
 from .problem import Problem
 
 
@@ -160,15 +160,15 @@ def few_kernel(
 
 
 @triton.jit
-def _prefetch(weight, first, end, K: tl.constexpr, ROWS: tl.constexpr):
-    """Bring rows of the weight into the second-level cache, a line of 128 bytes at a time."""
+def _prefetch(weight, first, end, K: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Bring parts of rows into the second-level cache, a line of 128 bytes at a time."""
     line: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    lines: tl.constexpr = ROWS * K // line
+    lines: tl.constexpr = (PART + line - 1) // line
     step: tl.constexpr = 128
-    begin = first.to(tl.int64) * K
-    last = end.to(tl.int64) * K - 1
-    for start in range(0, lines, step):
-        at = weight + tl.minimum(begin + (start + tl.arange(0, step)) * line, last)
+    for start in range(0, ROWS * lines, step):
+        index = start + tl.arange(0, step)
+        row = tl.minimum(first + index // lines, end - 1).to(tl.int64)
+        at = weight + row * K + index % lines * line
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
             dtype=tl.int32, is_pure=False, pack=1,
@@ -187,6 +187,7 @@ def tiles_kernel(
     x_row,
     residual_row,
     K: tl.constexpr,
+    PARTS: tl.constexpr,  # above 1: ``out`` is float32 [PARTS, num_rows, num_columns]
     ACTIVATION: tl.constexpr,  # or ""
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -205,6 +206,11 @@ def tiles_kernel(
     is_row, is_column = n < num_columns, m < num_rows
     # Rows beyond the end are read again from the last one, and not written.
     row = tl.where(is_row, n, num_columns - 1).to(tl.int64)
+    part: tl.constexpr = K // PARTS
+    if PARTS > 1:
+        x += tl.program_id(2) * part
+        weight += tl.program_id(2) * part
+        out += tl.program_id(2).to(tl.int64) * num_rows * num_columns
     at = weight + row[:, None] * K + column[None, :]
     up_at = at + num_columns.to(tl.int64) * K
     x_at = x + m.to(tl.int64)[:, None] * x_row + column[None, :]
@@ -216,32 +222,33 @@ def tiles_kernel(
             up_bias = tl.load(bias + num_columns + n, mask=is_row, other=0.0).to(tl.float32)
     if PDL:
         end = tl.minimum(first + TILE_N, num_columns)
-        _prefetch(weight, first, end, K, TILE_N)
+        _prefetch(weight, first, end, K, part, TILE_N)
         if ACTIVATION != "":
-            _prefetch(weight, num_columns + first, num_columns + end, K, TILE_N)
+            _prefetch(weight, num_columns + first, num_columns + end, K, part, TILE_N)
         gdc_launch_dependents()
         gdc_wait()
 
     y = tl.zeros([TILE_M, TILE_N], tl.float32)
     up = y
-    for start in tl.range(0, K, TILE_K, num_stages=STAGES):
-        if K % TILE_K == 0:
+    for start in tl.range(0, part, TILE_K, num_stages=STAGES):
+        if part % TILE_K == 0:
             x_tile = tl.load(x_at + start, mask=is_column[:, None], other=0.0)
             tile = tl.load(at + start)
         else:
-            inside = (start + column < K)[None, :]
+            inside = (start + column < part)[None, :]
             x_tile = tl.load(x_at + start, mask=is_column[:, None] & inside, other=0.0)
             tile = tl.load(at + start, mask=inside, other=0.0)
         y = tl.dot(x_tile, tl.trans(tile), y)
         if ACTIVATION != "":
-            if K % TILE_K == 0:
+            if part % TILE_K == 0:
                 up_tile = tl.load(up_at + start)
             else:
-                up_tile = tl.load(up_at + start, mask=(start + column < K)[None, :], other=0.0)
+                up_tile = tl.load(up_at + start, mask=(start + column < part)[None, :], other=0.0)
             up = tl.dot(x_tile, tl.trans(up_tile), up)
 
     inside = is_column[:, None] & is_row[None, :]
-    y = _finish(y, up, y_bias[None, :], up_bias[None, :], dtype, ACTIVATION, HAS_BIAS)
+    if PARTS == 1:
+        y = _finish(y, up, y_bias[None, :], up_bias[None, :], dtype, ACTIVATION, HAS_BIAS)
     if HAS_RESIDUAL:
         at = residual + m.to(tl.int64)[:, None] * residual_row + n[None, :]
         y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -285,6 +292,34 @@ def run(
     # Any address will do for what is not there.
     launch(out, *(x if tensor is None else tensor for tensor in tensors))
     return out
+
+
+def run_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """One launch."""
+    size = x.shape[-1]
+    num_rows, num_columns = x.numel() // size, weight.shape[0]
+    launch = _prepare_parts(
+        Problem(num_rows, size, num_columns, x.dtype),
+        _row_stride(x),
+        (x.data_ptr() | weight.data_ptr()) % 16 == 0,
+        begins_early(x.device),
+    )
+    num_parts = launch.grid[2]
+    out = x.new_empty(num_parts, *x.shape[:-1], num_columns, dtype=torch.float32)
+    launch(out, x, weight, x, x)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare_parts(problem: Problem, stride: int, is_aligned: bool, is_early: bool) -> Launch:
+    plan = plan_parts(problem)
+    unit = 16 // problem.dtype.itemsize
+    launcher = make_launcher(
+        plan, problem.dtype, problem.num_rows, problem.size,
+        is_aligned=is_aligned and stride % unit == 0, is_early=is_early,
+    )  # fmt: skip
+    grid = -(-problem.num_columns // plan.tile_n), -(-problem.num_rows // plan.tile_m), plan.parts
+    return launcher.bind(grid, problem.num_rows, problem.num_columns, stride, 0)
 
 
 def _row_stride(x: Tensor) -> int:
@@ -350,10 +385,13 @@ def make_launcher(
         del types["norm_weight"]
         types |= {"num_rows": "i32", "num_columns": "i32", "x_row": stride, "residual_row": stride}
         constants = {
-            "K": size, **features, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
+            "K": size, "PARTS": plan.parts, **features, "TILE_M": plan.tile_m,
+            "TILE_N": plan.tile_n,
             "TILE_K": plan.tile_k, "STAGES": plan.stages, "PDL": is_early,
         }  # fmt: skip
         kernel = tiles_kernel
+        if plan.parts > 1:
+            types["out"] = "*fp32:16"
     return Launcher(
         kernel, types, constants, num_warps=plan.num_warps, num_stages=plan.stages,
         launch_pdl=is_early,

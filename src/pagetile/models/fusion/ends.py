@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ...fused.small_linear import is_faster, small_linear
+from ...fused.take_rows import take_rows
 from ..fused import own_forward
 from .layer import Link
 from .structure import is_linear
 from .trace import Event, ModelTrace
 
-__all__ = ["find_angles", "last_norm", "small_head"]
+__all__ = ["find_angles", "last_norm", "small_head", "table_of_tokens"]
 
 _MOST_BYTES = 64 << 20
 """Of a table of angles."""
@@ -56,14 +57,35 @@ def small_head(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | Non
     return forward
 
 
+def table_of_tokens(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:
+    """The forward of a token embedding by ``take_rows``; ``None`` if it does more than that."""
+    own = own_forward(module)
+    weight: Any = getattr(module, "weight", None)
+    if own is None or type(weight) is not nn.Parameter or weight.ndim != 2:
+        return None
+    ids = torch.arange(min(3, len(weight)), device=weight.device)[None]
+    found = module(ids)
+    if not isinstance(found, Tensor) or not torch.equal(found, weight[ids]):
+        return None
+
+    def forward(ids: Tensor) -> Tensor:
+        weight: Any = module.weight
+        if ids.dtype == torch.int64 and weight.is_contiguous() and ids.is_contiguous():
+            return take_rows(weight, ids, impl=impl)
+        return own(module, ids)  # type: ignore[no-any-return]
+
+    return forward
+
+
 def find_angles(
-    trace: ModelTrace, max_model_len: int | None
+    trace: ModelTrace, max_model_len: int | None, impl: str
 ) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """Modules that turn positions into cosines and sines, and a forward that looks them up.
 
     Args:
         trace: A forward of the model.
         max_model_len: Positions stay below; without a limit nothing is found.
+        impl: What ``take_rows`` runs.
     """
     if max_model_len is None:
         return []
@@ -74,14 +96,14 @@ def find_angles(
             calls.setdefault(event.module, []).append(event)
     found = []
     for module, events in calls.items():
-        forward = _look_up(module, events, max_model_len)
+        forward = _look_up(module, events, max_model_len, impl)
         if forward is not None:
             found.append((module, forward))
     return found
 
 
 def _look_up(
-    module: nn.Module, events: list[Event], max_model_len: int
+    module: nn.Module, events: list[Event], max_model_len: int, impl: str
 ) -> Callable[..., Any] | None:
     own = own_forward(module)
     tables: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
@@ -107,7 +129,7 @@ def _look_up(
         if entry is None or position_ids.shape[0] != 1:
             return own(module, x, position_ids, *others, **options)  # type: ignore[misc]
         table, width = entry
-        rows = table.index_select(0, position_ids[0])[None]
+        rows = take_rows(table, position_ids, impl=impl)
         return rows[..., :width], rows[..., width:]
 
     return forward

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..attention import AttentionLayer
 from ..fused import Replacement, own_forward, read_norm
-from .ends import find_angles, last_norm, small_head
+from .ends import find_angles, last_norm, small_head, table_of_tokens
 from .layer import FusedLayer, Link, Watch
 from .structure import Mismatch, Mlp, Structure, first_of, recognise
 from .trace import GAINS, LayerCall, ModelTrace, run_layer, trace_model
@@ -79,12 +79,23 @@ def fuse(
                 made.watch = _watch(made.structure, forwards)
     _connect(fused, trace, found, forwards)
     found.replacements += [
-        (module, "forward", forward) for module, forward in find_angles(trace, max_model_len)
+        (module, "forward", forward) for module, forward in find_angles(trace, max_model_len, impl)
     ]
+    found.replacements += _find_ends(model, impl)
+    return found
+
+
+def _find_ends(model: PreTrainedModel, impl: str) -> list[Replacement]:
+    """Forwards of the token embedding and of the language model's head."""
+    found: list[Replacement] = []
+    embedding = model.get_input_embeddings()
+    take = table_of_tokens(embedding, impl)
+    if take is not None:
+        found.append((embedding, "forward", take))
     head = model.get_output_embeddings()
     forward = None if head is None else small_head(head, impl)
     if head is not None and forward is not None:
-        found.replacements.append((head, "forward", forward))
+        found.append((head, "forward", forward))
     return found
 
 

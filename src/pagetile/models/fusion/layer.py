@@ -20,7 +20,12 @@ from ...fused.add_norm import add_norm
 from ...fused.gated_activation import gated_activation
 from ...fused.rms_norm import Norm, rms_norm
 from ...fused.rotary_write import rotate_and_write
-from ...fused.small_linear import is_faster, small_linear
+from ...fused.small_linear import (
+    is_faster,
+    is_faster_in_parts,
+    partial_products,
+    small_linear,
+)
 from ...ops.paged_attention import paged_attention
 from ..attention import AttentionLayer
 from .structure import Mlp, Structure
@@ -56,10 +61,16 @@ class Watch:
     def __init__(self, modules: list[tuple[nn.Module, object]]) -> None:
         self._modules = modules
         self._weights = [
-            (module._parameters, name, parameter.data_ptr())
+            (module._parameters, name, parameter)
             for module, _ in modules
             for name, parameter in module._parameters.items()
             if parameter is not None
+        ]
+        # Merged ones are views, whose memory a module's ``to`` replaces.
+        self._addresses = [
+            (parameter, parameter.data_ptr())
+            for _, _, parameter in self._weights
+            if parameter.untyped_storage().nbytes() > parameter.nbytes
         ]
 
     def is_as_before(self) -> bool:
@@ -70,11 +81,10 @@ class Watch:
                 return False
             if own["_forward_hooks"] or own["_forward_pre_hooks"]:
                 return False
-        for parameters, name, address in self._weights:
-            parameter = parameters.get(name)
-            if parameter is None or parameter.data_ptr() != address:
+        for parameters, name, parameter in self._weights:
+            if parameters.get(name) is not parameter:
                 return False
-        return True
+        return all(parameter.data_ptr() == address for parameter, address in self._addresses)
 
 
 class FusedLayer:
@@ -200,7 +210,10 @@ class FusedLayer:
                 weight, bias = product.weight, product.bias
                 y = small_linear(x, weight, bias=bias, residual=residual, impl=self.impl)
                 return y, None
-            x = self._product(product, x, None, None)
+            if product.bias is None and is_faster_in_parts(len(x), *product.weight.shape, x.dtype):
+                x = partial_products(x, product.weight, impl=self.impl)
+            else:
+                x = self._product(product, x, None, None)
         return add_norm(
             residual, x, before=post, after=None if is_few else following, impl=self.impl
         )

@@ -59,7 +59,7 @@ def _join(parts: list[nn.Parameter]) -> Tensor:
     if len(parts) == 1:
         if not first.is_contiguous():
             parts[0].data = first.contiguous()
-        return parts[0].data
+        return parts[0]
     at = first.storage_offset()
     for part in parts:
         is_next = (

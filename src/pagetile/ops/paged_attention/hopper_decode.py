@@ -27,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...tiles.hopper.names import barrier
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finite, tanh
@@ -295,6 +296,8 @@ def decode_kernel(
     FETCH_REGS: gl.constexpr,
 ):  # fmt: skip
     """See the module."""
+    gdc_launch_dependents()
+    gdc_wait()  # before the other warps begin, as ``triton_decode``
     # The length of the work queue, and this CTA's range of it.
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seqs = gl.arange(0, SEQS, layout=flat)

@@ -22,6 +22,7 @@ from ...tiles.triton.launch import (
     Launch,
     Launcher,
     as_floats,
+    begins_early,
     refuse,
     window_of,
 )
@@ -187,6 +188,8 @@ def _find_launcher(
     options = {"num_warps": plan.num_warps}
     if kernel is PREFILL:
         options["num_stages"] = plan.num_stages
+    if kernel is not PREFILL and begins_early(form.q.device):
+        options["launch_pdl"] = True
     if plan.max_registers:
         options["maxnreg"] = plan.max_registers
     names = kernel.function.arg_names

@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...tiles.triton.early import wait_for_previous
 from ...tiles.triton.online_softmax import (
     LOG2_E,
     ROOM,
@@ -107,6 +108,8 @@ def decode_kernel(
     AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
+    if PREFETCH:  # not interpreted
+        wait_for_previous()
     # The length of the work queue, and this CTA's range of it.
     MOST: tl.constexpr = ROWS // GROUP
     seqs = tl.arange(0, SEQS)

@@ -1,0 +1,71 @@
+"""Rows of a table by their numbers, in one launch that begins early.
+
+For the models that the engine drives (``models``), and not a public function of pagetile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device import DeviceInfo
+from ...errors import ShapeError
+from ...ops.dispatch import choose
+from ...ops.eager import needs_gradient
+from ...shapes import Form, check_device, check_dtype, form
+from . import reference
+from .problem import Problem
+
+__all__ = ["take_rows"]
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def take_rows(table: Tensor, rows: Tensor, *, impl: str = "auto") -> Tensor:
+    """``table[rows]``; on a GPU a number outside of the table reads its first or last row.
+
+    Args:
+        table: ``[num_rows, size]`` float32, float16 or bfloat16.
+        rows: int64 ``[...]``, without gaps.
+        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
+
+    Returns:
+        ``[..., size]`` without gaps.
+
+    Raises:
+        ShapeError: ``table`` is no matrix.
+        DTypeError: ``rows`` is not int64.
+        UnsupportedError: The named ``impl`` cannot run this; the message says why.
+
+    Example:
+        >>> import torch
+        >>> take_rows(torch.eye(3), torch.tensor([2, 0]))
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
+    """
+    module = _settle(form(table), form(rows), needs_gradient(table), impl)
+    out: Tensor = module.run(table, rows)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _settle(table: Any, rows: Any, is_learned: bool, impl: str) -> Any:
+    """Check tensors of these forms, and choose the module that runs."""
+    table, rows = Form(*table), Form(*rows)
+    if len(table.shape) != 2:
+        raise ShapeError(f"table is {list(table.shape)}, expected [num_rows, size]")
+    check_dtype("rows", rows, torch.int64)
+    check_device("table", table.device, rows=rows)
+    if impl == "reference":
+        return reference
+    expected, is_contiguous = 1, table.strides == (table.shape[1], 1) and 0 not in table.shape
+    for size, stride in zip(reversed(rows.shape), reversed(rows.strides), strict=True):
+        is_contiguous &= size == 1 or stride == expected
+        expected *= size
+    problem = Problem(
+        table.shape[1], rows.shape.numel(), table.dtype, is_contiguous, needs_gradient=is_learned
+    )
+    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(table.device), impl)

@@ -1,0 +1,17 @@
+"""Kernels that are launched before the previous one ends (programmatic dependent launch)."""
+
+import triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
+
+
+@triton.jit
+def wait_for_previous():
+    """Let the next kernel be launched, and wait until the previous one has ended.
+
+    Every program of a kernel with ``launch_pdl`` executes this (``launch.begins_early``) before it
+    reads or writes what another kernel may. Where it is not launched so, nothing happens.
+    """
+    if cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
+        gdc_wait()
