@@ -8,15 +8,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import (
-    HOPPER,
-    SLACK,
-    assert_fits,
+from test_compiled import HOPPER, SLACK, assert_fits
+from test_hopper_compile import SHARED_MEMORY
+from tools.sass import (
+    disassemble,
     list_instructions,
+    loops_that_multiply,
     reads_of_nothing,
     resources,
 )
-from test_hopper_compile import SHARED_MEMORY, disassemble, loops_that_multiply
 from triton.backends.compiler import GPUTarget
 
 from pagetile.device import DeviceInfo
@@ -52,7 +52,7 @@ def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
     ptx = assert_fits(found.queries, tmp_path)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx  # tiles come by the copy engine
-    assert_fits(backward.make_prepare(BF16, size, True, False), tmp_path)
+    assert_fits(backward.make_prepare(BF16, size, is_aligned=True, has_d_lse=False), tmp_path)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -90,7 +90,8 @@ def test_other_gradients_spill_what_is_known(dtype, size, keys, queries, tmp_pat
     ids=str,
 )
 def test_forward_by_triton_spills_what_is_known(dtype, size, spilled, tmp_path):
-    launcher = forward.make_launcher(dtype, 4, size, size, *[True] * 6)
+    flags = ("causal", "has_cap", "has_alibi", "has_sinks", "has_whole_strides", "is_aligned")
+    launcher = forward.make_launcher(dtype, 4, size, size, **dict.fromkeys(flags, True))
     assert_fits(launcher, tmp_path, spilled)
 
 
@@ -98,10 +99,10 @@ def test_forward_by_triton_spills_what_is_known(dtype, size, spilled, tmp_path):
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 64), (BF16, 128), (F32, 64)], ids=str)
 def test_block_sparse_kernels_stay_in_registers(size, dtype, has_blocks, tmp_path):
     tiles = choose_forward_tiles(size, is_float32=dtype == F32)
-    plain = (False,) * 3
     attend = block_sparse.make_launcher(
-        dtype, 1, size, size, True, *plain, has_blocks, are_aligned=True, tiles=tiles
-    )
+        dtype, 1, size, size, causal=True, has_cap=False, has_alibi=False, has_sinks=False,
+        has_blocks=has_blocks, are_aligned=True, tiles=tiles,
+    )  # fmt: skip
     # A mask of a tile's own is loaded in the loop over partial tiles, which are few.
     assert_fits(attend, tmp_path, 64 if dtype == F32 else 440 if has_blocks and size > 64 else 0)
     found = launchers(dtype, size, is_sparse=True, has_blocks=has_blocks)
@@ -113,7 +114,11 @@ def test_block_sparse_kernels_stay_in_registers(size, dtype, has_blocks, tmp_pat
 def test_gradients_with_every_feature(dtype):
     features = dict.fromkeys(("is_ragged", "has_cap", "has_alibi"), True)
     found = launchers(dtype, 72, group=3, **features)
-    for launcher in (backward.make_prepare(dtype, 72, False, True), found.keys, found.queries):
+    for launcher in (
+        backward.make_prepare(dtype, 72, is_aligned=False, has_d_lse=True),
+        found.keys,
+        found.queries,
+    ):
         assert launcher.compile(HOPPER).asm["cubin"]
 
 
@@ -181,16 +186,19 @@ def chosen(problem, impl="auto"):
 @pytest.mark.parametrize("size", [64, 128])
 def test_forward(size, features, tmp_path):
     launcher = forward.make_launcher(
-        BF16, 4, size, size, True, features, features, features, True, True
-    )
+        BF16, 4, size, size, causal=True, has_cap=features, has_alibi=features,
+        has_sinks=features, has_whole_strides=True, is_aligned=True,
+    )  # fmt: skip
     assert "wgmma.mma_async" in assert_fits(launcher, tmp_path)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(128, BF16), (256, BF16), (256, F32)], ids=str)
 def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
     found = launchers(dtype, size, device=SMALL)
-    plain = (False,) * 3
-    attend = forward.make_launcher(dtype, 4, size, size, True, *plain, True, True, True)
+    attend = forward.make_launcher(
+        dtype, 4, size, size, causal=True, has_cap=False, has_alibi=False, has_sinks=False,
+        has_whole_strides=True, is_aligned=True, is_small=True,
+    )  # fmt: skip
     for launcher in (found.keys, found.queries, attend):
         compiled = launcher.compile(GPUTarget("cuda", 89, 32))
         assert compiled.metadata.shared <= SMALL.shared_memory

@@ -1,17 +1,20 @@
 """Every shipped configuration of the small GPU kernels compiles for Hopper, without a GPU."""
 
-import functools
 import itertools
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
+from tools.sass import (  # noqa: E402
+    list_instructions,
+    loads_of_nothing,
+    read_listing,
+    reads_of_nothing,
+    resources,
+)
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from pagetile.fused.add_norm import triton as add_norm  # noqa: E402
@@ -37,172 +40,11 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
-def dump(compiled, tmp_path, option, tool="cuobjdump"):
-    """What one of Triton's tools says of a kernel."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    command = [os.fspath(path), option, os.fspath(cubin)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def resources(compiled, tmp_path):
-    """What a kernel takes: registers a thread, and bytes of memory for what did not fit."""
-    text = dump(compiled, tmp_path, "--dump-resource-usage")
-    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
-
-
 def check_registers(compiled, tmp_path):
     """ptxas has written code that reads what nothing was written to."""
     listing = list_instructions(compiled, tmp_path)
     assert not loads_of_nothing(*listing)
     assert not reads_of_nothing(*listing)
-
-
-def list_instructions(compiled, tmp_path):
-    """A kernel's machine code by ``nvdisasm``, and which instruction a label stands before."""
-    return read_listing(dump(compiled, tmp_path, "-c", "nvdisasm"))
-
-
-def read_listing(text):
-    code, labels = [], {}
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*)", line):
-            code.append(found[1])
-    return code, labels
-
-
-def loads_of_nothing(code, labels):
-    """Loads of spilled words that were not stored on every way to them.
-
-    ptxas has made such code where two branches of a loop want the same descriptors and uniform
-    registers run out: it stored them in one branch and loaded them in the other. What loads a
-    word only to change bits of it, where it packs predicates, is left out, and so is half of a
-    pair that the next instruction with its register overwrites.
-    """
-    stored = _made_before(code, labels, _stores)
-    return [
-        code[at]
-        for at, known in stored.items()
-        if _spilled(code[at])[0] == "LDL"
-        and any(not _is_idle(code, at, word) for word in _spilled(code[at])[1] - known)
-    ]
-
-
-def reads_of_nothing(code, labels):
-    """Reads of uniform registers that were not written on every way to them.
-
-    ptxas has made such code where two loops multiply the same queries: it computed their
-    descriptor before the first and used it in the second, and a branch leads past the first.
-    Half of a pair that is moved, and made anew before anything reads it, is left out.
-    """
-    written = _made_before(code, labels, lambda instruction: _uniform(instruction)[1])
-    return [
-        code[at]
-        for at, known in written.items()
-        if _uniform(code[at])[0] - known and not _is_idle_move(code, at)
-    ]
-
-
-def _made_before(code, labels, made):
-    """What the instructions on every way to an instruction have made, by its place."""
-    before = {0: frozenset()}
-    waiting = [0]
-    while waiting:
-        at = waiting.pop()
-        after = before[at] | made(code[at])
-        for next_one in _successors(code, labels, at):
-            known = after & before.get(next_one, after)
-            if known != before.get(next_one):
-                before[next_one] = known
-                waiting.append(next_one)
-    return before
-
-
-def _stores(instruction):
-    """The words that it spills; what is stored under a predicate is loaded under it."""
-    kind, words = _spilled(instruction)
-    return words if kind == "STL" else frozenset()
-
-
-@functools.cache
-def _uniform(instruction):
-    """The numbers of the uniform registers that it reads and writes, be it under a predicate."""
-    operation, _, rest = re.sub(r"^@!?U?P\w+ ", "", instruction).partition(" ")
-    name = operation.split(".")[0]
-    wide = name in ("UIADD3", "UMOV", "USHF", "ULDC", "R2UR") and ".64" in operation
-    operands = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", rest)
-    reads, writes = set(), set()
-    for operand in operands:
-        for register in map(int, re.findall(r"\bUR(\d+)", operand)):
-            if "gdesc" in operand:  # of both operands, or of the second
-                first = 2 if re.match(r" *R\d", operands[1]) else 0
-                reads |= set(range(register + first, register + 4))
-            elif tensor := re.match(r"UTMA(?:LDG|STG)\.(\d)D", operation):
-                # places in shared memory and in the tensor; or the descriptor's address
-                more = int(tensor[1]) if operand is operands[0] else 1
-                reads |= set(range(register, register + 1 + more))
-            elif not writes and re.match(r"U(?!TMA|BLK|ISETP)|R2UR|S2UR|VOTEU|CS2UR|REDUX", name):
-                writes |= {register, register + (wide or ".WIDE" in operation)}
-            else:
-                reads |= {register, register + (wide or "desc" in operand)}
-    return frozenset(reads), frozenset(writes)
-
-
-def _is_idle_move(code, at):
-    """Whether it moves something to a uniform register that is overwritten before it is used."""
-    if not code[at].startswith("UMOV "):
-        return False
-    (moved,) = _uniform(code[at])[1]
-    for later in range(at + 1, len(code)):
-        reads, writes = _uniform(code[later])
-        if "BRA" in code[later] or (moved in reads and not _is_idle_move(code, later)):
-            return False
-        if moved in writes:
-            return not code[later].startswith("@")
-    return False
-
-
-def _spilled(instruction):
-    """Whether it stores or loads spilled words, and where they lie."""
-    found = re.match(r"(?:@!?U?P\w+ )?(LDL|STL)(\S*) .*\[R1(?:\+(0x\w+))?\]", instruction)
-    if not found:
-        return None, frozenset()
-    size = 16 if "128" in found[2] else 8 if "64" in found[2] else 4
-    first = int(found[3] or "0", 16)
-    return found[1], frozenset(range(first, first + size, 4))
-
-
-def _successors(code, labels, at):
-    operation = re.sub(r"^@!?U?P\w+ ", "", code[at])
-    jumps = operation.startswith(("BRA", "BRX"))
-    ends = operation.startswith(("EXIT", "RET"))
-    goes_on = code[at].startswith("@") or not (jumps or ends)
-    named = re.findall(r"\.L_x_\d+", operation) if jumps else []
-    return [labels[name] for name in named] + [at + 1] * (goes_on and at + 1 < len(code))
-
-
-def _is_idle(code, at, word):
-    """Whether nothing comes of a word that is loaded."""
-    number = re.search(r"LDL\S* R(\d+)", code[at])[1]
-    return _ends(code, at, f"R{int(number) + (word - min(_spilled(code[at])[1])) // 4}")
-
-
-def _ends(code, at, register):
-    """Whether a register is overwritten, or some bits of it are, before anything else."""
-    even = f"R{int(register[1:]) // 2 * 2}"  # names a pair; products name more
-    named = rf"\b{register}\b|\.(?:64|128)\b.*\b{even}\b|HGMMA"
-    uses = (i for i in range(at + 1, len(code)) if re.search(named, code[i]))
-    use = next(uses, None)
-    text = "" if use is None else code[use]
-    copy = re.match(rf"(?:IMAD\.MOV\.U32 (R\d+), RZ, RZ,|MOV (R\d+),) {register}\b", text)
-    if copy and (copy[1] or copy[2]) != register:
-        return _ends(code, use, copy[1] or copy[2]) and _ends(code, use, register)
-    changes_bits = text.startswith(f"LOP3.LUT {register}, {register}, 0xffff")
-    is_made = re.match(rf"(?:IMAD|IADD3|LOP3|MOV|LDL|LDS|S2R|LEA|SHF)\S* {register}, ", text)
-    return changes_bits or bool(is_made and text.count(register) == 1)
 
 
 LISTING = """

@@ -14,7 +14,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import HOPPER, SLACK, check_registers, dump, resources  # noqa: E402
+from test_compiled import HOPPER, SLACK, check_registers  # noqa: E402
+from tools.sass import disassemble, loops_that_multiply, loops_with, resources  # noqa: E402
 
 from pagetile.device import DeviceInfo  # noqa: E402
 from pagetile.ops.window_attention import hopper  # noqa: E402
@@ -37,81 +38,61 @@ SHARED_MEMORY = 227 << 10  # that a program may have
 
 CONFIGS = [
     # (config, most bytes of memory that a thread keeps between tiles)
-    (ForwardConfig(BF16, 128, 16, True, False, True, 1), 0),
-    (ForwardConfig(F16, 128, 8, True, False, False, 1), 0),
-    (ForwardConfig(BF16, 128, 0, False, False, True, 1), 0),
-    (ForwardConfig(BF16, 128, 256, True, True, False, 4), 8),
-    (ForwardConfig(BF16, 256, 16, True, False, True, 1), 16),
-    (ForwardConfig(BF16, 256, 16, True, True, False, 1, has_cap=True), 16),
-    (ForwardConfig(BF16, 192, 64, True, False, False, 2), 16),
-    (ForwardConfig(BF16, 80, 64, True, False, False, 8), 24),
-    (ForwardConfig(BF16, 80, 16, True, False, False, 8), 24),
-    (ForwardConfig(BF16, 96, 128, True, False, True, 1), 0),
-    (ForwardConfig(F16, 96, 0, False, True, False, 1), 24),
-    (ForwardConfig(F16, 48, 16, True, False, True, 1), 96),
-    (ForwardConfig(F16, 192, 16, False, False, True, 1), 16),
-    (ForwardConfig(BF16, 64, 64, True, False, True, 1), 48),
-    (ForwardConfig(BF16, 64, 16, True, False, True, 1), 72),
-    (ForwardConfig(F16, 64, 0, False, False, True, 1), 40),
-    (ForwardConfig(BF16, 64, 64, True, True, False, 1, has_cap=True, has_sinks=True), 80),
-    (ForwardConfig(BF16, 64, 16, True, False, True, 1, has_alibi=True), 72),
+    (ForwardConfig(BF16, 128, 16, causal=True, uniform=True), 0),
+    (ForwardConfig(F16, 128, 8, causal=True), 0),
+    (ForwardConfig(BF16, 128, 0, uniform=True), 0),
+    (ForwardConfig(BF16, 128, 256, causal=True, has_window=True, pack=4), 8),
+    (ForwardConfig(BF16, 256, 16, causal=True, uniform=True), 16),
+    (ForwardConfig(BF16, 256, 16, causal=True, has_window=True, has_cap=True), 16),
+    (ForwardConfig(BF16, 192, 64, causal=True, pack=2), 16),
+    (ForwardConfig(BF16, 80, 64, causal=True, pack=8), 24),
+    (ForwardConfig(BF16, 80, 16, causal=True, pack=8), 24),
+    (ForwardConfig(BF16, 96, 128, causal=True, uniform=True), 0),
+    (ForwardConfig(F16, 96, 0, has_window=True), 24),
+    (ForwardConfig(F16, 48, 16, causal=True, uniform=True), 96),
+    (ForwardConfig(F16, 192, 16, uniform=True), 16),
+    (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
+    (ForwardConfig(BF16, 64, 16, causal=True, uniform=True), 72),
+    (ForwardConfig(F16, 64, 0, uniform=True), 40),
+    (ForwardConfig(BF16, 64, 64, causal=True, has_window=True, has_cap=True, has_sinks=True), 80),
+    (ForwardConfig(BF16, 64, 16, causal=True, uniform=True, has_alibi=True), 72),
     (
         ForwardConfig(
-            BF16, 128, 16, True, False, True, 1, has_cap=True, has_alibi=True, has_sinks=True
+            BF16, 128, 16, causal=True, uniform=True, has_cap=True, has_alibi=True, has_sinks=True
         ),
         8,
     ),
     # values of another width than keys
-    (ForwardConfig(BF16, 192, 0, True, False, True, 1, v_head_size=128), 16),
-    (ForwardConfig(BF16, 192, 16, True, False, False, 4, v_head_size=128), 16),
-    (ForwardConfig(F16, 64, 0, False, False, True, 1, v_head_size=128), 0),
+    (ForwardConfig(BF16, 192, 0, causal=True, uniform=True, v_head_size=128), 16),
+    (ForwardConfig(BF16, 192, 16, causal=True, pack=4, v_head_size=128), 16),
+    (ForwardConfig(F16, 64, 0, uniform=True, v_head_size=128), 0),
     # lists of tiles
-    (ForwardConfig(BF16, 128, 0, False, False, True, 1, is_sparse=True), 0),
-    (ForwardConfig(BF16, 128, 0, True, True, True, 1, is_sparse=True, has_cap=True), 24),
-    (ForwardConfig(BF16, 64, 0, True, False, True, 1, is_sparse=True), 24),
-    (ForwardConfig(BF16, 256, 0, True, False, True, 1, is_sparse=True, has_alibi=True), 24),
+    (ForwardConfig(BF16, 128, 0, uniform=True, is_sparse=True), 0),
+    (
+        ForwardConfig(
+            BF16, 128, 0, causal=True, has_window=True, uniform=True, is_sparse=True, has_cap=True
+        ),
+        24,
+    ),
+    (ForwardConfig(BF16, 64, 0, causal=True, uniform=True, is_sparse=True), 24),
+    (ForwardConfig(BF16, 256, 0, causal=True, uniform=True, is_sparse=True, has_alibi=True), 24),
     # rows gathered one by one
-    (ForwardConfig(F16, 112, 8, True, True, False, 64), 80),  # takes the most shared memory
-    (ForwardConfig(BF16, 128, 1, True, False, True, 1), 0),
-    (ForwardConfig(BF16, 256, 12, False, False, True, 1), 16),
-    (ForwardConfig(BF16, 64, 4, True, False, True, 1), 72),
-    (ForwardConfig(BF16, 128, 1, True, False, True, 1, is_far=True), 24),
-    (ForwardConfig(F16, 40, 16, True, True, True, 1), 112),
+    (
+        ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64),
+        80,
+    ),  # takes the most shared memory
+    (ForwardConfig(BF16, 128, 1, causal=True, uniform=True), 0),
+    (ForwardConfig(BF16, 256, 12, uniform=True), 16),
+    (ForwardConfig(BF16, 64, 4, causal=True, uniform=True), 72),
+    (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 24),
+    (ForwardConfig(F16, 40, 16, causal=True, has_window=True, uniform=True), 112),
 ]
-
-
-def disassemble(compiled, tmp_path):
-    """Addresses and instructions of a kernel."""
-    text = dump(compiled, tmp_path, "-sass")
-    lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
-    return [(int(address, 16), instruction) for address, instruction in lines]
-
-
-def loops_with(instruction, code):
-    """Innermost loops with an instruction, as lists of instructions."""
-    loops = []
-    for address, text in code:
-        jump = re.search(r"\bBRA 0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < address:
-            loops.append((int(jump[1], 16), address))
-    inner = [
-        (first, last)
-        for first, last in loops
-        if not any(first <= a and b < last for a, b in loops if (a, b) != (first, last))
-    ]
-    bodies = [[text for address, text in code if a <= address <= b] for a, b in inner]
-    return [body for body in bodies if any(instruction in text for text in body)]
 
 
 def check_products_overlap(code):
     """ptxas waits after every product of a kernel where it finds too few registers for some."""
     text = "\n".join(instruction for _, instruction in code)
     assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA")
-
-
-def loops_that_multiply(code):
-    """Innermost loops with tensor core products."""
-    return loops_with("HGMMA", code)
 
 
 @pytest.mark.parametrize(("config", "memory"), CONFIGS, ids=str)
@@ -167,7 +148,7 @@ def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
 
 def test_small_boxes_are_gathered_instead():
     by_rows = {
-        (size, block): ForwardConfig(BF16, size, block, True, False, True, 1).gathers
+        (size, block): ForwardConfig(BF16, size, block, causal=True, uniform=True).gathers
         for size in (64, 80, 128, 192, 256)
         for block in (0, 1, 8, 16, 24, 48, 64, 80, 96, 192, 256)
     }

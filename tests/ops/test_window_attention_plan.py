@@ -113,7 +113,8 @@ def launchers(problem):
 @pytest.mark.parametrize(("problem", "most_spilled"), COMPILED)
 def test_kernels_compile_for_hopper_within_its_memory(problem, most_spilled, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
-    from test_compiled import HOPPER, resources
+    from test_compiled import HOPPER
+    from tools.sass import resources
 
     for launcher in launchers(problem):
         compiled = launcher.compile(HOPPER)

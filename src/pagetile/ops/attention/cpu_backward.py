@@ -49,22 +49,24 @@ from .problem import Problem, strides_of
 TILE = 64  # queries, and keys, of a tile
 _SMALL = 1 << 18  # multiply-adds of a product that take a thread about as long as waking another
 
-Call = namedtuple(
-    "Call",
+GradientsCall = namedtuple(
+    "GradientsCall",
     "dq dk dv q k v d_out lse delta starts key_starts slopes"
     " group num_heads head_size v_head_size width v_width num_keys"
     " q_seq q_token q_head k_seq k_token k_head v_seq v_token v_head do_seq do_token do_head"
     " query_len seq_len scale cap causal window chunk"
     " block_mask mask_seq mask_head mask_row block_q block_k",
 )
-Scratch = namedtuple("Scratch", "q d_out k k_turned v_turned s ds dk dv rest lse delta")
-Item = namedtuple("Item", "seq kv_head first_row end_row first_key end_key part")
+GradientsScratch = namedtuple(
+    "GradientsScratch", "q d_out k k_turned v_turned s ds dk dv rest lse delta"
+)
+GradientsItem = namedtuple("GradientsItem", "seq kv_head first_row end_row first_key end_key part")
 
 
 @entry()
 def _make_scratch(call):
     w, v = call.width * TILE, call.v_width * TILE
-    return Scratch(
+    return GradientsScratch(
         np.zeros(w, np.float32), np.zeros(v, np.float32),
         np.zeros(w, np.float32), np.zeros(w, np.float32), np.zeros(v, np.float32),
         np.zeros(TILE * TILE, np.float32), np.zeros(TILE * TILE, np.float32),
@@ -96,7 +98,7 @@ def _work(call, num_seqs, num_kv_heads, num_chunks, counter, scratch):
             seq_len = call.key_starts[seq + 1] - key_start
         first = min(query_len, chunk * call.chunk)
         end = min(query_len, first + call.chunk)
-        item = Item(seq, kv_head, start, query_len, key_start, seq_len, chunk)
+        item = GradientsItem(seq, kv_head, start, query_len, key_start, seq_len, chunk)
         for n in range(0, seq_len, TILE):
             _walk_queries(call, scratch, item, first, end, n)
 
@@ -276,7 +278,7 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
     dv = torch.empty(num_chunks, num_keys, problem.num_kv_heads, v_width)
     none = np.empty(0, np.int32)
     slopes = options.alibi_slopes
-    call = Call(  # type: ignore[call-arg]
+    call = GradientsCall(  # type: ignore[call-arg]
         flat(dq), flat(dk), flat(dv), flat(q), flat(k), flat(v), flat(d_out),
         flat(lse.contiguous()), flat(delta.contiguous()),
         none if lengths.cu_seqlens_q is None else lengths.cu_seqlens_q.contiguous().numpy(),

@@ -36,7 +36,7 @@ from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 from .hopper_walk import (
     ROWS,
     SWIZZLED,
-    Batch,
+    GradientsBatch,
     HopperGradientsConfig,
     Warpgroup,
     advance,
@@ -226,7 +226,7 @@ def gradients_kernel(
     config = HopperGradientsConfig(
         HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END
     )
-    batch = Batch(
+    batch = GradientsBatch(
         num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
     )  # fmt: skip
     if WIDTH == 256:

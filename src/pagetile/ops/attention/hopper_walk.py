@@ -15,10 +15,10 @@ from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 __all__ = [
     "ROWS",
     "SWIZZLED",
-    "Batch",
+    "GradientsBatch",
+    "GradientsMemory",
     "HopperGradientsConfig",
-    "Memory",
-    "Walk",
+    "QueryWalk",
     "Warpgroup",
     "advance",
     "as_tile",
@@ -62,7 +62,7 @@ class HopperGradientsConfig:
 
 
 @aggregate
-class Batch:
+class GradientsBatch:
     """The sequences, all of one length."""
 
     num_seqs: gl.tensor
@@ -89,7 +89,7 @@ class Batch:
 
 
 @aggregate
-class Walk:
+class QueryWalk:
     """A program's keys, and the tiles of queries that see one of them, in their order."""
 
     seq: gl.tensor
@@ -110,7 +110,7 @@ class Walk:
 
 
 @aggregate
-class Memory:
+class GradientsMemory:
     """Tiles in shared memory, and their barriers."""
 
     k: gl.shared_memory_descriptor  # [KEYS / ROWS, 1, 1, ROWS, WIDTH]
@@ -142,7 +142,7 @@ def make_memory(k_desc, q_desc, lse2_desc, STAGES: gl.constexpr, config):
     keys: gl.constexpr = [PARTS, 1, 1, ROWS, config.WIDTH]
     queries: gl.constexpr = [STAGES, 1, 1, config.TILE_M, config.WIDTH]
     rows: gl.constexpr = [STAGES, 1, config.TILE_M]
-    return Memory(
+    return GradientsMemory(
         gl.allocate_shared_memory(dtype, keys, k_desc.layout),
         gl.allocate_shared_memory(dtype, keys, k_desc.layout),
         make_barriers(1, 1, 1, 1),
@@ -190,7 +190,7 @@ def find_walk(batch, config):
     else:  # programs begin apart, so that they add to different queries
         start = tile * (config.KEYS // M) % gl.maximum(high, 1)
     seq = pair // batch.num_kv_heads
-    return Walk(seq, pair % batch.num_kv_heads, first_key, low, high, start)
+    return QueryWalk(seq, pair % batch.num_kv_heads, first_key, low, high, start)
 
 
 @gluon.jit
@@ -230,7 +230,7 @@ def load_role(k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory,
 
 @gluon.jit
 def as_tile(piece, R: gl.constexpr, C: gl.constexpr):
-    """Memory as products take it."""
+    """GradientsMemory as products take it."""
     return piece._reinterpret(piece.dtype, [R, C], SWIZZLED)
 
 

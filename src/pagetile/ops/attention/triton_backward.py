@@ -22,7 +22,7 @@ _HOPPER = (9, 0)  # has the copy engine
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GradientsTiles:
     """Of one kernel: ``m`` queries by ``n`` keys."""
 
     m: int
@@ -40,40 +40,42 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return refuse(device, q=problem.dtype)
 
 
-def key_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
+def key_tiles(problem: Problem, device: DeviceInfo) -> GradientsTiles:
     """Of the kernel that holds keys and walks queries. Measured on an H200, here and below."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
-        return _float32_tiles(widest, Tiles(64, 32, 4, 1))
+        return _float32_tiles(widest, GradientsTiles(64, 32, 4, 1))
     by_tma = device.capability >= _HOPPER
     if device.is_small and widest > 128:
-        return Tiles(32, 32, 4, 1)
+        return GradientsTiles(32, 32, 4, 1)
     if widest > 128:
-        return Tiles(64, 64, 8, 1, by_tma)
-    return Tiles(64, 64, 4, 2 if widest > 64 else 3, by_tma)
+        return GradientsTiles(64, 64, 8, 1, by_tma)
+    return GradientsTiles(64, 64, 4, 2 if widest > 64 else 3, by_tma)
 
 
-def query_tiles(problem: Problem, device: DeviceInfo) -> Tiles:
+def query_tiles(problem: Problem, device: DeviceInfo) -> GradientsTiles:
     """Of the kernel that holds queries and walks keys."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
-        return _float32_tiles(widest, Tiles(32, 64, 4, 1))
+        return _float32_tiles(widest, GradientsTiles(32, 64, 4, 1))
     by_tma = device.capability >= _HOPPER
     if device.is_small and widest > 64:
-        return Tiles(64, 32, 4, 2) if widest <= 128 else Tiles(32, 32, 4, 1)
+        return GradientsTiles(64, 32, 4, 2) if widest <= 128 else GradientsTiles(32, 32, 4, 1)
     if widest > 128:
-        return Tiles(128, 32, 8, 2, by_tma)
+        return GradientsTiles(128, 32, 8, 2, by_tma)
     if widest <= 64:
-        return Tiles(64, 64, 4, 3, by_tma)
+        return GradientsTiles(64, 64, 4, 3, by_tma)
     is_long = problem.max_query_len >= 8192
-    return Tiles(128, 64, 8, 3, by_tma) if is_long else Tiles(64, 64, 4, 2, by_tma)
+    return (
+        GradientsTiles(128, 64, 8, 3, by_tma) if is_long else GradientsTiles(64, 64, 4, 2, by_tma)
+    )
 
 
-def _float32_tiles(widest: int, narrow: Tiles) -> Tiles:
+def _float32_tiles(widest: int, narrow: GradientsTiles) -> GradientsTiles:
     """``narrow`` or, of wider heads, few enough rows for registers."""
     if widest <= 64:
         return narrow
-    return Tiles(32, 32, 4, 1) if widest <= 128 else Tiles(16, 16, 4, 1)
+    return GradientsTiles(32, 32, 4, 1) if widest <= 128 else GradientsTiles(16, 16, 4, 1)
 
 
 def run_backward(
@@ -113,7 +115,7 @@ def run_backward(
     )  # fmt: skip
     lengths_of_all = delta.shape[1], problem.max_query_len, problem.max_seq_len
 
-    def shared(each: Tiles, by_keys: bool) -> tuple[tuple[Any, ...], tuple[int, ...], Any]:
+    def shared(each: GradientsTiles, by_keys: bool) -> tuple[tuple[Any, ...], tuple[int, ...], Any]:
         """What both kernels take: up to the lengths; then of the lists numbers, and strides."""
         tensors, numbers = (lse2, lse2), (0, 0, 0)
         list_strides: tuple[int, ...] = (0,) * 5
@@ -215,7 +217,9 @@ class _Launchers:
 
 
 @functools.lru_cache(maxsize=256)
-def make_launchers(config: GradientsConfig, keys: Tiles, queries: Tiles) -> _Launchers:
+def make_launchers(
+    config: GradientsConfig, keys: GradientsTiles, queries: GradientsTiles
+) -> _Launchers:
     """The two kernels for one kind of problem."""
     d, d_v = (max(16, triton.next_power_of_2(n)) for n in (config.head_size, config.v_head_size))
     # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
@@ -237,7 +241,7 @@ def make_launchers(config: GradientsConfig, keys: Tiles, queries: Tiles) -> _Lau
         "HAS_ALIBI": config.has_alibi, "SPARSE": config.is_sparse, "HAS_BLOCKS": config.has_blocks,
     }  # fmt: skip
 
-    def make(kernel: Any, types: dict[str, str], tiles: Tiles) -> Launcher:
+    def make(kernel: Any, types: dict[str, str], tiles: GradientsTiles) -> Launcher:
         sizes = {"TILE_M": tiles.m, "TILE_N": tiles.n, "D": d, "DV": d_v}
         more = {"STAGES": tiles.num_stages, "TMA": config.is_aligned and tiles.by_tma}
         return Launcher(kernel, types, {**constants, **sizes, **more}, num_warps=tiles.num_warps)

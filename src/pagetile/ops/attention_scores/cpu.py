@@ -26,8 +26,8 @@ MOST_KEYS = 512  # of a tile, whose scores then stay in a second-level cache
 _FIRST_LEVEL = 6144  # numbers of transposed keys that stay in a first-level cache beside others
 _SMALL = 1 << 18  # scores that take a thread about as long as waking another
 
-Call = namedtuple(
-    "Call",
+ScoresCall = namedtuple(
+    "ScoresCall",
     "scores q k num_heads q_len k_len head_size width columns"
     " q_batch q_head q_row k_batch k_head k_row scale is_direct",
 )
@@ -156,7 +156,7 @@ def run(problem, q, k, softmax_scale):
         return scores
     width = -(-problem.head_size // LANES) * LANES
     columns = min(MOST_KEYS, -(-problem.k_len // LANES) * LANES)
-    call = Call(  # type: ignore[call-arg]
+    call = ScoresCall(  # type: ignore[call-arg]
         flat(scores), flat(q), flat(k), problem.num_heads, problem.q_len, problem.k_len,
         problem.head_size, width, columns, *q.stride()[:3], *k.stride()[:3],
         np.float32(softmax_scale), q.dtype == torch.float32 and softmax_scale == 1.0,

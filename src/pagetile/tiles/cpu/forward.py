@@ -70,8 +70,8 @@ _ALL = 1 << 62
 _ONE = np.ones(1, np.float32)  # the scale of what has none
 
 # Numba reads named tuples by field, which keeps signatures short.
-Call = namedtuple(
-    "Call",
+ForwardCall = namedtuple(
+    "ForwardCall",
     "out lse q k_cache v_cache block_tables seq_lens cu_seqlens_q alibi_slopes sinks"
     " group head_size v_head_size width v_width block_size split_size"
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
@@ -80,19 +80,21 @@ Call = namedtuple(
     " softmax_scale soft_cap causal window turned tile"
     " block_mask mask_seq mask_head mask_row block_q block_k",
 )
-Scratch = namedtuple(
-    "Scratch",
+ForwardScratch = namedtuple(
+    "ForwardScratch",
     "state total q first_key end_key scores weights decay"
     " k_rows v_rows k_scale_rows v_scale_rows k_scales v_scales lanes tile_rows k_tile v_tile",
 )
-Item = namedtuple("Item", "seq first_token num_tokens first_head num_heads first_key end_key part")
+ForwardItem = namedtuple(
+    "ForwardItem", "seq first_token num_tokens first_head num_heads first_key end_key part"
+)
 
 
 @entry()
 def _make_items(
     cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, split_size, item_keys
 ):
-    """Cut a batch into rows of ``Item`` fields, and count the rows of partial states they need.
+    """Cut a batch into rows of ``ForwardItem`` fields; count the rows of partial states they need.
 
     An item that covers part of its keys stores the states of its splits, one after another, from
     row ``part`` on; for others it is -1.
@@ -142,7 +144,7 @@ def _make_scratch(items, call):
         rows = _pad_rows(items[i, 2] * call.group)
         tile = max(tile, items[i, 4] if rows == 1 else rows)
         most = max(most, rows * items[i, 4])
-    return Scratch(
+    return ForwardScratch(
         make_state(most, call.v_width),
         make_state(most, call.v_width),
         np.zeros(most * call.width, call.tile.dtype),
@@ -177,7 +179,7 @@ def _take_items(call, items, counter, parts, scratch):
         if taken >= len(items):
             return
         row = items[taken]
-        item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
+        item = ForwardItem(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
         state = _attend_item(call, scratch, item, parts)
         if item.part < 0:
             _finish(call, state, 0, item)
@@ -319,7 +321,7 @@ def _merge_parts(call, items, parts):
             before = row
         if row[7] < 0:
             continue
-        item = Item(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
+        item = ForwardItem(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
         rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
         for part in range(item.part, item.part + _num_splits(call, item) * rows, rows):
             if part != before[7]:
@@ -381,7 +383,7 @@ def make_call(
     lanes, sizes = (32 if pairs else 16), (q.shape[-1], v_cache.shape[-1])
     scales = [(_ONE, (0, 0, 0)) if s is None else (flat(s), s.stride()) for s in (k_scale, v_scale)]
     (k_scales, k_scale_strides), (v_scales, v_scale_strides) = scales
-    return Call(  # type: ignore[call-arg]
+    return ForwardCall(  # type: ignore[call-arg]
         flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
         flat(block_tables), seq_lens.contiguous().numpy(), cu_seqlens_q.contiguous().numpy(),
         none if slopes is None else slopes.detach().float().contiguous().numpy(),

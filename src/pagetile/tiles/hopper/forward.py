@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from .finish import finish, times
 from .gather import GATHERING_WARPS, make_pages
@@ -66,12 +67,24 @@ from .softmax import (
 __all__ = ["forward_kernel"]
 
 
+@aggregate
+class Warpgroup:
+    """Which of the computing warpgroups."""
+
+    INDEX: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, INDEX):
+        self.INDEX = gl.constexpr(INDEX)
+
+
 @gluon.jit
 def _compute_role(
     out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
-    metadata, q_ring, k_ring, v_ring, config, WG: gl.constexpr,
+    metadata, q_ring, k_ring, v_ring, config, warpgroup,
 ):  # fmt: skip
     """One warpgroup: its rows of every tile."""
+    WG: gl.constexpr = warpgroup.INDEX
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     WIDTH: gl.constexpr = max(k_ring.tiles.shape[2], v_ring.tiles.shape[2])
     S_LAYOUT: gl.constexpr = product_layout(TILE_N)
@@ -317,39 +330,6 @@ def _clear_rows(tile, first, config):
 
 
 @gluon.jit
-def _compute_role_0(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
-    metadata, q_ring, k_ring, v_ring, config,
-):  # fmt: skip
-    _compute_role(
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
-        metadata, q_ring, k_ring, v_ring, config, 0,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _compute_role_1(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
-    metadata, q_ring, k_ring, v_ring, config,
-):  # fmt: skip
-    _compute_role(
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
-        metadata, q_ring, k_ring, v_ring, config, 1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _compute_role_2(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
-    metadata, q_ring, k_ring, v_ring, config,
-):  # fmt: skip
-    _compute_role(
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
-        metadata, q_ring, k_ring, v_ring, config, 2,
-    )  # fmt: skip
-
-
-@gluon.jit
 def forward_kernel(
     # outputs
     out,  # [num_tokens, num_heads, V_SIZE]
@@ -452,8 +432,8 @@ def forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute_role_0, compute),
-                (_compute_role_1, compute),
+                (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
+                (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
                 (load_keys_role, (q_desc, k, batch, metadata, q_ring, k_ring, config)),
                 (load_values_role, (v, batch, v_ring, config)),
             ],
@@ -463,9 +443,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute_role_0, compute),
-                (_compute_role_1, compute),
-                (_compute_role_2, compute),
+                (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
+                (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
+                (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
                 (load_keys_role, (q_desc, k, batch, metadata, q_ring, k_ring, config)),
                 (load_values_role, (v, batch, v_ring, config)),
             ],

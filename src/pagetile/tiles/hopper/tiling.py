@@ -52,11 +52,11 @@ class ForwardConfig:
     head_size: int
     block_size: int
     """0: keys are ragged, not paged."""
-    causal: bool
-    has_window: bool
-    uniform: bool
+    causal: bool = False
+    has_window: bool = False
+    uniform: bool = False
     """Whether all sequences have the same number of queries."""
-    pack: int
+    pack: int = 1
     """Heads of a KV head that lie in one tile."""
     has_cap: bool = False
     has_alibi: bool = False
