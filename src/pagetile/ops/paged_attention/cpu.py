@@ -17,6 +17,8 @@ from .value_checks import check_values
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Return why this cannot run ``problem``, or None if it can."""
+    if problem.max_visible is not None:
+        return "it takes no visible_blocks"
     caches = {"k_cache": problem.kv_dtype} if problem.scale_kind == "none" else {}
     return refuse(device, q=problem.q_dtype, **caches)
 
