@@ -163,6 +163,8 @@ def paged_attention(
         raise
     if is_debugging() and q.is_cuda:
         check_on_host(call.problem, batch, k_cache.shape[0])
+        if visible_blocks is not None:
+            check_lists_on_host(call.problem, batch, visible_blocks)
     scale = call.softmax_scale if softmax_scale is None else softmax_scale
     # Arguments._make, without the function call.
     arguments = tuple.__new__(Arguments, (q, k_cache, v_cache, batch, scale, *numbers, *optional))
@@ -233,6 +235,13 @@ def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
         problem, host, num_blocks, block_tables=flat(host.block_tables),
         seq_lens=host.seq_lens.numpy(), cu_seqlens_q=host.cu_seqlens_q.numpy(),
     )  # fmt: skip
+
+
+def check_lists_on_host(problem: Problem, batch: PagedBatch, visible_blocks: Tensor) -> None:
+    """Raise ShapeError for a list of visible blocks that is not valid; waits for a GPU."""
+    from .value_checks import check_visible_blocks
+
+    check_visible_blocks(visible_blocks.cpu(), batch.seq_lens.cpu(), problem.block_size)
 
 
 def explain_paged_attention(
