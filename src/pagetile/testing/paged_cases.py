@@ -113,7 +113,7 @@ class PagedCase:
             "sinks" * self.has_sinks,
             "strided" * self.strided,
             "shared" * self.shares_prefix,
-            f"v{self.visible_share:g}" * (self.visible_share is not None),
+            f"v{self.visible_share}" * (self.visible_share is not None),
             "/".join(dict.fromkeys(types)),
             f"{self.scales}-scales" * (self.scales is not None),
         ]
