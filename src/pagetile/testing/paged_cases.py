@@ -80,6 +80,8 @@ class PagedCase:
     """Whether q, out, caches and tables are views of larger tensors, dimensions in any order."""
     shares_prefix: bool = False
     """Whether sequences hold the first one's first full blocks in common."""
+    visible_share: float | None = None
+    """Part of the blocks that ``visible_blocks`` lists for a KV head, on average; ``None``: all."""
     seed: int = 0
     """Of the numbers, the order of blocks and the strides."""
 
@@ -111,6 +113,7 @@ class PagedCase:
             "sinks" * self.has_sinks,
             "strided" * self.strided,
             "shared" * self.shares_prefix,
+            f"v{self.visible_share}" * (self.visible_share is not None),
             "/".join(dict.fromkeys(types)),
             f"{self.scales}-scales" * (self.scales is not None),
         ]
@@ -164,7 +167,14 @@ class PagedInputs:
             kv_dtype=self.k_cache.dtype,
             scale_kind=bind_scales(k_scale, v_scale, self.k_cache, self.v_cache)[0],
             logits_soft_cap=self.options.get("logits_soft_cap"),
+            max_visible=self.max_visible,
         )
+
+    @property
+    def max_visible(self) -> int | None:
+        """Length of the lists of visible blocks, if there are any."""
+        visible_blocks = self.options.get("visible_blocks")
+        return None if visible_blocks is None else int(visible_blocks.shape[2])
 
     def attend(self, **changes: Any) -> AttentionOutput:
         """Call ``paged_attention`` on these inputs; ``changes`` are its keyword arguments."""
@@ -253,6 +263,9 @@ def make_inputs(case: PagedCase) -> PagedInputs:
         "alibi_slopes": torch.rand(case.num_heads, generator=generator) if case.has_alibi else None,
         "sinks": 2 * torch.randn(case.num_heads, generator=generator) if case.has_sinks else None,
     }
+    if case.visible_share is not None:
+        visible_blocks = _list_blocks(case, seq_lens, rng)
+        options["visible_blocks"] = _spread(visible_blocks, -1, rng if case.strided else None)
     shapes = {"tensor": (), "head": kv[2:], "token": kv}
     for name in ("k_scale", "v_scale") if case.scales else ():
         # Codes spread over a quarter of their range; what they stand for, over about 1.
@@ -290,6 +303,29 @@ def _place(case: PagedCase, seq_lens: list[int], rng: random.Random) -> tuple[Te
         for i, block in enumerate(blocks):
             used[block, : seq_len - i * case.block_size] = True
     return block_tables, used
+
+
+def _list_blocks(case: PagedCase, seq_lens: list[int], rng: random.Random) -> Tensor:
+    """Draw the visible blocks of every KV head of every sequence; -1 after the last."""
+    lists = [
+        [
+            [
+                block
+                for block in range(-(-seq_len // case.block_size))
+                if rng.random() < (case.visible_share or 0.0)
+            ]
+            for _ in range(case.num_kv_heads)
+        ]
+        for seq_len in seq_lens
+    ]
+    longest = max(len(blocks) for heads in lists for blocks in heads)
+    listed = torch.full(
+        (len(seq_lens), case.num_kv_heads, longest + rng.randint(0, 2)), -1, dtype=torch.int32
+    )
+    for seq, heads in enumerate(lists):
+        for head, blocks in enumerate(heads):
+            listed[seq, head, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    return listed
 
 
 def _spread(tensor: Tensor, poison: float, rng: random.Random | None) -> Tensor:

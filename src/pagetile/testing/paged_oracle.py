@@ -225,7 +225,7 @@ def _eager(inputs: PagedInputs, dtype: torch.dtype) -> _Eager:
         q = inputs.q[starts[seq] : starts[seq + 1]].to(dtype).movedim(0, 1)  # [heads, query, size]
         caches = (inputs.k_cache, options.k_scale), (inputs.v_cache, options.v_scale)
         k, v = (_contiguous(*cache, tables[seq], seq_len, q) for cache in caches)
-        scores = _eager_scores(q, k, options)
+        scores = _eager_scores(q, k, options, seq)
         weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :seq_len]
         outs.append((weights @ v).movedim(0, 1))
         if not scores.shape[-1]:
@@ -253,7 +253,7 @@ def _contiguous(
     return entries.movedim(1, 0).repeat_interleave(q.shape[0] // cache.shape[2], dim=0)
 
 
-def _eager_scores(q: Tensor, k: Tensor, options: Arguments) -> Tensor:
+def _eager_scores(q: Tensor, k: Tensor, options: Arguments, seq: int) -> Tensor:
     """Masked scores ``[num_heads, query_len, seq_len]``, with a column more if there are sinks."""
     query_len, seq_len = q.shape[1], k.shape[1]
     scores = q @ k.mT * options.softmax_scale
@@ -268,6 +268,10 @@ def _eager_scores(q: Tensor, k: Tensor, options: Arguments) -> Tensor:
         hidden |= keys > positions
     if options.sliding_window is not None:
         hidden |= keys < positions - options.sliding_window + 1
+    if options.visible_blocks is not None:
+        blocks = keys // options.k_cache.shape[1]
+        listed = torch.stack([torch.isin(blocks, row) for row in options.visible_blocks[seq]])
+        hidden = hidden | ~listed.repeat_interleave(q.shape[0] // len(listed), dim=0)[:, None]
     scores = torch.where(hidden, -torch.inf, scores)
     if options.sinks is not None:
         sinks = options.sinks.to(q.dtype)[:, None, None].expand(-1, query_len, 1)

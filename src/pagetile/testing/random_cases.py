@@ -17,6 +17,7 @@ _HEAD_SIZES = (8, 16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 192
 _BLOCK_SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 16, 16, 17, 32, 33, 64, 100, 128, 255, 256)
 _SCALES = (None, None, None, None, None, None, 0.0, 1.0, 0.5, 0.02, -0.1)
 _CAPS = (0.5, 5.0, 30.0, 50.0)
+_VISIBLE = (0.0, 0.1, 0.3, 0.6, 0.95)
 _MOST_WORK = 1 << 24  # multiply-adds of a case: some milliseconds for the oracle
 _EXP = 64  # multiply-adds that take as long as a score's exponential
 
@@ -55,6 +56,7 @@ def random_case(rng: random.Random) -> PagedCase:
         has_sinks=rng.random() < 0.2,
         strided=rng.random() < 0.4,
         shares_prefix=rng.random() < 0.2,
+        visible_share=rng.choice(_VISIBLE) if rng.random() < 0.15 else None,
         seed=rng.randrange(1 << 31),
     )
     if rng.random() < 0.75:
@@ -94,6 +96,7 @@ def vary(case: PagedCase, rng: random.Random) -> PagedCase:
         sliding_window=window and rng.randint(1, rng.randint(1, longest + 8)),
         logits_soft_cap=cap and rng.choice(_CAPS),
         shares_prefix=rng.random() < 0.2,
+        visible_share=None if case.visible_share is None else rng.choice(_VISIBLE),
         seed=rng.randrange(1 << 31),
     )
 

@@ -50,11 +50,11 @@ def run(
     launcher(
         (tiles, problem.num_kv_heads * (len(q) > 0), 1),
         out, lse, q, k, v, starts, key_starts, starts,
-        _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse,
+        _floats(options.alibi_slopes, lse), _floats(options.sinks, lse), lse, lse, starts,
         problem.num_seqs, problem.num_kv_heads, 0,
         options.softmax_scale, options.logits_soft_cap or 0.0,
         window_of(options.sliding_window), 0,
-        *strides[:4], 0, *strides[4:6], 0, *strides[6:], *(0,) * 7,
+        *strides[:4], 0, *strides[4:6], 0, *strides[6:], *(0,) * 11,
     )  # fmt: skip
     return AttentionOutput(out.view(*shape, out.shape[-1]), lse.view(shape))
 
@@ -84,8 +84,10 @@ def make_launcher(
         "out": POINTERS[dtype] + ":16", "lse": "*fp32:16", "q": given, "k_cache": given,
         "v_cache": given, **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
+        "visible_blocks": "*i32",
         "num_seqs": "i32", "num_kv_heads": "i32", "short": "i32", "softmax_scale": "fp32",
         "soft_cap": "fp32", "window": "i32", "block_size": "i32", **dict.fromkeys(strides, stride),
+        **dict.fromkeys(("max_visible", "search_steps", "list_seq", "list_head"), "i32"),
     }  # fmt: skip
     tile_m, tile_n, num_warps, num_stages = choose_forward_tiles(
         max(head_size, v_head_size), is_float32=dtype == torch.float32, is_small=is_small
@@ -96,7 +98,7 @@ def make_launcher(
         "PAGED": False, "CAUSAL": causal, "HAS_CAP": has_cap, "HAS_ALIBI": has_alibi,
         "HAS_SINKS": has_sinks, "SCALES": "none", "TILE_M": tile_m, "TILE_N": tile_n, "D": d,
         # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
-        "V": max(d_v, min(d, 64)), "DOT": _DOTS[dtype],
+        "V": max(d_v, min(d, 64)), "DOT": _DOTS[dtype], "VISIBLE": False,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     return Launcher(forward_kernel, types, constants, **options)

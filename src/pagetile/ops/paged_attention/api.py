@@ -46,6 +46,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    visible_blocks: Tensor | None = None,
     out: Tensor | None = None,
     plan: Plan | None = None,
     impl: str = "auto",
@@ -86,6 +87,10 @@ def paged_attention(
             this. One number for all, ``[num_kv_heads]``, or for each token
             ``[num_blocks, block_size, num_kv_heads]``, any strides.
         v_scale: The same for ``v_cache``, of the same kind.
+        visible_blocks: int32 ``[num_seqs, num_kv_heads, max_visible]``: for each KV head of a
+            sequence the only blocks whose keys its rows see, of those that the other options let
+            them see. Logical numbers (columns of ``block_tables``), ascending, then -1. Time
+            follows the number of visible blocks. ``None``: all blocks.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
         plan: How to cut the work (``plan_paged_attention``); ``None`` chooses, for speed.
             ``torch.compile`` takes a call without one as a node, and breaks at others.
@@ -124,15 +129,15 @@ def paged_attention(
         result: AttentionOutput = call_uncompiled(
             paged_attention, q, k_cache, v_cache, batch, softmax_scale=softmax_scale,
             causal=causal, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
-            plan=plan, impl=impl,
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+            visible_blocks=visible_blocks, out=out, plan=plan, impl=impl,
         )  # fmt: skip
         return result
     sliding_window = whole_window(sliding_window)
     if causal is not True and causal is not False:  # 1 would be looked up as True
         check_flag("causal", causal)
     numbers = causal, sliding_window, logits_soft_cap
-    optional = alibi_slopes, sinks, k_scale, v_scale, out
+    optional = alibi_slopes, sinks, k_scale, v_scale, visible_blocks, out
     try:
         if plan is None and needs_operator(q):
             scale = default_scale(q) if softmax_scale is None else softmax_scale
@@ -140,7 +145,7 @@ def paged_attention(
             if q.is_meta:  # no kernel will validate it
                 _find_call(arguments, plan, impl)
             return operator.attend(arguments, impl)
-        if alibi_slopes is sinks is k_scale is v_scale is out is None:
+        if alibi_slopes is sinks is k_scale is v_scale is visible_blocks is out is None:
             key: tuple[Any, ...] = softmax_scale, *numbers, plan, impl
         else:
             forms = [None if tensor is None else form(tensor) for tensor in optional]
@@ -158,6 +163,8 @@ def paged_attention(
         raise
     if is_debugging() and q.is_cuda:
         check_on_host(call.problem, batch, k_cache.shape[0])
+        if visible_blocks is not None:
+            check_lists_on_host(call.problem, batch, visible_blocks)
     scale = call.softmax_scale if softmax_scale is None else softmax_scale
     # Arguments._make, without the function call.
     arguments = tuple.__new__(Arguments, (q, k_cache, v_cache, batch, scale, *numbers, *optional))
@@ -228,6 +235,13 @@ def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
         problem, host, num_blocks, block_tables=flat(host.block_tables),
         seq_lens=host.seq_lens.numpy(), cu_seqlens_q=host.cu_seqlens_q.numpy(),
     )  # fmt: skip
+
+
+def check_lists_on_host(problem: Problem, batch: PagedBatch, visible_blocks: Tensor) -> None:
+    """Raise ShapeError for a list of visible blocks that is not valid; waits for a GPU."""
+    from .value_checks import check_visible_blocks
+
+    check_visible_blocks(visible_blocks.cpu(), batch.seq_lens.cpu(), problem.block_size)
 
 
 def explain_paged_attention(

@@ -21,8 +21,15 @@ from .plan import CpuPlan, GpuPlan
 from .problem import Arguments, CallForm, Problem
 
 _TENSORS = ("q", "k_cache", "v_cache")
-_OPTIONAL = ("alibi_slopes", "sinks", "k_scale", "v_scale", "out")
-_CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables")  # in their last dimension
+_OPTIONAL = ("alibi_slopes", "sinks", "k_scale", "v_scale", "visible_blocks", "out")
+_CONTIGUOUS = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "out",
+    "block_tables",
+    "visible_blocks",
+)  # in their last dimension
 
 
 def check_types(arguments: Arguments) -> None:
@@ -71,6 +78,7 @@ def validate(form: CallForm) -> Problem:
         block_tables=(form.block_tables, "num_seqs max_blocks_per_seq"),
         alibi_slopes=(form.alibi_slopes, "num_heads"),
         sinks=(form.sinks, "num_heads"),
+        visible_blocks=(form.visible_blocks, "num_seqs num_kv_heads max_visible"),
     )
     length = bind(cu_seqlens_q=(form.cu_seqlens_q, "length"))["length"]
     if length != sizes["num_seqs"] + 1:
@@ -97,6 +105,7 @@ def validate(form: CallForm) -> Problem:
         scale_kind=find_kind(form.k_scale, form.v_scale, form.k_cache, form.v_cache),
         is_aligned=form.has_aligned_caches and all(stride % unit == 0 for stride in strides),
         logits_soft_cap=form.logits_soft_cap,
+        max_visible=sizes.get("max_visible"),
     )
 
 
@@ -109,6 +118,8 @@ def _check_dtypes(form: CallForm) -> None:
         check_dtype("out", form.out, form.q.dtype)
     for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
         check_dtype(name, getattr(form, name), torch.int32)
+    if form.visible_blocks is not None:
+        check_dtype("visible_blocks", form.visible_blocks, torch.int32)
     for name in ("alibi_slopes", "sinks"):
         if getattr(form, name) is not None:
             check_dtype(name, getattr(form, name), *ALL_FLOATS)

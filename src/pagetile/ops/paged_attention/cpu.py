@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +14,7 @@ from ...tiles.cpu.forward import attend, make_call
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
 from ...tiles.state import AttentionOutput
 from .problem import Problem
-from .value_checks import check_values
+from .value_checks import check_values, check_visible_blocks
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -41,12 +43,18 @@ def _run(problem, plan, call):
         None if scale is None else scale.expand(k_cache.shape[:3])
         for scale in (call.k_scale, call.v_scale)
     )
+    mask = None
+    if call.visible_blocks is not None:
+        check_visible_blocks(call.visible_blocks, batch.seq_lens, problem.block_size)
+        mask = _mask_of(problem, batch, call.visible_blocks)
+        plan = replace(plan, decode_heads=1)  # heads of an item read the same tiles
     work = make_call(
         q, k_cache, v_cache, out, lse, call, plan,
         block_tables=batch.block_tables, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q,
         block_size=problem.block_size,
         k_strides=k_cache.stride()[:3], v_strides=v_cache.stride()[:3],
         k_scale=k_scale, v_scale=v_scale, per_token=problem.scale_kind == "token",
+        block_mask=mask,
     )  # fmt: skip
     check_values(
         problem, batch, k_cache.shape[0], cu_seqlens_q=work.cu_seqlens_q, seq_lens=work.seq_lens,
@@ -54,3 +62,22 @@ def _run(problem, plan, call):
     )  # fmt: skip
     attend(work, problem.num_kv_heads, plan)
     return AttentionOutput(out, lse)
+
+
+class _BlockMask(NamedTuple):
+    """What ``tiles.cpu.block_mask`` reads of a mask: one row of blocks for all queries."""
+
+    mask: torch.Tensor
+    """bool ``[num_seqs, num_heads, 1, max_blocks_per_seq]``."""
+    block_q: int
+    block_k: int
+
+
+def _mask_of(problem, batch, visible_blocks):
+    """Return the mask that hides all blocks that are not listed."""
+    num_blocks = batch.block_tables.shape[1]
+    mask = torch.zeros(*visible_blocks.shape[:2], 1, num_blocks + 1, dtype=torch.bool)
+    listed = torch.where(visible_blocks < 0, num_blocks, visible_blocks).long()
+    mask.scatter_(3, listed[:, :, None], True)
+    mask = mask[..., :num_blocks].repeat_interleave(problem.group, dim=1)
+    return _BlockMask(mask, 1 << 30, problem.block_size)

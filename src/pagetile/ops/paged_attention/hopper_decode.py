@@ -31,10 +31,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...tiles.hopper.names import barrier
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finite, tanh
+from ...tiles.triton.visible_blocks import compact_position, logical_keys
 from .hopper_fetch import FETCH_WARPS, fetch_role
 from .hopper_merge import merge_splits
 from .hopper_packed import split_packed, widen_packed
-from .triton_work import add, count_work_tiles, find_range, slot_of, write_rows
+from .triton_work import add, count_work_tiles, find_range, list_of, slot_of, write_rows
 
 SHORT = gl.constexpr(512)  # keys of a CTA range
 
@@ -105,13 +106,14 @@ def _as_operand(x, memory, layout: gl.constexpr):
 def attend_role(
     rings, bars, queries, weights, out, lse, split_accs, split_sums, arrivals, q, seq_lens,
     cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
-    seq, before, work, end_work, program, programs, total,
-    num_kv_heads, max_splits, softmax_scale, soft_cap, window,
+    entry, before, work, end_work, program, programs, total,
+    num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
     out_token, out_head, q_token, q_head, ks_head, vs_head,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, V_SIZE: gl.constexpr, PACKED: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
+    VISIBLE: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
     k_ring, v_ring, ks_ring, vs_ring = rings
@@ -141,9 +143,12 @@ def attend_role(
     nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
     step = 0
     while work < end_work:
-        seq_len, first_token, query_len, per_head, head, first, count, low, high = find_range(
-            seq_lens, cu_seqlens_q, seq, before, work, end_work, window, ROWS // GROUP, TILE_N,
-            SPLIT_TILES, SPLITS_FIXED,
+        (
+            seq, head, seq_len, first_token, query_len, head_start, per_head, first, count, low,
+            high, first_key, end_key,
+        ) = find_range(
+            seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
+            ROWS // GROUP, TILE_N, SPLIT_TILES, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
         position = seq_len - query_len + row // GROUP
         row_end = gl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
@@ -151,6 +156,12 @@ def attend_role(
         # Between them every row sees every key.
         last_first = seq_len - window
         least_end = seq_len - query_len + 1 if CAUSAL else seq_len
+        blocks = list_of(listed, seq, head) if VISIBLE else seq_lens
+        if VISIBLE:
+            row_end = compact_position(blocks, row_end, listed[5], listed[1], listed[2])
+            row_first = compact_position(blocks, row_first, listed[5], listed[1], listed[2])
+            last_first = compact_position(blocks, last_first, listed[5], listed[1], listed[2])
+            least_end = compact_position(blocks, least_end, listed[5], listed[1], listed[2])
         if HAS_ALIBI:
             slopes = LOG2_E * gl.load(
                 alibi_slopes + head * GROUP + row % GROUP,
@@ -197,7 +208,10 @@ def attend_role(
             if HAS_CAP:
                 s = tanh(s) * (soft_cap * LOG2_E)
             if HAS_ALIBI:
-                s += slopes[:, None] * (key[None, :] - position[:, None]).to(gl.float32)
+                place = key
+                if VISIBLE:
+                    place = logical_keys(blocks, key, first_key, end_key, listed[5])
+                s += slopes[:, None] * (place[None, :] - position[:, None]).to(gl.float32)
             if tile * TILE_N < last_first or (tile + 1) * TILE_N > least_end:
                 seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
                 s = gl.where(seen, s, float("-inf"))
@@ -233,7 +247,7 @@ def attend_role(
             )  # fmt: skip
         else:
             seq_head = seq * num_kv_heads + head
-            start = (before + head * per_head).to(gl.int64)
+            start = head_start.to(gl.int64)
             first_cta = (((start + 1) * programs - 1) // total).to(gl.int32)
             last_cta = (((start + per_head) * programs - 1) // total).to(gl.int32)
             split = first if SPLITS_FIXED else program - first_cta
@@ -261,9 +275,9 @@ def attend_role(
                     GROUP, V_SIZE, HAS_SINKS,
                 )  # fmt: skip
         work += count
-        if work == before + per_head * num_kv_heads:
+        if work == before + per_head * (1 if VISIBLE else num_kv_heads):
             before = work
-            seq += 1
+            entry += 1
 
 
 @gluon.jit
@@ -283,32 +297,38 @@ def decode_kernel(
     sinks,  # float32 [num_heads]
     k_scale,  # float32 [num_kv_heads] or [num_blocks, BLOCK_SIZE, num_kv_heads]
     v_scale,  # likewise
+    visible_blocks,  # int32 [num_seqs, num_kv_heads, max_visible]
     num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, block_size,
     out_token, out_head, q_token, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    max_visible, search_steps, list_seq, list_head,
     GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, HALVED: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, DOT: gl.constexpr,
-    FETCH_REGS: gl.constexpr,
+    FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr,
 ):  # fmt: skip
     """See the module."""
     gdc_launch_dependents()
     gdc_wait()  # before the other warps begin, as ``triton_decode``
     # The length of the work queue, and this CTA's range of it.
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    seqs = gl.arange(0, SEQS, layout=flat)
+    listed = (visible_blocks, max_visible, search_steps, list_seq, list_head, block_size)
+    num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
+    entries = gl.arange(0, SEQS, layout=flat)
     MOST: gl.constexpr = ROWS // GROUP
-    counts = num_kv_heads * count_work_tiles(
-        seq_lens, cu_seqlens_q, seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
-    )
+    counts = count_work_tiles(
+        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
+        SPLIT_TILES, VISIBLE,
+    )  # fmt: skip
     total = gl.sum(counts, 0)
-    for start in range(SEQS, num_seqs, SEQS):
-        total += num_kv_heads * gl.sum(count_work_tiles(
-            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
+    for start in range(SEQS, num_entries, SEQS):
+        total += gl.sum(count_work_tiles(
+            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
+            TILE_N, SPLIT_TILES, VISIBLE,
         ), 0)  # fmt: skip
     programs = gl.minimum(gl.num_programs(0), total)
     if HALVED and total < SHORT // TILE_N * gl.num_programs(0):
@@ -318,19 +338,20 @@ def decode_kernel(
         work = (program.to(gl.int64) * total // programs).to(gl.int32)
         end_work = ((program + 1).to(gl.int64) * total // programs).to(gl.int32)
 
-        # The sequence that the range begins in, and the work tiles before it.
+        # The entry of the queue that the range begins in, and the work tiles before it.
         ends = gl.associative_scan(counts, 0, add)
         passed = ends <= work
-        seq = gl.sum((passed & (seqs < num_seqs)).to(gl.int32), 0)
+        entry = gl.sum((passed & (entries < num_entries)).to(gl.int32), 0)
         before = gl.max(gl.where(passed, ends, 0), 0)
         running = gl.max(ends, 0)
-        for start in range(SEQS, num_seqs, SEQS):
-            counts = num_kv_heads * count_work_tiles(
-                seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
-            )
+        for start in range(SEQS, num_entries, SEQS):
+            counts = count_work_tiles(
+                seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed,
+                MOST, TILE_N, SPLIT_TILES, VISIBLE,
+            )  # fmt: skip
             ends = running + gl.associative_scan(counts, 0, add)
             passed = ends <= work
-            seq += gl.sum((passed & (start + seqs < num_seqs)).to(gl.int32), 0)
+            entry += gl.sum((passed & (start + entries < num_entries)).to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
             running = gl.max(ends, 0)
 
@@ -361,20 +382,20 @@ def decode_kernel(
                     rings, bars, queries, weights,
                     out, lse, split_accs, split_sums, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
-                    seq, before, work, end_work, program, programs, total,
-                    num_kv_heads, max_splits, softmax_scale, soft_cap, window,
+                    entry, before, work, end_work, program, programs, total,
+                    num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
                     GROUP, SIZE // PER, V_SIZE, PACKED, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
-                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE,
+                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, VISIBLE,
                 )),
                 (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,
                     cu_seqlens_q,
-                    seq, before, work, end_work, num_kv_heads, window, block_size,
+                    entry, before, work, end_work, num_kv_heads, window, block_size, listed,
                     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
                     SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_TILES,
-                    SPLITS_FIXED,
+                    SPLITS_FIXED, VISIBLE,
                 )),
             ],
             worker_num_warps=[FETCH_WARPS],

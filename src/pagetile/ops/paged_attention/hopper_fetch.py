@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .triton_work import find_range, load_block_ids
+from .triton_work import find_block_numbers, find_range, list_of, load_block_ids
 
 __all__ = ["FETCH_WARPS", "fetch_role"]
 
@@ -17,12 +17,12 @@ FETCH_WARPS = gl.constexpr(4)
 @gluon.jit
 def fetch_role(
     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens, cu_seqlens_q,
-    seq, before, work, end_work, num_kv_heads, window, block_size,
+    entry, before, work, end_work, num_kv_heads, window, block_size, listed,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SCALES: gl.constexpr, MOST: gl.constexpr, SPLIT_TILES: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, VISIBLE: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of every tile of the range into the ring, in order."""
     k_ring, v_ring, ks_ring, vs_ring = rings
@@ -46,23 +46,37 @@ def fetch_role(
     v_columns = gl.arange(0, V, layout=gl.SliceLayout(0, v_layout))
     step = 0
     while work < end_work:
-        seq_len, _, query_len, per_head, head, _, count, low, high = find_range(
-            seq_lens, cu_seqlens_q, seq, before, work, end_work, window, MOST, TILE_N,
-            SPLIT_TILES, SPLITS_FIXED,
+        seq, head, _, _, _, _, per_head, _, count, low, high, first_key, end_key = find_range(
+            seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
+            MOST, TILE_N, SPLIT_TILES, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
-        first_key = gl.maximum(seq_len - query_len - window + 1, 0)
+        blocks = list_of(listed, seq, head) if VISIBLE else block_tables
         table = block_tables + seq.to(gl.int64) * table_stride
-        # Block ids are fetched a tile ahead: keys and values need not wait for them.
+        # Block ids are loaded a tile ahead, their numbers in the list two tiles: keys and values
+        # need not wait for them.
         key = low * TILE_N + keys
-        blocks = load_block_ids(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
+        number = find_block_numbers(
+            blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+        )
+        block_ids = load_block_ids(
+            table, number, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+        )
+        number = find_block_numbers(
+            blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+        )
         for tile in range(low, high):
             stage = step % STAGES
             key = tile * TILE_N + keys
-            used = (key >= first_key) & (key < seq_len)
+            used = (key >= first_key) & (key < end_key)
             slot = key % (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
-            block = blocks.to(gl.int64)
+            block = block_ids.to(gl.int64)
             key += TILE_N
-            blocks = load_block_ids(table, key, first_key, seq_len, block_size, BLOCK_SIZE)
+            block_ids = load_block_ids(
+                table, number, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+            )
+            number = find_block_numbers(
+                blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+            )
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             row = block * k_block + slot * k_slot + head * k_head
             async_copy.async_copy_global_to_shared(
@@ -73,7 +87,7 @@ def fetch_role(
             row = block * v_block + slot * v_slot + head * v_head
             row = gl.convert_layout(row, gl.SliceLayout(1, v_layout))
             v_key = tile * TILE_N + v_keys
-            v_used = (v_key >= first_key) & (v_key < seq_len)
+            v_used = (v_key >= first_key) & (v_key < end_key)
             async_copy.async_copy_global_to_shared(
                 v_ring.index(stage),
                 v_cache + row[:, None] + v_columns[None, :],
@@ -94,7 +108,7 @@ def fetch_role(
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
         work += count
-        if work == before + per_head * num_kv_heads:
+        if work == before + per_head * (1 if VISIBLE else num_kv_heads):
             before = work
-            seq += 1
+            entry += 1
     async_copy.wait_group(0)

@@ -21,7 +21,7 @@ _INPUTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
     "Tensor cu_seqlens_q, SymInt max_query_len, SymInt max_seq_len, float softmax_scale, "
     "bool causal, SymInt? sliding_window, float? logits_soft_cap, Tensor? alibi_slopes, "
-    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str impl"
+    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? visible_blocks, str impl"
 )
 
 

@@ -158,6 +158,8 @@ def refuse_hopper_prefill(problem: Problem) -> str | None:
         return f"head_size is {size}; multiples of 8 up to {widest} run"
     if problem.kv_dtype != problem.q_dtype:
         return f"q is {q} but k_cache is {kv}; equal types run"
+    if problem.max_visible is not None:
+        return "it takes no visible_blocks"
     if problem.rows <= DECODE_ROWS:
         return f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
     return _refuse_unaligned(problem)

@@ -38,6 +38,7 @@ class Arguments(NamedTuple):
     sinks: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    visible_blocks: Tensor | None = None
     out: Tensor | None = None
 
 
@@ -51,6 +52,7 @@ class CallForm(NamedTuple):
     sinks: Form | None
     k_scale: Form | None
     v_scale: Form | None
+    visible_blocks: Form | None
     out: Form | None
     block_tables: Form
     seq_lens: Form
@@ -117,6 +119,8 @@ class Problem:
     is_aligned: bool = True
     """Whether every token's head begins at a multiple of 16 bytes in both caches."""
     logits_soft_cap: float | None = None
+    max_visible: int | None = None
+    """Most visible blocks of a KV head; None: all blocks are visible."""
 
     def __hash__(self) -> int:
         """Return the hash, computed once: a call looks several things up by its problem."""

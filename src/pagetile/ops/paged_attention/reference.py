@@ -52,8 +52,19 @@ def run(problem: Problem, call: Arguments) -> AttentionOutput:
             logits_soft_cap=call.logits_soft_cap,
             alibi_slopes=call.alibi_slopes,
             sinks=call.sinks,
+            visible=_visible_keys(call, problem, seq, seq_len),
         )
     return AttentionOutput(out, lse)
+
+
+def _visible_keys(call: Arguments, problem: Problem, seq: int, seq_len: int) -> Tensor | None:
+    """Return which keys the listed blocks hold, bool ``[num_heads, 1, seq_len]``; None: all."""
+    if call.visible_blocks is None:
+        return None
+    blocks = torch.arange(seq_len, device=call.q.device) // problem.block_size
+    listed = call.visible_blocks[seq]  # [num_kv_heads, max_visible]
+    visible = (listed[:, :, None] == blocks).any(dim=1)
+    return visible.repeat_interleave(problem.group, dim=0)[:, None]
 
 
 def fetch(

@@ -90,7 +90,7 @@ class PreparedLaunch:
 
     def __call__(self, call: Arguments, lse: Tensor | None = None) -> AttentionOutput:
         """Launch; allocate the results that are not given."""
-        q, k_cache, v_cache, batch, _, _, _, _, slopes, sinks, k_scale, v_scale, out = call
+        q, k_cache, v_cache, batch, _, _, _, _, slopes, sinks, k_scale, v_scale, listed, out = call
         device = q.get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -108,7 +108,7 @@ class PreparedLaunch:
         scratch = borrow(device, self.scratch) if self.scratch else ()
         self.launch.here(
             device, out, lse, *scratch, q, k_cache, v_cache, batch.block_tables, batch.seq_lens,
-            batch.cu_seqlens_q, slopes, sinks, k_scale, v_scale,
+            batch.cu_seqlens_q, slopes, sinks, k_scale, v_scale, listed,
         )  # fmt: skip
         return AttentionOutput(out, lse)
 
@@ -134,7 +134,10 @@ def prepare(
     strides = _strides(problem, form, 2 if paired else 1)
     launcher = _find_launcher(kernel, problem, form, plan, strides, paired)
     # The block tables may bound lengths more tightly than max_seq_len.
-    longest = min(problem.max_seq_len, form.block_tables.shape[1] * problem.block_size)
+    most_blocks = form.block_tables.shape[1]
+    if problem.max_visible is not None:
+        most_blocks = min(most_blocks, problem.max_visible)
+    longest = min(problem.max_seq_len, most_blocks * problem.block_size)
     max_splits = -(-longest // plan.split_size) + 1 if plan.split_size else 0
     numbers = {
         "num_seqs": problem.num_seqs,
@@ -145,6 +148,8 @@ def prepare(
         "soft_cap": form.logits_soft_cap or 0.0,
         "window": window_of(form.sliding_window),
         "block_size": problem.block_size,
+        "max_visible": problem.max_visible or 0,
+        "search_steps": (problem.max_visible or 0).bit_length(),
         **strides,
     }
     short = None
@@ -228,6 +233,9 @@ def _strides(problem: Problem, form: CallForm, per_pair: int) -> dict[str, int]:
         "table_stride": form.block_tables.strides[:1],
         "ks_block ks_slot ks_head": _scale_strides(form.k_scale),
         "vs_block vs_slot vs_head": _scale_strides(form.v_scale),
+        "list_seq list_head": (0, 0)
+        if form.visible_blocks is None
+        else form.visible_blocks.strides[:2],
     }
     return {
         name: stride
@@ -259,10 +267,12 @@ def _types(
         **dict.fromkeys(("k_cache", "v_cache"), pages_pointer),
         **dict.fromkeys(("split_accs", "split_sums"), "*fp32:16"),
         **dict.fromkeys(("lse", "alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
-        **dict.fromkeys(("arrivals", "block_tables", "seq_lens", "cu_seqlens_q"), "*i32"),
+        **dict.fromkeys(
+            ("arrivals", "block_tables", "seq_lens", "cu_seqlens_q", "visible_blocks"), "*i32"
+        ),
         **dict.fromkeys(("num_seqs", "num_kv_heads", "short", "max_splits"), "i32"),
         **dict.fromkeys(("softmax_scale", "soft_cap"), "fp32"),
-        **dict.fromkeys(("window", "block_size"), "i32"),
+        **dict.fromkeys(("window", "block_size", "max_visible", "search_steps"), "i32"),
         **dict.fromkeys(strides, "i64"),
         **dict.fromkeys(rows, _stride_type(rows, factor)),
         **dict.fromkeys(pages, _stride_type(pages, factor)),
@@ -279,6 +289,8 @@ def _stride_type(strides: dict[str, int], factor: int) -> str:
 
 def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) -> dict[str, Any]:
     block_size, rows = problem.block_size, power_of_2(problem.rows)
+    is_listed = problem.max_visible is not None
+    num_entries = problem.num_seqs * (problem.num_kv_heads if is_listed else 1)
     narrowest = 32 if paired else 16  # a power of two that a matrix product takes
     # From 64 rows on warps multiply in groups of four, and then Triton 3.6 is wrong where values
     # are narrow: 16 columns beside keys of 128, and 32 beside 64.
@@ -304,13 +316,14 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "TILE_N": plan.tile_n,
         "D": max(narrowest, power_of_2(problem.head_size)),
         "V": v_width,
-        "SEQS": power_of_2(min(max(problem.num_seqs, 128), 1024)),
+        "SEQS": power_of_2(min(max(num_entries, 128), 1024)),
         "STAGES": plan.num_stages,
         "ROWS": rows,
         "AT_ONCE": max(1, min(MERGED_AT_ONCE, 8192 // (rows * v_width))),
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
         "PREFETCH": not INTERPRETED,
+        "VISIBLE": is_listed,
     }
 
 

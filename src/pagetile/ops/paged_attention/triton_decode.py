@@ -35,7 +35,16 @@ from ...tiles.triton.online_softmax import (
     tanh,
     weigh,
 )
-from .triton_work import count_work_tiles, find_range, load_block_ids, slot_of, write_rows
+from ...tiles.triton.visible_blocks import compact_position, logical_keys
+from .triton_work import (
+    count_work_tiles,
+    find_block_numbers,
+    find_range,
+    list_of,
+    load_block_ids,
+    slot_of,
+    write_rows,
+)
 
 
 @triton.jit
@@ -95,32 +104,38 @@ def decode_kernel(
     sinks,  # float32 [num_heads]
     k_scale,  # float32 [num_kv_heads] or [num_blocks, BLOCK_SIZE, num_kv_heads]
     v_scale,  # likewise
+    visible_blocks,  # int32 [num_seqs, num_kv_heads, max_visible]
     num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, block_size,
     out_token, out_head, q_token, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    max_visible, search_steps, list_seq, list_head,
     GROUP: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_TILES: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
     V: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
+    AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     if PREFETCH:  # not interpreted
         wait_for_previous()
     # The length of the work queue, and this CTA's range of it.
     MOST: tl.constexpr = ROWS // GROUP
-    seqs = tl.arange(0, SEQS)
-    counts = num_kv_heads * count_work_tiles(
-        seq_lens, cu_seqlens_q, seqs, num_seqs, window, MOST, TILE_N, SPLIT_TILES
-    )
+    listed = (visible_blocks, max_visible, search_steps, list_seq, list_head, block_size)
+    num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
+    heads = 1 if VISIBLE else num_kv_heads
+    entries = tl.arange(0, SEQS)
+    counts = count_work_tiles(
+        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
+        SPLIT_TILES, VISIBLE,
+    )  # fmt: skip
     total = tl.sum(counts)
-    for start in range(SEQS, num_seqs, SEQS):
-        total += num_kv_heads * tl.sum(count_work_tiles(
-            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N,
-            SPLIT_TILES,
+    for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
+        total += tl.sum(count_work_tiles(
+            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
+            TILE_N, SPLIT_TILES, VISIBLE,
         ))  # fmt: skip
     programs = tl.minimum(tl.num_programs(0), total)
     program = tl.program_id(0)
@@ -129,19 +144,19 @@ def decode_kernel(
     work = (program.to(tl.int64) * total // programs).to(tl.int32)
     end_work = ((program + 1).to(tl.int64) * total // programs).to(tl.int32)
 
-    # The sequence that the range begins in, and the work tiles before it.
+    # The entry of the queue that the range begins in, and the work tiles before it.
     ends = tl.cumsum(counts)
     passed = ends <= work
-    seq = tl.sum(passed.to(tl.int32))
+    entry = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
     running = tl.max(ends)
-    for start in range(SEQS, num_seqs, SEQS):
-        ends = running + tl.cumsum(num_kv_heads * count_work_tiles(
-            seq_lens, cu_seqlens_q, start + seqs, num_seqs, window, MOST, TILE_N,
-            SPLIT_TILES,
+    for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
+        ends = running + tl.cumsum(count_work_tiles(
+            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
+            TILE_N, SPLIT_TILES, VISIBLE,
         ))  # fmt: skip
-        passed = (ends <= work) & (start + seqs < num_seqs)
-        seq += tl.sum(passed.to(tl.int32))
+        passed = (ends <= work) & (start + entries < num_entries)
+        entry += tl.sum(passed.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
         running = tl.max(ends)
 
@@ -151,9 +166,12 @@ def decode_kernel(
     keys = tl.arange(0, TILE_N)
     while work < end_work:
         # Which rows, which keys.
-        seq_len, first_token, query_len, per_head, head, first, count, low, high = find_range(
-            seq_lens, cu_seqlens_q, seq, before, work, end_work, window, MOST, TILE_N,
-            SPLIT_TILES, SPLITS_FIXED,
+        (
+            seq, head, seq_len, first_token, query_len, head_start, per_head, first, count, low,
+            high, first_key, end_key,
+        ) = find_range(
+            seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
+            MOST, TILE_N, SPLIT_TILES, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
 
         token = first_token + rows // GROUP
@@ -162,6 +180,10 @@ def decode_kernel(
         position = seq_len - query_len + rows // GROUP
         row_end = tl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
         row_first = position - window + 1
+        blocks = list_of(listed, seq, head) if VISIBLE else visible_blocks
+        if VISIBLE:
+            row_end = compact_position(blocks, row_end, block_size, max_visible, search_steps)
+            row_first = compact_position(blocks, row_first, block_size, max_visible, search_steps)
         q_tile = tl.load(
             q + (token.to(tl.int64) * q_token + q_heads * q_head)[:, None] + columns[None, :],
             mask=is_row[:, None] & (columns < SIZE)[None, :],
@@ -181,19 +203,31 @@ def decode_kernel(
         acc = tl.zeros([TILE_M, V], tl.float32)
         unit = SMALLEST
         table = block_tables + seq.to(tl.int64) * table_stride
-        first_key = tl.maximum(seq_len - query_len - window + 1, 0)
-        if PREFETCH:
+        if PREFETCH and not VISIBLE:
             _prefetch(table, low * TILE_N, tl.minimum(high * TILE_N, seq_len), block_size)
-        # Block ids are fetched a tile ahead: keys and values need not wait for them.
-        blocks = load_block_ids(
-            table, low * TILE_N + keys, first_key, seq_len, block_size, BLOCK_SIZE
+        # Block ids are loaded a tile ahead, their numbers in the list two tiles: keys and values
+        # need not wait for them.
+        key = low * TILE_N + keys
+        number = find_block_numbers(
+            blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+        )
+        block_ids = load_block_ids(
+            table, number, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+        )
+        number = find_block_numbers(
+            blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
         )
         for tile in tl.range(low, high, num_stages=STAGES):
             key = tile * TILE_N + keys
-            used = (key >= first_key) & (key < seq_len)
+            used = (key >= first_key) & (key < end_key)
             slot = key % BLOCK_SIZE if BLOCK_SIZE > 0 else key % block_size
-            block = blocks.to(tl.int64)
-            blocks = load_block_ids(table, key + TILE_N, first_key, seq_len, block_size, BLOCK_SIZE)
+            block = block_ids.to(tl.int64)
+            block_ids = load_block_ids(
+                table, number, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+            )
+            number = find_block_numbers(
+                blocks, key + 2 * TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+            )
             k_tile = tl.load(
                 k_cache + (block * k_block + slot * k_slot + head * k_head)[:, None]
                 + columns[None, :],
@@ -213,7 +247,10 @@ def decode_kernel(
             if HAS_CAP:
                 s = tanh(s) * (soft_cap * LOG2_E)
             if HAS_ALIBI:
-                s += slopes[:, None] * (key[None, :] - position[:, None])
+                place = key
+                if VISIBLE:
+                    place = logical_keys(blocks, key, first_key, end_key, block_size)
+                s += slopes[:, None] * (place[None, :] - position[:, None])
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
             p, decay, m, l = weigh(s, m, l)
@@ -235,9 +272,9 @@ def decode_kernel(
             )  # fmt: skip
         else:
             seq_head = seq * num_kv_heads + head
-            head_start = (before + head * per_head).to(tl.int64)
-            first_cta = (((head_start + 1) * programs - 1) // total).to(tl.int32)
-            last_cta = (((head_start + per_head) * programs - 1) // total).to(tl.int32)
+            queue_start = head_start.to(tl.int64)
+            first_cta = (((queue_start + 1) * programs - 1) // total).to(tl.int32)
+            last_cta = (((queue_start + per_head) * programs - 1) // total).to(tl.int32)
             split = first if SPLITS_FIXED else program - first_cta
             num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
             slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
@@ -265,6 +302,6 @@ def decode_kernel(
                 )  # fmt: skip
 
         work += count
-        if work == before + per_head * num_kv_heads:
+        if work == before + per_head * heads:
             before = work
-            seq += 1
+            entry += 1

@@ -4,6 +4,10 @@ A work tile is a tile of keys of one KV head, or a split of several tiles (``SPL
 queue holds the work tiles of a head side by side, heads of a sequence one after the other,
 sequences in the batch's order; each CTA takes an equal range of it. See ``triton_decode``.
 
+Where blocks are listed (``VISIBLE``) heads of a sequence have different numbers of keys. Then an
+entry of the queue is one KV head of one sequence, otherwise a sequence with all its KV heads
+(``heads``), and tiles count compact keys (``tiles.triton.visible_blocks``).
+
 No helper here creates a tensor, so none needs a layout: ``@gluon.jit`` kernels call them as they
 are (compiled for sm_90 under Triton 3.6 and 3.7.1).
 """
@@ -12,15 +16,24 @@ import triton
 import triton.language as tl
 
 from ...tiles.triton.online_softmax import LN_2, LOG2_E, add_sink
+from ...tiles.triton.visible_blocks import compact_position
 
 __all__ = [
+    "NO_WINDOW",
     "add",
     "count_work_tiles",
+    "find_block_numbers",
     "find_range",
+    "key_range",
+    "list_of",
     "load_block_ids",
     "slot_of",
     "write_rows",
 ]
+
+
+NO_WINDOW = tl.constexpr(1 << 30)
+"""What ``launch.window_of`` passes where there is no window."""
 
 
 @triton.jit
@@ -30,10 +43,33 @@ def add(a, b):
 
 
 @triton.jit
-def _key_tiles(seq_len, query_len, window, TILE_N: tl.constexpr):
+def _key_tiles(first_key, end_key, TILE_N: tl.constexpr):
     """The first tile that any row sees, and the one after the last."""
-    first = tl.maximum(seq_len - query_len - window + 1, 0) // TILE_N
-    return first, tl.maximum((seq_len + TILE_N - 1) // TILE_N, first)
+    first = first_key // TILE_N
+    return first, tl.maximum((end_key + TILE_N - 1) // TILE_N, first)
+
+
+@triton.jit
+def key_range(seq_len, query_len, window, listed, seq, head, VISIBLE: tl.constexpr):
+    """The keys that any row may see: the first one, and the one after the last; compact ones.
+
+    ``listed`` is ``(visible_blocks, max_visible, search_steps, seq_stride, head_stride,
+    block_size)``.
+    """
+    first = tl.maximum(seq_len - query_len - window + 1, 0)
+    end = seq_len
+    if VISIBLE:
+        blocks = list_of(listed, seq, head)
+        end = compact_position(blocks, end, listed[5], listed[1], listed[2])
+        if window < NO_WINDOW:
+            first = compact_position(blocks, first, listed[5], listed[1], listed[2])
+    return first, end
+
+
+@triton.jit
+def list_of(listed, seq, head):
+    """Pointer to the list of visible blocks of a sequence's KV head."""
+    return listed[0] + seq.to(tl.int64) * listed[3] + head.to(tl.int64) * listed[4]
 
 
 @triton.jit
@@ -44,51 +80,90 @@ def _keep_short(seq_len, query_len, MOST: tl.constexpr):
 
 @triton.jit
 def count_work_tiles(
-    seq_lens, cu_seqlens_q, seq, num_seqs, window, MOST: tl.constexpr, TILE_N: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
+    seq_lens, cu_seqlens_q, entry, num_seqs, num_kv_heads, window, listed, MOST: tl.constexpr,
+    TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Work tiles of one KV head of each sequence. At least one, which writes the result."""
+    """Work tiles of each entry of the queue: at least one a head, which writes the result."""
+    seq, head = _split_entry(entry, num_kv_heads, VISIBLE)
     is_seq = seq < num_seqs
     seq_len = tl.load(seq_lens + seq, mask=is_seq, other=0)
     start = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
     query_len = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - start
     seq_len, query_len = _keep_short(seq_len, query_len, MOST)
-    first, end = _key_tiles(seq_len, query_len, window, TILE_N)
+    seq = tl.where(is_seq, seq, 0) if VISIBLE else seq
+    first_key, end_key = key_range(seq_len, query_len, window, listed, seq, head, VISIBLE)
+    first, end = _key_tiles(first_key, end_key, TILE_N)
     count = (end + SPLIT_TILES - 1) // SPLIT_TILES - first // SPLIT_TILES
-    return tl.where(is_seq, tl.maximum(count, 1), 0)
+    return (1 if VISIBLE else num_kv_heads) * tl.where(is_seq, tl.maximum(count, 1), 0)
+
+
+@triton.jit
+def _split_entry(entry, num_kv_heads, VISIBLE: tl.constexpr):
+    """The sequence of an entry of the queue, and its first KV head."""
+    if VISIBLE:
+        return entry // num_kv_heads, entry % num_kv_heads
+    return entry, 0 * entry
 
 
 @triton.jit
 def find_range(
-    seq_lens, cu_seqlens_q, seq, before, work, end_work, window, MOST: tl.constexpr,
-    TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr, SPLITS_FIXED: tl.constexpr,
+    seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
+    MOST: tl.constexpr, TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """The part of one KV head's keys that begins at work tile ``work`` of the queue.
 
-    ``before`` is the number of work tiles ahead of the sequence. Returns the sequence's lengths,
-    the head's number of work tiles, the head, the part's first work tile in the head and their
-    number, and its tiles of keys from ``low`` to ``high``.
+    ``before`` is the number of work tiles ahead of the entry. Returns the sequence, its KV head,
+    its lengths and first token; the head's first work tile in the queue and their number; the
+    part's first work tile in the head and their number; its tiles of keys from ``low`` to
+    ``high``, and the range of keys that any row may see.
     """
+    seq, first_head = _split_entry(entry, num_kv_heads, VISIBLE)
     seq_len = tl.load(seq_lens + seq)
     first_token = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
     seq_len, query_len = _keep_short(seq_len, query_len, MOST)
-    first_tile, end_tile = _key_tiles(seq_len, query_len, window, TILE_N)
+    first_key, end_key = key_range(seq_len, query_len, window, listed, seq, first_head, VISIBLE)
+    first_tile, end_tile = _key_tiles(first_key, end_key, TILE_N)
     first_split = first_tile // SPLIT_TILES
     per_head = tl.maximum((end_tile + SPLIT_TILES - 1) // SPLIT_TILES - first_split, 1)
-    head = (work - before) // per_head
-    first = work - before - head * per_head
+    heads_passed = (work - before) // per_head
+    head_start = before + heads_passed * per_head
+    head = first_head + heads_passed
+    first = work - head_start
     count = tl.minimum(end_work - work, 1 if SPLITS_FIXED else per_head - first)
     low = tl.maximum((first_split + first) * SPLIT_TILES, first_tile)
     high = tl.minimum((first_split + first + count) * SPLIT_TILES, end_tile)
-    return seq_len, first_token, query_len, per_head, head, first, count, low, high
+    return (
+        seq, head, seq_len, first_token, query_len, head_start, per_head, first, count, low, high,
+        first_key, end_key,
+    )  # fmt: skip
 
 
 @triton.jit
-def load_block_ids(table, key, first_key, seq_len, block_size, BLOCK_SIZE: tl.constexpr):
+def find_block_numbers(
+    blocks, key, first_key, end_key, block_size, BLOCK_SIZE: tl.constexpr, VISIBLE: tl.constexpr
+):
+    """Load the logical block numbers of compact keys from the list; others are computed later."""
+    if VISIBLE:
+        size = BLOCK_SIZE if BLOCK_SIZE > 0 else block_size
+        used = (key >= first_key) & (key < end_key)
+        return tl.load(blocks + key // size, mask=used, other=0)
+    return key
+
+
+@triton.jit
+def load_block_ids(
+    table, number, key, first_key, end_key, block_size, BLOCK_SIZE: tl.constexpr,
+    VISIBLE: tl.constexpr,
+):  # fmt: skip
     """The blocks of some keys; 0 for keys that no row sees, whose entries may hold anything."""
-    index = key // (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
-    return tl.load(table + index, mask=(key >= first_key) & (key < seq_len), other=0)
+    used = (key >= first_key) & (key < end_key)
+    if VISIBLE:
+        used = used & (number >= 0)
+    else:
+        number = key // (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
+    return tl.load(table + number, mask=used, other=0)
 
 
 @triton.jit

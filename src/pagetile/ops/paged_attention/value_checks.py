@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from ...errors import ShapeError
 from ...tiles.cpu.compile import entry
@@ -74,6 +75,36 @@ def _find_fault(
     if cu_seqlens_q[len(seq_lens)] != num_tokens:
         return _END, max(0, len(seq_lens) - 1), 0
     return _FINE, 0, 0
+
+
+def check_visible_blocks(visible_blocks: Tensor, seq_lens: Tensor, block_size: int) -> None:
+    """Raise ShapeError for a list that is not ascending, or names a block past its sequence.
+
+    Args:
+        visible_blocks: As for ``paged_attention``, on the host.
+        seq_lens: Likewise.
+        block_size: Slots of a block.
+    """
+    counts = -(-seq_lens // block_size)
+    is_end = visible_blocks == -1
+    is_out = ~is_end & ((visible_blocks < 0) | (visible_blocks >= counts[:, None, None]))
+    follows = visible_blocks[..., 1:] > visible_blocks[..., :-1]
+    is_out_of_order = ~is_end[..., 1:] & (is_end[..., :-1] | ~follows)
+    for wrong in (is_out, is_out_of_order):
+        if not wrong.any():
+            continue
+        seq, head, i = (int(n) for n in wrong.nonzero()[0])
+        if wrong is is_out:
+            raise ShapeError(
+                f"visible_blocks[{seq}, {head}, {i}] is {int(visible_blocks[seq, head, i])}, "
+                f"expected 0 to {int(counts[seq]) - 1}, or -1 after the last: sequence {seq} has "
+                f"{int(seq_lens[seq])} keys in blocks of {block_size}"
+            )
+        one, other = visible_blocks[seq, head, i : i + 2].tolist()
+        raise ShapeError(
+            f"visible_blocks[{seq}, {head}, {i + 1}] is {other} after {one}, expected block "
+            "numbers in ascending order, each once, and -1 after the last"
+        )
 
 
 def check_values(

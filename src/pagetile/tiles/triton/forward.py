@@ -11,7 +11,8 @@ the tiles of keys that any of its rows sees; only those at the edges need a mask
 
 Supports causal or not, a window, a soft cap, ALiBi, sinks, 8-bit caches with scales a head or a
 token, any group, any head size by padding, any block size. Ragged batches: a program finds its
-sequence by the lengths on the device.
+sequence by the lengths on the device. Of a KV head with listed blocks (``VISIBLE``) tiles are of
+compact keys (``visible_blocks``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .online_softmax import (
     tanh,
     weigh,
 )
+from .visible_blocks import compact_position, logical_keys
 
 
 @triton.jit
@@ -84,7 +86,8 @@ def _walk(
     k_block, k_slot, v_block, v_slot, ks_block, ks_slot, vs_block, vs_slot,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
-    TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DOT: tl.constexpr,
+    TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DOT: tl.constexpr, blocks,
+    VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles from ``low`` to ``high`` into the state of the rows."""
     for tile in range(low, high):
@@ -95,6 +98,8 @@ def _walk(
                 index, slot = key // BLOCK_SIZE, key % BLOCK_SIZE
             else:
                 index, slot = key // block_size, key % block_size
+            if VISIBLE:
+                index = tl.load(blocks + index, mask=used, other=0)
             block = tl.load(table + index, mask=used, other=0).to(tl.int64)
             k_row, v_row = block * k_block + slot * k_slot, block * v_block + slot * v_slot
         else:
@@ -107,7 +112,10 @@ def _walk(
         if HAS_CAP:
             s = tanh(s) * (soft_cap * LOG2_E)
         if HAS_ALIBI:
-            s += slopes[:, None] * (key[None, :] - position[:, None])
+            place = key
+            if VISIBLE:
+                place = logical_keys(blocks, key, first_key, end_key, block_size)
+            s += slopes[:, None] * (place[None, :] - position[:, None])
         if MASKED:
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
@@ -135,17 +143,19 @@ def forward_kernel(
     sinks,  # float32 [num_heads]
     k_scale,  # float32 [num_kv_heads] or [num_blocks, block_size, num_kv_heads]
     v_scale,  # likewise
+    visible_blocks,  # int32 [num_seqs, num_kv_heads, max_visible], if VISIBLE
     num_seqs, num_kv_heads,
     short,  # sequences with up to so many new tokens are another kernel's
     softmax_scale, soft_cap, window, block_size,
     out_token, out_head, q_token, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    max_visible, search_steps, list_seq, list_head,
     GROUP: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     # Which rows.
@@ -202,9 +212,19 @@ def forward_kernel(
     last_position = seq_len - query_len + last_token
     end_key = tl.minimum(last_position + 1, seq_len) if CAUSAL else seq_len
     first_key = tl.maximum(first_row_position - window + 1, 0)
-    low, high = first_key // TILE_N, tl.cdiv(tl.maximum(end_key, 0), TILE_N)
     whole_end = tl.minimum(first_row_position + 1, seq_len) if CAUSAL else seq_len
-    whole_low = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE_N)
+    whole_first = last_position - window + 1
+    blocks = visible_blocks
+    if VISIBLE:
+        blocks += seq.to(tl.int64) * list_seq + head.to(tl.int64) * list_head
+        end_key = compact_position(blocks, end_key, block_size, max_visible, search_steps)
+        first_key = compact_position(blocks, first_key, block_size, max_visible, search_steps)
+        whole_end = compact_position(blocks, whole_end, block_size, max_visible, search_steps)
+        whole_first = compact_position(blocks, whole_first, block_size, max_visible, search_steps)
+        row_end = compact_position(blocks, row_end, block_size, max_visible, search_steps)
+        row_first = compact_position(blocks, row_first, block_size, max_visible, search_steps)
+    low, high = first_key // TILE_N, tl.cdiv(tl.maximum(end_key, 0), TILE_N)
+    whole_low = tl.cdiv(tl.maximum(whole_first, 0), TILE_N)
     whole_high = tl.maximum(whole_end, 0) // TILE_N
     whole_low = tl.minimum(tl.maximum(whole_low, low), high)
     whole_high = tl.minimum(tl.maximum(whole_high, whole_low), high)
@@ -226,7 +246,7 @@ def forward_kernel(
             k_block, k_slot, v_block, v_slot,
             ks_block, ks_slot, vs_block, vs_slot,
             SIZE, V_SIZE, BLOCK_SIZE, PAGED, HAS_CAP, HAS_ALIBI,
-            SCALES == "token", part != 1, TILE_N, D, V, DOT,
+            SCALES == "token", part != 1, TILE_N, D, V, DOT, blocks, VISIBLE,
         )  # fmt: skip
 
     # Done.

@@ -1,0 +1,128 @@
+"""``visible_blocks``: rows see the keys of listed blocks only."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagetile import PagedBatch, ShapeError, explain_paged_attention, paged_attention
+from pagetile.errors import DTypeError
+from pagetile.ops.paged_attention.api import check_lists_on_host
+from pagetile.testing import PagedCase, assert_matches, make_inputs
+from pagetile.tiles.state import AttentionOutput
+
+ON_GPU = torch.cuda.is_available()
+INT8 = torch.int8
+CASES = [
+    PagedCase((1, 1), (70, 33), 4, 2, head_size=16, block_size=8, visible_share=0.4),
+    PagedCase((1,), (97,), 8, 2, head_size=32, visible_share=0.5, sliding_window=30),
+    PagedCase((5, 3), (60, 40), 4, 2, 16, block_size=4, visible_share=0.5, has_alibi=True),
+    PagedCase((1, 1, 1), (90, 80, 7), 4, 4, 16, block_size=7, visible_share=0.5, has_sinks=True),
+    PagedCase((40, 30), (60, 90), 4, 1, 16, block_size=8, visible_share=0.4, logits_soft_cap=5.0),
+    PagedCase((40,), (60,), 6, 2, 16, block_size=5, visible_share=0.6, sliding_window=11),
+    PagedCase((40, 1, 2), (60, 80, 9), 4, 2, 16, block_size=5, visible_share=0.3, causal=False),
+    PagedCase((1, 1), (70, 33), 4, 2, 16, visible_share=0.4, kv_dtype=INT8, scales="token"),
+    PagedCase((1, 1), (70, 33), 4, 2, 16, block_size=8, visible_share=0.0),
+    PagedCase((20, 1), (70, 33), 4, 2, 16, block_size=1, visible_share=0.5, strided=True),
+    PagedCase((1,), (1200,), 4, 2, 16, block_size=16, visible_share=0.2),
+]
+IMPLEMENTATIONS = [
+    "reference",
+    "cpu",
+    pytest.param("triton", marks=pytest.mark.interpret),
+    pytest.param("hopper", marks=pytest.mark.gpu),
+]
+
+
+def attend(inputs, impl, **changes):
+    there = inputs.to("cuda" if ON_GPU and impl in ("triton", "hopper") else "cpu")
+    out, lse = there.attend(impl=impl, **changes)
+    return AttentionOutput(out.cpu(), lse.cpu())
+
+
+def taken_by(case, impl):
+    """The case in a type that an implementation takes, if it takes its rows."""
+    if impl != "hopper":
+        return case
+    if max(case.query_lens) * case.num_heads // case.num_kv_heads > 16 or case.strided:
+        pytest.skip("hopper takes up to 16 aligned rows")
+    return replace(case, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases_match_float64(case, impl):
+    inputs = make_inputs(taken_by(case, impl))
+    assert_matches(attend(inputs, impl), inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_listing_all_blocks_changes_nothing_but_rounding(impl):
+    case = PagedCase((1, 1), (70, 33), 4, 2, head_size=16, block_size=8, visible_share=1.0)
+    inputs = make_inputs(taken_by(case, impl))
+    result = attend(inputs, impl, visible_blocks=None)
+    assert_matches(result, inputs)
+    assert_matches(attend(inputs, impl), inputs)
+
+
+@pytest.mark.interpret
+def test_a_captured_length_serves_shorter_lists():
+    """Sizes of the lists are bounds: entries after the first -1 are not read as blocks."""
+    inputs = make_inputs(CASES[0])
+    listed = inputs.options["visible_blocks"]
+    longer = torch.nn.functional.pad(listed, (0, 9), value=-1)
+    expected = attend(inputs, "triton")
+    for found, wanted in zip(
+        attend(inputs, "triton", visible_blocks=longer), expected, strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def listed_call(blocks, dtype=torch.int32):
+    cache = torch.randn(6, 4, 1, 8)
+    batch = PagedBatch.of([[5, 3, 1]], [10])
+    lists = torch.tensor([[blocks]], dtype=dtype)
+    return torch.randn(1, 2, 8), cache, cache, batch, lists
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([2, 0], r"visible_blocks\[0, 0, 1\] is 0 after 2, expected block numbers in ascending"),
+        ([1, 1], r"visible_blocks\[0, 0, 1\] is 1 after 1"),
+        ([0, -1, 2], r"visible_blocks\[0, 0, 2\] is 2 after -1"),
+        ([0, 3], r"visible_blocks\[0, 0, 1\] is 3, expected 0 to 2, or -1 after the last"),
+        ([-2, 0], r"visible_blocks\[0, 0, 0\] is -2, expected 0 to 2"),
+    ],
+    ids=str,
+)
+def test_wrong_lists_are_refused(blocks, message):
+    q, k_cache, v_cache, batch, lists = listed_call(blocks)
+    with pytest.raises(ShapeError, match=message):
+        paged_attention(q, k_cache, v_cache, batch, visible_blocks=lists, impl="cpu")
+    good = listed_call([0, 2, -1])
+    paged_attention(*good[:4], visible_blocks=good[4], impl="cpu")
+
+
+def test_lists_of_a_gpu_are_checked_on_the_host_when_debugging():
+    inputs = make_inputs(CASES[0])
+    listed = inputs.options["visible_blocks"]
+    check_lists_on_host(inputs.problem, inputs.batch, listed)
+    with pytest.raises(ShapeError, match="visible_blocks"):
+        check_lists_on_host(inputs.problem, inputs.batch, listed.flip(-1))
+
+
+def test_lists_have_a_shape_and_a_type():
+    q, k_cache, v_cache, batch, lists = listed_call([0, 2])
+    with pytest.raises(ShapeError, match="visible_blocks has num_kv_heads=2 but k_cache has 1"):
+        paged_attention(q, k_cache, v_cache, batch, visible_blocks=lists.repeat(1, 2, 1))
+    with pytest.raises(DTypeError, match="visible_blocks is int64, expected int32"):
+        paged_attention(q, k_cache, v_cache, batch, visible_blocks=lists.long())
+    with pytest.raises(DTypeError, match="visible_blocks is of type list"):
+        paged_attention(q, k_cache, v_cache, batch, visible_blocks=[[0]])
+
+
+def test_explain_says_who_takes_lists():
+    q, k_cache, v_cache, batch, lists = listed_call([0, 2])
+    lines = explain_paged_attention(q, k_cache, v_cache, batch, visible_blocks=lists).splitlines()
+    assert lines[3:] == ["cpu: yes", "reference: yes"]
