@@ -11,6 +11,7 @@ Slow ones wait on every machine until they are named: ``pytest -m slow``.
 """
 
 import os
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -19,6 +20,13 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 LONGEST = ("tests/test_interpreter.py", "tests/ops/test_paged_attention.py")
+LEFT_OUT = pytest.StashKey[dict]()
+REASONS = {
+    "slow": "they take minutes; run them with -m slow",
+    "gpu": "they need a GPU; make test-gpu runs them",
+    "interpret": "tests/test_interpreter.py runs them with TRITON_INTERPRET=1, or a GPU",
+}
+COMPILED = "they run without TRITON_INTERPRET=1"
 COMPILED_ELSEWHERE = "tests/engine/test_kv_cache_dtype.py"
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
     """Triton decides when a kernel is imported whether it is interpreted: all tests or none."""
     on_gpu = has_gpu()
     with_slow = "slow" in config.option.markexpr
-    kept, left = [], []
+    kept, left, reasons = [], [], Counter()
     for item in items:
         if item.get_closest_marker("gpu"):
             is_wanted = on_gpu
@@ -53,6 +61,8 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow"):
             is_wanted &= with_slow
         (kept if is_wanted else left).append(item)
+        if not is_wanted:
+            reasons[next(filter(item.get_closest_marker, REASONS), "compiled")] += 1
     # Two files run at a time: those that take minutes begin first, and one that would compile the
     # same kernels as another comes last.
     kept.sort(
@@ -63,6 +73,23 @@ def pytest_collection_modifyitems(config, items):
     )
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+    config.stash[LEFT_OUT] = dict(reasons)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say which tests did not run here, and why."""
+    for name, number in sorted(config.stash.get(LEFT_OUT, {}).items()):
+        terminalreporter.write_line(f"{number} tests left out: {REASONS.get(name, COMPILED)}")
 
 
 @pytest.fixture(scope="session")
