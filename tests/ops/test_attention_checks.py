@@ -9,6 +9,7 @@ from pagetile import (
     UnsupportedError,
     attention,
     attention_scores,
+    explain_attention,
     merge_states,
     window_attention,
     write_kv,
@@ -148,8 +149,25 @@ def test_a_scale_that_wants_a_gradient_is_refused(call):
         (lambda: merge_states(torch.zeros(2, 3, 4, 8), None), "lses"),
         (lambda: write_kv(RKV, RKV, KV, KV, [0] * 12), "slot_mapping"),
         (lambda: write_kv(None, RKV, KV, KV, torch.zeros(12).long()), "k"),
+        (
+            lambda: write_kv(
+                RKV, RKV, KV.char(), KV.char(), torch.zeros(12).long(), k_scale=1.0, v_scale=1.0
+            ),
+            "k_scale",
+        ),
     ],
 )
 def test_what_is_no_tensor_is_named(call, name):
     with pytest.raises(DTypeError, match=f"^{name} is of type .*, expected a torch.Tensor"):
         call()
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scores_have_a_finite_scale(scale):
+    with pytest.raises(ShapeError, match=f"softmax_scale is {scale}, expected a finite number"):
+        attention_scores(Q.transpose(1, 2), Q.transpose(1, 2), softmax_scale=scale)
+
+
+def test_explain_refuses_unknown_options():
+    with pytest.raises(TypeError, match=r"explain_attention\(\) got an unexpected .* 'scale'"):
+        explain_attention(Q, KV, KV, scale=1.0)

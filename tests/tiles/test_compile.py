@@ -52,3 +52,28 @@ def test_a_kept_kernel_is_compiled_anew_when_what_it_calls_changes(tmp_path):
     assert run(2).startswith("14 ")
     assert "1}" in run(2)  # kept
     assert run(3).startswith("21 ")
+
+
+def test_a_kept_index_that_names_a_class_that_is_gone_is_left_out(tmp_path):
+    """As after an update that renames the tuple of a call's fields."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": os.fspath(tmp_path / "kept")}
+    command = [sys.executable, "-c", "import cpu; print(cpu.double(cpu.{0}(21)))"]
+    for name in ("Call", "ScaleCall"):
+        (tmp_path / "cpu.py").write_text(CALLED.format(name))
+        found = subprocess.run(
+            [part.format(name) for part in command],
+            cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        assert found.stdout == "42\n"
+
+
+CALLED = """
+from collections import namedtuple
+from pagetile.tiles.cpu.compile import entry
+
+{0} = namedtuple("{0}", "x")
+
+@entry()
+def double(call):
+    return 2 * call.x
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -145,6 +146,10 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
         reference: yes
     """
     options.pop("impl", None)
+    known = inspect.signature(attention).parameters
+    for name in options:
+        if name not in known:
+            raise TypeError(f"explain_attention() got an unexpected keyword argument {name!r}")
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_query_len", "max_seq_len")
     lengths = Lengths(*(options.pop(name, None) for name in names))
     problem = check(*_normalize(q, k, v, lengths, **options))

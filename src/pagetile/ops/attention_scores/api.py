@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def attention_scores(
 ) -> Tensor:
     """Every query's product with every key: ``q kᵀ * softmax_scale``, and nothing else.
 
-    No softmax, no mask: this is for looking at scores, and for methods that are made of them.
+    No softmax, no mask: for inspecting scores, and for methods built on them.
     Attention itself never stores them (see ``attention``). Gradients are the reference's.
 
     Args:
@@ -66,9 +68,13 @@ def attention_scores(
     if softmax_scale is None:
         softmax_scale = default_scale(q)
     softmax_scale = as_number("softmax_scale", softmax_scale)
+    if not math.isfinite(softmax_scale):
+        raise ShapeError(f"softmax_scale is {softmax_scale}, expected a finite number, or None")
     problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient(q, k))
     if impl == "auto" and has_dispatch_observers(q, k):
-        return reference.run(problem, q, k, softmax_scale)  # of operations that all know who watch
+        return reference.run(
+            problem, q, k, softmax_scale
+        )  # of operations that every observer knows
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
     scores: Tensor = module.run(problem, q, k, softmax_scale)
     return scores

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, forms, is_debugging
+from ...shapes import (
+    Form,
+    bind,
+    check_device,
+    check_dtype,
+    check_tensors,
+    forms,
+    given,
+    is_debugging,
+)
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_contiguous_rows
 from ..dispatch import choose
@@ -82,7 +91,9 @@ def write_kv(
         write(*operands, k_scale, v_scale, impl)
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    module = _settle(*tensors, impl)
+    module = _check_and_choose(*tensors, impl)
+    if k_scale is not None or v_scale is not None:
+        check_tensors(**given(k_scale=k_scale, v_scale=v_scale))
     scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
     if is_operator:
         write(*operands, k_scale, v_scale, impl)
@@ -93,8 +104,10 @@ def write_kv(
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str) -> Any:
-    """Check the tensors of these forms, and choose the module that writes them."""
+def _check_and_choose(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str
+) -> Any:
+    """Check tensors by their forms, and choose the implementation."""
     k, v, k_cache, v_cache, slot_mapping = (
         Form(*fields) for fields in (k, v, k_cache, v_cache, slot_mapping)
     )

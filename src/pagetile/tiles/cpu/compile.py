@@ -48,23 +48,24 @@ def entry() -> Callable[[Callable[..., Any]], Any]:
 
 
 def _follow_sources(kernel: Any, path: Path) -> Any:
-    """Have a kept kernel compiled anew when any file changes that it may be made of.
+    """Compile a cached kernel anew when any file changes that it may be made of.
 
-    Numba looks at the one file that the kernel stands in: after an update of the package in place
-    it would go on with old helpers.
+    Numba compares the one file that the kernel stands in: after an update of the package in place
+    it would go on with old helpers. The digest is part of the index's version, which Numba compares
+    before it unpickles anything: an old index may name classes that no longer exist.
     """
-    kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # no promise of Numba's
+    kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # not a public attribute
     if kept is not None:
-        kept._source_stamp = (kept._source_stamp, _digest(path.parent))
+        kept._version = (kept._version, _digest(path.parent))
     return kernel
 
 
 @cache
 def _digest(folder: Path) -> str:
-    """Of the tiles, of a folder's own kernels, and of what both know of problems and types."""
+    """Of the shared tiles, of an operation's own kernels, and of its problem and types."""
     sources = {
         *Path(__file__).parent.glob("*.py"),
-        *folder.glob("cpu*.py"),
+        *folder.glob("*.py" if folder.name == "cpu" else "cpu*.py"),
         *folder.glob("problem.py"),
         *folder.parent.glob("*.py"),
     }
