@@ -49,13 +49,12 @@ def attend(call: Arguments, impl: str) -> AttentionOutput:
 def _run(*inputs: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from .api import paged_attention
 
-    q, k_cache, v_cache, *lengths = inputs[:8]
+    q, k_cache, v_cache, tables, seq_lens, starts, query_len, seq_len = inputs[:8]
     shared = None if inputs[8] is None else SharedPrefixes(*inputs[8:12])
     names = Arguments._fields[4:-1]
     options = dict(zip(names, inputs[12:-1], strict=True))
-    found, lse = paged_attention(
-        q, k_cache, v_cache, PagedBatch(*lengths, shared), **options, out=out, impl=inputs[-1]
-    )
+    batch = PagedBatch(tables, seq_lens, starts, query_len, seq_len, shared)
+    found, lse = paged_attention(q, k_cache, v_cache, batch, **options, out=out, impl=inputs[-1])
     return found, lse
 
 
