@@ -154,3 +154,41 @@ def test_what_does_not_go_with_shared_prefixes_is_refused():
     batch = replace(inputs.batch, shared_prefixes=(1, 2))
     with pytest.raises(DTypeError, match="shared_prefixes is of type tuple"):
         paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, batch)
+
+
+@pytest.mark.usefixtures("splits")
+def test_a_compiled_call_takes_shared_prefixes():
+    inputs = make_shared(*CASES[0])
+    torch._dynamo.reset()
+
+    def step(q):
+        return paged_attention(q * 2, inputs.k_cache, inputs.v_cache, inputs.batch).out + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(inputs.q), step(inputs.q))
+    torch._dynamo.reset()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_merging_kernel_gives_what_torch_gives(splits, dtype):
+    from pagetile.ops.paged_attention import triton_merge
+
+    device = "cuda" if ON_GPU else "cpu"
+    torch.manual_seed(splits)
+    outs, own = torch.randn(splits, 5, 6, 24), torch.randn(5, 6, 24)
+    lses, own_lse = 3 * torch.randn(splits, 5, 6), torch.randn(5, 6)
+    lses[0, 0] = own_lse[1] = -torch.inf  # no key in one pass
+    lses[:, 2, 3] = own_lse[2, 3] = -torch.inf  # none in any
+    outs[0, 0] = own[1] = outs[:, 2, 3] = own[2, 3] = 0
+    outs, own, lses, own_lse = outs.to(dtype), own.to(dtype), lses, own_lse
+    expected = torch.full((5, 6, 24), torch.nan, dtype=dtype)
+    expected_lse = shared_prefixes._merge(expected, outs, lses, AttentionOutput(own, own_lse))
+    out = torch.full((5, 7, 40), torch.nan, dtype=dtype, device=device)[:, 1:, 8:32]
+    moved = (x.to(device) for x in (outs, lses, own, own_lse))
+    lse = triton_merge.merge(out, *moved)
+    torch.testing.assert_close(out.cpu(), expected)
+    torch.testing.assert_close(lse.cpu(), expected_lse)
+    assert lse[2, 3] == -torch.inf
+    assert not out[2, 3].any()
