@@ -55,3 +55,10 @@ def test_the_mini_engine_says_what_the_engine_says(example):
 def test_an_example_runs(example, name, printed, capsys):
     example(name).main()
     assert printed in capsys.readouterr().out
+
+
+def test_pages_chosen_by_bounds_are_better_than_random_ones(example, capsys):
+    example("top_k_pages").main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert all(float(chosen) < 0.7 * float(random) for _, chosen, random in rows[:2])
+    assert float(rows[-1][1]) < 1e-5  # all pages

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .ops.merge_states import merge_states
     from .ops.paged_attention import (
         PagedBatch,
+        SharedPrefixes,
         explain_paged_attention,
         paged_attention,
         plan_paged_attention,
@@ -56,6 +57,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "ShapeError",
+    "SharedPrefixes",
     "UnsupportedError",
     "attention",
     "attention_scores",
@@ -83,6 +85,7 @@ _HOMES = {
     "AttentionOutput": "tiles.state",
     "BlockMask": "ops.attention",
     "PagedBatch": "ops.paged_attention",
+    "SharedPrefixes": "ops.paged_attention",
     "attention": "ops.attention",
     "attention_scores": "ops.attention_scores",
     "copy_blocks": "ops.copy_blocks",

@@ -20,6 +20,7 @@ from pagetile.ops.paged_attention.hopper import SPECIALISED
 from pagetile.ops.paged_attention.plan import make_gpu_plan
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, PREFILL
+from pagetile.shapes import Form
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -211,3 +212,34 @@ def test_fixed_splits_keep_no_more_states_than_block_tables_can_name():
     states, _, _ = triton.prepare(question, call_form(question, features=False), plan).scratch
     splits = 256 * 16 // plan.split_size + 1  # of the widest table that call_form makes
     assert states == question.num_seqs * question.num_kv_heads * splits * 4 * 128
+
+
+@pytest.mark.parametrize("width", [8, 128, 512])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_merging_a_prefix(dtype, width, tmp_path):
+    from pagetile.ops.paged_attention import triton_merge
+
+    assert_fits(triton_merge.make_launcher(dtype, 32, width), tmp_path)
+
+
+@pytest.mark.parametrize(("kv_dtype", "scales"), [(BF16, "none"), (E4M3, "token")], ids=str)
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "cap-alibi-sinks"])
+def test_decode_of_listed_blocks_on_hopper(kv_dtype, scales, features, tmp_path):
+    assert_fits(make_listed(SPECIALISED, features, kv_dtype=kv_dtype, scales=scales), tmp_path, 16)
+
+
+def test_listed_blocks_by_triton(tmp_path):
+    """Its decode spills: the address of a block has a load more in front of it."""
+    assert_fits(make_listed(DECODE, features=False), tmp_path, 1024)
+    assert_fits(make_listed(DECODE, features=False, query_len=512), tmp_path)
+
+
+def make_listed(kernel, features, **sizes):
+    """Return the launcher of a call that lists 32 blocks of each KV head."""
+    question = problem(4, 128, **sizes)
+    form = call_form(question, features=features)
+    listed = Form(torch.Size((64, 8, 32)), (256, 32, 1), torch.int32, torch.device("meta"))
+    plan = make_gpu_plan(question, H200, hopper=kernel is SPECIALISED)
+    question = replace(question, max_visible=32)
+    form = form._replace(visible_blocks=listed)
+    return triton.prepare(question, form, plan, kernel).launch.launcher

@@ -59,7 +59,7 @@ def test_torch_can_trace_the_operators():
     checks = ("test_schema", "test_faketensor")
     written = (k, v, k_cache, v_cache, slots, None, None, "auto")
     torch.library.opcheck(torch.ops.pagetile.write_kv.default, written, test_utils=checks)
-    lengths = (batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, 1, 5)
+    lengths = (batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, 1, 5, *[None] * 4)
     call = (q, k_cache, v_cache, *lengths, 0.3, True, *[None] * 7, "auto")
     operators = torch.ops.pagetile
     torch.library.opcheck(operators.paged_attention.default, call, test_utils=checks)

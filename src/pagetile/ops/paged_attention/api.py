@@ -17,8 +17,8 @@ from ...tiles.state import AttentionOutput
 from ..attention_checks import check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
 from ..eager import call_uncompiled, needs_operator
-from . import operator
-from .batch import PagedBatch
+from . import operator, shared_prefixes
+from .batch import PagedBatch, SharedPrefixes
 from .checks import check_plan, check_types, validate
 from .plan import Plan
 from .problem import Arguments, CachedCall, CallForm, Problem, form_of
@@ -198,9 +198,33 @@ def _dispatch(form: CallForm, plan: Plan | None, impl: str) -> CachedCall:
     problem = validate(form)
     if not isinstance(form.softmax_scale, float):  # an equal float finds this entry
         form = form._replace(softmax_scale=float(form.softmax_scale))
-    name, module = choose_implementation(problem, DeviceInfo.of(form.q.device), impl)
+    device = DeviceInfo.of(form.q.device)
+    if form.shared_prefixes is not None and impl != "reference":
+        if plan is not None:
+            raise UnsupportedError(
+                "plan with shared_prefixes: pass plan=None, or a batch without shared_prefixes"
+            )
+        if form.sliding_window is None:  # a window hides most of a long prefix
+            run = functools.partial(_run_shared, problem, impl)
+            return CachedCall(form, problem, run)
+    name, module = choose_implementation(problem, device, impl)
     check_plan(plan, impl, runs=name)
     return CachedCall(form, problem, module.prepare(problem, form, plan))
+
+
+def _run_shared(problem: Problem, impl: str, call: Arguments) -> AttentionOutput:
+    """Run a call whose batch has shared prefixes: in two passes where that pays."""
+
+    def attend(arguments: Arguments) -> AttentionOutput:
+        return _find_call(arguments, None, impl).run(arguments)
+
+    shared, device = call.batch.shared_prefixes, DeviceInfo.of(call.q.device)
+    assert shared is not None
+    if device.kind == "cpu" or is_debugging():
+        check_prefixes_on_host(problem, call.batch, shared)
+    if shared_prefixes.pays(problem, shared, device):
+        return shared_prefixes.run(problem, attend, call)
+    return attend(call._replace(batch=dataclasses.replace(call.batch, shared_prefixes=None)))
 
 
 def choose_implementation(problem: Problem, device: DeviceInfo, impl: str) -> tuple[str, Any]:
@@ -242,6 +266,18 @@ def check_lists_on_host(problem: Problem, batch: PagedBatch, visible_blocks: Ten
     from .value_checks import check_visible_blocks
 
     check_visible_blocks(visible_blocks.cpu(), batch.seq_lens.cpu(), problem.block_size)
+
+
+def check_prefixes_on_host(problem: Problem, batch: PagedBatch, shared: SharedPrefixes) -> None:
+    """Raise ShapeError for groups or prefixes that are not valid; waits for a GPU."""
+    from .value_checks import check_shared_prefixes
+
+    on_host = SharedPrefixes(shared.cu_group_seqs.cpu(), shared.prefix_lens.cpu())
+    host = PagedBatch(
+        batch.block_tables.cpu(), batch.seq_lens.cpu(), batch.cu_seqlens_q.cpu(),
+        batch.max_query_len, batch.max_seq_len, on_host,
+    )  # fmt: skip
+    check_shared_prefixes(host, problem.block_size)
 
 
 def explain_paged_attention(

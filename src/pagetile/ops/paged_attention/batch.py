@@ -15,9 +15,35 @@ import torch
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, check_tensors, form
 
-__all__ = ["PagedBatch"]
+__all__ = ["PagedBatch", "SharedPrefixes"]
 
 _MAX_CACHED_CALLS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrefixes:
+    """Groups of neighbouring sequences whose first blocks are the same.
+
+    Four sequences, of which the first three share two blocks of 16 tokens::
+
+        cu_group_seqs = [0, 3, 4]        prefix_lens = [32, 0]
+        block_tables  = [[7, 2, 5], [7, 2, 8], [7, 2, 0], [4, ·, ·]]
+    """
+
+    cu_group_seqs: torch.Tensor
+    """int32 ``[num_groups + 1]``: where each group's sequences start; from 0 to ``num_seqs``."""
+    prefix_lens: torch.Tensor
+    """int32 ``[num_groups]``: tokens that a group shares, whole blocks; no new token among them."""
+    max_group_tokens: int | None = None
+    """At least the most new tokens of a group, a host integer; ``None``: all of the batch."""
+    max_prefix_len: int | None = None
+    """At least the longest prefix, a host integer; ``None``: ``max_seq_len``. Whether sharing is
+    used depends on it."""
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return self.prefix_lens.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +78,8 @@ class PagedBatch:
     """At least the most new tokens of a sequence. A host integer: planning never waits."""
     max_seq_len: int
     """At least the most keys of a sequence."""
+    shared_prefixes: SharedPrefixes | None = None
+    """Prefixes that are read once for all sequences of a group."""
 
     @staticmethod
     def decode(block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> PagedBatch:
@@ -130,6 +158,15 @@ class PagedBatch:
         tensors = self.block_tables, self.seq_lens, self.cu_seqlens_q
         block_tables, seq_lens, cu_seqlens_q = (Form._make(form(tensor)) for tensor in tensors)
         return block_tables, seq_lens, cu_seqlens_q
+
+    @functools.cached_property
+    def shared_form(self) -> tuple[Form, Form, int | None, int | None] | None:
+        """Form of the shared prefixes, if there are any."""
+        shared = self.shared_prefixes
+        if shared is None:
+            return None
+        groups, lens = (Form._make(form(x)) for x in (shared.cu_group_seqs, shared.prefix_lens))
+        return groups, lens, shared.max_group_tokens, shared.max_prefix_len
 
     @functools.cached_property
     def calls(self) -> dict[Any, Any]:

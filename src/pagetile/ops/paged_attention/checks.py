@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, check_tensors, given
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import as_number, check_flag, check_heads, check_options, is_size
 from ..scales import LARGEST_CODE, find_kind
-from .batch import PagedBatch
+from .batch import PagedBatch, SharedPrefixes
 from .plan import CpuPlan, GpuPlan
 from .problem import Arguments, CallForm, Problem
 
@@ -42,6 +42,13 @@ def check_types(arguments: Arguments) -> None:
         **{name: getattr(batch, name) for name in ("block_tables", "seq_lens", "cu_seqlens_q")},
         **given(**{name: getattr(arguments, name) for name in _OPTIONAL}),
     )
+    shared: Any = batch.shared_prefixes
+    if shared is not None:
+        if not isinstance(shared, SharedPrefixes):
+            raise DTypeError(
+                f"shared_prefixes is of type {type(shared).__name__}, expected SharedPrefixes"
+            )
+        check_tensors(cu_group_seqs=shared.cu_group_seqs, prefix_lens=shared.prefix_lens)
     if arguments.softmax_scale is not None:
         as_number("softmax_scale", arguments.softmax_scale)
 
@@ -88,6 +95,7 @@ def validate(form: CallForm) -> Problem:
         )
     _check_dtypes(form)
     _check_sizes(sizes, form)
+    _check_shared_prefixes(form)
     strides = (*form.k_cache.strides[:3], *form.v_cache.strides[:3])
     unit = 16 // form.k_cache.dtype.itemsize
     return Problem(
@@ -107,6 +115,31 @@ def validate(form: CallForm) -> Problem:
         logits_soft_cap=form.logits_soft_cap,
         max_visible=sizes.get("max_visible"),
     )
+
+
+def _check_shared_prefixes(form: CallForm) -> None:
+    if form.shared_prefixes is None:
+        return
+    groups, lens, max_group_tokens, max_prefix_len = form.shared_prefixes
+    length = bind(cu_group_seqs=(groups, "length"))["length"]
+    num_groups = bind(prefix_lens=(lens, "num_groups"))["num_groups"]
+    if length != num_groups + 1:
+        raise ShapeError(
+            f"cu_group_seqs has {length} entries, expected num_groups + 1 = {num_groups + 1}: it "
+            "starts with 0 and ends with num_seqs"
+        )
+    check_dtype("cu_group_seqs", groups, torch.int32)
+    check_dtype("prefix_lens", lens, torch.int32)
+    check_device("q", form.q.device, cu_group_seqs=groups, prefix_lens=lens)
+    for name, value in (("max_group_tokens", max_group_tokens), ("max_prefix_len", max_prefix_len)):
+        if value is not None and not is_size(value):
+            raise ShapeError(
+                f"{name} is {value!r}, expected an integer of the host from 0 to 2**31 - 1, or None"
+            )
+    if form.visible_blocks is not None:
+        raise UnsupportedError(
+            "visible_blocks with shared_prefixes: pass a batch without shared_prefixes"
+        )
 
 
 def _check_dtypes(form: CallForm) -> None:

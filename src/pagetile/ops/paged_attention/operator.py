@@ -6,20 +6,22 @@ not return what it was given, so a call with ``out`` has an operator of its own.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...tiles.state import AttentionOutput
-from .batch import PagedBatch
+from .batch import PagedBatch, SharedPrefixes
 from .problem import Arguments
 
 __all__ = ["attend"]
 
 _INPUTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
-    "Tensor cu_seqlens_q, SymInt max_query_len, SymInt max_seq_len, float softmax_scale, "
+    "Tensor cu_seqlens_q, SymInt max_query_len, SymInt max_seq_len, Tensor? cu_group_seqs, "
+    "Tensor? prefix_lens, SymInt? max_group_tokens, SymInt? max_prefix_len, float softmax_scale, "
     "bool causal, SymInt? sliding_window, float? logits_soft_cap, Tensor? alibi_slopes, "
     "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? visible_blocks, str impl"
 )
@@ -28,9 +30,13 @@ _INPUTS = (
 def attend(call: Arguments, impl: str) -> AttentionOutput:
     """Call the operator."""
     q, k_cache, v_cache, batch, *options, out = call
+    prefixes = batch.shared_prefixes
+    shared: list[Any] = [None] * 4
+    if prefixes is not None:
+        shared = [getattr(prefixes, field.name) for field in fields(prefixes)]
     inputs = [
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q,
-        batch.max_query_len, batch.max_seq_len, *options, impl,
+        batch.max_query_len, batch.max_seq_len, *shared, *options, impl,
     ]  # fmt: skip
     # It has no gradients, whatever the tensors ask for.
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
@@ -43,12 +49,12 @@ def attend(call: Arguments, impl: str) -> AttentionOutput:
 def _run(*inputs: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from .api import paged_attention
 
-    q, k_cache, v_cache, *batch = inputs[:8]
+    q, k_cache, v_cache, tables, seq_lens, starts, query_len, seq_len = inputs[:8]
+    shared = None if inputs[8] is None else SharedPrefixes(*inputs[8:12])
     names = Arguments._fields[4:-1]
-    options = dict(zip(names, inputs[8:-1], strict=True))
-    found, lse = paged_attention(
-        q, k_cache, v_cache, PagedBatch(*batch), **options, out=out, impl=inputs[-1]
-    )
+    options = dict(zip(names, inputs[12:-1], strict=True))
+    batch = PagedBatch(tables, seq_lens, starts, query_len, seq_len, shared)
+    found, lse = paged_attention(q, k_cache, v_cache, batch, **options, out=out, impl=inputs[-1])
     return found, lse
 
 

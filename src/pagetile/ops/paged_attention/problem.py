@@ -57,6 +57,8 @@ class CallForm(NamedTuple):
     block_tables: Form
     seq_lens: Form
     cu_seqlens_q: Form
+    shared_prefixes: tuple[Form, Form, int | None, int | None] | None
+    """Forms of ``cu_group_seqs`` and ``prefix_lens``, and their bounds."""
     max_query_len: int
     max_seq_len: int
     softmax_scale: float
@@ -81,6 +83,7 @@ def form_of(arguments: Arguments) -> CallForm:
             *[Form._make(form(tensor)) for tensor in (q, k_cache, v_cache)],
             *[None if tensor is None else Form._make(form(tensor)) for tensor in optional],
             *batch.forms,
+            batch.shared_form,
             batch.max_query_len,
             batch.max_seq_len,
             scale,

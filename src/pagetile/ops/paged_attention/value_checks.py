@@ -7,6 +7,8 @@ anything is written: 16384 table entries take about 2 microseconds on a CPU.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -105,6 +107,43 @@ def check_visible_blocks(visible_blocks: Tensor, seq_lens: Tensor, block_size: i
             f"visible_blocks[{seq}, {head}, {i + 1}] is {other} after {one}, expected block "
             "numbers in ascending order, each once, and -1 after the last"
         )
+
+
+def check_shared_prefixes(batch: PagedBatch, block_size: int) -> None:
+    """Raise ShapeError unless groups cover the batch and prefixes are whole, old blocks.
+
+    Args:
+        batch: With shared prefixes, on the host.
+        block_size: Slots of a block.
+    """
+    shared = batch.shared_prefixes
+    assert shared is not None
+    groups, lens = shared.cu_group_seqs.tolist(), shared.prefix_lens.tolist()
+    sizes = [end - start for start, end in itertools.pairwise(groups)]
+    if groups[0] != 0 or groups[-1] != batch.num_seqs or min(sizes, default=1) < 1:
+        raise ShapeError(
+            f"cu_group_seqs is {groups}, expected to ascend from 0 to num_seqs={batch.num_seqs}"
+        )
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    for group, prefix in enumerate(lens):
+        first, end = groups[group], groups[group + 1]
+        if prefix < 0 or prefix % block_size:
+            raise ShapeError(
+                f"prefix_lens[{group}] is {prefix}, expected whole blocks of {block_size}"
+            )
+        tables = batch.block_tables[first:end, : prefix // block_size]
+        for seq in range(first, end):
+            old = seq_lens[seq] - (starts[seq + 1] - starts[seq])
+            if prefix > old:
+                raise ShapeError(
+                    f"prefix_lens[{group}] is {prefix}, but sequence {seq} has {old} keys before "
+                    "its new tokens: a prefix holds none of them"
+                )
+        if (tables != tables[:1]).any():
+            raise ShapeError(
+                f"prefix_lens[{group}] is {prefix}, but block_tables of sequences {first} to "
+                f"{end - 1} do not begin with the same {prefix // block_size} blocks"
+            )
 
 
 def check_values(

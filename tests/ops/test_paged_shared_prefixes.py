@@ -1,0 +1,194 @@
+"""``shared_prefixes``: the prefix of a group is read once, and results stay what they are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagetile import PagedBatch, ShapeError, SharedPrefixes, UnsupportedError, paged_attention
+from pagetile.errors import DTypeError
+from pagetile.ops.paged_attention import shared_prefixes
+from pagetile.testing import PagedCase, PagedInputs, assert_matches, make_inputs
+from pagetile.tiles.state import AttentionOutput
+
+ON_GPU = torch.cuda.is_available()
+BLOCK = 8
+
+
+def make_shared(case, groups, prefixes):
+    """Inputs of a case whose sequences share blocks: sizes of the groups, lengths of prefixes."""
+    assert sum(groups) == len(case.seq_lens)
+    inputs = make_inputs(case)
+    keep = [seq for seq, n in enumerate(inputs.batch.seq_lens.tolist()) if n > 0]
+    batch = inputs.batch
+    starts, tables = batch.cu_seqlens_q.tolist(), batch.block_tables[keep].clone()
+    rows = [row for seq in keep for row in range(starts[seq], starts[seq + 1])]
+    first = 0
+    for size, prefix in zip(groups, prefixes, strict=True):
+        tables[first : first + size, : prefix // BLOCK] = tables[first, : prefix // BLOCK].clone()
+        first += size
+    shared = SharedPrefixes(
+        torch.tensor([0, *groups]).cumsum(0).int(), torch.tensor(prefixes, dtype=torch.int32)
+    )
+    new = PagedBatch(
+        tables, batch.seq_lens[keep], torch.tensor([0, *case.query_lens]).cumsum(0).int(),
+        batch.max_query_len, batch.max_seq_len, shared,
+    )  # fmt: skip
+    return replace(inputs, q=inputs.q[rows], out=inputs.out[rows], batch=new)
+
+
+def to(inputs: PagedInputs, device):
+    there, shared = inputs.to(device), inputs.batch.shared_prefixes
+    shared = SharedPrefixes(shared.cu_group_seqs.to(device), shared.prefix_lens.to(device))
+    return replace(there, batch=replace(there.batch, shared_prefixes=shared))
+
+
+SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "block_size": BLOCK}
+CASES = [
+    (PagedCase((1, 1, 1), (90, 70, 64), **SIZES), [3], [56]),
+    (PagedCase((1, 2, 1, 1), (30, 34, 70, 90), **SIZES), [2, 2], [24, 64]),
+    (PagedCase((1, 5, 1), (30, 54, 70), has_alibi=True, has_sinks=True, **SIZES), [2, 1], [24, 0]),
+    (PagedCase((30, 20), (70, 61), logits_soft_cap=5.0, has_alibi=True, **SIZES), [2], [40]),
+    (PagedCase((1, 1), (70, 61), kv_dtype=torch.int8, scales="token", **SIZES), [2], [56]),
+    (PagedCase((1, 1), (70, 61), sliding_window=20, **SIZES), [2], [56]),
+    (PagedCase((1, 3), (70, 61), causal=False, **SIZES), [2], [56]),
+]
+IMPLEMENTATIONS = [
+    "reference",
+    "cpu",
+    pytest.param("triton", marks=pytest.mark.interpret),
+    pytest.param("auto", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=[1, 3], ids=["one-split", "three-splits"])
+def splits(request, monkeypatch):
+    """Share even where it would not pay, with a number of splits."""
+    monkeypatch.setattr(shared_prefixes, "pays", lambda *_: True)
+    monkeypatch.setattr(shared_prefixes, "_choose_splits", lambda *_: request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("splits")
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("case", "groups", "prefixes"), CASES, ids=str)
+def test_cases_match_float64(case, groups, prefixes, impl):
+    dtype = torch.bfloat16 if impl == "auto" else case.dtype
+    inputs = make_shared(replace(case, dtype=dtype), groups, prefixes)
+    there = to(inputs, "cuda") if ON_GPU and impl in ("triton", "auto") else inputs
+    out, lse = there.attend(impl=impl, out=there.out)
+    plain = replace(inputs, batch=replace(inputs.batch, shared_prefixes=None))
+    assert_matches(AttentionOutput(out.cpu(), lse.cpu()), plain)
+
+
+@pytest.mark.usefixtures("splits")
+def test_the_prefix_is_read_once(monkeypatch):
+    passes = []
+    run = shared_prefixes.run
+
+    def watch(problem, attend, call):
+        return run(problem, lambda inner: passes.append(inner) or attend(inner), call)
+
+    monkeypatch.setattr(shared_prefixes, "run", watch)
+    inputs = make_shared(*CASES[0])
+    inputs.attend(impl="cpu")
+    first, second = passes
+    assert first.batch.seq_lens.sum() == 56
+    assert second.batch.seq_lens.tolist() == [90 - 56, 70 - 56, 64 - 56]
+
+
+def test_sharing_is_used_where_it_saves_enough():
+    from pagetile.device import DeviceInfo
+    from pagetile.ops.paged_attention import Problem
+
+    h200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+    bf16 = torch.bfloat16
+    problem = Problem(256, 256, 1, 33024, 32, 8, 128, 128, 16, bf16, bf16)
+    shared = SharedPrefixes(torch.tensor([0, 256]), torch.tensor([32768]), 256, 32768)
+    assert shared_prefixes.pays(problem, shared, h200)
+    assert shared_prefixes._choose_splits(problem, shared, h200) == 2
+    alone = SharedPrefixes(torch.arange(257), torch.zeros(256))
+    assert not shared_prefixes.pays(problem, alone, h200)
+    few = replace(problem, num_seqs=8, num_tokens=8)
+    short = SharedPrefixes(torch.tensor([0, 8]), torch.tensor([128]), 8, 128)
+    assert not shared_prefixes.pays(few, short, h200)
+
+
+@pytest.mark.parametrize(
+    ("groups", "prefixes", "message"),
+    [
+        ([0, 2], [56], r"cu_group_seqs is \[0, 2\], expected to ascend from 0 to num_seqs=3"),
+        ([0, 2, 2, 3], [8, 8, 8], "cu_group_seqs is"),
+        ([0, 3], [50], r"prefix_lens\[0\] is 50, expected whole blocks of 8"),
+        ([0, 3], [64], r"prefix_lens\[0\] is 64, but sequence 2 has 63 keys before its new tokens"),
+        ([0, 3, 3][:2], [56, 8], "cu_group_seqs has 2 entries, expected num_groups"),
+    ],
+    ids=str,
+)
+def test_wrong_groups_are_refused(groups, prefixes, message):
+    inputs = make_shared(*CASES[0])
+    ints = [torch.tensor(numbers, dtype=torch.int32) for numbers in (groups, prefixes)]
+    batch = replace(inputs.batch, shared_prefixes=SharedPrefixes(*ints))
+    with pytest.raises(ShapeError, match=message):
+        replace(inputs, batch=batch).attend(impl="cpu")
+
+
+def test_prefixes_that_differ_are_refused():
+    inputs = make_shared(*CASES[0])
+    inputs.batch.block_tables[1, 0] = inputs.batch.block_tables[0, 1]
+    with pytest.raises(ShapeError, match="do not begin with the same 7 blocks"):
+        inputs.attend(impl="cpu")
+
+
+def test_what_does_not_go_with_shared_prefixes_is_refused():
+    inputs = make_shared(*CASES[0])
+    lists = torch.zeros(3, 2, 1, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="visible_blocks with shared_prefixes"):
+        inputs.attend(visible_blocks=lists)
+    from pagetile.device import DeviceInfo
+    from pagetile.ops.paged_attention import make_plan
+
+    plan = make_plan(inputs.problem, DeviceInfo.of(inputs.q.device))
+    with pytest.raises(UnsupportedError, match="plan with shared_prefixes"):
+        inputs.attend(plan=plan)
+    batch = replace(inputs.batch, shared_prefixes=(1, 2))
+    with pytest.raises(DTypeError, match="shared_prefixes is of type tuple"):
+        paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, batch)
+
+
+@pytest.mark.usefixtures("splits")
+def test_a_compiled_call_takes_shared_prefixes():
+    inputs = make_shared(*CASES[0])
+    torch._dynamo.reset()
+
+    def step(q):
+        return paged_attention(q * 2, inputs.k_cache, inputs.v_cache, inputs.batch).out + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(inputs.q), step(inputs.q))
+    torch._dynamo.reset()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_merging_kernel_gives_what_torch_gives(splits, dtype):
+    from pagetile.ops.paged_attention import triton_merge
+
+    device = "cuda" if ON_GPU else "cpu"
+    torch.manual_seed(splits)
+    outs, own = torch.randn(splits, 5, 6, 24), torch.randn(5, 6, 24)
+    lses, own_lse = 3 * torch.randn(splits, 5, 6), torch.randn(5, 6)
+    lses[0, 0] = own_lse[1] = -torch.inf  # no key in one pass
+    lses[:, 2, 3] = own_lse[2, 3] = -torch.inf  # none in any
+    outs[0, 0] = own[1] = outs[:, 2, 3] = own[2, 3] = 0
+    outs, own, lses, own_lse = outs.to(dtype), own.to(dtype), lses, own_lse
+    expected = torch.full((5, 6, 24), torch.nan, dtype=dtype)
+    expected_lse = shared_prefixes._merge(expected, outs, lses, AttentionOutput(own, own_lse))
+    out = torch.full((5, 7, 40), torch.nan, dtype=dtype, device=device)[:, 1:, 8:32]
+    moved = (x.to(device) for x in (outs, lses, own, own_lse))
+    lse = triton_merge.merge(out, *moved)
+    torch.testing.assert_close(out.cpu(), expected)
+    torch.testing.assert_close(lse.cpu(), expected_lse)
+    assert lse[2, 3] == -torch.inf
+    assert not out[2, 3].any()
