@@ -40,7 +40,10 @@ def opened(llm, **options):
         assert made.is_alive
         llm.engine.check()
     finally:
-        asyncio.run(made.close())
+        # On a thread of its own: Playwright runs an event loop on this one.
+        closer = threading.Thread(target=lambda: asyncio.run(made.close()))
+        closer.start()
+        closer.join()
         llm.engine.on_step = None
         if llm.engine.has_unfinished:
             for request_id in list(llm.engine._requests):

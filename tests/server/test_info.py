@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -109,3 +111,12 @@ def test_the_openapi_document_describes_the_bodies(http):
     properties = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "tools", "top_k", "structured_outputs"} <= properties.keys()
     assert "503" in document["paths"]["/v1/completions"]["post"]["responses"]
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(http):
+    dashboard = (Path(__file__).parents[2] / "docs/grafana-dashboard.json").read_text()
+    asked = set(re.findall(r"pagetile:\w+", dashboard))
+    offered = set(re.findall(r"^pagetile:\w+", http.get("/metrics").text, re.MULTILINE))
+    labelled = {"pagetile:request_success_total"}  # without a sample until a request has ended
+    assert len(asked) > 10
+    assert asked - labelled <= offered

@@ -30,6 +30,7 @@ from .runner import LaunchedStep, Runner
 from .sampler import SampledToken, SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler, SchedulerOutput
+from .structured_outputs import StructuredOutputs
 
 __all__ = ["Engine"]
 
@@ -90,6 +91,9 @@ class Engine:
             tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len
         )
         self._output = OutputProcessor()
+        self._structured_outputs = StructuredOutputs(
+            tokenizer, model.vocab_size, model.eos_token_ids
+        )
         self.pool = cache.pool
         self._index = PrefixIndex(self.pool)
         self.scheduler = Scheduler(
@@ -137,8 +141,14 @@ class Engine:
         return self._input.encode(prompt)
 
     def validate(self, prompt: str | SequenceOf[int], params: SamplingParams) -> list[int]:
-        """The token ids of a prompt that can be served: see ``InputProcessor.validate``."""
-        return self._input.validate(prompt, params)
+        """The token ids of a prompt that can be served: see ``InputProcessor.validate``.
+
+        A form in ``params.structured_outputs`` is compiled, which may take a second.
+        """
+        token_ids = self._input.validate(prompt, params)
+        if params.structured_outputs is not None:
+            self._structured_outputs.compile(params.structured_outputs)
+        return token_ids
 
     def add_request(
         self,
@@ -178,6 +188,8 @@ class Engine:
             request_id, self._next_id = self._next_id, self._next_id + 1
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use: take its output first")
+        if make_grammar is None and params.structured_outputs is not None:
+            make_grammar = self._structured_outputs.compile(params.structured_outputs)
         request = Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import RequestError
 from .numbers import check, integer, number
+from .structured_outputs import StructuredOutputsParams
 
 __all__ = ["SamplingParams"]
 
@@ -46,6 +47,7 @@ class SamplingParams:
             alternatives; 0 reports the token's alone, ``None`` nothing.
         allowed_token_ids: Choose among these tokens only; ``None`` allows all.
         bad_words: Texts that are not generated: the token that would complete one is ruled out.
+        structured_outputs: A form that the output must have: a JSON schema, say.
         detokenize: Turn tokens into text.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Let the text end after the stop string, not before it.
@@ -83,6 +85,7 @@ class SamplingParams:
     logprobs: int | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -103,6 +106,7 @@ class SamplingParams:
         self._store("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
         self._store("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         self._store("logit_bias", _logit_bias(self.logit_bias))
+        self._check_structured_outputs()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
@@ -118,6 +122,17 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether every step takes the most likely token: ``temperature`` 0 or ``top_k`` 1."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    def _check_structured_outputs(self) -> None:
+        form = self.structured_outputs
+        allowed = "StructuredOutputsParams(...), or None"
+        is_form = form is None or isinstance(form, StructuredOutputsParams)
+        check(is_form, "structured_outputs", form, allowed)
+        if form is not None and (self.min_tokens or self.ignore_eos):
+            raise RequestError(
+                "structured_outputs with min_tokens or ignore_eos: an output that is complete can "
+                "only end; leave them out"
+            )
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

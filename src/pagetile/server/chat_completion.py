@@ -14,6 +14,7 @@ from .conversation import as_template_messages, as_template_tools
 from .errors import ApiError
 from .generation import Usage, error_event, note_usage
 from .logprobs import chat_logprobs, prompt_logprobs
+from .output_form import forced_call_form, output_form
 from .schemas.chat import ChatRequest, NamedTool
 from .state import Server, server_of
 from .tool_parsers import (
@@ -57,9 +58,9 @@ class ChatCompletion:
         body.check(server.limits)
         server.llm.check_capacity(body.n or 1)
         offers_tools = bool(body.tools) and body.tool_choice != "none"
-        more = await server.constraints(body)
-        if offers_tools:
-            more.update(_check_tools(server, body))
+        more = _check_tools(server, body) if offers_tools else {}
+        form = forced_call_form(body) if offers_tools else None
+        more["structured_outputs"] = form or output_form(body)
         messages = as_template_messages(body.messages)
         server.check_length(sum(len(message["content"]) for message in messages), "messages")
         token_ids = await server.template.render(

@@ -131,17 +131,6 @@ class Server:
             most = self.max_model_len - min(params.max_tokens or 1, self.max_model_len - 1)
         return token_ids[-most:]
 
-    async def constraints(self, body: GenerationFields) -> dict[str, Any]:
-        """Parameters that restrict which tokens may come, checked and compiled.
-
-        Raises:
-            ApiError: With status 400: a form cannot be compiled, or takes too long.
-        """
-        for name in ("allowed_token_ids", "bad_words", "structured_outputs"):
-            if getattr(body, name):
-                raise ApiError(400, f"{name} is not supported by this engine", param=name)
-        return {}
-
     @staticmethod
     def created_now() -> int:
         """The time, as responses report it."""

@@ -14,6 +14,7 @@ from ...engine.request_stream import RequestStream
 from ..body import described, read_body
 from ..generation import Usage, close_all, error_event, merged, note_usage, results
 from ..logprobs import completion_logprobs, prompt_logprobs
+from ..output_form import output_form
 from ..schemas.completions import CompletionRequest
 from ..state import Server, server_of
 from ..streaming import EventStream, until_disconnected
@@ -66,7 +67,7 @@ class _Completion:
             server.config,
             max_tokens=body.max_tokens or (None if generates else 1),
             logprobs=body.logprobs,
-            **await server.constraints(body),
+            structured_outputs=output_form(body),
         )
         server.llm.check_capacity(params.n * len(prompts))
         self = cls(server, request, body)

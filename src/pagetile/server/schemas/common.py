@@ -151,7 +151,7 @@ class GenerationFields(Body):
 _PASSED = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
 )
 
 

@@ -1,0 +1,216 @@
+"""Output that follows a JSON schema, a regular expression, a list of choices or a grammar.
+
+A form is compiled once by llguidance and kept; each sequence walks through its own copy. Before a
+token is sampled, the copy writes which tokens may come as bits, and the sampler rules out the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from ..errors import RequestError, UnsupportedError
+
+__all__ = ["StructuredOutputs", "StructuredOutputsParams"]
+
+MAX_BYTES = 64 << 10  # of a form
+KEPT = 256  # compiled forms
+
+# What white space a model may write between the parts of JSON: without a bound, small ones never
+# stop writing it.
+_WHITE_SPACE = r"[ \n\t]{0,16}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    r"""A form that an output must have. Give one of the first five; names are vLLM's.
+
+    Attributes:
+        json: A JSON schema, as an object or as text. ``True`` allows any JSON.
+        regex: A regular expression, which all of the output matches.
+        choice: Texts, one of which is the output.
+        grammar: In Lark's form, or in GBNF with a rule ``root ::=``.
+        json_object: Any JSON object.
+        disable_any_whitespace: JSON without line breaks and indentation.
+
+    Raises:
+        RequestError: None of the forms is given, or several, or one is of the wrong type.
+
+    Example:
+        >>> StructuredOutputsParams(json={"type": "integer"}).json
+        '{"type": "integer"}'
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [
+            name
+            for name in ("json", "regex", "choice", "grammar", "json_object")
+            if getattr(self, name) not in (None, False)
+        ]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {', '.join(given) or 'no form'}, expected one of json, "
+                "regex, choice, grammar and json_object"
+            )
+        if self.json is not None and not isinstance(self.json, str):
+            object.__setattr__(self, "json", _dump(self.json))
+        if self.choice is not None:
+            _check_choice(self.choice)
+            object.__setattr__(self, "choice", tuple(self.choice))
+        for name in ("regex", "grammar", "json"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise RequestError(f"structured_outputs.{name} is {value!r}, expected text")
+        texts = (self.json, self.regex, self.grammar, *(self.choice or ()))
+        size = sum(len(text) for text in texts if isinstance(text, str))
+        if size > MAX_BYTES:
+            raise RequestError(
+                f"structured_outputs has {size} characters, at most {MAX_BYTES} are compiled"
+            )
+
+
+class StructuredOutputs:
+    """Compiles forms for one tokenizer.
+
+    Args:
+        tokenizer: A fast one of Transformers; ``None``: nothing can be compiled.
+        vocab_size: Width of the logits.
+        eos_token_ids: Tokens that may end an output once its form is complete.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos = list(eos_token_ids)
+        self._compiled: OrderedDict[StructuredOutputsParams, _Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._words: Any = None
+
+    def compile(self, form: StructuredOutputsParams) -> Callable[[], _Grammar]:
+        """What makes a walk through a form, one for each sequence.
+
+        Slow the first time: call it off the event loop. Threads may share it.
+
+        Raises:
+            RequestError: The form is wrong, or too complex.
+            UnsupportedError: llguidance is not installed, or the tokenizer is none that it takes.
+        """
+        with self._lock:
+            grammar = self._compiled.get(form)
+            if grammar is not None:
+                self._compiled.move_to_end(form)
+                return grammar.copy
+        grammar = self._compile(form)
+        with self._lock:
+            self._compiled[form] = grammar
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return grammar.copy
+
+    def _compile(self, form: StructuredOutputsParams) -> _Grammar:
+        words = self._load()
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            source = _source(form)
+            # Fuel is counted in steps of the compiler: these take it 0.1 to 1 s.
+            limits = LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=500_000)
+            matcher = LLMatcher(words, source, log_level=0, limits=limits)
+            error = matcher.get_error() if matcher.is_error() else ""
+        except (ValueError, RecursionError) as reason:
+            error = str(reason)
+        if error:
+            line = " ".join(error.split())[:500]
+            raise RequestError(f"structured_outputs cannot be compiled: {line}")
+        return _Grammar(matcher, self._vocab_size)
+
+    def _load(self) -> Any:
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs needs text, and the model has no tokenizer")
+        with self._lock:
+            if self._words is None:
+                try:
+                    from llguidance.hf import from_tokenizer
+                except ModuleNotFoundError:
+                    raise UnsupportedError(
+                        "structured_outputs needs llguidance: pip install '.[serve]'"
+                    ) from None
+                try:
+                    self._words = from_tokenizer(
+                        self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos or None
+                    )
+                except ValueError as error:
+                    raise UnsupportedError(
+                        f"structured_outputs cannot use this tokenizer: {error}"
+                    ) from error
+            return self._words
+
+
+class _Grammar:
+    """One sequence's walk through a form."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def copy(self) -> _Grammar:
+        """A walk that stands where this one does."""
+        return _Grammar(self._matcher.deep_copy(), self._vocab_size)
+
+    def fill_mask(self, mask: Any) -> None:
+        """Write the tokens that may come as bits; none, once the form has become too complex."""
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            mask[:] = 0  # the sampler reports a row without tokens, and that row alone
+
+    def accept(self, token_id: int) -> None:
+        """Take a step.
+
+        Raises:
+            RequestError: The token may not come here, or the form has become too complex.
+        """
+        if not self._matcher.consume_token(token_id):
+            raise RequestError(f"structured output failed: {self._matcher.get_error()}")
+
+
+def _source(form: StructuredOutputsParams) -> str:
+    """A form in llguidance's own language."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if form.regex is not None:
+        return str(LLMatcher.grammar_from_regex(form.regex))
+    if form.choice is not None:
+        return "start: " + " | ".join(json_module.dumps(text) for text in form.choice)
+    if form.grammar is not None:
+        text = form.grammar
+        return str(LLMatcher.grammar_from_lark(gbnf_to_lark(text) if "::=" in text else text))
+    schema = '{"type": "object"}' if form.json_object else str(form.json)
+    options = {"whitespace_flexible": not form.disable_any_whitespace}
+    if not form.disable_any_whitespace:
+        options["whitespace_pattern"] = _WHITE_SPACE  # type: ignore[assignment]
+    return str(LLMatcher.grammar_from_json_schema(schema, defaults=options))
+
+
+def _dump(value: Any) -> str:
+    try:
+        return json_module.dumps({} if value is True else value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is no JSON: {error}") from None
+
+
+def _check_choice(choice: Any) -> None:
+    if isinstance(choice, str) or not choice or not all(isinstance(c, str) and c for c in choice):
+        raise RequestError(
+            f"structured_outputs.choice is {choice!r}, expected a list of texts, none of them empty"
+        )

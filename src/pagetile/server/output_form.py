@@ -1,0 +1,104 @@
+"""The form that a request demands of its output: by ``response_format``, or by a forced call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..engine.structured_outputs import StructuredOutputsParams
+from ..errors import RequestError
+from .errors import ApiError
+from .schemas.chat import ChatRequest, Function, JsonSchemaFormat, NamedTool
+from .schemas.completions import CompletionRequest
+
+__all__ = ["forced_call_form", "output_form"]
+
+
+def output_form(body: ChatRequest | CompletionRequest) -> StructuredOutputsParams | None:
+    """The form that a body asks for in ``response_format`` or ``structured_outputs``.
+
+    Raises:
+        ApiError: With status 400: it asks for two.
+    """
+    format_, asked = body.response_format, body.structured_outputs
+    is_free = format_ is None or format_.type == "text"
+    if asked is None and is_free:
+        return None
+    if asked is not None and not is_free:
+        raise ApiError(
+            400, "give response_format or structured_outputs, not both", param="structured_outputs"
+        )
+    if isinstance(format_, JsonSchemaFormat):
+        return _form("response_format", json=format_.json_schema.schema_)
+    if not is_free:
+        return _form("response_format", json_object=True)
+    assert asked is not None
+    return _form(
+        "structured_outputs",
+        json=asked.json_,
+        regex=asked.regex,
+        choice=asked.choice,
+        grammar=asked.grammar,
+        json_object=asked.json_object,
+        disable_any_whitespace=asked.disable_any_whitespace,
+    )
+
+
+def forced_call_form(body: ChatRequest) -> StructuredOutputsParams | None:
+    """The form of calls that ``tool_choice`` demands; ``None`` if it demands none.
+
+    A named tool: its arguments. ``"required"``: a list of ``{"name": …, "parameters": …}``.
+    """
+    functions = [tool.function for tool in body.tools or ()]
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        [chosen] = [f for f in functions if f.name == choice.function.name]
+        return _form("tools", json=_arguments(chosen), disable_any_whitespace=True)
+    if choice != "required":
+        return None
+    calls, definitions = [], {}
+    for number, function in enumerate(functions):
+        schema = _arguments(function)
+        for key in ("$defs", "definitions"):
+            for name, definition in (schema.pop(key, None) or {}).items():
+                definitions[f"{number}-{name}"] = _moved(definition, number)
+        properties = {"name": {"const": function.name}, "parameters": _moved(schema, number)}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    if body.parallel_tool_calls is False:
+        schema["maxItems"] = 1
+    return _form("tools", json=schema, disable_any_whitespace=True)
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object."""
+    return {"type": "object", **(function.parameters or {})}
+
+
+def _moved(schema: Any, number: int) -> Any:
+    """A schema whose references follow its definitions into a list shared with other tools."""
+    if isinstance(schema, Mapping):
+        moved = {key: _moved(value, number) for key, value in schema.items()}
+        reference = moved.get("$ref")
+        if isinstance(reference, str):
+            for key in ("#/$defs/", "#/definitions/"):
+                if reference.startswith(key):
+                    moved["$ref"] = f"#/$defs/{number}-{reference.removeprefix(key)}"
+        return moved
+    if isinstance(schema, list):
+        return [_moved(value, number) for value in schema]
+    return schema
+
+
+def _form(param: str, **fields: Any) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**fields)
+    except (RequestError, RecursionError) as error:
+        raise ApiError(400, str(error), param=param) from None

@@ -1,0 +1,166 @@
+"""The page map: its snapshots against the pool, and the page itself in a Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import threading
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+
+from pagetile import SamplingParams
+from pagetile.server.demo_traffic import DemoTraffic
+from pagetile.server.page_map import count_blocks, snapshot
+
+from .conftest import chatty, opened, serving
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+LONG = SamplingParams(n=3, max_tokens=600, ignore_eos=True)
+
+
+def test_a_snapshot_shows_what_the_pool_holds(llm):
+    async def main(async_llm):
+        prompt = [9] * 70
+        streams = [await async_llm.submit(prompt, LONG) for _ in range(2)]
+        for stream in streams:
+            await stream.take()
+        written = {}
+
+        def take():
+            engine, found = llm.engine, snapshot(llm.engine, written, show_text=True)
+            ref_counts = [engine.pool.ref_count(b) for b in range(engine.pool.num_blocks)]
+            tables = {s["id"]: s["blocks"] for s in found["sequences"]}
+            return found, ref_counts, tables, count_blocks(engine)
+
+        first, *_ = await async_llm.run_in_engine(take)
+        await asyncio.sleep(0.2)
+        found = await async_llm.run_in_engine(take)
+        for stream in streams:
+            stream.close()
+        return first, *found
+
+    llm.reset_prefix_cache()
+    with opened(llm) as async_llm:
+        first, found, ref_counts, tables, counts = asyncio.run(main(async_llm))
+    cells = base64.b64decode(found["cells"])
+    assert [0 if c == 255 else c for c in cells] == ref_counts
+    assert len(tables) == 6
+    holders = Counter(block for table in tables.values() for block in table)
+    assert {b: c for b, c in enumerate(ref_counts) if c} == holders
+    assert counts.held == len(holders)
+    assert counts.shared == sum(c > 1 for c in holders.values()) > 0
+    assert counts.cached == cells.count(255)
+    assert counts.free + counts.cached + counts.held == len(cells)
+    assert set(first["written"]) >= {b for s in first["sequences"] for b in s["blocks"][4:]}
+    tails = {s["blocks"][-1] for s in found["sequences"]}
+    assert tails <= set(found["written"]) <= set(holders)
+    assert all("text" in s for s in found["sequences"])
+
+
+def test_frames_come_at_five_a_second_and_stop_with_their_reader(http, async_llm):
+    frames = []
+    with http.stream("GET", "/pages/frames") as response:
+        for line in response.iter_lines():
+            if line:
+                frames.append(json.loads(line[6:]))
+            if len(frames) == 6:
+                break
+    pace = (frames[-1]["time"] - frames[0]["time"]) / 5
+    assert 0.19 < pace < 0.5
+    assert "text" not in json.dumps(frames[0]["sequences"])
+
+
+def test_other_files_are_not_served(http):
+    assert http.get("/pages").headers["content-type"].startswith("text/html")
+    for name in ("pages.js", "cells.js", "timeline.js", "pages.css"):
+        assert http.get(f"/pages/{name}").status_code == 200
+    for name in ("app.py", "..%2fapp.py", "%2e%2e%2fapp.py", "none.js", ".", ".."):
+        assert http.get(f"/pages/{name}").status_code in (200, 404)
+        assert "create_app" not in http.get(f"/pages/{name}").text
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine's PATH: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_shows_the_pool_while_requests_run(browser, llm, scheme, tmp_path):
+    with opened(llm) as async_llm, serving(async_llm, chatty()) as url:
+        traffic = run_traffic(async_llm)
+        page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 800})
+        errors, outside = [], []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+        page.on(
+            "request", lambda r: None if r.url.startswith((url, "data:")) else outside.append(r.url)
+        )
+        page.goto(f"{url}/pages")
+        # By a selector: the page's security policy lets nothing be evaluated.
+        page.wait_for_selector('body[data-shared]:not([data-shared="0"])', timeout=20_000)
+        cells = {k: int(v) for k, v in page.evaluate("({...document.body.dataset})").items()}
+        assert cells["free"] + cells["cached"] + cells["held"] == cells["numBlocks"] == 256
+        # Paused, the picture stays as it is while the pool goes on.
+        page.keyboard.press(" ")
+        page.wait_for_selector("#pause[aria-pressed=true]")
+        before = page.evaluate("JSON.stringify(document.body.dataset)")
+        page.wait_for_timeout(700)
+        assert page.evaluate("JSON.stringify(document.body.dataset)") == before
+        page.keyboard.press("Home")
+        assert "ago" in page.text_content("#status")
+        page.keyboard.press("End")
+        assert page.text_content("#status") == "live"
+        page.wait_for_selector(".sequence")
+        page.keyboard.press(" ")
+        page.keyboard.press("ArrowDown")
+        blocks = page.locator("#table li").count()
+        facts = page.text_content("#details-facts")
+        assert f"in {blocks} blocks" in facts
+        page.screenshot(path=str(tmp_path / f"pages-{scheme}.png"))
+        page.keyboard.press("Escape")
+        assert page.is_hidden("#details")
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 21, 27)"
+        assert dark == (scheme == "dark")
+        page.close()
+        traffic()
+        assert errors == []
+        assert [asked for asked in outside if not asked.startswith((url, "data:"))] == []
+
+
+def run_traffic(async_llm):
+    """Start the demonstration's traffic on a thread; returns what stops it."""
+    loop = asyncio.new_event_loop()
+
+    async def main():
+        await DemoTraffic(async_llm, seed=1).run()
+
+    task = loop.create_task(main())
+
+    def work():
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.run_until_complete(asyncio.sleep(0.1))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def stop():
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(10)
+        assert not thread.is_alive()
+        loop.close()
+
+    return stop
