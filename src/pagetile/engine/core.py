@@ -25,9 +25,9 @@ from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .output_processor import Delta, OutputProcessor
-from .request import Grammar, Request, RequestOutput, Sequence
+from .request import Grammar, Request, RequestOutput, Sequence, Status
 from .runner import LaunchedStep, Runner
-from .sampler import SampledToken, SamplingInput
+from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler, SchedulerOutput
 
@@ -303,9 +303,17 @@ class Engine:
         self._in_flight.popleft()
         self._record_time(launched)
         self.scheduler.complete(step)
-        for sequence, token in zip(step.sampled, tokens, strict=True):
-            if not sequence.is_finished:  # else it ended a step ago: this token is one too many
-                self._deltas.append(self._advance(sequence, token))
+        others, advance = tokens.others, self._output.advance
+        for at, (sequence, token_id) in enumerate(zip(step.sampled, tokens.token_ids, strict=True)):
+            if sequence.status is Status.FINISHED:
+                continue  # it ended a step ago: this token is one too many
+            token = others.get(at) if others else None
+            if token is not None and token.error is not None:
+                self.scheduler.evict_from_prefix_cache(sequence)
+            delta = advance(sequence, token_id, token)
+            self._deltas.append(delta)
+            if delta.finish_reason is not None:
+                self.scheduler.finish(sequence, delta.finish_reason)
 
     def _record_time(self, launched: LaunchedStep) -> None:
         """Tell the chunk sizer what a step took: since it was launched, or the last was read."""
@@ -382,12 +390,3 @@ class Engine:
             end_token_ids=tuple(sequence.end_token_ids) if request.params.min_tokens else (),
             bad_words=self._input.encode_bad_words(request.params),
         )
-
-    def _advance(self, sequence: Sequence, token: SampledToken) -> Delta:
-        """Take a sampled token in; blocks of a sequence that ends go back."""
-        if token.error is not None:
-            self.scheduler.evict_from_prefix_cache(sequence)
-        delta = self._output.advance(sequence, token)
-        if delta.finish_reason is not None:
-            self.scheduler.finish(sequence, delta.finish_reason)
-        return delta
