@@ -511,16 +511,16 @@ def _noise(tokens: Tensor, ints: Tensor, lengths: Tensor) -> Tensor:
     position = lengths - ints[:, PROMPT_LEN]
     first = _mix(ints[:, 0] + position * _GOLDEN)
     second = _mix((ints[:, 1] ^ first) + position * _STEP)
-    words = _mix(_mix(tokens + first[:, None]).add_(second[:, None]))
+    words = _mix(tokens + first[:, None], second[:, None])
     # 31 bits as a number in (0, 1); as 1 - u they keep all digits where the winner is: near 0.
     uniform = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits, one to one (Wellons' ``lowbias32``); writes to ``x``."""
+def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
+    """A hash of 32 bits, one to one (Wellons' ``lowbias32``, with a key); writes to ``x``."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MIX_B)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).add_(key).mul_(_MIX_B)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
