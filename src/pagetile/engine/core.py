@@ -225,11 +225,33 @@ class Engine:
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
         """Compile kernels and record graphs on a GPU, so that the first request is fast.
 
+        Graphs are recorded for every size; then prompts of many lengths run as any others do,
+        which compiles what prefill, mixed steps and the sampler launch.
+
         Args:
             show: Wraps the list of graph sizes, for a progress bar.
         """
         if self.model.device.type == "cuda":
-            self._runner.warm_up(self.scheduler.max_num_batched_tokens, show)
+            self._runner.warm_up(show)
+            self._run_made_up(3 * self.scheduler.max_num_batched_tokens)
+
+    def _run_made_up(self, num_tokens: int) -> None:
+        """Run random prompts of so many tokens in all, and leave no trace of them."""
+        rng, counts = random.Random(0), self.scheduler.counts
+        params = SamplingParams(seed=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        longest = min(self.max_model_len, self.cache.num_tokens // 2) - params.max_tokens  # type: ignore[operator]
+        num_left = min(num_tokens, self.cache.num_tokens // 2)
+        while num_left > 0 and longest > 0:
+            length = min(rng.randint(100, 1024) if num_left > 2048 else num_left, longest)
+            num_left -= length
+            prompt = [rng.randrange(self.model.vocab_size) for _ in range(length)]
+            self.add_request(prompt, params, request_id=("warm up", num_left))
+        while self.has_unfinished:
+            self.step()
+        for request_id in list(self._requests):
+            self.take_output(request_id)
+        self.reset_prefix_cache()
+        self.scheduler.counts = type(counts)()
 
     def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request.

@@ -135,20 +135,18 @@ class Runner:
         assert best is not None
         return self.sampler.collect(tokens, best, logprobs, launched.rows)
 
-    def warm_up(self, max_num_batched_tokens: int, show: Callable[[Any], Any] = iter) -> None:
-        """Compile what prefill runs, and record the decode steps of every size.
+    def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
+        """Record the decode steps of every size.
 
         Args:
-            max_num_batched_tokens: The longest prefill step.
             show: Wraps the list of sizes, for a progress bar.
         """
+        if self.graphs is None:
+            return
         with torch.inference_mode():
-            for num_tokens in (max_num_batched_tokens, 16):
-                self.model.forward(self._prefill_batch(num_tokens))
-            if self.graphs is not None:
-                for size in show(self.graphs.sizes[::-1]):
-                    if not self.graphs.ensure(size, True):
-                        break
+            for size in show(self.graphs.sizes[::-1]):
+                if not self.graphs.ensure(size, True):
+                    break
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -302,24 +300,6 @@ class Runner:
             batch=PagedBatch(tables, t["seq_lens"], t["starts"], max_query_len, max_seq_len),
             slot_mapping=blocks * size + positions % size,
             logits_rows=t["logits_rows"],
-        )
-
-    def _prefill_batch(self, num_tokens: int) -> ForwardBatch:
-        """A step of made-up prompts, in blocks that nothing is in yet."""
-        size = self.cache.block_size
-        longest = min(num_tokens, self.max_model_len)
-        num_seqs = max(1, min(num_tokens, self.cache.num_tokens) // longest)
-        numbers = torch.arange(num_seqs * longest, device=self.device)
-        width = -(-longest // size)
-        blocks = torch.arange(num_seqs * width, device=self.device, dtype=torch.int32)
-        tables = (blocks % self.cache.num_blocks).view(num_seqs, width)
-        ends = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32) * longest
-        return ForwardBatch(
-            token_ids=numbers % self.model.vocab_size,
-            positions=numbers % longest,
-            batch=PagedBatch(tables, ends.diff(), ends, longest, longest),
-            slot_mapping=numbers % (num_seqs * width * size) % self.cache.num_tokens,
-            logits_rows=ends[1:].long() - 1,
         )
 
     def _send_back(
