@@ -15,7 +15,7 @@ from pagetile.cli import main
 from pagetile.cli.app import app
 from pagetile.cli.prompts import BUILT_IN
 from pagetile.demo import path as demo_path
-from pagetile.engine.sampler import SampledToken
+from pagetile.engine.sampler import SampledToken, SampledTokens
 
 SMALL = ["--num-blocks", "64", "--max-num-seqs", "8"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", *SMALL]
@@ -321,9 +321,10 @@ def test_a_tiny_pool_preempts_and_says_so(run):
 
 def test_a_sample_that_fails_is_named_last(run, monkeypatch):
     def fail(self, tokens, *others):
-        return [SampledToken(0, error="no token has a probability") for _ in tokens]
+        failed = SampledToken(0, error="no token has a probability")
+        return SampledTokens(tokens.tolist(), dict.fromkeys(range(len(tokens)), failed))
 
-    monkeypatch.setattr("pagetile.engine.sampler.Sampler.table", fail)
+    monkeypatch.setattr("pagetile.engine.sampler.Sampler.collect", fail)
     code, _, err = run("generate", "x", *GREEDY)
     assert code == 2
     assert err.splitlines()[-1] == "pagetile: prompt 0: no token has a probability"

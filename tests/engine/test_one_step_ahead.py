@@ -462,3 +462,15 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> No
         preemptions += machine.engine.counts.preemptions
         failures += machine.num_failures
     assert min(preemptions, failures, late) > 5, "the machine mixes all of it"
+
+
+def test_warming_up_leaves_no_trace(engine: Engine) -> None:
+    """What a GPU runs before the first request is run here by hand."""
+    engine._run_made_up(300)
+    engine.check()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    assert not len(engine._index)
+    assert engine.counts.prompt_tokens == engine.counts.peak_blocks == 0
+    assert engine.add_request([5, 6, 7], GREEDY) == 0
+    finish(engine)
+    assert engine.take_output(0).outputs == alone((5, 6, 7), GREEDY).outputs

@@ -33,9 +33,9 @@ def shaped(logits, rows):
     return one._shape(logits.float(), torch.tensor(numbers), numbers, one.features, None)
 
 
-def mix(x):
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * factor % 2**32
+def mix(x, key=0):
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = ((x ^ (x >> 15)) + key) * 0x846CA68B % 2**32
     return x ^ (x >> 16)
 
 
@@ -46,7 +46,7 @@ def noise(input_, vocab_size):
     first = mix((int.from_bytes(key[:4], "little") + position * 0x9E3779B9) % 2**32)
     second = (int.from_bytes(key[4:], "little") ^ first) + position * 0x85EBCA6B
     second = mix(second % 2**32)
-    words = [mix((mix((token + first) % 2**32) + second) % 2**32) for token in range(vocab_size)]
+    words = [mix((token + first) % 2**32, second) for token in range(vocab_size)]
     uniform = (np.array(words, np.float64) % 2**31 + 0.5) / 2**31
     return -np.log1p(-np.minimum(uniform, 1 - 2.0**-24))
 
@@ -181,7 +181,9 @@ def test_seed_index_position_and_token_give_unrelated_numbers():
     ints = ints.to(torch.uint32).view(torch.int32)
     found = sampler._noise(torch.arange(64, dtype=torch.int32), ints, lengths).double()
     expected = torch.tensor(np.array([noise(i, 64) for i in inputs]))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)  # float32 near u = 1
+    is_small = expected < 5  # float32 has few digits of the largest, which never win
+    torch.testing.assert_close(found[is_small], expected[is_small], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
     uniform = found.neg().exp().view(8, 8, 8, 64)
     assert len(uniform.unique()) > 0.999 * uniform.numel()
     assert abs(uniform.mean() - 0.5) < 0.005
@@ -194,7 +196,7 @@ def test_seed_index_position_and_token_give_unrelated_numbers():
 
 @pytest.mark.parametrize("word", [0, -1, 0x7FFFFFFF, -(2**31)])
 def test_noise_is_finite_and_positive_at_both_ends(word, monkeypatch):
-    monkeypatch.setattr(sampler, "_mix", lambda x: torch.full_like(x, word))
+    monkeypatch.setattr(sampler, "_mix", lambda x, key=0: torch.full_like(x, word))
     ints, zero = torch.zeros(1, 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     found = sampler._noise(torch.arange(3, dtype=torch.int32), ints, zero)
     assert (found > 0).all()

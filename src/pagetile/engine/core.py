@@ -25,9 +25,9 @@ from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .output_processor import Delta, OutputProcessor
-from .request import Grammar, Request, RequestOutput, Sequence
+from .request import Grammar, Request, RequestOutput, Sequence, Status
 from .runner import LaunchedStep, Runner
-from .sampler import SampledToken, SamplingInput
+from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler, SchedulerOutput
 from .structured_outputs import StructuredOutputs
@@ -237,11 +237,33 @@ class Engine:
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
         """Compile kernels and record graphs on a GPU, so that the first request is fast.
 
+        Graphs are recorded for every size; then prompts of many lengths run as any others do,
+        which compiles what prefill, mixed steps and the sampler launch.
+
         Args:
             show: Wraps the list of graph sizes, for a progress bar.
         """
         if self.model.device.type == "cuda":
-            self._runner.warm_up(self.scheduler.max_num_batched_tokens, show)
+            self._runner.warm_up(show)
+            self._run_made_up(3 * self.scheduler.max_num_batched_tokens)
+
+    def _run_made_up(self, num_tokens: int) -> None:
+        """Run random prompts of so many tokens in all, and leave no trace of them."""
+        rng, counts = random.Random(0), self.scheduler.counts
+        params = SamplingParams(seed=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        longest = min(self.max_model_len, self.cache.num_tokens // 2) - params.max_tokens  # type: ignore[operator]
+        num_left = min(num_tokens, self.cache.num_tokens // 2)
+        while num_left > 0 and longest > 0:
+            length = min(rng.randint(100, 1024) if num_left > 2048 else num_left, longest)
+            num_left -= length
+            prompt = [rng.randrange(self.model.vocab_size) for _ in range(length)]
+            self.add_request(prompt, params, request_id=("warm up", num_left))
+        while self.has_unfinished:
+            self.step()
+        for request_id in list(self._requests):
+            self.take_output(request_id)
+        self.reset_prefix_cache()
+        self.scheduler.counts = type(counts)()
 
     def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request.
@@ -315,9 +337,17 @@ class Engine:
         self._in_flight.popleft()
         self._record_time(launched)
         self.scheduler.complete(step)
-        for sequence, token in zip(step.sampled, tokens, strict=True):
-            if not sequence.is_finished:  # else it ended a step ago: this token is one too many
-                self._deltas.append(self._advance(sequence, token))
+        others, advance = tokens.others, self._output.advance
+        for at, (sequence, token_id) in enumerate(zip(step.sampled, tokens.token_ids, strict=True)):
+            if sequence.status is Status.FINISHED:
+                continue  # it ended a step ago: this token is one too many
+            token = others.get(at) if others else None
+            if token is not None and token.error is not None:
+                self.scheduler.evict_from_prefix_cache(sequence)
+            delta = advance(sequence, token_id, token)
+            self._deltas.append(delta)
+            if delta.finish_reason is not None:
+                self.scheduler.finish(sequence, delta.finish_reason)
 
     def _record_time(self, launched: LaunchedStep) -> None:
         """Tell the chunk sizer what a step took: since it was launched, or the last was read."""
@@ -394,12 +424,3 @@ class Engine:
             end_token_ids=tuple(sequence.end_token_ids) if request.params.min_tokens else (),
             bad_words=self._input.encode_bad_words(request.params),
         )
-
-    def _advance(self, sequence: Sequence, token: SampledToken) -> Delta:
-        """Take a sampled token in; blocks of a sequence that ends go back."""
-        if token.error is not None:
-            self.scheduler.evict_from_prefix_cache(sequence)
-        delta = self._output.advance(sequence, token)
-        if delta.finish_reason is not None:
-            self.scheduler.finish(sequence, delta.finish_reason)
-        return delta

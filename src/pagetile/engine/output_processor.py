@@ -32,16 +32,23 @@ class Delta:
 class OutputProcessor:
     """Takes tokens into sequences; blocks are the scheduler's."""
 
-    def advance(self, sequence: Sequence, token: SampledToken) -> Delta:
-        """Take a sampled token in; a delta with a ``finish_reason`` is the sequence's last."""
-        if token.error is not None:
-            self.write_out(sequence)
-            return _fail(sequence, token.error)
-        token_id, logprobs = token.token_id, None
+    def advance(self, sequence: Sequence, token_id: int, token: SampledToken | None) -> Delta:
+        """Take a sampled token in; a delta with a ``finish_reason`` is the sequence's last.
+
+        Args:
+            sequence: Whose token it is.
+            token_id: The token.
+            token: Its log-probabilities or error, if it has any.
+        """
+        logprobs = None
+        if token is not None:
+            if token.error is not None:
+                self.write_out(sequence)
+                return _fail(sequence, token.error)
+            if token.logprob is not None:
+                logprobs = ((token_id, token.logprob), *token.top_logprobs)
+                sequence.logprobs.append(logprobs)
         sequence.token_ids.append(token_id)
-        if token.logprob is not None:
-            logprobs = ((token_id, token.logprob), *token.top_logprobs)
-            sequence.logprobs.append(logprobs)
         reason, text = None, ""
         if token_id in sequence.end_token_ids:
             reason = "stop"

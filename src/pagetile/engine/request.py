@@ -105,10 +105,12 @@ class Sequence:
     status: Status = Status.WAITING
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once the launched steps are done."""
-    num_unread: int = 0
-    """Tokens that launched steps sample and the host has not read: 0 or 1."""
-    num_steps: int = 0
-    """Steps in flight that compute it."""
+    num_tokens: int = 0
+    """All tokens: the known ones, and those that launched steps sample."""
+    last_step: int = -1
+    """The last launched step that computes it, or samples its token."""
+    is_decoding: bool = False
+    """Whether its row on the device has its last token and all its blocks but the last."""
     num_indexed: int = 0
     """Full blocks that were given to the prefix index."""
     num_lost: int = 0
@@ -119,6 +121,9 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str | None = None
     logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -131,14 +136,14 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        """All tokens, those that the host has not read included."""
-        return len(self.token_ids) + self.num_unread
+    def num_unread(self) -> int:
+        """Tokens that launched steps sample and the host has not read."""
+        return self.num_tokens - len(self.token_ids)
 
     @property
     def num_pending(self) -> int:
         """Tokens that no launched step computes: after them the next one is sampled."""
-        return len(self.token_ids) + self.num_unread - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def is_finished(self) -> bool:

@@ -29,7 +29,7 @@ from ..ops.paged_attention import PagedBatch
 from ..transfer import pack, unpack
 from .cuda_graphs import DecodeGraphs
 from .request import Sequence as OneSequence
-from .sampler import PLAIN, SampledToken, Sampler, SamplingInput
+from .sampler import PLAIN, SampledTokens, Sampler, SamplingInput
 from .scheduler import SchedulerOutput
 
 __all__ = ["LaunchedStep", "Runner"]
@@ -88,7 +88,6 @@ class Runner:
         width = -(-max_model_len // cache.block_size)
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self._owners: list[Any] = [None] * max_num_seqs
-        self._lengths = [0] * max_num_seqs  # tokens of the device's row
         self._num_sent = [0] * max_num_seqs  # blocks
         self._begin: Any = None
         self.graphs: DecodeGraphs | None = None
@@ -118,43 +117,43 @@ class Runner:
         self._load_rows(step)
         rows = [sequence.row for sequence in step.sampled]
         found: Sequence[Tensor | None]
-        if step.is_decode and self._is_known(step):
+        if step.is_decode:
             found = self._decode(step, rows, masks)
         else:
             found = self._compute(step, rows, masks)
-        for row, at in zip(rows, step.logits_rows, strict=True):
-            self._lengths[row] = step.ends[at] + 1
+            for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
+                sequence.is_decoding = step.sequences[at] is sequence
         return self._send_back(step, rows, found, started)
 
-    def read(self, launched: LaunchedStep) -> list[SampledToken]:
-        """Wait for a step and return its tokens, one for each of ``step.sampled``."""
+    def read(self, launched: LaunchedStep) -> SampledTokens:
+        """Wait for a step and return the tokens of ``step.sampled``."""
         launched.wait()
         if not launched.rows:
-            return []
+            return SampledTokens([], {})
         tokens, best, logprobs = launched.tensors
         assert tokens is not None
         assert best is not None
-        return self.sampler.table(tokens, best, logprobs, launched.rows)
+        return self.sampler.collect(tokens, best, logprobs, launched.rows)
 
-    def warm_up(self, max_num_batched_tokens: int, show: Callable[[Any], Any] = iter) -> None:
-        """Compile what prefill runs, and record the decode steps of every size.
+    def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
+        """Record the decode steps of every size.
 
         Args:
-            max_num_batched_tokens: The longest prefill step.
             show: Wraps the list of sizes, for a progress bar.
         """
+        if self.graphs is None:
+            return
         with torch.inference_mode():
-            for num_tokens in (max_num_batched_tokens, 16):
-                self.model.forward(self._prefill_batch(num_tokens))
-            if self.graphs is not None:
-                for size in show(self.graphs.sizes[::-1]):
-                    if not self.graphs.ensure(size, True):
-                        break
+            for size in show(self.graphs.sizes[::-1]):
+                if not self.graphs.ensure(size, True):
+                    break
 
     # --- rows ------------------------------------------------------------------------------
 
     def _load_rows(self, step: SchedulerOutput) -> None:
         """Load the sampling parameters of sequences that have got a row."""
+        if step.is_decode:
+            return
         owners = self._owners
         new = [s for s in step.sequences if owners[s.row] is not s.table]
         if len(step.sampled) > len(step.sequences) or new:
@@ -164,22 +163,12 @@ class Runner:
         self.sampler.start([s.row for s in new], [self._sampling_input(s) for s in new])
         for sequence in new:
             owners[sequence.row] = sequence.table
-            self._num_sent[sequence.row] = self._lengths[sequence.row] = 0
-
-    def _is_known(self, step: SchedulerOutput) -> bool:
-        """Whether the device has each sequence's last token, and all its blocks but the last."""
-        lengths, num_sent = self._lengths, self._num_sent
-        return all(
-            lengths[s.row] == end and num_sent[s.row] >= len(s.table.blocks) - 1
-            for s, end in zip(step.sequences, step.ends, strict=True)
-        )
+            self._num_sent[sequence.row] = 0
 
     # --- decode ----------------------------------------------------------------------------
 
     def _decode(self, step: SchedulerOutput, rows: list[int], masks: Any) -> Any:
         blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
-        for row, sequence in zip(rows, step.sequences, strict=True):
-            self._num_sent[row] = len(sequence.table.blocks)
         longest = max(step.ends)
         if self._begin is None:
             batch, where = self._begin_on_host(rows, blocks, longest)
@@ -269,7 +258,7 @@ class Runner:
             # The last block known may have been replaced by a copy of its own.
             first = max(0, self._num_sent[row] - 1)
             new_blocks += [(row, at, blocks[at]) for at in range(first, len(blocks))]
-            self._num_sent[row], self._lengths[row] = len(blocks), end
+            self._num_sent[row] = len(blocks)
         query_lens = np.array(step.num_tokens, np.int32)
         seq_lens = np.array(step.ends, np.int32)
         starts = np.zeros(len(rows) + 1, np.int32)
@@ -311,24 +300,6 @@ class Runner:
             batch=PagedBatch(tables, t["seq_lens"], t["starts"], max_query_len, max_seq_len),
             slot_mapping=blocks * size + positions % size,
             logits_rows=t["logits_rows"],
-        )
-
-    def _prefill_batch(self, num_tokens: int) -> ForwardBatch:
-        """A step of made-up prompts, in blocks that nothing is in yet."""
-        size = self.cache.block_size
-        longest = min(num_tokens, self.max_model_len)
-        num_seqs = max(1, min(num_tokens, self.cache.num_tokens) // longest)
-        numbers = torch.arange(num_seqs * longest, device=self.device)
-        width = -(-longest // size)
-        blocks = torch.arange(num_seqs * width, device=self.device, dtype=torch.int32)
-        tables = (blocks % self.cache.num_blocks).view(num_seqs, width)
-        ends = torch.arange(num_seqs + 1, device=self.device, dtype=torch.int32) * longest
-        return ForwardBatch(
-            token_ids=numbers % self.model.vocab_size,
-            positions=numbers % longest,
-            batch=PagedBatch(tables, ends.diff(), ends, longest, longest),
-            slot_mapping=numbers % (num_seqs * width * size) % self.cache.num_tokens,
-            logits_rows=ends[1:].long() - 1,
         )
 
     def _send_back(

@@ -38,7 +38,15 @@ from ..shapes import bind, check_dtype
 from ..transfer import send
 from .sampling_params import SamplingParams
 
-__all__ = ["Feature", "SampledToken", "Sampler", "SamplingInput", "find_features", "sample"]
+__all__ = [
+    "Feature",
+    "SampledToken",
+    "SampledTokens",
+    "Sampler",
+    "SamplingInput",
+    "find_features",
+    "sample",
+]
 
 ONE = 2**40  # units of the likeliest token: 2**23 tokens still sum below 2**63
 DIGIT_BITS = 11  # three digits cover the 32 bits of a float's order
@@ -95,6 +103,18 @@ class SampledToken(NamedTuple):
     logprob: float | None = None  # if params.logprobs is not None
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
     error: str | None = None  # why the row has no token; token_id is 0 then
+
+
+class SampledTokens(NamedTuple):
+    """The next tokens of a step's rows."""
+
+    token_ids: list[int]
+    others: dict[int, SampledToken]
+    """Of the rows that have more than an id: log-probabilities, or an error."""
+
+    def listed(self) -> list[SampledToken]:
+        """One ``SampledToken`` a row."""
+        return [self.others.get(at) or SampledToken(i) for at, i in enumerate(self.token_ids)]
 
 
 def find_features(params: SamplingParams) -> Feature:
@@ -250,21 +270,21 @@ class Sampler:
         tokens[at] = found
         return tokens.where(torch.isfinite(best), 0), best
 
-    def table(
+    def collect(
         self, tokens: Tensor, best: Tensor, logprobs: Tensor | None, host_rows: Sequence[int]
-    ) -> list[SampledToken]:
+    ) -> SampledTokens:
         """What ``sample`` returned, brought to the host, for each row."""
-        ids, tops = tokens.tolist(), best.tolist()
-        if logprobs is None and all(map(math.isfinite, tops)):
-            return [SampledToken(token_id) for token_id in ids]
-        listed: list[Any] = [()] * len(ids) if logprobs is None else logprobs.tolist()
-        asked = iter(range(len(ids)))
-        found = []
-        for token_id, top, row in zip(ids, tops, host_rows, strict=True):
+        ids = tokens.tolist()
+        if logprobs is None and bool(torch.isfinite(best).all()):
+            return SampledTokens(ids, {})
+        listed = iter([] if logprobs is None else logprobs.tolist())
+        others = {}
+        for at, (top, row) in enumerate(zip(best.tolist(), host_rows, strict=True)):
             params = self._inputs[row].params
-            entry = listed[next(asked)] if params.logprobs is not None else ()
-            found.append(_sampled_token(params, token_id, top, entry))
-        return found
+            entry = next(listed) if params.logprobs is not None else ()
+            if entry or not math.isfinite(top):
+                others[at] = _sampled_token(params, ids[at], top, entry)
+        return SampledTokens(ids, others)
 
     def _move_tails(self, tokens: Tensor, host_rows: Sequence[int]) -> None:
         for i, row in enumerate(host_rows):
@@ -409,7 +429,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     lengths = [len(row.prompt_token_ids) + len(row.output_token_ids) for row in rows]
     sampler.lengths.copy_(torch.tensor(lengths))
     found = sampler.sample(logits, _index(numbers, logits.device), numbers)
-    return sampler.table(*found, numbers)
+    return sampler.collect(*found, numbers).listed()
 
 
 class _Counts:
@@ -491,16 +511,16 @@ def _noise(tokens: Tensor, ints: Tensor, lengths: Tensor) -> Tensor:
     position = lengths - ints[:, PROMPT_LEN]
     first = _mix(ints[:, 0] + position * _GOLDEN)
     second = _mix((ints[:, 1] ^ first) + position * _STEP)
-    words = _mix(_mix(tokens + first[:, None]).add_(second[:, None]))
+    words = _mix(tokens + first[:, None], second[:, None])
     # 31 bits as a number in (0, 1); as 1 - u they keep all digits where the winner is: near 0.
     uniform = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits, one to one (Wellons' ``lowbias32``); writes to ``x``."""
+def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
+    """A hash of 32 bits, one to one (Wellons' ``lowbias32``, with a key); writes to ``x``."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MIX_B)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).add_(key).mul_(_MIX_B)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 

@@ -43,11 +43,9 @@ class SchedulerOutput:
     """The sequences that get a token, forks included."""
     logits_rows: list[int] = field(default_factory=list)
     """For each of ``sampled``, the position in ``sequences`` of the one whose logits it uses."""
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence computes one token and samples the next."""
-        return len(self.sampled) == len(self.sequences) == sum(self.num_tokens)
+    is_decode: bool = True
+    """Whether every sequence computes one token, which the device has, and samples the next."""
+    number: int = 0
 
 
 @dataclass
@@ -104,6 +102,8 @@ class Scheduler:
         """Finished sequences that a step in flight still computes."""
         self.counts = CacheCounts()
         self._free_rows = list(range(max_num_seqs))[::-1]
+        self._num_scheduled = 0
+        self._completed = -1  # the last step that was
 
     @property
     def has_work(self) -> bool:
@@ -128,31 +128,30 @@ class Scheduler:
             The step, empty if nothing can be computed now. ``None`` only with ``in_flight``: one
             that runs would have to be preempted; complete the step in flight and ask again.
         """
-        step = SchedulerOutput()
+        step = SchedulerOutput(number=self._num_scheduled)
         budget = self.max_num_batched_tokens
         beside = self.chunks.limit(self.running, budget)
         if in_flight and self._would_preempt(budget, beside):
             return None
+        self._num_scheduled += 1
         preempted = False
         for sequence in self.running.copy():
-            if (
-                sequence.row < 0
-                or len(sequence.token_ids) + sequence.num_unread >= sequence.max_len
-            ):
+            if sequence.row < 0 or sequence.num_tokens >= sequence.max_len:
                 continue  # preempted in this very step, or its last token is on its way
-            chunk = sequence.num_pending
+            chunk = sequence.num_tokens - sequence.num_computed
             if chunk != 1:
                 chunk = min(chunk, beside)
-            chunk = min(chunk, budget)
+                beside -= chunk
+            if chunk > budget:
+                chunk = budget
             if chunk == 0:
                 continue
             if not in_flight:
                 preempted |= self._make_room(sequence, chunk)
-            if sequence.row < 0:
-                continue
+                if sequence.row < 0:
+                    continue
             self._reserve(step, sequence, chunk)
             budget -= chunk
-            beside -= chunk if chunk != 1 else 0
         budget = min(budget, beside)
         while budget and self.waiting and not preempted and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
@@ -167,28 +166,35 @@ class Scheduler:
 
         Full blocks become findable here and not earlier: before, their content is not written.
         """
-        size = self.block_size
-        for sequence, end in zip(step.sequences, step.ends, strict=True):
-            if self.index is not None and sequence.status is Status.RUNNING:
+        size, index = self.block_size, self.index
+        if index is not None:
+            for sequence, end in zip(step.sequences, step.ends, strict=True):
                 num_full = end // size
-                if num_full > sequence.num_indexed:
+                if num_full > sequence.num_indexed and sequence.status is Status.RUNNING:
                     sequence.block_hashes.extend(sequence.token_ids)
-                    self.index.insert(sequence.block_hashes, sequence.table.blocks, num_full)
+                    index.insert(sequence.block_hashes, sequence.table.blocks, num_full)
                     sequence.num_indexed = num_full
-        self._leave(step)
+        self._completed = step.number
+        for sequence in self.ended.copy():
+            if sequence.last_step <= self._completed:
+                self._release(sequence)
 
     def fork(self, step: SchedulerOutput, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` sample from the logits of ``parent``, and run on with its blocks."""
         child.table, child.block_hashes = parent.table.fork(), parent.block_hashes.fork()
         child.num_computed, child.num_indexed = parent.num_computed, parent.num_indexed
         self._start(child, after=parent)
-        self._sample(step, child, step.sequences.index(parent))
+        step.sampled.append(child)
+        step.logits_rows.append(step.sequences.index(parent))
+        step.is_decode = False
+        child.num_tokens, child.last_step = parent.num_tokens, step.number
 
     def restart(self) -> None:
         """Preempt everything that runs: a step failed, and what steps in flight did is unknown.
 
         What they sampled is forgotten, and will be sampled again.
         """
+        self._completed = self._num_scheduled - 1
         for sequence in reversed(self.running.copy()):
             self._give_way(sequence)
         for sequence in self.ended.copy():
@@ -207,7 +213,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
-        if sequence.row >= 0 and not sequence.num_steps:
+        if sequence.row >= 0 and sequence.last_step <= self._completed:
             self._release(sequence)
 
     def check(self) -> None:
@@ -228,30 +234,15 @@ class Scheduler:
             step.copies += copies
         step.sequences.append(sequence)
         step.num_tokens.append(chunk)
-        sequence.num_computed += chunk
-        sequence.num_steps += 1
-        step.ends.append(sequence.num_computed)
-        if sequence.num_computed == len(sequence.token_ids) + sequence.num_unread:
-            self._sample(step, sequence, len(step.sequences) - 1)
-
-    def _sample(self, step: SchedulerOutput, sequence: Sequence, logits_row: int) -> None:
-        step.sampled.append(sequence)
-        step.logits_rows.append(logits_row)
-        sequence.num_unread += 1
-        if step.sequences[logits_row] is not sequence:
-            sequence.num_steps += 1  # a fork is in the step by its token alone
-
-    def _leave(self, step: SchedulerOutput) -> None:
-        for sequence in step.sequences:
-            sequence.num_steps -= 1
-        for sequence, row in zip(step.sampled, step.logits_rows, strict=True):
-            sequence.num_unread -= 1
-            if step.sequences[row] is not sequence:
-                sequence.num_steps -= 1
-        if self.ended:
-            for sequence in self.ended.copy():
-                if not sequence.num_steps:
-                    self._release(sequence)
+        end = sequence.num_computed = sequence.num_computed + chunk
+        step.ends.append(end)
+        sequence.last_step = step.number
+        if not sequence.is_decoding:
+            step.is_decode = False
+        if end == sequence.num_tokens:
+            sequence.num_tokens = end + 1
+            step.sampled.append(sequence)
+            step.logits_rows.append(len(step.sequences) - 1)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if a row and blocks for all its tokens are there."""
@@ -317,7 +308,8 @@ class Scheduler:
         self._release(sequence)
         sequence.table = BlockTable(self.pool)  # another: its row is stale
         sequence.num_computed = sequence.num_indexed = 0
-        sequence.num_unread = sequence.num_steps = 0
+        sequence.num_tokens, sequence.last_step = len(sequence.token_ids), -1
+        sequence.is_decoding = False
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
 
@@ -348,11 +340,15 @@ class Scheduler:
         counts.copied_blocks += len(step.copies)
         held = self.pool.num_blocks - self.pool.num_free
         counts.peak_blocks = max(counts.peak_blocks, held)
-        references = sum(len(sequence.table.blocks) for sequence in self.running)
+        references = unused = 0
+        for sequence in self.running:
+            num_blocks = len(sequence.table.blocks)
+            references += num_blocks
+            unused += num_blocks * size - sequence.num_computed
         if references > held:
             counts.shared_blocks = max(counts.shared_blocks, self._num_shared())
         counts.held_slots += held * size
-        counts.unused_slots += sum(-sequence.table.num_tokens % size for sequence in self.running)
+        counts.unused_slots += unused
 
     def _num_shared(self) -> int:
         blocks = {block for sequence in self.running for block in sequence.table.blocks}

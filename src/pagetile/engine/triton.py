@@ -34,10 +34,11 @@ NUM_FLOATS: tl.constexpr = tl.constexpr(7)
 
 
 @triton.jit
-def _mix(x):
+def _mix(x, key):
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
+    x += key
     x *= 0x846CA68B
     return x ^ (x >> 16)
 
@@ -45,7 +46,7 @@ def _mix(x):
 @triton.jit
 def _exponential(token, first, second):
     """Noise of a token, float32: ``-log(1 - u)``."""
-    words = _mix(_mix(token.to(tl.uint32) + first) + second)
+    words = _mix(token.to(tl.uint32) + first, second)
     u = ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
     u = tl.minimum(u, 1.0 - 1.0 / 16777216.0)
     # log(1 - u) loses the digits of a small u, and the smallest noise wins.
@@ -129,9 +130,9 @@ def score_kernel(
     score = tl.where(x == best, 0.0, -float("inf"))
     if inverse >= 0:
         position = (tl.load(lengths + row) - tl.load(ints + row * NUM_INTS + 2)).to(tl.uint32)
-        first = _mix(tl.load(ints + row * NUM_INTS).to(tl.uint32) + position * 0x9E3779B9)
+        first = _mix(tl.load(ints + row * NUM_INTS).to(tl.uint32) + position * 0x9E3779B9, 0)
         key = tl.load(ints + row * NUM_INTS + 1).to(tl.uint32)
-        second = _mix((key ^ first) + position * 0x85EBCA6B)
+        second = _mix((key ^ first) + position * 0x85EBCA6B, 0)
         noise = _exponential(at, first, second)
         centre = tl.where(tl.abs(best) < float("inf"), best, 0.0)  # no infinity less infinity
         score = (x - centre) * inverse - tl.log(noise)
