@@ -26,7 +26,7 @@ PEERS: dict[str, Callable[[Generators, Prompts, int], Prompts]] = {
 }
 SMALL = 4  # prompts, and tokens of each, of a warm-up
 FEW_LAYERS, FEW_PROMPTS, FEW_TOKENS = 2, 16, 32  # of what is held against Transformers in float32
-_NO_ROUND = 1 << 20  # turns from here on are nobody's
+_NO_ROUND = 1 << 20  # turns from here on belong to no round
 FIRST_TOKEN, LAST_TOKEN = 1, 4095  # 0 ends a text
 
 
@@ -34,9 +34,9 @@ FIRST_TOKEN, LAST_TOKEN = 1, 4095  # 0 ends a text
 class EngineCase:
     """Greedy generation for a batch of random prompts.
 
-    Every round has prompts of its own, of the same lengths: nobody can reuse the round before.
+    Every round has prompts of its own, of equal lengths, so no round can reuse another's cache.
 
-    Metrics: ``tokens/s``, new ones of ours; ``x PEER``, how many times as fast as a peer;
+    Metrics: ``tokens/s``, new ones by pagetile; ``x PEER``, how many times as fast as a peer;
     ``KV waste``, the share of held cache slots that held no token, averaged over steps;
     ``equal to PEER``, the share of prompts that got the peer's tokens; on a GPU ``milliseconds a
     step, 1 sequence``, what one sequence alone waits for a token.
@@ -88,26 +88,28 @@ class EngineCase:
 
         A batch rounds otherwise than a prompt alone, which may tip a tie.
         """
-        mine, theirs = (generate(prompts, max_tokens) for generate in (loaded.ours, loaded.padded))
-        differing = [i for i in range(len(prompts)) if mine[i] != theirs[i]]
-        wrong = [i for i in differing if loaded.padded([prompts[i]], max_tokens) != [mine[i]]]
+        generated, padded = (
+            generate(prompts, max_tokens) for generate in (loaded.pagetile, loaded.padded)
+        )
+        differing = [i for i in range(len(prompts)) if generated[i] != padded[i]]
+        wrong = [i for i in differing if loaded.padded([prompts[i]], max_tokens) != [generated[i]]]
         detail = f"{len(differing)} differ from padded generate, {len(wrong)} also from it alone"
         return Check(f"tokens of {len(prompts)} prompts", not wrong, f"{detail} {wrong}")
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time ours and the peers in turns, each warmed up on a small run.
+        """Time pagetile and the peers in turns, each warmed up on a small run.
 
-        On a GPU ours is so on a whole one, which records its decode steps.
+        On a GPU pagetile is warmed up on a whole one, which records its decode steps.
         """
         loaded = self._load()
         generators: dict[str, Generate] = {
-            "pagetile": loaded.ours,
+            "pagetile": loaded.pagetile,
             **{name: partial(PEERS[name], loaded) for name in self.peers},
         }
         for generate in generators.values():
             generate([prompt[:SMALL] for prompt in self._prompts(0)[:SMALL]], SMALL)
         if self.device == "cuda":
-            loaded.ours(self._prompts(0), self.max_tokens)
+            loaded.pagetile(self._prompts(0), self.max_tokens)
         counts = loaded.llm.engine.counts
         held, unused = counts.held_slots, counts.unused_slots
         results: dict[str, list[Prompts]] = {name: [] for name in generators}
@@ -119,7 +121,7 @@ class EngineCase:
         waste = (counts.unused_slots - unused) / (counts.held_slots - held)
         metrics = {**self._metrics(times, results), "KV waste": waste}
         if self.device == "cuda":
-            metrics["milliseconds a step, 1 sequence"] = self._time_step(loaded.ours)
+            metrics["milliseconds a step, 1 sequence"] = self._time_step(loaded.pagetile)
         return Measurement(times, metrics)
 
     def _load(self) -> Generators:
@@ -166,10 +168,10 @@ class EngineCase:
     def _metrics(
         self, times: dict[str, Times], results: dict[str, list[Prompts]]
     ) -> dict[str, float]:
-        mine = times["pagetile"]
-        metrics = {"tokens/s": self.num_prompts * self.max_tokens / mine.median}
+        generated = times["pagetile"]
+        metrics = {"tokens/s": self.num_prompts * self.max_tokens / generated.median}
         for peer in self.peers:
-            metrics[f"x {peer}"] = ratio(times[peer], mine)
+            metrics[f"x {peer}"] = ratio(times[peer], generated)
             pairs = zip(_flat(results["pagetile"]), _flat(results[peer]), strict=True)
             equal = [a == b for a, b in pairs]
             metrics[f"equal to {peer}"] = sum(equal) / len(equal)

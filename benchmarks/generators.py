@@ -85,7 +85,7 @@ class Generators:
         source = None if model.sizes is None else self.peer
         self.llm = LLM(source, dtype=dtype, device=device, block_size=BLOCK_SIZE, **options)
 
-    def ours(self, prompts: Prompts, max_tokens: int) -> Prompts:
+    def pagetile(self, prompts: Prompts, max_tokens: int) -> Prompts:
         """Our engine; ids in, ids out, as the peers."""
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False

@@ -37,7 +37,6 @@ PROSE = {
 NAMES = {
     "settled": "CachedCall",
     "bystanders": "background_load",
-    "is_plain": "has_dispatch_observers or has_score_mods",
     "stands_aside": "must_fall_back",
     "writes_down": "is_exporting",
     "distrust": "evict_from_prefix_cache",

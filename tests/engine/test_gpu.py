@@ -55,9 +55,9 @@ def test_the_demo_checkpoint_generates_what_transformers_does(recorded: LLM) -> 
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32).to(CUDA)
-    for prompt, [ours] in zip(PROMPTS, tokens(recorded, PROMPTS, GREEDY), strict=True):
+    for prompt, [computed] in zip(PROMPTS, tokens(recorded, PROMPTS, GREEDY), strict=True):
         ids = torch.tensor([recorded.engine.encode(prompt)], device=CUDA)
-        theirs = model.generate(
+        reference = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=GREEDY.max_tokens,
@@ -65,7 +65,7 @@ def test_the_demo_checkpoint_generates_what_transformers_does(recorded: LLM) -> 
             eos_token_id=None,
             pad_token_id=0,
         )
-        assert list(ours) == theirs[0, ids.shape[1] :].tolist()
+        assert list(computed) == reference[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "phi3", "deepseek_v3"])
@@ -79,7 +79,7 @@ def test_models_with_norms_and_rotary_embeddings_of_ours_do_so_too(family: str) 
     model.set_attn_implementation("eager")
     for prompt, result in zip(prompts, results, strict=True):
         ids = torch.tensor([prompt], device=CUDA)
-        theirs = model.generate(
+        reference = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=20,
@@ -87,7 +87,7 @@ def test_models_with_norms_and_rotary_embeddings_of_ours_do_so_too(family: str) 
             eos_token_id=None,
             pad_token_id=0,
         )
-        assert list(result.outputs[0].token_ids) == theirs[0, len(prompt) :].tolist()
+        assert list(result.outputs[0].token_ids) == reference[0, len(prompt) :].tolist()
 
 
 def test_recorded_steps_generate_what_eager_ones_do(recorded: LLM, eager: LLM) -> None:

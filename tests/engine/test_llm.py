@@ -394,7 +394,7 @@ def test_changed_weights_ask_for_a_reset_of_prefixes() -> None:
 
 
 def test_a_stream_that_is_done_steps_nobody_else(llm: LLM) -> None:
-    """Whoever looks at its last delta holds up no other, and takes nothing of theirs."""
+    """A caller that looks at its last delta blocks no other stream and takes none of its tokens."""
     short = replace(GREEDY, max_tokens=1)
     first = llm.stream(PROMPTS[0], short)
     assert next(first).finish_reason == "length"

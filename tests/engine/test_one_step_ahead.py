@@ -41,7 +41,7 @@ def make_engine(num_blocks: int = 64, is_ahead: bool = True, **options: Any) -> 
     model = load_model(tiny_model("llama"))
     cache = KVCache(model.layers, BlockPool(num_blocks, BLOCK_SIZE))
     for layer in (*cache.k, *cache.v):
-        layer.fill_(torch.nan)  # what nothing was written to spoils whoever reads it
+        layer.fill_(torch.nan)  # unwritten memory spoils any row that reads it
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     return Engine(
         model,
@@ -249,7 +249,7 @@ def test_a_failure_in_flight_loses_and_doubles_nothing(engine: Engine, where: st
 def test_blocks_of_a_step_that_failed_are_never_found(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its keys were not written: whoever found them would compute with what lay there before."""
+    """Its keys were not written: a prompt that found them would compute with stale content."""
     prompt = tuple(range(5, 26))
     with monkeypatch.context() as patch:
 

@@ -164,7 +164,7 @@ def test_nothing_starves_over_ten_thousand_random_steps(seed: int) -> None:
             num_finished += 1
     assert steps.scheduler.counts.preemptions > 100
     assert num_finished > 1000
-    # Twelve sequences of at most 90 tokens: nobody waits for much more than all others' tokens.
+    # Twelve sequences of at most 90 tokens: none waits for much more than all others' tokens.
     assert max([longest, *(10_000 - since for since in waiting_since.values())]) < 12 * 90
 
 

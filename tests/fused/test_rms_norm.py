@@ -40,13 +40,13 @@ def by_hand(x, weight, kind):
 def check(out, x, weight, kind):
     """No further from float64 than twice the formula in the same type, and a band of rounding."""
     true = by_hand(x.double(), weight.double(), kind)
-    theirs = by_hand(x, weight, kind)
-    assert out.dtype == theirs.dtype
-    for ours, own, row in zip(
-        *(t.double().flatten(0, -2) for t in (out, theirs, true)), strict=True
+    reference = by_hand(x, weight, kind)
+    assert out.dtype == reference.dtype
+    for computed, own, row in zip(
+        *(t.double().flatten(0, -2) for t in (out, reference, true)), strict=True
     ):
         allowed = 2 * (own - row).norm() + torch.finfo(x.dtype).eps * row.norm()
-        assert (ours - row).norm() <= allowed
+        assert (computed - row).norm() <= allowed
 
 
 def run(x, weight, kind, impl, mirror):

@@ -45,12 +45,12 @@ def run(tensors, is_shared, impl, mirror):
 def check(found, tensors, is_shared):
     """No further from float64 than twice the formula in the same type, and a band of rounding."""
     *given, cos, sin = tensors
-    for ours, x in zip(found, given, strict=True):
+    for computed, x in zip(found, given, strict=True):
         true = by_hand(x.double(), cos.double(), sin.double(), is_shared)
         own = by_hand(x, cos, sin, is_shared).double()
-        assert (ours.dtype, ours.shape) == (x.dtype, x.shape)
+        assert (computed.dtype, computed.shape) == (x.dtype, x.shape)
         allowed = 2 * (own - true).norm() + torch.finfo(x.dtype).eps * true.norm()
-        assert (ours.double() - true).norm() <= allowed
+        assert (computed.double() - true).norm() <= allowed
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
@@ -112,9 +112,9 @@ def test_a_token_does_not_see_another(impl, mirror):
     tensors = problem()
     expected = run(tensors, False, impl, mirror)
     tensors[0][:, :, 2] = tensors[1][:, :, 2] = math.nan
-    for ours, before in zip(run(tensors, False, impl, mirror), expected, strict=True):
+    for computed, before in zip(run(tensors, False, impl, mirror), expected, strict=True):
         others = [0, 1, 3, 4]
-        assert torch.equal(ours[:, :, others], before[:, :, others])
+        assert torch.equal(computed[:, :, others], before[:, :, others])
 
 
 def test_no_tokens_are_no_launch(impl, mirror):

@@ -72,10 +72,10 @@ def check(heads, n, dtype, impl, mirror, kinds=("", ""), cache_dtype=None):
     written = SLOTS >= 0
     found = [q, *(cache.flatten(0, 1)[SLOTS[written]] for cache in caches)]
     expected = [true[0], true[1][written], true[2][written]]
-    for ours, exact in zip(found, expected, strict=True):
-        eps = max(torch.finfo(dtype).eps, torch.finfo(ours.dtype).eps)
-        assert ours.shape == exact.shape
-        assert (ours.double() - exact).norm() <= 3 * eps * exact.norm()
+    for computed, exact in zip(found, expected, strict=True):
+        eps = max(torch.finfo(dtype).eps, torch.finfo(computed.dtype).eps)
+        assert computed.shape == exact.shape
+        assert (computed.double() - exact).norm() <= 3 * eps * exact.norm()
     for cache in caches:  # all other slots
         rest = cache.flatten(0, 1)
         assert (rest[[s for s in range(16) if s not in SLOTS]] == 7).all()
@@ -127,8 +127,8 @@ def test_an_8_bit_cache_is_quantised_as_by_write_kv(dtype, scales, mirror):
             )  # fmt: skip
             results.append([q.cpu(), *caches, *each])
         results[-1][1:] = [*caches, *each]
-    (q, *own), (ours, *found) = results
-    torch.testing.assert_close(ours, q)
+    (q, *own), (computed, *found) = results
+    torch.testing.assert_close(computed, q)
     for a, b in zip(found[:2], own[:2], strict=True):
         assert (a.int() - b.int()).abs().max() <= 1
         assert (a != 0).any()

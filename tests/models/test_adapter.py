@@ -331,7 +331,7 @@ def test_dropout_waits_while_a_model_in_training_runs_here():
     paged.forward(packing.step([1, 1, 1]))
     assert all(module.training for module in model.modules())
     model.eval()
-    model.model.layers[1].train()  # where nobody looks
+    model.model.layers[1].train()  # where no check looks
     with pytest.raises(UnsupportedError, match=r"dropout=0\.5: call model\.eval"):
         paged.forward(packing.step([1, 1, 1]))
 

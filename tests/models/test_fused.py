@@ -204,10 +204,10 @@ def test_a_rotary_embedding_called_otherwise_is_the_models_own(impl):
     for options in ({"unsqueeze_dim": 2}, {}):
         if not options:
             q, k, angles = q.transpose(1, 2), k.transpose(1, 2), angles.double()
-        for ours, theirs in zip(
+        for computed, reference in zip(
             turn(q, k, *angles, **options), own(q, k, *angles, **options), strict=True
         ):
-            assert torch.equal(ours, theirs)
+            assert torch.equal(computed, reference)
     with pytest.raises(TypeError):
         turn(q, k, *angles, nonsense=1)
 

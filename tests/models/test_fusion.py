@@ -97,9 +97,9 @@ def test_bfloat16_is_as_near_to_the_truth_as_its_own_eager_forward(reference):
     truth = torch.cat(eager_logits(exact, sequences))
     eager = row_errors(torch.cat(eager_logits(model, sequences)), truth)
     paged = load_model(model)
-    ours = row_errors(torch.cat(Packing(paged, sequences, 4, seed=0).run()), truth)
-    assert ours.median() <= 2 * eager.median()
-    assert ours.max() <= 2 * eager.max()
+    computed = row_errors(torch.cat(Packing(paged, sequences, 4, seed=0).run()), truth)
+    assert computed.median() <= 2 * eager.median()
+    assert computed.max() <= 2 * eager.max()
 
 
 # --- what is nearly the structure ------------------------------------------------------------
@@ -280,8 +280,8 @@ def test_a_model_still_trains(reference):
             optimiser.zero_grad()
             each(torch.tensor([[1, 2, 3, 4]]), labels=torch.tensor([[1, 2, 3, 4]])).loss.backward()
             optimiser.step()
-    for ours, own in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, own)
+    for computed, own in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(computed, own)
     assert logits_error(model) < 64 * EPS
 
 

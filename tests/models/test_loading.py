@@ -43,7 +43,7 @@ def directory(saved, tmp_path):
 @pytest.fixture
 def offline(monkeypatch):
     def refuse(*args, **options):
-        raise AssertionError("somebody tried to reach the network")
+        raise AssertionError("something tried to reach the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)

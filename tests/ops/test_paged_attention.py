@@ -141,7 +141,7 @@ def test_everything_unused_is_poisoned():
             for i in range(num_used):
                 used[row[i], : seq_len - i * block_size] = True
         assert 0 in lengths
-        assert not used.all(dim=1).all()  # a block that nobody holds
+        assert not used.all(dim=1).all()  # a block that no sequence holds
         scales = (
             [inputs.options["k_scale"], inputs.options["v_scale"]] if inputs.case.scales else []
         )
@@ -670,11 +670,11 @@ def child(pipe):
 
 expected = attend()  # the parent's threads are running now
 context = multiprocessing.get_context("fork")
-mine, theirs = context.Pipe()
-process = context.Process(target=child, args=(theirs,))
+receiver, sender = context.Pipe()
+process = context.Process(target=child, args=(sender,))
 process.start()
-assert mine.poll(60), "the child hangs"
-assert mine.recv_bytes() == expected
+assert receiver.poll(60), "the child hangs"
+assert receiver.recv_bytes() == expected
 process.join(60)
 assert process.exitcode == 0
 assert attend() == expected

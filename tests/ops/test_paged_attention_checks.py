@@ -466,7 +466,7 @@ def test_lists_of_something_else_are_named(arguments, message):
 
 
 def test_a_table_that_is_too_short_for_its_sequence_is_named():
-    """Beside one that is longer: it must not read somebody else's block."""
+    """Beside one that is longer: it must not read another sequence's block."""
     k_cache, v_cache = torch.randn(2, 8, 16, 2, 64)
     batch = PagedBatch.of([[1, 2], [3]], [20, 17])
     with pytest.raises(ShapeError, match=r"block_tables\[1, 1\] is -1, expected 0 to 7"):

@@ -87,7 +87,7 @@ def on_hopper(case, dtype):
 
 
 def test_hopper_takes_what_it_is_for():
-    """Whoever refuses more would skip below."""
+    """An implementation that refuses more would skip below."""
     H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
     problems = [on_hopper(case, BF16).problem for case in CASES]
     decode = [hopper.supports(problem, H200) is None for problem in problems]

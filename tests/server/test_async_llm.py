@@ -24,7 +24,7 @@ async def read(stream):
         pass
 
 
-async def settled(llm):
+async def idle(llm):
     """Wait until the engine has nothing left to do."""
     while await llm.run_in_engine(lambda: llm.engine.has_unfinished):
         await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ def test_a_closed_iterator_gives_its_blocks_back(async_llm):
     async def main():
         async for _ in async_llm.stream("def add", LONG):
             break
-        await settled(async_llm)
+        await idle(async_llm)
         return async_llm.engine.pool.num_free
 
     assert asyncio.run(main()) == async_llm.engine.pool.num_blocks
@@ -135,7 +135,7 @@ def test_a_bad_request_raises_and_holds_nothing(async_llm):
         with pytest.raises(RequestError, match="twice"):
             await async_llm.submit("x", LONG, request_id="twice")
         stream.close()
-        await settled(async_llm)
+        await idle(async_llm)
 
     asyncio.run(main())
     assert async_llm.num_requests == 0

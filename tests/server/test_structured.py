@@ -1,4 +1,4 @@
-"""Structured output and calls of tools: what comes always has the form that was asked for."""
+"""Structured output and calls of tools: the output always has the requested form."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def serve(
     no_prefix_caching: Annotated[
         bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
     ] = False,
-    seed: Annotated[int, option(MODEL, "N", "Where requests without a seed get theirs from.")] = 0,
+    seed: Annotated[int, option(MODEL, "N", "Seeds requests that come without a seed.")] = 0,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API does.
 

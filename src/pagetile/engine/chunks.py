@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute beside sequences whose next token somebody awaits."""
+"""How many prompt tokens a step may compute beside sequences that stream their tokens."""
 
 from __future__ import annotations
 

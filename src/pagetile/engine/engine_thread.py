@@ -272,5 +272,5 @@ def call_soon(
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
-        if not loop.is_closed():  # one that is closed has nobody left to tell
+        if not loop.is_closed():  # a closed loop has no waiting caller
             raise

@@ -94,7 +94,7 @@ class InputProcessor:
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens < self.max_model_len:
             return
-        limit = "of the model or as it was asked for: shorten it"
+        limit = "of the model or of this LLM: shorten it"
         if self.max_model_len >= self.cache.num_tokens:
             blocks = f"{self.cache.num_blocks} blocks of {self.cache.block_size}"
             limit = f"what {blocks} hold: shorten it, or use more blocks"

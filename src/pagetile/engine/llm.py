@@ -96,7 +96,7 @@ class LLM:
         seed: int = 0,
         use_tqdm: bool = False,
     ) -> None:
-        # One thread again: whoever generates while it generates is told so, and does not wait.
+        # Reentrant: a thread that generates while it generates gets an error and does not wait.
         self._turn = threading.RLock()
         from ..models import load_model, load_tokenizer
         from ..models.loading import read_config

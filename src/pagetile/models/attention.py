@@ -1,6 +1,6 @@
 """The attention function that Transformers calls, and how a model is made to call it.
 
-Transformers picks a model's attention function by the name in its configs. Ours finds the cache
+Transformers picks a model's attention function by the name in its configs. This one finds the cache
 and the step not in its arguments, which some models drop on the way, but in an
 ``AttentionLayer`` that hangs on the attention module. Names and layers are in place for the
 length of one forward and no longer, so a model that was handed to us still generates by itself::
@@ -10,7 +10,7 @@ length of one forward and no longer, so a model that was handed to us still gene
                                              write_kv(new keys and values)
                                              paged_attention(queries, all pages)
 
-On a GPU some modules' ``forward`` is ours in the same way (``fused``).
+On a GPU some modules' ``forward`` is replaced in the same way (``fused``).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attend(
 
     Raises:
         UnsupportedError: An argument asks for something that would change the result unnoticed,
-            or the call is none of ours.
+            or the call comes from outside of a step.
     """
     layer: AttentionLayer | None = module.__dict__.get(SLOT)
     if layer is None or layer.step is None:
@@ -198,7 +198,7 @@ def driven(
 ) -> Iterator[None]:
     """Make a model's configs name one attention function, and its modules have ``attributes``.
 
-    An attribute that a module has of its own already is somebody else's, and stays. The configs'
+    An attribute that a module already has was set by other code, and stays. The configs'
     padding token is out of the way, too: where there is one, 32 kinds of models look for it in
     the input, which waits for the device, only to warn.
     """

@@ -1,7 +1,7 @@
 """What of a model's own code is replaced while we drive it on a GPU: norms and rotary embeddings.
 
 In Transformers' eager code an RMS norm is eight launches and a rotary embedding ten, in every
-layer, and a step of few tokens is little else. Ours are one each. They take the place of a
+layer, and a step of few tokens is little else. Fused kernels are one each. They replace a
 module's ``forward`` for the length of a step, as attributes of that one module::
 
     norm.forward       -> rms_norm(x, norm.weight)
@@ -80,7 +80,7 @@ def find_replacements(
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
-    """The function of its class that a module runs; ``None`` if somebody put another before it."""
+    """Return the class's function that a module runs; ``None`` if other code has replaced it."""
     function = getattr(type(module), "forward", None)  # a scripted module's class has none
     is_own = "forward" not in vars(module) and module._compiled_call_impl is None
     return function if is_own and isinstance(function, FunctionType) else None
@@ -138,10 +138,10 @@ def _find_kind(module: Any, function: FunctionType, eps: float) -> str | None:
     sizes = torch.tensor([30.0, 1.0, eps**0.5, 0.1 * eps**0.5], device=weight.device)
     x = ((numbers[1:].float() + 0.5) * sizes[:, None]).to(weight.dtype)[None]
     own = _call(function, stand_in, x)
-    ours = {k: rms_norm(x, numbers[0], eps=eps, kind=k, impl="reference") for k in KINDS}
+    computed = {k: rms_norm(x, numbers[0], eps=eps, kind=k, impl="reference") for k in KINDS}
     # In 16 bits two kinds are near; the right one computes what the module does, step by step.
-    best = min(KINDS, key=lambda kind: _difference(ours[kind], own))
-    return best if _is_near(ours[best], own) else None
+    best = min(KINDS, key=lambda kind: _difference(computed[kind], own))
+    return best if _is_near(computed[best], own) else None
 
 
 # --- rotary embeddings ------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def _find_form(own: Callable[..., Any]) -> bool | None:
 
     def agrees(angles: Tensor, is_shared: bool) -> bool:
         found = _call(own, q, k, *angles)
-        ours = rotate(q, k, *angles, is_shared=is_shared, impl="reference")
+        computed = rotate(q, k, *angles, is_shared=is_shared, impl="reference")
         is_pair = isinstance(found, tuple) and len(found) == 2
-        return is_pair and all(map(_is_near, ours, found))
+        return is_pair and all(map(_is_near, computed, found))
 
     if agrees(half, True):
         return True
@@ -206,15 +206,15 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _is_near(ours: Tensor, own: Any) -> bool:
-    return _difference(ours, own) <= _NEAR * torch.finfo(ours.dtype).eps
+def _is_near(computed: Tensor, own: Any) -> bool:
+    return _difference(computed, own) <= _NEAR * torch.finfo(computed.dtype).eps
 
 
-def _difference(ours: Tensor, own: Any) -> float:
+def _difference(computed: Tensor, own: Any) -> float:
     """Relative; infinite for what is not even of the same form."""
-    if not isinstance(own, Tensor) or (own.shape, own.dtype) != (ours.shape, ours.dtype):
+    if not isinstance(own, Tensor) or (own.shape, own.dtype) != (computed.shape, computed.dtype):
         return torch.inf
-    difference = float((own.double() - ours.double()).norm() / ours.double().norm())
+    difference = float((own.double() - computed.double()).norm() / computed.double().norm())
     return difference if difference == difference else torch.inf
 
 

@@ -34,7 +34,7 @@ class PagedModel:
     """A Transformers model, driven step by step over a cache that is bound to it.
 
     ``load_model`` makes one and proves it. The Transformers model inside is not changed: its
-    attention, and on a GPU its norms and rotary embeddings, are ours for the length of a
+    attention, and on a GPU its norms and rotary embeddings, are replaced for the length of a
     ``forward``, so its own ``generate`` works between two of them, though not during one, from
     another thread.
 
@@ -242,7 +242,7 @@ def _sizes(spec: LayerSpec) -> tuple[int, int, int]:
 
 
 def _read_signature(model: PreTrainedModel) -> tuple[dict[str, Any], bool]:
-    """The options of every forward, and whether it can leave out logits that nobody wants."""
+    """The options of every forward, and whether it can leave out logits that are not wanted."""
     parameters = inspect.signature(model.forward).parameters
     options = {
         "attention_mask": None,

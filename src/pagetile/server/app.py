@@ -26,7 +26,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """An ASGI application that serves a model.
 
     Args:
-        llm: The engine; whoever made it closes it.
+        llm: The engine; the caller closes it.
         config: Names, keys and limits.
 
     Example:

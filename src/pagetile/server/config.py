@@ -39,7 +39,7 @@ class ServerConfig:
 
     Attributes:
         model_names: Names that requests may use for the model; the first is reported.
-        api_keys: Keys of which a client must show one; empty: anybody may use the server.
+        api_keys: Keys of which a client must show one; empty: every client may use the server.
         cors_origins: Origins whose pages may call the server from a browser; none by default.
         chat_template: Jinja source that replaces the tokenizer's own.
         trust_request_chat_template: Whether a request may bring a template of its own.

@@ -129,7 +129,7 @@ def _describe(
 
 
 class PageFeed:
-    """Takes snapshots while anybody watches, and gives each to everybody who does.
+    """Takes snapshots while a client watches, and gives each to all clients that do.
 
     Args:
         llm: The engine.

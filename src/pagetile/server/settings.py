@@ -71,7 +71,8 @@ def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
     except (OSError, ValueError) as error:
         raise RequestError(f"{path} is no JSON ({error}): mend or remove it") from error
     return {
-        ours: config[theirs]
-        for theirs, ours in _SAMPLING.items()
-        if isinstance(config.get(theirs), (int, float)) and not isinstance(config[theirs], bool)
+        name: config[configured]
+        for configured, name in _SAMPLING.items()
+        if isinstance(config.get(configured), (int, float))
+        and not isinstance(config[configured], bool)
     }

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; there is nobody to answer."""
+    """The client has closed its connection; there is no client to answer."""
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

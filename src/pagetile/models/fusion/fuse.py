@@ -24,7 +24,7 @@ __all__ = ["Fusion", "fuse"]
 
 _OPTIONS = {"scaling": "softmax_scale", "sliding_window": "sliding_window",
             "softcap": "logits_soft_cap", "s_aux": "sinks"}  # fmt: skip
-"""Arguments of Transformers' attention functions, and ours."""
+"""Arguments of Transformers' attention functions, and of ``paged_attention``."""
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ def _fuse_layer(
         own_forward(module) is None or module._forward_hooks or module._forward_pre_hooks
         for module in call.module.modules()
     ):
-        return "somebody has put a hook or a forward on one of its modules"
+        return "other code has put a hook or a forward on one of its modules"
     options = {name: value for name, value in call.attention.options.items() if name in _OPTIONS}
     sinks = options.get("s_aux")
     if sinks is not None and not isinstance(sinks, nn.Parameter):

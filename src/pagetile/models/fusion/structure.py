@@ -212,8 +212,8 @@ class _Recogniser:
                 found = project(row, cos, sin, heads)
                 given = run.attention.query, run.attention.key, run.attention.value
                 agrees &= all(
-                    _is_near(ours, own[0].transpose(0, 1))
-                    for ours, own in zip(found, given, strict=True)
+                    _is_near(computed, own[0].transpose(0, 1))
+                    for computed, own in zip(found, given, strict=True)
                 )
             if agrees:
                 q_norm, k_norm = norms or (None, None)
@@ -296,11 +296,11 @@ class _Recogniser:
         return [event.input for event in self._events(module)]
 
     @staticmethod
-    def _agree(ours: Iterable[Tensor], own: Iterable[Any]) -> bool:
-        return all(_is_near(a, b) for a, b in zip(ours, own, strict=True))
+    def _agree(computed: Iterable[Tensor], own: Iterable[Any]) -> bool:
+        return all(_is_near(a, b) for a, b in zip(computed, own, strict=True))
 
-    def _check(self, ours: Iterable[Tensor], own: Iterable[Any], what: str) -> None:
-        if not self._agree(ours, own):
+    def _check(self, computed: Iterable[Tensor], own: Iterable[Any], what: str) -> None:
+        if not self._agree(computed, own):
             raise Mismatch(f"{what} has another formula")
 
 
@@ -317,8 +317,8 @@ def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _is_near(ours: Tensor, own: Any) -> bool:
-    if not isinstance(own, Tensor) or own.shape != ours.shape:
+def _is_near(computed: Tensor, own: Any) -> bool:
+    if not isinstance(own, Tensor) or own.shape != computed.shape:
         return False
-    difference = float((own.double() - ours.double()).norm())
-    return difference <= _NEAR * float(ours.double().norm())
+    difference = float((own.double() - computed.double()).norm())
+    return difference <= _NEAR * float(computed.double().norm())

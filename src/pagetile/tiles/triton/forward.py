@@ -68,7 +68,7 @@ def find_tile(cu_seqlens_q, num_seqs, tile, GROUP: tl.constexpr, TILE_M: tl.cons
 
 @triton.jit
 def _load_rows(cache, row, used, SIZE: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """Keys or values ``[TILE_N, D]``; zeros where nobody sees them: there may be anything."""
+    """Keys or values ``[TILE_N, D]``; zeros where no row sees them."""
     columns = tl.arange(0, D)
     at = cache + row[:, None] + columns[None, :]
     if MASKED:

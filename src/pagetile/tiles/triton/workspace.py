@@ -50,7 +50,7 @@ def _find(device: int, owner: int, sizes: _Sizes) -> _Memory | None:
 
 
 def _make(device: int, owner: int, sizes: _Sizes) -> _Memory:
-    """With room for all that was asked for so far, by doubling, so that it happens seldom."""
+    """With room for all requests so far, by doubling, so that it happens seldom."""
     old, outgrown = _made.get((device, owner), ((1024, 1024, 1024), None))
     if outgrown is not None and owner == _GRAPHS:
         _outgrown.append(outgrown)
