@@ -126,3 +126,13 @@ def test_explain_says_who_takes_lists():
     q, k_cache, v_cache, batch, lists = listed_call([0, 2])
     lines = explain_paged_attention(q, k_cache, v_cache, batch, visible_blocks=lists).splitlines()
     assert lines[3:] == ["cpu: yes", "reference: yes"]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS[:3])
+def test_a_nan_in_a_block_that_no_head_lists_does_not_show(impl):
+    q, cache, _, batch, lists = listed_call([0, 2])
+    expected = paged_attention(q, cache, cache, batch, visible_blocks=lists, impl=impl).out
+    poisoned = cache.clone()
+    poisoned[3] = torch.nan  # the sequence's second block
+    found = paged_attention(q, poisoned, poisoned, batch, visible_blocks=lists, impl=impl).out
+    assert torch.equal(found, expected)

@@ -42,6 +42,9 @@ def run(problem: Problem, call: Arguments) -> AttentionOutput:
         table = batch.block_tables[seq]
         keys = fetch(call.k_cache, call.k_scale, table, seq_len, dtype)
         values = fetch(call.v_cache, call.v_scale, table, seq_len, dtype)
+        visible = _visible_keys(call, problem, seq, seq_len)
+        if visible is not None:  # a hidden NaN times a weight of 0 would be NaN
+            values = values.masked_fill(~visible[:: problem.group, 0].T[..., None], 0.0)
         out[rows], lse[rows] = attend(
             q[rows].to(dtype),
             keys,
@@ -52,7 +55,7 @@ def run(problem: Problem, call: Arguments) -> AttentionOutput:
             logits_soft_cap=call.logits_soft_cap,
             alibi_slopes=call.alibi_slopes,
             sinks=call.sinks,
-            visible=_visible_keys(call, problem, seq, seq_len),
+            visible=visible,
         )
     return AttentionOutput(out, lse)
 
