@@ -310,3 +310,32 @@ def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish(process):
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert server.wait(20) == 0
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_stream_ends_when_its_client_reads_nothing_or_leaves(leaves):
+    from pagetile.server.streaming import EventStream
+
+    ended = []
+
+    async def pieces():
+        try:
+            while True:
+                yield b"data: x\n\n"
+        finally:
+            ended.append("pieces")
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(3600)  # its buffers are full
+
+    async def receive():
+        await asyncio.sleep(0.1 if leaves else 3600)
+        return {"type": "http.disconnect"}
+
+    seconds = 3600 if leaves else 0.2
+    response = EventStream(pieces(), send_seconds=seconds, on_end=lambda: ended.append("stream"))
+    start = time.monotonic()
+    asyncio.run(response({"type": "http"}, receive, send))
+    assert time.monotonic() - start < 5
+    assert ended == ["pieces", "stream"]

@@ -1,4 +1,4 @@
-"""The command line: ``pagetile generate``, ``serve``, ``plan``, ``explain`` and ``bench``.
+"""The command line: ``generate``, ``serve``, ``chat``, ``plan``, ``explain`` and ``bench``.
 
 Whatever goes wrong is one line on stderr. Exit codes: 2 for a user's mistake, 130 for Ctrl-C, 141
 if standard output was closed early, 1 for the rest.

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from .bench import bench
+from .chat import EXAMPLES as CHAT_EXAMPLES
+from .chat import chat
 from .explain import explain
 from .generate import EXAMPLES as GENERATE_EXAMPLES
 from .generate import generate
@@ -30,6 +32,7 @@ app = typer.Typer(
 )
 app.command(epilog=GENERATE_EXAMPLES)(generate)
 app.command(epilog=SERVE_EXAMPLES)(serve)
+app.command(epilog=CHAT_EXAMPLES)(chat)
 app.command(epilog=PLAN_EXAMPLES)(plan)
 app.add_typer(explain, name="explain")
 app.add_typer(bench, name="bench")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -63,13 +64,20 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._pieces, self._send_seconds, self._on_end = pieces, send_seconds, on_end
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         pump = asyncio.ensure_future(self._pump(send))
         watcher = asyncio.ensure_future(_until_gone(receive))
         try:
-            await asyncio.wait({pump, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            # One look now and then: a timeout around every piece costs more than the piece.
+            while not (pump.done() or watcher.done() or self._is_stuck()):
+                await asyncio.wait(
+                    {pump, watcher},
+                    timeout=self._send_seconds / 4,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             if pump.done():
                 pump.result()
         finally:
@@ -77,6 +85,10 @@ class EventStream(Response):
             await _end(watcher)
             if self._on_end is not None:
                 self._on_end()
+
+    def _is_stuck(self) -> bool:
+        since = self._sending_since
+        return since is not None and time.monotonic() - since > self._send_seconds
 
     async def _pump(self, send: Send) -> None:
         pieces, has_started = self._pieces, False
@@ -91,8 +103,9 @@ class EventStream(Response):
                             "headers": self.raw_headers,
                         }
                     )
-                message = {"type": "http.response.body", "body": piece, "more_body": True}
-                await asyncio.wait_for(send(message), self._send_seconds)
+                self._sending_since = time.monotonic()
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                self._sending_since = None
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             close = getattr(pieces, "aclose", None)

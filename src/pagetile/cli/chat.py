@@ -1,0 +1,162 @@
+"""``pagetile chat``: a conversation in the terminal, with a server or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import RequestError
+from .options import MODEL, flag, option
+
+__all__ = ["EXAMPLES", "chat"]
+
+EXAMPLES = """
+[bold]Examples[/bold]
+  pagetile chat http://127.0.0.1:8000
+  pagetile chat my-checkpoint --device cuda --system "Answer in one sentence."
+"""
+
+Messages = list[dict[str, str]]
+Answer = Callable[[Messages], Iterator[str]]
+
+
+def chat(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="URL|MODEL",
+            help="A server's address, or a checkpoint's folder. Without it, the small model of "
+            "Python code that comes along.",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, option("Sampling", "TEXT", "What the model is told beforehand.")
+    ] = None,
+    max_tokens: Annotated[int, option("Sampling", "N", "New tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, option("Sampling", "X", "0: always the likeliest.")] = 0.7,
+    model: Annotated[
+        str | None, option("Server", "NAME", "Which of the server's models; the first without it.")
+    ] = None,
+    api_key: Annotated[
+        str | None, option("Server", "KEY", "API key; also read from PAGETILE_API_KEY.")
+    ] = None,
+    chat_template: Annotated[
+        str | None, option(MODEL, "FILE", "A Jinja template; or chatml, plain.")
+    ] = None,
+    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    raw: Annotated[bool, flag(None, "--raw", "Do not print who speaks.")] = False,
+) -> None:
+    """Talk with a model.
+
+    Ctrl-C ends an answer, Ctrl-D (or an empty line) the conversation.
+    """
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    console = Console(stderr=True, highlight=False)
+    if target is not None and target.startswith(("http://", "https://")):
+        key = api_key or os.environ.get("PAGETILE_API_KEY")
+        answer = _remote(target.rstrip("/").removesuffix("/v1"), model, key, options)
+    else:
+        with console.status("Loading the model"):
+            answer = _local(target, chat_template, device, options)
+    messages: Messages = [{"role": "system", "content": system}] if system else []
+    while True:
+        try:
+            said = input("" if raw or not sys.stdin.isatty() else "you > ")
+        except EOFError:
+            return
+        if not said.strip():
+            return
+        messages.append({"role": "user", "content": said})
+        text = _print(answer(messages), "" if raw else "model > ")
+        messages.append({"role": "assistant", "content": text})
+
+
+def _print(pieces: Iterator[str], name: str) -> str:
+    """Print an answer as it comes; Ctrl-C ends it, and what there is of it stays."""
+    text = ""
+    typer.echo(name, nl=False)
+    try:
+        for piece in pieces:
+            text += piece
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        typer.echo(" …", nl=False)
+    finally:
+        close = getattr(pieces, "close", None)
+        if close is not None:
+            close()  # aborts the request
+    typer.echo("")
+    return text
+
+
+def _remote(url: str, model: str | None, key: str | None, options: dict[str, Any]) -> Answer:
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+
+    def send(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url + path, data, headers)
+        try:
+            return urllib.request.urlopen(request, timeout=600)
+        except urllib.error.HTTPError as error:
+            raise RequestError(f"{url}{path}: {_reason(error)}") from None
+        except (urllib.error.URLError, OSError) as error:
+            reason = getattr(error, "reason", error)
+            raise RequestError(f"{url} cannot be reached: {reason}") from None
+
+    if model is None:
+        with send("/v1/models") as response:
+            model = json.load(response)["data"][0]["id"]
+
+    def answer(messages: Messages) -> Iterator[str]:
+        body = {"model": model, "messages": messages, "stream": True, **options}
+        with send("/v1/chat/completions", body) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RequestError(event["error"]["message"])
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+    return answer
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"
+
+
+def _local(
+    target: str | None, template: str | None, device: str, options: dict[str, Any]
+) -> Answer:
+    from ..engine.chat import render
+    from ..engine.llm import LLM
+    from ..engine.sampling_params import SamplingParams
+    from ..server.settings import read_template
+
+    source = read_template(template, target)
+    llm = LLM(target, device=device, max_num_seqs=1)
+    params = SamplingParams(**options)
+
+    def answer(messages: Messages) -> Iterator[str]:
+        prompts = render(llm.engine.tokenizer, messages, source)
+        for delta in llm.stream(prompts, params):
+            if delta.error is not None:
+                raise RequestError(delta.error)
+            yield delta.text
+
+    return answer
