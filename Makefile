@@ -2,10 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 QUICK := tests/kv_cache tests/ops/test_paged_attention_checks.py tests/ops/test_attention_checks.py tests/ops/test_dispatch.py \
 	tests/ops/test_window_geometry.py tests/engine/test_sampling_params.py tests/engine/test_detokenizer.py tests/engine/test_sampler.py \
-	tests/analysis tests/test_device.py tests/test_public_api.py tests/test_import_rules.py tests/test_words.py
+	tests/analysis tests/test_device.py tests/test_public_api.py tests/test_import_rules.py tests/test_words.py tests/engine/test_scheduler.py tests/ops/test_paged_attention_plan.py
 
 demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
-	@$(BIN)/python -m pagetile generate --show-pages < /dev/null
+	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 40 --show-pages < /dev/null
 test: check  ## everything that must hold, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/test_import_rules.py
 test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU, then random problems

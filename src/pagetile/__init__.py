@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     __version__: str
 
     from .engine import LLM, SamplingParams
+    from .engine.async_llm import AsyncLLM
     from .kv_cache.storage import KVCache, LayerSpec
     from .ops.attention import BlockMask, attention, explain_attention
     from .ops.attention_scores import attention_scores
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "AttentionOutput",
     "BlockMask",
     "BlockPool",
@@ -78,6 +80,7 @@ __all__ = [
 
 # What needs torch is imported when it is first asked for: `pagetile --help` need not wait for it.
 _HOMES = {
+    "AsyncLLM": "engine.async_llm",
     "LLM": "engine",
     "SamplingParams": "engine",
     "KVCache": "kv_cache.storage",
