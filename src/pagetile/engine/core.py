@@ -74,16 +74,16 @@ class Engine:
         async_scheduling: bool | None = None,
         seed: int = 0,
     ) -> None:
+        most = model.max_step_tokens
+        if most is not None and max(max_num_seqs, max_num_batched_tokens) > most:
+            raise RequestError(
+                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
+                f"{model.name} runs exactly with at most {most} tokens a step, set both to that"
+            )
         if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
             raise RequestError(
                 f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
                 "expected at least one sequence, and a token a step for each"
-            )
-        most = model.max_step_tokens
-        if most is not None and max_num_batched_tokens > most:
-            raise RequestError(
-                f"max_num_batched_tokens={max_num_batched_tokens}: {model.name} runs exactly with "
-                f"at most {most} tokens a step"
             )
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_model_len = max_model_len
