@@ -17,6 +17,7 @@ import torch
 
 from pagetile import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
 from pagetile.engine.input_processor import InputProcessor
+from pagetile.engine.scheduler import CacheCounts
 from pagetile.testing.models import REFUSED, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -621,3 +622,17 @@ def test_an_open_stream_is_not_disturbed(llm: LLM) -> None:
         llm.stream("x =", GREEDY)
     assert found + [delta.text for delta in stream] == alone
     assert llm.generate("x =", GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+def test_warming_up_leaves_no_trace():
+    llm, other = (LLM(num_blocks=256, max_model_len=512) for _ in range(2))
+    llm.engine._run_made_up(1500)
+    llm.engine.check()
+    assert not llm.engine.has_unfinished
+    assert llm.engine.counts == CacheCounts()
+    assert llm.engine.pool.num_free == 256
+    params = SamplingParams(seed=3, max_tokens=8)
+    [expected] = other.generate("import os\n", params, use_tqdm=False)
+    [result] = llm.generate("import os\n", params, use_tqdm=False)
+    assert result.outputs == expected.outputs
+    assert result.num_cached_tokens == 0

@@ -264,6 +264,7 @@ class Engine:
             self.take_output(request_id)
         self.reset_prefix_cache()
         self.scheduler.counts = type(counts)()
+        self.scheduler.chunks = type(self.scheduler.chunks)()  # steps that compile tell nothing
 
     def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request.
