@@ -136,3 +136,36 @@ def test_a_nan_in_a_block_that_no_head_lists_does_not_show(impl):
     poisoned[3] = torch.nan  # the sequence's second block
     found = paged_attention(q, poisoned, poisoned, batch, visible_blocks=lists, impl=impl).out
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sliding_window", [None, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("query_len", [1, 11])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+def test_what_lies_in_unlisted_blocks_does_not_show(
+    block_size, query_len, dtype, sliding_window, impl
+):
+    """Heads list the last, partial block alone; one of them an earlier block of the same tile."""
+    if dtype == torch.bfloat16 and impl == "triton" and not ON_GPU:
+        pytest.skip("the interpreter has no bfloat16")
+    seq_lens = (97, 69)
+    case = PagedCase(
+        (query_len, 2), seq_lens, 8, 2, 32, block_size=block_size, dtype=dtype,
+        sliding_window=sliding_window, visible_share=0.0,
+    )  # fmt: skip
+    inputs = make_inputs(taken_by(case, impl))
+    lists = torch.full((inputs.batch.num_seqs, 2, 3), -1, dtype=torch.int32)
+    k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
+    for seq, seq_len in enumerate(inputs.batch.seq_lens.tolist()):
+        num_blocks = -(-seq_len // block_size)
+        for head in range(2 if seq_len else 0):
+            listed = 64 // block_size if (head, seq_len) == (1, 69) else num_blocks - 1
+            lists[seq, head, 0] = listed
+            for index, block in enumerate(inputs.batch.block_tables[seq, :num_blocks].tolist()):
+                if index != listed:
+                    k_cache[block, :, head], v_cache[block, :, head] = torch.nan, torch.inf
+                    k_cache[block, ::2, head], v_cache[block, ::2, head] = -torch.inf, torch.nan
+    inputs.options["visible_blocks"] = lists
+    poisoned = inputs.replace(k_cache=k_cache, v_cache=v_cache)
+    assert_matches(attend(poisoned, impl), inputs)

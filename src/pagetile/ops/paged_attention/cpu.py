@@ -47,7 +47,6 @@ def _run(problem, plan, call):
     if call.visible_blocks is not None:
         check_visible_blocks(call.visible_blocks, batch.seq_lens, problem.block_size)
         mask = _mask_of(problem, batch, call.visible_blocks)
-        batch = _redirect(problem, batch, mask.mask)
         plan = replace(plan, decode_heads=1)  # heads of an item read the same tiles
     work = make_call(
         q, k_cache, v_cache, out, lse, call, plan,
@@ -72,22 +71,6 @@ class _BlockMask(NamedTuple):
     """bool ``[num_seqs, num_heads, 1, max_blocks_per_seq]``."""
     block_q: int
     block_k: int
-
-
-def _redirect(problem, batch, mask):
-    """Return the batch with a listed, full block in the place of blocks that no head lists.
-
-    A tile with a listed block is read whole, and NaN times a weight of 0 would be NaN. Where only
-    the last, partial block is listed the others stay: its unused slots may be NaN as well.
-    """
-    is_listed, tables = mask.any(dim=1)[:, 0], batch.block_tables
-    if not tables.numel():
-        return batch
-    full = batch.seq_lens // problem.block_size
-    is_full = is_listed & (torch.arange(tables.shape[1]) < full[:, None])
-    listed = tables.gather(1, is_full.int().argmax(1, keepdim=True))
-    keeps = is_listed | ~is_full.any(dim=1, keepdim=True)
-    return replace(batch, block_tables=torch.where(keeps, tables, listed))
 
 
 def _mask_of(problem, batch, visible_blocks):

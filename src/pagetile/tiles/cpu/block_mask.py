@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from .compile import inner
+from .online_softmax import TILE_N
 
-__all__ = ["hidden_end", "mask_fields", "sees_blocks"]
+__all__ = ["hidden_end", "mask_fields", "repeat_visible", "sees_blocks", "sees_keys"]
 
 
 def mask_fields(block_mask):
@@ -36,6 +37,44 @@ def sees_blocks(call, seq, head, first_row, num_rows, first_key, num_keys):
             if call.block_mask[at + k_block]:
                 return True
     return False
+
+
+@inner()
+def sees_keys(call, item, first_key, num_keys):
+    """Whether any of an item's rows sees any of some keys."""
+    first_head = item.first_head * call.group
+    for head in range(first_head, first_head + item.num_heads * call.group):
+        if sees_blocks(
+            call, item.seq, head, item.first_token, item.num_tokens, first_key, num_keys
+        ):
+            return True
+    return False
+
+
+@inner()
+def repeat_visible(call, scratch, side, item, tile, first, last):
+    """Let the places in a tile of keys that all rows are to skip repeat a key that one sees.
+
+    A tile is read whole, and a NaN in a hidden block times a weight of 0 would be NaN. Keys before
+    ``first`` and from ``last`` on are skipped, too. Without a visible key nothing is changed: such
+    a tile is not read.
+    """
+    shown = first
+    while shown < last and not sees_keys(call, item, shown, 1):
+        shown = (shown // call.block_k + 1) * call.block_k
+    if shown >= last:
+        return
+    is_visible = False
+    for n in range(TILE_N):
+        key = tile + n
+        is_inside = first <= key < last
+        if is_inside and (key == first or key % call.block_k == 0):
+            is_visible = sees_keys(call, item, key, 1)
+        if not (is_inside and is_visible):
+            scratch.k_rows[side, n] = scratch.k_rows[side, shown - tile]
+            scratch.v_rows[side, n] = scratch.v_rows[side, shown - tile]
+            scratch.k_scale_rows[side, n] = scratch.k_scale_rows[side, shown - tile]
+            scratch.v_scale_rows[side, n] = scratch.v_scale_rows[side, shown - tile]
 
 
 @inner()

@@ -40,7 +40,7 @@ import torch
 from numba import njit
 
 from .arrays import flat
-from .block_mask import mask_fields, sees_blocks
+from .block_mask import mask_fields, sees_keys
 from .compile import entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
 from .online_softmax import (
@@ -205,7 +205,8 @@ def _attend_item(call, scratch, item, parts):
             side = tile // TILE_N % 2  # tiles take turns, so that the next one's rows are known
             find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
             num_keys = min(TILE_N, high - tile)
-            if call.block_q == 0 or _sees_tile(call, item, tile, num_keys):
+            first = max(tile, low)
+            if call.block_q == 0 or sees_keys(call, item, first, tile + num_keys - first):
                 attend_tile(call, scratch, side, item, rows, tile, num_keys)
         if item.part >= 0:
             at = item.part + (split - item.first_key) // call.split_size * all_rows
@@ -215,16 +216,6 @@ def _attend_item(call, scratch, item, parts):
         else:
             merge_states(scratch.total, 0, scratch.state, 0, all_rows, call.v_width)
     return scratch.total
-
-
-@inner()
-def _sees_tile(call, item, tile, num_keys):
-    """Whether the block mask lets any of an item's rows see one of a tile's keys."""
-    first_head = item.first_head * call.group
-    for head in range(first_head, first_head + item.num_heads * call.group):
-        if sees_blocks(call, item.seq, head, item.first_token, item.num_tokens, tile, num_keys):
-            return True
-    return False
 
 
 @inner()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_mask import hidden_end
+from .block_mask import hidden_end, repeat_visible
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
 from .online_softmax import (
@@ -66,6 +66,8 @@ def find_rows(call, scratch, side, item, tile, low, high):
         scratch.v_rows[side, n] = scratch.v_rows[side, first - tile]
         scratch.k_scale_rows[side, n] = scratch.k_scale_rows[side, first - tile]
         scratch.v_scale_rows[side, n] = scratch.v_scale_rows[side, first - tile]
+    if call.block_q > 0:
+        repeat_visible(call, scratch, side, item, tile, first, last)
 
 
 @folded()
