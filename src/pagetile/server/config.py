@@ -25,10 +25,9 @@ class Limits:
     num_logprobs: int = 20
     num_messages: int = 4096
     num_tools: int = 128
-    schema_bytes: int = 64 << 10
-    """Of a JSON schema, a regular expression, a grammar, or all choices together."""
     template_seconds: float = 2.0
     grammar_seconds: float = 5.0
+    """For compiling the form of a structured output. Its size is limited by the engine."""
     send_seconds: float = 60.0
     """For a client to take a piece of a stream in, before its connection is closed."""
 
@@ -46,7 +45,7 @@ class ServerConfig:
         tool_call_parser: ``"auto"``, ``"hermes"``, ``"llama3_json"`` or ``"none"``.
         sampling_defaults: Values for sampling fields that a request leaves out.
         show_text: Whether ``/pages`` shows prompts and outputs.
-        log_prompts: Whether prompts and outputs are logged.
+        log_prompts: Whether a request's log line has the text of its prompt.
         limits: See ``Limits``.
     """
 
