@@ -138,3 +138,19 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event(client, monkeypatch):
     events = list(client.responses.create(**ASKED, input="x = 1", stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message == "a step failed"
+
+
+def test_a_stream_that_the_server_aborts_ends_as_failed(client, async_llm):
+    # Long enough that the abort comes before its end.
+    schema = {"type": "string", "pattern": "^[a-z]{900}$"}
+    form = {"type": "json_schema", "name": "s", "schema": schema}
+    asked = {"model": "pagetile-demo", "input": "x = 1", "text": {"format": form}}
+    events = []
+    for event in client.responses.create(**asked, stream=True):
+        events.append(event)
+        if event.type == "response.created":
+            for request_id in list(async_llm._streams):
+                async_llm.abort(request_id)
+    assert events[-1].type == "response.failed"
+    assert "aborted" in events[-1].response.error.message
+    assert events[-1].response.output[0].status == "incomplete"

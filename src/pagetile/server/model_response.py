@@ -89,7 +89,7 @@ class ModelResponse:
             if not has_begun:
                 raise  # nothing was sent yet: an ordinary response reports it
             log.error("stream failed", request=request.scope, exc=error)
-            failure = {"code": "server_error", "message": to_api_error(error).message}
+            failure = _failure(to_api_error(error).message)
             response = self._response("failed", [], error=failure)
             yield self._event("response.failed", response=response)
         finally:
@@ -117,13 +117,17 @@ class ModelResponse:
         usage.add(output)
         note_usage(self.completion.request, usage)
         [sample] = output.outputs
-        if sample.finish_reason == "stop":
-            status, details = "completed", None
-        else:
+        status, error, details = "completed", None, None
+        if sample.finish_reason == "length":
             status, details = "incomplete", {"reason": "max_output_tokens"}
+        elif sample.finish_reason != "stop":
+            status, error = "failed", _failure("the request was aborted: the server is stopping")
+        # An item of output has no status for a failure.
+        item_status = "completed" if status == "completed" else "incomplete"
         return self._response(
             status,
-            [self._item(status, _part(sample.text))],
+            [self._item(item_status, _part(sample.text))],
+            error=error,
             incomplete_details=details,
             usage={
                 "input_tokens": usage.prompt_tokens,
@@ -183,6 +187,10 @@ def _renamed(error: ApiError) -> ApiError:
             error.message, error.param = error.message.replace(name, own, 1), own
             break
     return error
+
+
+def _failure(message: str) -> dict[str, str]:
+    return {"code": "server_error", "message": message}
 
 
 def _part(text: str) -> dict[str, Any]:
