@@ -34,7 +34,7 @@ class Server:
 
     Args:
         llm: The engine.
-        config: How it presents itself.
+        config: Names, keys and limits.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
@@ -106,7 +106,7 @@ class Server:
             number: Which of the request's prompts it is.
             stream: Whether to deliver text as it comes.
             prompt_logprobs: See ``AsyncLLM.submit``.
-            generates: See there.
+            generates: See ``AsyncLLM.submit``.
 
         Raises:
             ApiError: With status 400: the prompt is too long, or its form takes too long to
