@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import httpx2
 import pytest
 
 import pagetile
+from pagetile.server.config import Limits
 
 from .conftest import chatty, opened, serving
 from .test_chat import MESSAGES
@@ -229,3 +231,59 @@ def test_what_a_prompt_says_is_not_logged(url, capsys):
     assert written.count("request_id=") == 2
     assert "tokens_out=2" in written
     assert "user=u-1" in written
+
+
+def test_log_prompts_writes_at_most_2000_characters_of_a_prompt(async_llm, capsys):
+    from pagetile.server.logs import log
+
+    words = "secret " * 40
+    log.is_on = log.as_json = True
+    try:  # until the server has stopped: a line is written after its response
+        with (
+            serving(async_llm, chatty(log_prompts=True)) as url,
+            httpx2.Client(base_url=url, timeout=30) as http,
+        ):
+            for path, body in (
+                ("/v1/completions", {"prompt": words}),
+                ("/v1/completions", {"prompt": [words] * 9}),
+                ("/v1/completions", {"prompt": [65, 66]}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "my secret"}]}),
+            ):
+                answer = http.post(path, json={**body, "max_tokens": 1})
+                assert answer.status_code == 200, answer.text
+    finally:
+        log.is_on = log.as_json = False
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    text, texts, token_ids, chat = (line["prompt"] for line in lines)
+    assert text == words
+    assert texts == "\n".join([words] * 9)[:2000]
+    assert token_ids == async_llm.engine.tokenizer.decode([65, 66])
+    assert "my secret" in chat
+
+
+def test_a_form_that_compiles_too_slowly_is_a_400(async_llm, monkeypatch):
+    from pagetile.engine.structured_outputs import StructuredOutputs
+
+    is_over = threading.Event()
+    compile_now = StructuredOutputs._compile
+
+    def compile_slowly(self, form):
+        is_over.wait(30)
+        return compile_now(self, form)
+
+    monkeypatch.setattr(StructuredOutputs, "_compile", compile_slowly)
+    limits = Limits(grammar_seconds=0.2)
+    with (
+        serving(async_llm, chatty(limits=limits)) as url,
+        httpx2.Client(base_url=url, timeout=10) as http,
+    ):
+        try:
+            form = {"regex": "slow[0-9]{3}"}
+            body = {"prompt": "x", "structured_outputs": form, "max_tokens": 30}
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == 400, answer.text
+            assert "grammar_seconds=0.2" in answer.json()["error"]["message"]
+            free = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+            assert free.status_code == 200
+        finally:
+            is_over.set()

@@ -101,7 +101,9 @@ def serve(
         bool, flag(HTTP, "--show-text", "Show prompts and outputs on /pages.")
     ] = False,
     log_format: Annotated[str, option(HTTP, "FORM", "text or json.")] = "text",
-    log_prompts: Annotated[bool, flag(HTTP, "--log-prompts", "Log prompts and outputs.")] = False,
+    log_prompts: Annotated[
+        bool, flag(HTTP, "--log-prompts", "Log each prompt's text, at most 2000 characters.")
+    ] = False,
     quiet: Annotated[bool, flag(HTTP, "--quiet", "Log nothing.")] = False,
     demo_traffic: Annotated[
         bool,

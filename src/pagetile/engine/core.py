@@ -30,7 +30,7 @@ from .runner import LaunchedStep, Runner
 from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler, SchedulerOutput
-from .structured_outputs import StructuredOutputs
+from .structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 __all__ = ["Engine"]
 
@@ -149,6 +149,14 @@ class Engine:
         if params.structured_outputs is not None:
             self._structured_outputs.compile(params.structured_outputs)
         return token_ids
+
+    def compile_structured_outputs(self, form: StructuredOutputsParams) -> None:
+        """Compile a form and keep it for the requests that use it; any thread may call this.
+
+        Raises:
+            RequestError: The form is wrong, or too complex.
+        """
+        self._structured_outputs.compile(form)
 
     def add_request(
         self,

@@ -9,13 +9,13 @@ __all__ = ["Limits", "ServerConfig"]
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a request may ask for; what is beyond is refused with a status of 4xx."""
+    """The most that a request may ask for; more is refused with a 4xx status."""
 
     body_bytes: int = 8 << 20
     num_headers: int = 128
     header_bytes: int = 64 << 10
     body_seconds: float = 60.0
-    """For a client to send its body in."""
+    """Time for a client to send its body."""
     num_prompts: int = 1024
     n: int = 128
     num_stops: int = 16
@@ -25,17 +25,16 @@ class Limits:
     num_logprobs: int = 20
     num_messages: int = 4096
     num_tools: int = 128
-    schema_bytes: int = 64 << 10
-    """Of a JSON schema, a regular expression, a grammar, or all choices together."""
     template_seconds: float = 2.0
     grammar_seconds: float = 5.0
+    """Time to compile the form of a structured output. The engine limits its size."""
     send_seconds: float = 60.0
-    """For a client to take a piece of a stream in, before its connection is closed."""
+    """Time for a client to read a piece of a stream before its connection is closed."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How a server presents its model, and to whom.
+    """Names, keys, defaults and limits of a server.
 
     Attributes:
         model_names: Names that requests may use for the model; the first is reported.
@@ -46,7 +45,7 @@ class ServerConfig:
         tool_call_parser: ``"auto"``, ``"hermes"``, ``"llama3_json"`` or ``"none"``.
         sampling_defaults: Values for sampling fields that a request leaves out.
         show_text: Whether ``/pages`` shows prompts and outputs.
-        log_prompts: Whether prompts and outputs are logged.
+        log_prompts: Whether a request's log line has the text of its prompt.
         limits: See ``Limits``.
     """
 

@@ -99,7 +99,9 @@ def to_api_error(error: Exception) -> ApiError:
 def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """A 400 that names the first field that is wrong, and for an unknown one the nearest known."""
     first = error.errors(include_url=False, include_input=False)[0]
-    path = ".".join(str(part) for part in first["loc"] if _is_field(part))
+    # The first part is a field, though it may have the name of a type ("text").
+    loc = first["loc"]
+    path = ".".join(str(part) for part in (*loc[:1], *filter(_is_field, loc[1:])))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
     message = f"{path}: {first['msg']}" if path else str(first["msg"])

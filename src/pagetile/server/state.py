@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from ..engine.async_llm import AsyncLLM
 from ..engine.request_stream import RequestStream
 from ..engine.sampling_params import SamplingParams
+from ..engine.structured_outputs import StructuredOutputsParams
 from .config import ServerConfig
 from .errors import ApiError
 from .metrics import Metrics
@@ -24,13 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Server", "server_of"]
 
+_LOGGED_CHARS = 2000  # of a request's prompts, with --log-prompts
+
 
 class Server:
     """One model behind HTTP.
 
     Args:
         llm: The engine.
-        config: How it presents itself.
+        config: Names, keys and limits.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
@@ -102,7 +106,11 @@ class Server:
             number: Which of the request's prompts it is.
             stream: Whether to deliver text as it comes.
             prompt_logprobs: See ``AsyncLLM.submit``.
-            generates: See there.
+            generates: See ``AsyncLLM.submit``.
+
+        Raises:
+            ApiError: With status 400: the prompt is too long, or its form takes too long to
+                compile.
         """
         if body.user is not None:
             request.state.log["user"] = body.user
@@ -110,6 +118,10 @@ class Server:
             self.check_length(len(prompt), "prompt")
         if body.truncate_prompt_tokens is not None:
             prompt = await self._truncate(prompt, body.truncate_prompt_tokens, params)
+        if self.config.log_prompts:
+            await self._log_prompt(request, prompt)
+        if params.structured_outputs is not None:
+            await self._compile(params.structured_outputs)
         name = body.request_id or request.state.request_id
         handle = await self.llm.submit(
             prompt,
@@ -122,6 +134,32 @@ class Server:
         )
         self.metrics.watch(handle)
         return handle
+
+    async def _compile(self, form: StructuredOutputsParams) -> None:
+        """Compile a form on a thread; the engine keeps it, so that validation finds it there."""
+        seconds = self.limits.grammar_seconds
+        compiling = asyncio.to_thread(self.llm.engine.compile_structured_outputs, form)
+        try:
+            await asyncio.wait_for(compiling, seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(
+                400,
+                f"the form of the output was not compiled within grammar_seconds={seconds:g}: "
+                "send a smaller schema, regular expression or grammar",
+            ) from None
+
+    async def _log_prompt(self, request: Request, prompt: str | list[int]) -> None:
+        """Add a prompt to the request's log line: its text, or token ids without a tokenizer."""
+        if isinstance(prompt, str):
+            text = prompt[:_LOGGED_CHARS]
+        elif self.tokenizer is None:
+            text = str(prompt[:_LOGGED_CHARS])
+        else:
+            # Every token but a few special ones has at least a character.
+            text = await self.llm.run_in_worker(self.tokenizer.decode, prompt[:_LOGGED_CHARS])
+        fields = request.state.log
+        earlier = f"{fields['prompt']}\n" if "prompt" in fields else ""
+        fields["prompt"] = (earlier + text)[:_LOGGED_CHARS]
 
     async def _truncate(
         self, prompt: str | list[int], most: int, params: SamplingParams

@@ -1,0 +1,156 @@
+"""``/v1/responses`` through the ``openai`` client, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from pagetile.errors import GenerationError
+
+from .test_structured import SCHEMA
+
+ASKED = {"model": "pagetile-demo", "temperature": 0, "max_output_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_a_text_has_the_answer_of_the_same_conversation(client):
+    response = client.responses.create(
+        **ASKED, input="x = 1", instructions="Write Python.", metadata={"run": "7"}, store=False
+    )
+    chat = client.chat.completions.create(
+        model="pagetile-demo",
+        temperature=0,
+        max_tokens=12,
+        messages=[
+            {"role": "system", "content": "Write Python."},
+            {"role": "user", "content": "x = 1"},
+        ],
+    )
+    assert response.output_text == chat.choices[0].message.content
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == 12
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.metadata == {"run": "7"}
+    assert response.temperature == 0
+    assert response.instructions == "Write Python."
+
+
+def test_messages_with_parts_are_the_same_as_text(client):
+    parts = [{"type": "input_text", "text": "x "}, {"type": "input_text", "text": "= 1"}]
+    plain = client.responses.create(**ASKED, input="x = 1")
+    in_parts = client.responses.create(**ASKED, input=[{"role": "user", "content": parts}])
+    assert in_parts.output_text == plain.output_text
+    # The output can be sent back as it came.
+    question = {"role": "user", "content": "x = 1"}
+    more = {"role": "user", "content": "go on"}
+    again = client.responses.create(**ASKED, input=[question, *plain.output, more])
+    assert again.usage.input_tokens > plain.usage.input_tokens
+
+
+def test_a_stream_has_the_events_of_the_api_in_order(client):
+    whole = client.responses.create(**ASKED, input="x = 1")
+    events = list(client.responses.create(**ASKED, input="x = 1", stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    num_deltas = kinds.count("output_text.delta")
+    assert num_deltas > 1
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * num_deltas,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-4].text == events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.output_tokens == 12
+
+
+def test_text_formats_are_followed(client):
+    form = {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}
+    asked = {"model": "pagetile-demo", "input": "x = 1", "max_output_tokens": 200}
+    response = client.responses.create(**asked, text={"format": form})
+    assert response.status == "completed"
+    assert json.loads(response.output_text).keys() == {"a", "b"}
+    events = list(client.responses.create(**asked, text={"format": form}, stream=True))
+    assert events[-1].type == "response.completed"
+    assert json.loads(events[-1].response.output_text).keys() == {"a", "b"}
+    asked["max_output_tokens"] = 12
+    response = client.responses.create(**asked, text={"format": {"type": "json_object"}})
+    assert response.output_text.lstrip()[0] == "{"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store", True),
+        ("previous_response_id", "resp_1"),
+        ("tools", [{"type": "web_search"}]),
+        ("background", True),
+        ("n", 2),
+        ("input", []),
+        ("input", ""),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+        ("input", [{"type": "function_call_output", "call_id": "c", "output": "x"}]),
+        ("max_output_tokens", 0),
+        ("temperature", -1.0),
+        ("top_p", 7.0),
+        ("metadata", {"k": "v" * 513}),
+        ("metadata", {str(i): "v" for i in range(17)}),
+        ("text", {"format": {"type": "grammar"}}),
+        ("text", {"verbosity": "low"}),
+        ("text.format", {"type": "json_schema", "name": "s", "schema": {"type": "nonsense"}}),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_400_that_names_the_field(post, field, value):
+    given = {"text": {"format": value}} if field == "text.format" else {field: value}
+    status, body = post("/v1/responses", **{"input": "x", **given})
+    assert status == 400, body
+    assert body["error"]["message"].startswith(field), body
+
+
+def test_an_input_that_is_too_long_is_named_as_input(post):
+    status, body = post("/v1/responses", input="x" * 4_000_000)
+    assert status == 400, body
+    assert body["error"]["param"] == "input"
+    assert "messages" not in body["error"]["message"]
+
+
+def test_a_failure_in_the_middle_of_a_stream_is_an_event(client, monkeypatch):
+    from pagetile.engine.request_stream import RequestStream
+
+    async def fail(self):
+        raise GenerationError("a step failed")
+
+    monkeypatch.setattr(RequestStream, "result", fail)
+    events = list(client.responses.create(**ASKED, input="x = 1", stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message == "a step failed"
+
+
+def test_a_stream_that_the_server_aborts_ends_as_failed(client, async_llm):
+    # Long enough that the abort comes before its end.
+    schema = {"type": "string", "pattern": "^[a-z]{900}$"}
+    form = {"type": "json_schema", "name": "s", "schema": schema}
+    asked = {"model": "pagetile-demo", "input": "x = 1", "text": {"format": form}}
+    events = []
+    for event in client.responses.create(**asked, stream=True):
+        events.append(event)
+        if event.type == "response.created":
+            for request_id in list(async_llm._streams):
+                async_llm.abort(request_id)
+    assert events[-1].type == "response.failed"
+    assert "aborted" in events[-1].response.error.message
+    assert events[-1].response.output[0].status == "incomplete"
