@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -247,11 +249,24 @@ def test_more_samples_than_sequences_are_refused(llm: LLM) -> None:
         llm.generate(PROMPTS[0], replace(GREEDY, n=9), use_tqdm=False)
 
 
-def test_unknown_options_are_type_errors() -> None:
-    with pytest.raises(TypeError):
-        LLM(gpu_memory_utilisation=0.5)
-    with pytest.raises(TypeError):
+def test_an_unknown_option_names_the_nearest_known_one() -> None:
+    with pytest.raises(TypeError, match=r"LLM has no option 'max_seqs'; did you mean max_num_seqs"):
+        LLM(max_seqs=4)
+    with pytest.raises(TypeError, match=r"no option 'zzz': see help\(LLM\)"):
+        LLM(zzz=1)
+    with pytest.raises(TypeError, match="no option 'max_new_tokens'; did you mean max_tokens"):
         SamplingParams(max_new_tokens=3)
+
+
+def test_without_transformers_the_error_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from pagetile import LLM, UnsupportedError\n"
+        "try: LLM()\n"
+        "except UnsupportedError as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "pip install 'pagetile[engine]'" in found.stdout
 
 
 def test_a_bad_request_fails_alone_while_others_run(llm: LLM) -> None:

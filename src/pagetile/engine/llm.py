@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from ..errors import RequestError
+from ..errors import RequestError, UnsupportedError
 from .cache_size import cache_dtype, make_cache
 from .chat import Conversation, render
 from .core import Engine
+from .keywords import refuse_unknown_keywords
 from .numbers import check, integer, is_index, is_list, number
 from .output_processor import Delta
 from .request import RequestOutput
@@ -27,6 +28,7 @@ _Request = tuple[Prompt, SamplingParams, list[int]]
 """A prompt, its parameters, and its token ids."""
 
 
+@refuse_unknown_keywords
 class LLM:
     """Runs a Hugging Face checkpoint over a paged KV cache.
 
@@ -65,7 +67,9 @@ class LLM:
 
     Raises:
         RequestError: The directory is no checkpoint, or an argument is out of range.
-        UnsupportedError: The model cannot be proven to run exactly; the message says why.
+        UnsupportedError: The model cannot be proven to run exactly, and the message says why; or
+            Transformers is not installed.
+        TypeError: An option does not exist; the message names the nearest one that does.
         OutOfBlocksError: The cache cannot hold one sequence of ``max_model_len`` tokens, or
             ``num_blocks`` are more than fit into memory.
 
@@ -98,6 +102,7 @@ class LLM:
     ) -> None:
         # Reentrant: a thread that generates while it generates gets an error and does not wait.
         self._turn = threading.RLock()
+        _require_transformers()
         from ..models import load_model, load_tokenizer
         from ..models.loading import read_config
 
@@ -340,6 +345,16 @@ class LLM:
                 "other requests are running, those of an open stream, say: finish or close it "
                 "first, or add all to llm.engine and step that"
             )
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"LLM needs the package {error.name}, which is not installed: "
+            "pip install 'pagetile[engine]'"
+        ) from error
 
 
 def _listed(prompts: Any) -> list[Prompt]:
