@@ -331,6 +331,41 @@ def test_salted_requests_share_no_prefix(llm: LLM) -> None:
     assert cached(None) == 0
 
 
+def test_prompts_may_be_dictionaries_with_a_cache_salt(llm: LLM) -> None:
+    text = PROMPTS[0]
+    token_ids = llm.engine.encode(text)
+    expected = llm.generate([text, token_ids], GREEDY, use_tqdm=False)
+    prompts = [{"prompt": text}, {"prompt_token_ids": token_ids, "cache_salt": None}]
+    found = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [(o.prompt, o.outputs) for o in found] == [(o.prompt, o.outputs) for o in expected]
+    deltas = llm.stream({"prompt": text}, GREEDY)
+    assert "".join(delta.text for delta in deltas) == expected[0].outputs[0].text
+
+    def cached(salt: str) -> int:
+        prompt = {"prompt_token_ids": range(200, 264), "cache_salt": salt}
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached("a"), cached("a"), cached("b")] == [0, 48, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "x", "multi_modal_data": 1, "priority": 0}, "'multi_modal_data', 'priority'"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "'prompt' and 'prompt_token_ids'"),
+        ({"cache_salt": "a"}, "neither text nor token ids"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt=''"),
+        ({"prompt": "x", "cache_salt": 5}, "cache_salt=5"),
+        ({"prompt": [1]}, "'prompt' is list, expected text"),
+        ({"prompt_token_ids": "x"}, "'prompt_token_ids' is str, expected a list of token ids"),
+    ],
+    ids=str,
+)
+def test_a_bad_dictionary_is_refused(llm: LLM, prompt: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=f"prompt 1: the prompt.*{re.escape(message)}"):
+        llm.generate(["x =", prompt], GREEDY, use_tqdm=False)
+
+
 def test_float16_weights_run_in_float32_on_a_cpu(tmp_path: Path) -> None:
     tiny_model("llama", dtype=torch.float16).save_pretrained(tmp_path)
     small = LLM(tmp_path, num_blocks=16)

@@ -15,6 +15,7 @@ from ..errors import RequestError, UnsupportedError
 from .cache_size import cache_dtype, make_cache
 from .chat import Conversation, render
 from .core import Engine
+from .input_processor import parse_prompt
 from .keywords import refuse_unknown_keywords
 from .numbers import check, integer, is_index, is_list, number
 from .output_processor import Delta
@@ -23,9 +24,9 @@ from .sampling_params import SamplingParams
 
 __all__ = ["LLM"]
 
-Prompt = str | SequenceOf[int]
-_Request = tuple[Prompt, SamplingParams, list[int]]
-"""A prompt, its parameters, and its token ids."""
+Prompt = str | SequenceOf[int] | Mapping[str, Any]
+_Request = tuple[str | list[int], SamplingParams, list[int], str | None]
+"""A prompt, its parameters, its token ids, and its cache salt."""
 
 
 @refuse_unknown_keywords
@@ -184,7 +185,9 @@ class LLM:
         """Continue every prompt; results come in the order of the prompts.
 
         Args:
-            prompts: One prompt or a list; each text or a list of token ids.
+            prompts: One prompt or a list; each text, a list of token ids, or a dictionary as
+                vLLM's: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. With ``cache_salt``
+                in it, cached prefixes are shared only between prompts of the same salt.
             sampling_params: For all prompts, or one for each.
             use_tqdm: Whether to show progress, with input and output tokens per second.
 
@@ -328,16 +331,26 @@ class LLM:
         requests: list[_Request] = []
         for position, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             try:
+                prompt, cache_salt = parse_prompt(prompt)
                 token_ids = self.engine.validate(prompt, params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
-            requests.append((prompt if isinstance(prompt, str) else token_ids, params, token_ids))
+            prompt = prompt if isinstance(prompt, str) else token_ids
+            requests.append((prompt, params, token_ids, cache_salt))
         return requests
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, token_ids: list[int], *, stream: bool = False
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        token_ids: list[int],
+        cache_salt: str | None,
+        *,
+        stream: bool = False,
     ) -> Hashable:
-        return self.engine.add_request(prompt, params, token_ids=token_ids, stream=stream)
+        return self.engine.add_request(
+            prompt, params, token_ids=token_ids, cache_salt=cache_salt, stream=stream
+        )
 
     def _check_idle(self) -> None:
         if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost
@@ -359,7 +372,7 @@ def _require_transformers() -> None:
 
 def _listed(prompts: Any) -> list[Prompt]:
     """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not is_list(prompts):
         raise RequestError(
