@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from pagetile import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
+from pagetile import (
+    LLM,
+    OutOfBlocksError,
+    RequestError,
+    SamplingParams,
+    UnsupportedError,
+    demo,
+)
 from pagetile.engine.input_processor import InputProcessor
 from pagetile.engine.scheduler import CacheCounts
 from pagetile.testing.models import REFUSED, tiny_model
@@ -411,6 +420,27 @@ def test_a_loaded_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert not moves
     LLM(model, num_blocks=8, device="cpu")
     assert moves == [("cpu",)]
+
+
+def test_a_tokenizer_may_come_from_elsewhere(llm: LLM, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo.path(), dtype="float32")
+    [expected] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    for tokenizer in (demo.path(), str(demo.path()), llm.engine.tokenizer):
+        loaded = LLM(model, tokenizer=tokenizer, num_blocks=8)
+        [found] = loaded.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        assert found.outputs[0].text == expected.outputs[0].text
+    other = Path(shutil.copytree(demo.path(), tmp_path / "without"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).unlink()
+    assert LLM(other, num_blocks=8).engine.tokenizer is None
+    assert LLM(other, tokenizer=demo.path(), num_blocks=8).engine.encode("x =")
+
+
+@pytest.mark.parametrize("tokenizer", [5, "no/such/directory", object], ids=str)
+def test_a_bad_tokenizer_is_named(tokenizer: object, tmp_path: Path) -> None:
+    for bad in (tokenizer, tmp_path):
+        with pytest.raises(RequestError, match=re.escape(f"tokenizer={bad!r}: ")):
+            LLM(tokenizer=bad)
 
 
 def test_a_model_in_training_stays_so() -> None:

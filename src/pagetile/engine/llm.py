@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from .numbers import check, integer, is_index, is_list, number
 from .output_processor import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM"]
 
@@ -36,6 +39,8 @@ class LLM:
     Args:
         model: A checkpoint directory, or a loaded Transformers causal LM. ``None`` is the small
             model that comes with the package, which continues Python code.
+        tokenizer: A directory with a tokenizer, or one of Transformers'. ``None`` is the
+            checkpoint's own, and no text for a loaded model.
         device: Any torch device. ``None`` is the CPU for a checkpoint, and where it is for a loaded
             model, which is moved, not copied, to any other.
         dtype: Of the weights. ``"auto"`` is the checkpoint's own; float16 becomes float32 on a
@@ -86,6 +91,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | Any = None,
         *,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str = "auto",
         block_size: int = 16,
@@ -104,7 +110,7 @@ class LLM:
         # Reentrant: a thread that generates while it generates gets an error and does not wait.
         self._turn = threading.RLock()
         _require_transformers()
-        from ..models import load_model, load_tokenizer
+        from ..models import load_model
         from ..models.loading import read_config
 
         if model is None:
@@ -135,8 +141,8 @@ class LLM:
         on_cpu = device is None or _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
+        tokenizer = _find_tokenizer(tokenizer, model if is_path else None)
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
-        tokenizer = load_tokenizer(model) if is_path else None
         cache = make_cache(
             paged,
             cache_type or paged.dtype,
@@ -368,6 +374,30 @@ def _require_transformers() -> None:
             f"LLM needs the package {error.name}, which is not installed: "
             "pip install 'pagetile[engine]'"
         ) from error
+
+
+def _find_tokenizer(tokenizer: Any, model: str | os.PathLike[str] | None) -> Any:
+    """The tokenizer that was asked for, or the one of the checkpoint ``model``."""
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models import load_tokenizer
+
+    if tokenizer is None:
+        return None if model is None else load_tokenizer(model)
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    if not isinstance(tokenizer, (str, os.PathLike)) or not os.path.isdir(tokenizer):
+        raise RequestError(
+            f"tokenizer={tokenizer!r}: expected a directory with a tokenizer, or a tokenizer of "
+            "Transformers'; nothing is downloaded"
+        )
+    found = load_tokenizer(tokenizer)
+    if found is None:
+        raise RequestError(
+            f"tokenizer={tokenizer!r}: the directory has no tokenizer, expected tokenizer.json or "
+            "another of its files"
+        )
+    return found
 
 
 def _listed(prompts: Any) -> list[Prompt]:
