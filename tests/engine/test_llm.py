@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import math
 import re
 import shutil
@@ -21,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from pagetile import (
     LLM,
+    AsyncLLM,
     OutOfBlocksError,
     RequestError,
     SamplingParams,
@@ -404,6 +407,7 @@ def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
         {"max_model_len": "64"},
         {"max_model_len": 64.5},
         {"kv_cache_dtype": [1]},
+        {"generation_config": "huggingface"},
     ],
     ids=str,
 )
@@ -441,6 +445,49 @@ def test_a_bad_tokenizer_is_named(tokenizer: object, tmp_path: Path) -> None:
     for bad in (tokenizer, tmp_path):
         with pytest.raises(RequestError, match=re.escape(f"tokenizer={bad!r}: ")):
             LLM(tokenizer=bad)
+
+
+@pytest.fixture
+def greedy_checkpoint(tmp_path: Path) -> Path:
+    """The shipped checkpoint, recommending greedy decoding in its generation_config.json."""
+    path = Path(shutil.copytree(demo.path(), tmp_path / "greedy"))
+    recommended = {"temperature": 0.0, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
+    (path / "generation_config.json").write_text(json.dumps(recommended))
+    return path
+
+
+def test_a_checkpoint_s_sampling_defaults_apply(greedy_checkpoint: Path) -> None:
+    model = LLM(greedy_checkpoint, num_blocks=16)
+    params = SamplingParams(temperature=0.0, top_k=20, max_tokens=9)
+    assert model.get_default_sampling_params() == params
+    [expected] = model.generate(PROMPTS[0], params, use_tqdm=False)
+    [found] = model.generate(PROMPTS[0], use_tqdm=False)
+    assert found.outputs == expected.outputs
+    [given] = model.generate(PROMPTS[0], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert len(given.outputs[0].token_ids) <= 3
+
+    async def generate() -> tuple[int, ...]:
+        async with AsyncLLM(model) as served:
+            outputs = [output async for output in served.generate(PROMPTS[0])]
+        return tuple(outputs[-1].outputs[0].token_ids)
+
+    assert asyncio.run(generate()) == tuple(expected.outputs[0].token_ids)
+
+
+def test_vllm_s_sampling_defaults_may_be_asked_for(greedy_checkpoint: Path) -> None:
+    model = LLM(greedy_checkpoint, num_blocks=16, generation_config="vllm")
+    assert model.get_default_sampling_params() == SamplingParams()
+    assert LLM(num_blocks=16).get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is no JSON"), ("[]", "is a JSON list"), ('{"top_p": 3}', "top_p=3: expected")],
+)
+def test_a_bad_generation_config_is_named(greedy_checkpoint: Path, text: str, message: str) -> None:
+    (greedy_checkpoint / "generation_config.json").write_text(text)
+    with pytest.raises(RequestError, match=rf"generation_config.json.*{re.escape(message)}"):
+        LLM(greedy_checkpoint)
 
 
 def test_a_model_in_training_stays_so() -> None:

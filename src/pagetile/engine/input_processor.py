@@ -36,8 +36,8 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "the prompt is text but the model directory has no tokenizer: "
-                    "give a list of token ids"
+                    "the prompt is text but the model has no tokenizer: give a list of token ids, "
+                    "or load it with LLM(tokenizer=...)"
                 )
             # A tokenizer may put a token of its own before no text at all.
             token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []

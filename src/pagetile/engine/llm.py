@@ -15,6 +15,7 @@ from ..errors import RequestError, UnsupportedError
 from .cache_size import cache_dtype, make_cache
 from .chat import Conversation, render
 from .core import Engine
+from .generation_config import sampling_defaults
 from .input_processor import parse_prompt
 from .keywords import refuse_unknown_keywords
 from .numbers import check, integer, is_index, is_list, number
@@ -61,6 +62,9 @@ class LLM:
             recorded as CUDA graphs, and kernels compiled, before the first request.
         async_scheduling: Whether a step is launched before the tokens of the one before it are
             read. ``None``: where that gains time, on a GPU. The tokens are the same.
+        generation_config: ``"auto"``: a request without ``sampling_params`` takes those of the
+            checkpoint's generation_config.json; see ``get_default_sampling_params``. ``"vllm"``:
+            it takes ``SamplingParams()``, as every request of a loaded model does.
         seed: Where the seeds of requests without one come from.
         use_tqdm: Whether to show how the recording goes.
 
@@ -104,6 +108,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
+        generation_config: str = "auto",
         seed: int = 0,
         use_tqdm: bool = False,
     ) -> None:
@@ -138,6 +143,11 @@ class LLM:
             check(isinstance(switch, bool), name, switch, "True or False")
         cache_type = cache_dtype(kv_cache_dtype)
         is_path = isinstance(model, (str, os.PathLike))
+        allowed = "'auto' or 'vllm'"
+        known = generation_config in ("auto", "vllm")
+        check(known, "generation_config", generation_config, allowed)
+        recommended = sampling_defaults(model) if is_path and generation_config == "auto" else {}
+        self._default_params = SamplingParams(**recommended)  # type: ignore[arg-type]
         on_cpu = device is None or _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
@@ -194,7 +204,8 @@ class LLM:
             prompts: One prompt or a list; each text, a list of token ids, or a dictionary as
                 vLLM's: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. With ``cache_salt``
                 in it, cached prefixes are shared only between prompts of the same salt.
-            sampling_params: For all prompts, or one for each.
+            sampling_params: For all prompts, or one for each; ``None`` takes
+                ``get_default_sampling_params()``.
             use_tqdm: Whether to show progress, with input and output tokens per second.
 
         Raises:
@@ -257,6 +268,15 @@ class LLM:
         """
         with self._turn:
             return self._stream(self._validate(prompts, sampling_params))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that are given none.
+
+        ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, and
+        ``max_new_tokens`` as ``max_tokens``, of the checkpoint's generation_config.json, unless
+        ``generation_config="vllm"``; the other fields are those of ``SamplingParams()``.
+        """
+        return self._default_params
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: after the model's weights have changed they are wrong.
@@ -323,7 +343,7 @@ class LLM:
         self._check_idle()
         listed = _listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(listed)
+            sampling_params = [sampling_params or self._default_params] * len(listed)
         if not isinstance(sampling_params, SequenceOf):
             raise RequestError(
                 f"sampling_params is {type(sampling_params).__name__}, expected SamplingParams(…) "
@@ -377,7 +397,7 @@ def _require_transformers() -> None:
 
 
 def _find_tokenizer(tokenizer: Any, model: str | os.PathLike[str] | None) -> Any:
-    """The tokenizer that was asked for, or the one of the checkpoint ``model``."""
+    """The tokenizer given by the caller, or the one of the checkpoint ``model``."""
     from transformers import PreTrainedTokenizerBase
 
     from ..models import load_tokenizer
