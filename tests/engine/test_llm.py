@@ -232,7 +232,7 @@ def test_a_prompt_that_the_pool_can_never_hold_is_refused() -> None:
     with pytest.raises(RequestError, match="what 4 blocks of 4 hold: shorten it, or use more"):
         small.generate([7] * 20, GREEDY, use_tqdm=False)
     short = LLM(dtype="float32", num_blocks=40, block_size=4, max_model_len=16)
-    with pytest.raises(RequestError, match="max_model_len=16, of the model or as it was asked"):
+    with pytest.raises(RequestError, match="max_model_len=16, of the model or of this LLM"):
         short.generate([7] * 20, GREEDY, use_tqdm=False)
     with pytest.raises(
         OutOfBlocksError, match="fewer than max_model_len=64: use at least 16 blocks"
