@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import math
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,8 +19,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from pagetile import LLM, OutOfBlocksError, RequestError, SamplingParams, UnsupportedError
+from pagetile import (
+    LLM,
+    AsyncLLM,
+    OutOfBlocksError,
+    RequestError,
+    SamplingParams,
+    UnsupportedError,
+    demo,
+)
 from pagetile.engine.input_processor import InputProcessor
 from pagetile.engine.scheduler import CacheCounts
 from pagetile.testing.models import REFUSED, tiny_model
@@ -218,7 +232,7 @@ def test_a_prompt_that_the_pool_can_never_hold_is_refused() -> None:
     with pytest.raises(RequestError, match="what 4 blocks of 4 hold: shorten it, or use more"):
         small.generate([7] * 20, GREEDY, use_tqdm=False)
     short = LLM(dtype="float32", num_blocks=40, block_size=4, max_model_len=16)
-    with pytest.raises(RequestError, match="max_model_len=16, of the model or as it was asked"):
+    with pytest.raises(RequestError, match="max_model_len=16, of the model or of this LLM"):
         short.generate([7] * 20, GREEDY, use_tqdm=False)
     with pytest.raises(
         OutOfBlocksError, match="fewer than max_model_len=64: use at least 16 blocks"
@@ -247,11 +261,24 @@ def test_more_samples_than_sequences_are_refused(llm: LLM) -> None:
         llm.generate(PROMPTS[0], replace(GREEDY, n=9), use_tqdm=False)
 
 
-def test_unknown_options_are_type_errors() -> None:
-    with pytest.raises(TypeError):
-        LLM(gpu_memory_utilisation=0.5)
-    with pytest.raises(TypeError):
+def test_an_unknown_option_names_the_nearest_known_one() -> None:
+    with pytest.raises(TypeError, match=r"LLM has no option 'max_seqs'; did you mean max_num_seqs"):
+        LLM(max_seqs=4)
+    with pytest.raises(TypeError, match=r"no option 'zzz': see help\(LLM\)"):
+        LLM(zzz=1)
+    with pytest.raises(TypeError, match="no option 'max_new_tokens'; did you mean max_tokens"):
         SamplingParams(max_new_tokens=3)
+
+
+def test_without_transformers_the_error_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from pagetile import LLM, UnsupportedError\n"
+        "try: LLM()\n"
+        "except UnsupportedError as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "pip install 'pagetile[engine]'" in found.stdout
 
 
 def test_a_bad_request_fails_alone_while_others_run(llm: LLM) -> None:
@@ -316,6 +343,41 @@ def test_salted_requests_share_no_prefix(llm: LLM) -> None:
     assert cached(None) == 0
 
 
+def test_prompts_may_be_dictionaries_with_a_cache_salt(llm: LLM) -> None:
+    text = PROMPTS[0]
+    token_ids = llm.engine.encode(text)
+    expected = llm.generate([text, token_ids], GREEDY, use_tqdm=False)
+    prompts = [{"prompt": text}, {"prompt_token_ids": token_ids, "cache_salt": None}]
+    found = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [(o.prompt, o.outputs) for o in found] == [(o.prompt, o.outputs) for o in expected]
+    deltas = llm.stream({"prompt": text}, GREEDY)
+    assert "".join(delta.text for delta in deltas) == expected[0].outputs[0].text
+
+    def cached(salt: str) -> int:
+        prompt = {"prompt_token_ids": range(200, 264), "cache_salt": salt}
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached("a"), cached("a"), cached("b")] == [0, 48, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "x", "multi_modal_data": 1, "priority": 0}, "'multi_modal_data', 'priority'"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "'prompt' and 'prompt_token_ids'"),
+        ({"cache_salt": "a"}, "neither text nor token ids"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt=''"),
+        ({"prompt": "x", "cache_salt": 5}, "cache_salt=5"),
+        ({"prompt": [1]}, "'prompt' is list, expected text"),
+        ({"prompt_token_ids": "x"}, "'prompt_token_ids' is str, expected a list of token ids"),
+    ],
+    ids=str,
+)
+def test_a_bad_dictionary_is_refused(llm: LLM, prompt: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=f"prompt 1: the prompt.*{re.escape(message)}"):
+        llm.generate(["x =", prompt], GREEDY, use_tqdm=False)
+
+
 def test_float16_weights_run_in_float32_on_a_cpu(tmp_path: Path) -> None:
     tiny_model("llama", dtype=torch.float16).save_pretrained(tmp_path)
     small = LLM(tmp_path, num_blocks=16)
@@ -345,6 +407,7 @@ def test_a_model_that_cannot_be_exact_is_refused_at_load(family: str) -> None:
         {"max_model_len": "64"},
         {"max_model_len": 64.5},
         {"kv_cache_dtype": [1]},
+        {"generation_config": "huggingface"},
     ],
     ids=str,
 )
@@ -361,6 +424,70 @@ def test_a_loaded_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert not moves
     LLM(model, num_blocks=8, device="cpu")
     assert moves == [("cpu",)]
+
+
+def test_a_tokenizer_may_come_from_elsewhere(llm: LLM, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo.path(), dtype="float32")
+    [expected] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    for tokenizer in (demo.path(), str(demo.path()), llm.engine.tokenizer):
+        loaded = LLM(model, tokenizer=tokenizer, num_blocks=8)
+        [found] = loaded.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        assert found.outputs[0].text == expected.outputs[0].text
+    other = Path(shutil.copytree(demo.path(), tmp_path / "without"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).unlink()
+    assert LLM(other, num_blocks=8).engine.tokenizer is None
+    assert LLM(other, tokenizer=demo.path(), num_blocks=8).engine.encode("x =")
+
+
+@pytest.mark.parametrize("tokenizer", [5, "no/such/directory", object], ids=str)
+def test_a_bad_tokenizer_is_named(tokenizer: object, tmp_path: Path) -> None:
+    for bad in (tokenizer, tmp_path):
+        with pytest.raises(RequestError, match=re.escape(f"tokenizer={bad!r}: ")):
+            LLM(tokenizer=bad)
+
+
+@pytest.fixture
+def greedy_checkpoint(tmp_path: Path) -> Path:
+    """The shipped checkpoint, recommending greedy decoding in its generation_config.json."""
+    path = Path(shutil.copytree(demo.path(), tmp_path / "greedy"))
+    recommended = {"temperature": 0.0, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
+    (path / "generation_config.json").write_text(json.dumps(recommended))
+    return path
+
+
+def test_a_checkpoint_s_sampling_defaults_apply(greedy_checkpoint: Path) -> None:
+    model = LLM(greedy_checkpoint, num_blocks=16)
+    params = SamplingParams(temperature=0.0, top_k=20, max_tokens=9)
+    assert model.get_default_sampling_params() == params
+    [expected] = model.generate(PROMPTS[0], params, use_tqdm=False)
+    [found] = model.generate(PROMPTS[0], use_tqdm=False)
+    assert found.outputs == expected.outputs
+    [given] = model.generate(PROMPTS[0], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert len(given.outputs[0].token_ids) <= 3
+
+    async def generate() -> tuple[int, ...]:
+        async with AsyncLLM(model) as served:
+            outputs = [output async for output in served.generate(PROMPTS[0])]
+        return tuple(outputs[-1].outputs[0].token_ids)
+
+    assert asyncio.run(generate()) == tuple(expected.outputs[0].token_ids)
+
+
+def test_vllm_s_sampling_defaults_may_be_asked_for(greedy_checkpoint: Path) -> None:
+    model = LLM(greedy_checkpoint, num_blocks=16, generation_config="vllm")
+    assert model.get_default_sampling_params() == SamplingParams()
+    assert LLM(num_blocks=16).get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is no JSON"), ("[]", "is a JSON list"), ('{"top_p": 3}', "top_p=3: expected")],
+)
+def test_a_bad_generation_config_is_named(greedy_checkpoint: Path, text: str, message: str) -> None:
+    (greedy_checkpoint / "generation_config.json").write_text(text)
+    with pytest.raises(RequestError, match=rf"generation_config.json.*{re.escape(message)}"):
+        LLM(greedy_checkpoint)
 
 
 def test_a_model_in_training_stays_so() -> None:

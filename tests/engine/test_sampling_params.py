@@ -34,6 +34,7 @@ def test_defaults_are_those_of_vllm():
         "logprobs": None,
         "allowed_token_ids": None,
         "bad_words": (),
+        "structured_outputs": None,
         "detokenize": True,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
@@ -99,8 +100,10 @@ def test_the_ends_of_every_range_are_allowed(name, values):
 
 
 def test_unknown_option_is_a_type_error():
-    with pytest.raises(TypeError, match="best_of"):
+    with pytest.raises(TypeError, match="no option 'best_of'"):
         SamplingParams(best_of=2)
+    with pytest.raises(TypeError, match="no option 'temprature'; did you mean temperature"):
+        SamplingParams(temprature=0)
 
 
 def test_min_tokens_may_not_exceed_max_tokens():

@@ -135,6 +135,7 @@ def generate(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
+            generation_config="vllm",  # every request has parameters: the options above
         )
     spoken = [[{"role": "user", "content": text}] for text in texts]
     continued = render(llm.engine.tokenizer, spoken) if chat else texts

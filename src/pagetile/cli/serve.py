@@ -140,12 +140,13 @@ def serve(
         )
     if not 0 <= port <= 65535:
         raise RequestError(f"--port {port}: expected 0 to 65535")
+    from ..engine.generation_config import sampling_defaults
     from ..server import Limits, ServerConfig
     from ..server import serve as run_server
     from ..server.app import create_app
     from ..server.demo_traffic import DemoTraffic
     from ..server.logs import log
-    from ..server.settings import model_name, read_keys, read_template, sampling_defaults
+    from ..server.settings import model_name, read_keys, read_template
 
     log.as_json, log.is_on = log_format == "json", not quiet
     config = ServerConfig(
@@ -173,6 +174,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
+            generation_config="vllm" if no_generation_config else "auto",
             seed=seed,
         )
 

@@ -62,6 +62,9 @@ class AsyncLLM:
         self, llm: LLM | Engine, *, max_queued_seqs: int = 1024, num_threads: int = 2
     ) -> None:
         self.engine: Engine = llm.engine if isinstance(llm, LLM) else llm
+        self._default_params = (
+            llm.get_default_sampling_params() if isinstance(llm, LLM) else SamplingParams()
+        )
         self.max_num_seqs = self.engine.scheduler.max_num_seqs
         self.max_queued_seqs = max_queued_seqs
         self._streams: dict[str, RequestStream] = {}
@@ -180,7 +183,7 @@ class AsyncLLM:
 
         Args:
             prompt: Text, or token ids.
-            params: How to continue it.
+            params: How to continue it; ``None`` takes ``LLM.get_default_sampling_params()``.
             request_id: Its name in messages, for ``abort``; must be unique among the running.
             cache_salt: Cached prefixes are shared only between requests of the same salt.
             stream: Whether deltas come as soon as they are certain; otherwise only the result.
@@ -194,7 +197,7 @@ class AsyncLLM:
             EngineDeadError: The engine has stopped.
         """
         if params is None:
-            params = SamplingParams()
+            params = self._default_params
         self.check_capacity(params.n)
         token_ids = await self.run_in_worker(self._validate, prompt, params)
         self.check_capacity(params.n)  # others came while the prompt was turned into tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from .detokenizer import Detokenizer
 from .numbers import is_index, is_list
 from .sampling_params import SamplingParams
 
-__all__ = ["InputProcessor"]
+__all__ = ["InputProcessor", "parse_prompt"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "the prompt is text but the model directory has no tokenizer: "
-                    "give a list of token ids"
+                    "the prompt is text but the model has no tokenizer: give a list of token ids, "
+                    "or load it with LLM(tokenizer=...)"
                 )
             # A tokenizer may put a token of its own before no text at all.
             token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
@@ -106,6 +106,44 @@ class InputProcessor:
     def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
             raise RequestError(f"{name} has {max(token_ids)}, expected 0 to {self.vocab_size - 1}")
+
+
+def parse_prompt(prompt: Any) -> tuple[Any, str | None]:
+    """Split vLLM's dictionary form of a prompt into text or token ids, and its ``cache_salt``.
+
+    A dictionary has ``prompt`` (text) or ``prompt_token_ids``, and may have ``cache_salt``.
+    Anything else is returned as it is, without a salt.
+
+    Raises:
+        RequestError: The dictionary has other keys, or not exactly one prompt, or a value is of
+            the wrong type.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids", "cache_salt")]
+    if unknown:
+        raise RequestError(
+            f"the prompt has {', '.join(map(repr, unknown))}, expected 'prompt' or "
+            "'prompt_token_ids', and optionally 'cache_salt'"
+        )
+    given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
+    if len(given) != 1:
+        raise RequestError(
+            f"the prompt has {' and '.join(map(repr, given)) or 'neither text nor token ids'}, "
+            "expected one of 'prompt' and 'prompt_token_ids'"
+        )
+    cache_salt = prompt.get("cache_salt")
+    if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+        raise RequestError(
+            f"the prompt has cache_salt={cache_salt!r}, expected a non-empty string, or None"
+        )
+    [key] = given
+    if (key == "prompt") != isinstance(prompt[key], str):
+        expected = "text" if key == "prompt" else "a list of token ids"
+        raise RequestError(
+            f"the prompt's {key!r} is {type(prompt[key]).__name__}, expected {expected}"
+        )
+    return prompt[key], cache_salt
 
 
 def _unicode(prompt: str) -> str:

@@ -7,32 +7,41 @@ import threading
 import time
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import RequestError
+from ..errors import RequestError, UnsupportedError
 from .cache_size import cache_dtype, make_cache
 from .chat import Conversation, render
 from .core import Engine
+from .generation_config import sampling_defaults
+from .input_processor import parse_prompt
+from .keywords import refuse_unknown_keywords
 from .numbers import check, integer, is_index, is_list, number
 from .output_processor import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["LLM"]
 
-Prompt = str | SequenceOf[int]
-_Request = tuple[Prompt, SamplingParams, list[int]]
-"""A prompt, its parameters, and its token ids."""
+Prompt = str | SequenceOf[int] | Mapping[str, Any]
+_Request = tuple[str | list[int], SamplingParams, list[int], str | None]
+"""A prompt, its parameters, its token ids, and its cache salt."""
 
 
+@refuse_unknown_keywords
 class LLM:
     """Runs a Hugging Face checkpoint over a paged KV cache.
 
     Args:
         model: A checkpoint directory, or a loaded Transformers causal LM. ``None`` is the small
             model that comes with the package, which continues Python code.
+        tokenizer: A directory with a tokenizer, or one of Transformers'. ``None`` is the
+            checkpoint's own, and no text for a loaded model.
         device: Any torch device. ``None`` is the CPU for a checkpoint, and where it is for a loaded
             model, which is moved, not copied, to any other.
         dtype: Of the weights. ``"auto"`` is the checkpoint's own; float16 becomes float32 on a
@@ -53,6 +62,9 @@ class LLM:
             recorded as CUDA graphs, and kernels compiled, before the first request.
         async_scheduling: Whether a step is launched before the tokens of the one before it are
             read. ``None``: where that gains time, on a GPU. The tokens are the same.
+        generation_config: ``"auto"``: a request without ``sampling_params`` takes those of the
+            checkpoint's generation_config.json; see ``get_default_sampling_params``. ``"vllm"``:
+            it takes ``SamplingParams()``, as every request of a loaded model does.
         seed: Where the seeds of requests without one come from.
         use_tqdm: Whether to show how the recording goes.
 
@@ -65,7 +77,9 @@ class LLM:
 
     Raises:
         RequestError: The directory is no checkpoint, or an argument is out of range.
-        UnsupportedError: The model cannot be proven to run exactly; the message says why.
+        UnsupportedError: The model cannot be proven to run exactly, and the message says why; or
+            Transformers is not installed.
+        TypeError: An option does not exist; the message names the nearest one that does.
         OutOfBlocksError: The cache cannot hold one sequence of ``max_model_len`` tokens, or
             ``num_blocks`` are more than fit into memory.
 
@@ -81,6 +95,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | Any = None,
         *,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str = "auto",
         block_size: int = 16,
@@ -93,12 +108,14 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
+        generation_config: str = "auto",
         seed: int = 0,
         use_tqdm: bool = False,
     ) -> None:
         # Reentrant: a thread that generates while it generates gets an error and does not wait.
         self._turn = threading.RLock()
-        from ..models import load_model, load_tokenizer
+        _require_transformers()
+        from ..models import load_model
         from ..models.loading import read_config
 
         if model is None:
@@ -126,11 +143,16 @@ class LLM:
             check(isinstance(switch, bool), name, switch, "True or False")
         cache_type = cache_dtype(kv_cache_dtype)
         is_path = isinstance(model, (str, os.PathLike))
+        allowed = "'auto' or 'vllm'"
+        known = generation_config in ("auto", "vllm")
+        check(known, "generation_config", generation_config, allowed)
+        recommended = sampling_defaults(model) if is_path and generation_config == "auto" else {}
+        self._default_params = SamplingParams(**recommended)  # type: ignore[arg-type]
         on_cpu = device is None or _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
+        tokenizer = _find_tokenizer(tokenizer, model if is_path else None)
         paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
-        tokenizer = load_tokenizer(model) if is_path else None
         cache = make_cache(
             paged,
             cache_type or paged.dtype,
@@ -179,8 +201,11 @@ class LLM:
         """Continue every prompt; results come in the order of the prompts.
 
         Args:
-            prompts: One prompt or a list; each text or a list of token ids.
-            sampling_params: For all prompts, or one for each.
+            prompts: One prompt or a list; each text, a list of token ids, or a dictionary as
+                vLLM's: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. With ``cache_salt``
+                in it, cached prefixes are shared only between prompts of the same salt.
+            sampling_params: For all prompts, or one for each; ``None`` takes
+                ``get_default_sampling_params()``.
             use_tqdm: Whether to show progress, with input and output tokens per second.
 
         Raises:
@@ -243,6 +268,15 @@ class LLM:
         """
         with self._turn:
             return self._stream(self._validate(prompts, sampling_params))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that are given none.
+
+        ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, and
+        ``max_new_tokens`` as ``max_tokens``, of the checkpoint's generation_config.json, unless
+        ``generation_config="vllm"``; the other fields are those of ``SamplingParams()``.
+        """
+        return self._default_params
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: after the model's weights have changed they are wrong.
@@ -309,7 +343,7 @@ class LLM:
         self._check_idle()
         listed = _listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(listed)
+            sampling_params = [sampling_params or self._default_params] * len(listed)
         if not isinstance(sampling_params, SequenceOf):
             raise RequestError(
                 f"sampling_params is {type(sampling_params).__name__}, expected SamplingParams(…) "
@@ -323,16 +357,26 @@ class LLM:
         requests: list[_Request] = []
         for position, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             try:
+                prompt, cache_salt = parse_prompt(prompt)
                 token_ids = self.engine.validate(prompt, params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
-            requests.append((prompt if isinstance(prompt, str) else token_ids, params, token_ids))
+            prompt = prompt if isinstance(prompt, str) else token_ids
+            requests.append((prompt, params, token_ids, cache_salt))
         return requests
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, token_ids: list[int], *, stream: bool = False
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        token_ids: list[int],
+        cache_salt: str | None,
+        *,
+        stream: bool = False,
     ) -> Hashable:
-        return self.engine.add_request(prompt, params, token_ids=token_ids, stream=stream)
+        return self.engine.add_request(
+            prompt, params, token_ids=token_ids, cache_salt=cache_salt, stream=stream
+        )
 
     def _check_idle(self) -> None:
         if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost
@@ -342,9 +386,43 @@ class LLM:
             )
 
 
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"LLM needs the package {error.name}, which is not installed: "
+            "pip install 'pagetile[engine]'"
+        ) from error
+
+
+def _find_tokenizer(tokenizer: Any, model: str | os.PathLike[str] | None) -> Any:
+    """The tokenizer given by the caller, or the one of the checkpoint ``model``."""
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models import load_tokenizer
+
+    if tokenizer is None:
+        return None if model is None else load_tokenizer(model)
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    if not isinstance(tokenizer, (str, os.PathLike)) or not os.path.isdir(tokenizer):
+        raise RequestError(
+            f"tokenizer={tokenizer!r}: expected a directory with a tokenizer, or a tokenizer of "
+            "Transformers'; nothing is downloaded"
+        )
+    found = load_tokenizer(tokenizer)
+    if found is None:
+        raise RequestError(
+            f"tokenizer={tokenizer!r}: the directory has no tokenizer, expected tokenizer.json or "
+            "another of its files"
+        )
+    return found
+
+
 def _listed(prompts: Any) -> list[Prompt]:
     """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not is_list(prompts):
         raise RequestError(

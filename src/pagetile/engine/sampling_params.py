@@ -8,12 +8,14 @@ import numbers
 from collections.abc import Mapping, Sequence
 
 from ..errors import RequestError
+from .keywords import refuse_unknown_keywords
 from .numbers import check, integer, number
 from .structured_outputs import StructuredOutputsParams
 
 __all__ = ["SamplingParams"]
 
 
+@refuse_unknown_keywords
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     r"""How to choose tokens, when to stop and what to report.
@@ -55,7 +57,7 @@ class SamplingParams:
     Raises:
         RequestError: A value is of the wrong type, out of range, or contradicts another; the
             message names the field, what was given and what is allowed.
-        TypeError: An option that does not exist.
+        TypeError: An option does not exist; the message names the nearest one that does.
 
     Example:
         >>> params = SamplingParams(temperature=0.7, top_p=0.9, stop="\n", max_tokens=64)

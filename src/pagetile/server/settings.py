@@ -1,8 +1,7 @@
-"""What a server is started with, read from a command line, files and a checkpoint's folder."""
+"""What a server is started with, read from a command line and files."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,17 +9,7 @@ from pathlib import Path
 from ..errors import RequestError
 from .templates import built_in_template
 
-__all__ = ["model_name", "read_keys", "read_template", "sampling_defaults"]
-
-# Names in generation_config.json and in SamplingParams.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+__all__ = ["model_name", "read_keys", "read_template"]
 
 
 def model_name(path: str | os.PathLike[str] | None) -> str:
@@ -57,22 +46,3 @@ def read_template(name: str | None, model: str | os.PathLike[str] | None) -> str
     if name is None:
         return built_in_template("plain") if model is None else None
     return built_in_template(name)
-
-
-def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
-    """Sampling parameters that a checkpoint recommends in its generation_config.json."""
-    if model is None:
-        return {}
-    path = Path(model) / "generation_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} is no JSON ({error}): mend or remove it") from error
-    return {
-        name: config[configured]
-        for configured, name in _SAMPLING.items()
-        if isinstance(config.get(configured), (int, float))
-        and not isinstance(config[configured], bool)
-    }
