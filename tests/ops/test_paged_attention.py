@@ -507,7 +507,19 @@ def select(inputs, order, rng=None):
         cu_seqlens_q=lengths.cumsum(0, dtype=torch.int32),
     )
     rows = torch.cat(rows) if rows else torch.arange(0)
-    return inputs.replace(q=inputs.q[rows], batch=batch), rows
+    options = lists_of(inputs, list(order))
+    return inputs.replace(q=inputs.q[rows], batch=batch, options=options), rows
+
+
+def lists_of(inputs, order, num_blocks=None):
+    """The options for some of the sequences; lists of blocks end before ``num_blocks``."""
+    lists = inputs.options.get("visible_blocks")
+    if lists is None:
+        return inputs.options
+    lists = lists[order]
+    if num_blocks is not None:
+        lists = torch.where(lists < num_blocks, lists, -1)
+    return {**inputs.options, "visible_blocks": lists}
 
 
 def row_bits(result, rows):
@@ -561,7 +573,8 @@ def chunk(inputs, seq, first, end):
         max(0, seq_len),
     )
     rows = slice(start + first, start + end)
-    return inputs.replace(q=inputs.q[rows], batch=batch), rows
+    options = lists_of(inputs, [seq], -(-max(0, seq_len) // inputs.k_cache.shape[1]))
+    return inputs.replace(q=inputs.q[rows], batch=batch, options=options), rows
 
 
 def test_chunked_prefill_gets_the_bits_of_one_shot():

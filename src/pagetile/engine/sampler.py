@@ -413,7 +413,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
         >>> drawn = SamplingInput(SamplingParams(logprobs=0), [], [], seed=0, index=0)
         >>> first, second = sample(logits, [greedy, drawn])
         >>> first.token_id, second.token_id, round(second.logprob, 4)
-        (1, 2, -1.4076)
+        (1, 1, -0.4076)
     """
     num_rows = bind(logits=(logits, "num_rows vocab_size"))["num_rows"]
     if len(rows) != num_rows:
