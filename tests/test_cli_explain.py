@@ -148,10 +148,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == "pagetile: matplotlib is not installed: in pagetile's folder, pip install '.[plots]'\n"
-    )
+    assert done.stderr == "pagetile: matplotlib is not installed: pip install 'pagetile[plots]'\n"
 
 
 def test_pages_tells_the_story_and_animates_it(run, tmp_path):

@@ -59,8 +59,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRAS:
         name = str(error.name).split(".")[0]
-        # By the path: the name on PyPI is another project's.
-        return f"{name} is not installed: in pagetile's folder, pip install '.[{_EXTRAS[name]}]'", 2
+        return f"{name} is not installed: pip install 'pagetile[{_EXTRAS[name]}]'", 2
     if hasattr(error, "format_message"):  # a usage error of typer's, whose base class has moved
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "pagetile")
