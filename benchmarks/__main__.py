@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from . import report
 from .case import Case, Check
 from .cases import can_run, find_cases
 from .document import fill
-from .machine import BackgroundLoad, describe_run
-from .sweep import find_classes, sweep, write
+from .machine import BackgroundLoad, describe_run, is_clean
+from .records import Budget, RecordSpec, find_changes, find_machine, plan, run_script
+from .sweep import find_classes, sweep
 from .sweep_shapes import CLASSES as SWEPT
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,9 +67,21 @@ def run(
     path = None if out is None else RESULTS / f"{out}.json"
     if path is not None and report.is_of_another_machine(path):
         raise typer.BadParameter(f"{path.name} is of another machine: choose another --out")
-    order, circumstances = [case.name for case in find_cases([])], describe_run()
+    circumstances = _describe_clean_run() if path is not None else describe_run()
+    if not _record(_find_here(names), path, repeats, circumstances):
+        raise typer.Exit(1)
+
+
+def _record(
+    found: Sequence[Case],
+    path: Path | None,
+    repeats: int | None,
+    circumstances: dict[str, Any],
+) -> bool:
+    """Verify and time cases, and write each into the record. Whether all are right."""
+    order = [case.name for case in find_cases([])]
     records: dict[str, report.Record | None] = {}
-    for case in _find_here(names):
+    for case in found:
         checks = _verify(case)
         records[case.name] = None
         if all(check.passed for check in checks):
@@ -76,8 +92,94 @@ def run(
             records[case.name] = report.record(case, checks, measurement, others, circumstances)
         if path is not None:  # after every case: a long run may be cut off
             report.write(path, records, order)
-    if None in records.values():
+        _free_memory()
+    return None not in records.values()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _describe_clean_run() -> dict[str, Any]:
+    """What every case of a record says of its run; refused if no commit has the code."""
+    circumstances = describe_run()
+    if not is_clean(circumstances["commit"]):
+        raise typer.BadParameter(
+            "a record is made of a commit: commit what is changed under src/ and benchmarks/, or "
+            "run without --out"
+        )
+    return circumstances
+
+
+@app.command("all")
+def all_records(
+    machine: Annotated[
+        str | None, typer.Option(help="Beginning of the records' names; else this machine's.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Leave out what takes longer.")] = 25,
+    repeats: Annotated[int | None, typer.Option(min=1, help="As for `run`.")] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="Another folder than results/, for a trial.")
+    ] = None,
+) -> None:
+    """Renew all records of this machine, say what is missing and which figures changed."""
+    folder, budget = into or RESULTS, Budget(minutes)
+    circumstances = describe_run() if into else _describe_clean_run()
+    machine = machine or find_machine(RESULTS)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fitting, left = plan(device, 60 * minutes)
+    missing = [f"{machine}{spec.ending}: no time for its {spec.seconds:.0f} s" for spec in left]
+    changes = []
+    with Progress(console=console) as progress:
+        task = progress.add_task("", total=sum(spec.seconds for spec in fitting))
+        for spec in fitting:
+            name = f"{machine}{spec.ending}"
+            progress.update(task, description=name)
+            old, new = RESULTS / f"{name}.json", folder / f"{name}.json"
+            before = report.load(old) if old.exists() and not spec.script else None
+            missing += _renew(spec, new, budget, repeats, circumstances)
+            progress.advance(task, spec.seconds)
+            if new.exists() and before is not None:
+                changes += find_changes(PAGES, name, before, report.load(new))
+    for line in [f"missing: {line}" for line in missing] + [f"changed: {c}" for c in changes]:
+        console.print(line, markup=False)
+    console.print(f"{len(missing)} missing, {len(changes)} documented figures changed")
+    if missing:
         raise typer.Exit(1)
+
+
+def _renew(
+    spec: RecordSpec,
+    path: Path,
+    budget: Budget,
+    repeats: int | None,
+    circumstances: dict[str, Any],
+) -> list[str]:
+    """Make one record; return what of it is missing, and why."""
+    if spec.script:
+        try:
+            run_script(spec, path, budget.left)
+        except RuntimeError as reason:
+            return [f"{path.stem}: {reason}"]
+        return []
+    if report.is_of_another_machine(path):
+        return [f"{path.stem}: the record is of another machine"]
+    found = spec.find(find_cases([]))
+    if not found:
+        return [f"{path.stem}: no case; is a package not installed?"]
+    missing = []
+    for case in found:
+        if budget.left <= 0:
+            missing.append(f"{path.stem}: no time for {case.name}")
+            continue
+        try:
+            if not _record([case], path, repeats, circumstances):
+                missing.append(f"{path.stem}: {case.name} is wrong")
+        except Exception as reason:  # one case that fails must not cost the others
+            missing.append(f"{path.stem}: {case.name} failed: {reason}")
+    return missing
 
 
 @app.command()
@@ -136,7 +238,7 @@ def sweep_shapes(
         raise typer.BadParameter(f"no class is called {name!r}; there are {names}") from None
     record = sweep(kinds, seed, shapes, device, console)
     if out is not None:
-        write(record, RESULTS / f"{out}.json")
+        report.save(RESULTS / f"{out}.json", record)
     if not all(kind["reached"] for kind in record["classes"].values()):
         raise typer.Exit(1)
 

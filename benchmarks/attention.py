@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pagetile.testing import PagedCase, compare, oracle, tolerance
-from pagetile.tiles.state import AttentionOutput
+from pagetile import explain_paged_attention
+from pagetile.analysis.timing import Times, admit, ratio, take_turns
+from pagetile.testing import PagedCase, PagedInputs, compare, oracle, tolerance
 
 from .case import Check, Measurement, Target
+from .gate import Rows, check_timed_call, chosen, expected_rows, judge_peers
 from .machine import READ_BYTES, read_all
 from .peers import SDPA, make_peers, to_tokens
-from .timing import Contestant, Times, ratio, take_turns
 from .workload import describe, make_workload, shorten
 
 __all__ = ["AttentionCase"]
@@ -29,10 +30,9 @@ LONGEST_VERIFIED = 1100
 class AttentionCase:
     """``paged_attention`` on one problem, beside its peers, and perhaps beside itself on another.
 
-    Metrics: ``x PEER``, how many times as fast as a peer; ``x sdpa``, as the faster way to call
-    SDPA; ``share of read bandwidth``, of the keys and values in our median against the fastest
-    reading, and ``by round`` against the reading of the same round, which is kinder where the
-    bandwidth itself comes and goes; ``time / OTHER``, on another problem.
+    Metrics: ``x PEER``, how many times as fast as a peer; ``x sdpa``, as the fastest way to call
+    SDPA, a group's heads packed as rows among them; ``share of read bandwidth``, of the keys and
+    values against reading in turns with the calls; ``time / OTHER``, on another problem.
     """
 
     name: str
@@ -48,7 +48,7 @@ class AttentionCase:
         return describe(self.problem)
 
     def verify(self) -> list[Check]:
-        """Compare pagetile and every peer with float64, within the tolerance of the tests."""
+        """Compare a poisoned, shortened problem, and rows of the timed one at its full size."""
         others = [self.beside[1]] if self.beside else []
         return [check for problem in (self.problem, *others) for check in _verify(problem)]
 
@@ -56,35 +56,28 @@ class AttentionCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time pagetile, the peers, and reading memory, in turns."""
         inputs = make_workload(self.problem)
-        contestants = {
-            "pagetile": Contestant(inputs.attend),
-            BUSY: Contestant(inputs.attend, before=_torch_op),
-        }
-        for name, peer in make_peers(inputs).items():
-            contestants[name] = Contestant(peer)
+        peers, absent = admit(make_peers(inputs), judge_peers(_rows_of(inputs), to_tokens))
+        calls = {"pagetile": inputs.attend, BUSY: inputs.attend, **peers}
         if self.beside:
-            other = make_workload(self.beside[1])
-            contestants[f"pagetile, {self.beside[0]}"] = Contestant(other.attend)
+            calls[f"pagetile, {self.beside[0]}"] = make_workload(self.beside[1]).attend
         if _is_decode(self.problem):
-            contestants[READ] = Contestant(read_all)
-        times = take_turns(contestants, repeats=repeats or 15)
-        return Measurement(times, self._metrics(times))
+            calls[READ] = read_all
+        times = take_turns(calls, repeats=repeats or 15, before={BUSY: _torch_op})
+        return Measurement(times, self._metrics(times), absent)
 
     def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
         own = times["pagetile"]
-        fastest = min((times[name] for name in SDPA if name in times), key=lambda t: t.median)
-        metrics = {"x sdpa": ratio(fastest, own)}
-        for name in ("sdpa, group packed", "gather + sdpa"):
-            if name in times:
-                metrics[f"x {name}"] = ratio(times[name], own)
+        fused = [times[name] for name in SDPA if name in times]
+        metrics = {"x sdpa": ratio(min(fused, key=lambda t: t.median), own)} if fused else {}
+        if "gather + sdpa" in times:
+            metrics["x gather + sdpa"] = ratio(times["gather + sdpa"], own)
         if self.beside:
             metrics[f"time / {self.beside[0]}"] = ratio(own, times[f"pagetile, {self.beside[0]}"])
         if READ in times:
             metrics["GB/s"] = _kv_bytes(self.problem) / own.median / 1e9
-            metrics["GB/s of reading"] = READ_BYTES / times[READ].best / 1e9
-            metrics["share of read bandwidth"] = metrics["GB/s"] / metrics["GB/s of reading"]
+            metrics["GB/s of reading"] = READ_BYTES / times[READ].median / 1e9
             per_byte = _kv_bytes(self.problem) / READ_BYTES
-            metrics["share of it, by round"] = per_byte * ratio(times[READ], own)
+            metrics["share of read bandwidth"] = per_byte * ratio(times[READ], own)
         else:
             metrics["GFLOP/s"] = _causal_flops(self.problem) / own.median / 1e9
         return metrics
@@ -92,18 +85,26 @@ class AttentionCase:
 
 @torch.inference_mode()
 def _verify(problem: PagedCase) -> list[Check]:
-    inputs = make_workload(shorten(problem, LONGEST_VERIFIED))
-    expected = oracle(inputs)
-    allowed = tolerance(inputs, expected)
-    results = {"pagetile": inputs.attend(out=inputs.out)}  # of NaN: nothing may stay unwritten
-    for name, peer in make_peers(inputs).items():
-        results[name] = AttentionOutput(to_tokens(peer()), expected.lse)
-    checks = []
-    for name, result in results.items():
-        comparison = compare(result, inputs, expected, allowed)
-        what = f"{name}, {describe(inputs.case)}"
-        checks.append(Check(what, comparison.ratio <= 1, str(comparison)))
-    return checks
+    short = make_workload(shorten(problem, LONGEST_VERIFIED))
+    expected = oracle(short)
+    result = short.attend(out=short.out)  # of NaN: nothing may stay unwritten
+    comparison = compare(result, short, expected, tolerance(short, expected))
+    poisoned = Check(f"poisoned: {describe(short.case)}", comparison.ratio <= 1, str(comparison))
+    inputs = make_workload(problem)
+    explanation = explain_paged_attention(
+        inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, **inputs.options
+    )
+    rows = _rows_of(inputs)
+    return [
+        poisoned,
+        *check_timed_call(inputs.attend, chosen(explanation), rows, describe(problem)),
+    ]
+
+
+def _rows_of(inputs: PagedInputs) -> Rows:
+    names = ("causal", "k_scale", "v_scale", "logits_soft_cap")
+    options = {name: inputs.options[name] for name in names if name in inputs.options}
+    return expected_rows(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, **options)
 
 
 def _is_decode(problem: PagedCase) -> bool:

@@ -1,100 +1,114 @@
-"""Block-sparse attention beside dense and FlexAttention: ``python benchmarks/block_sparse.py``.
-
-One bf16 sequence of 16384 tokens, 16 heads of 128, a random eighth of 128 × 128 blocks. Prints
-microseconds (median of CUDA-graph replays) and errors against float32 scores of a few rows.
-"""
+"""Block-sparse attention beside the dense call and FlexAttention with the same mask."""
 
 from __future__ import annotations
 
-import statistics
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pagetile import BlockMask, UnsupportedError, attention
+from pagetile import BlockMask, attention, explain_attention
+from pagetile.analysis.timing import admit, ratio
+from pagetile.tiles.state import AttentionOutput
 
-LENGTH, HEADS, SIZE = 16384, 16, 128
+from .case import Check, Measurement, Target
+from .gate import Rows, check_timed_call, chosen, judge_peers
+from .gpu_timing import time_in_turns
 
+__all__ = ["BlockSparseCase"]
 
-def time_call(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Median microseconds of a CUDA-graph replay."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return float(statistics.median(times))
+MOST_ROWS = 64
 
 
-def error_of(
-    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask
-) -> float:
-    """The largest error of 64 random rows, against float64."""
-    worst = 0.0
-    for row in torch.randint(0, LENGTH, (64,)).tolist():
-        visible = mask.mask[0, :, row // mask.block_q].repeat_interleave(mask.block_k, dim=-1)
-        scores = torch.einsum("hd,khd->hk", q[0, row].double(), k[0].double()) * SIZE**-0.5
+@dataclass(frozen=True)
+class BlockSparseCase:
+    """``attention`` of one sequence over a random part of its tiles.
+
+    Metrics: ``x dense``, how many times as fast as the same call without a mask; ``x flex``.
+    """
+
+    name: str
+    length: int = 16384
+    num_heads: int = 16
+    head_size: int = 128
+    block: int = 128
+    visible: float = 1 / 8
+    targets: tuple[Target, ...] = ()
+    device: str = "cuda"
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        heads = f"{self.num_heads} heads of {self.head_size}"
+        return f"attention: 1 x {self.length}, {heads}, {self.visible:.3g} of its tiles, bfloat16"
+
+    def verify(self) -> list[Check]:
+        """Random rows of the timed call at full size, against float64."""
+        q, k, v, mask = self._draw()
+        impl = chosen(explain_attention(q, k, v, block_mask=mask))
+
+        def call(**options: Any) -> Any:
+            out, lse = attention(q, k, v, block_mask=mask, **options)
+            return AttentionOutput(out[0], lse[0])
+
+        return check_timed_call(call, impl, self._rows(q, k, v, mask), self.about)
+
+    def measure(self, repeats: int | None) -> Measurement:
+        """Time the masked call, the dense one and FlexAttention in turns."""
+        q, k, v, mask = self._draw()
+        peers: dict[str, Callable[[], Tensor]] = {"flex": self._flex(q, k, v, mask)}
+        rows = self._rows(q, k, v, mask)
+        found, absent = admit(peers, judge_peers(rows, lambda out: out[0].transpose(0, 1)))
+        calls: dict[str, Callable[[], Any]] = {
+            "pagetile": lambda: attention(q, k, v, block_mask=mask),
+            "dense": lambda: attention(q, k, v),
+            **found,
+        }
+        times = time_in_turns(calls, self.device, repeats=repeats)
+        own = times["pagetile"]
+        metrics = {f"x {name}": ratio(times[name], own) for name in calls if name != "pagetile"}
+        return Measurement(times, {"microseconds": own.median * 1e6, **metrics}, absent)
+
+    def _draw(self) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
+        generator = torch.Generator(self.device).manual_seed(0)
+        size = (1, self.length, self.num_heads, self.head_size)
+        q, k, v = (
+            torch.randn(size, generator=generator, device=self.device).bfloat16() for _ in range(3)
+        )
+        tiles = self.length // self.block
+        drawn = torch.rand(
+            (1, self.num_heads, tiles, tiles), generator=generator, device=self.device
+        )
+        return q, k, v, BlockMask(drawn < self.visible, self.block, self.block)
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Rows:
+        generator = torch.Generator(self.device).manual_seed(1)
+        tokens = torch.randint(self.length, (MOST_ROWS,), generator=generator, device=self.device)
+        visible = mask.mask[0][:, tokens // self.block].repeat_interleave(self.block, dim=-1)
+        wide_q, wide_k, wide_v = (t[0].double().transpose(0, 1) for t in (q[:, tokens], k, v))
+        scores = wide_q @ wide_k.mT * self.head_size**-0.5
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num()
-        expected = torch.einsum("hk,khd->hd", weights, v[0].double())
-        worst = max(worst, float((out[0, row].double() - expected).abs().max()))
-    return worst
+        return Rows(tokens, (weights @ wide_v).transpose(0, 1))
 
+    def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Callable[[], Tensor]:
+        turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
 
-def main() -> None:
-    """Time forward, then forward and backward."""
-    torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), torch.__version__)
-    make = {"dtype": torch.bfloat16, "device": "cuda"}
-    q, k, v = (torch.randn(1, LENGTH, HEADS, SIZE, **make) for _ in range(3))  # type: ignore[call-overload]
-    blocks = LENGTH // 128
-    mask = BlockMask(torch.rand(1, HEADS, blocks, blocks, device="cuda") < 0.125)
-    dense = time_call(lambda: attention(q, k, v))
-    print(f"dense forward {dense:.0f} us")
-    for impl in ("hopper", "triton"):
-        try:
-            out = attention(q, k, v, block_mask=mask, impl=impl).out
-        except UnsupportedError as reason:
-            print(reason)
-            continue
-        took = time_call(lambda impl=impl: attention(q, k, v, block_mask=mask, impl=impl))  # type: ignore[misc]
-        error = error_of(out, q, k, v, mask)
-        print(f"{impl} forward {took:.0f} us, {dense / took:.2f} x dense, error {error:.2g}")
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        @functools.cache
+        def compiled() -> Callable[..., Any]:
+            from torch.nn.attention.flex_attention import BlockMask as FlexMask
+            from torch.nn.attention.flex_attention import flex_attention
 
-    def step(**options: Any) -> None:
-        torch.autograd.grad(attention(*leaves, **options).out, leaves, q)
+            shown = mask.mask.int()
+            flex_mask = FlexMask.from_kv_blocks(
+                torch.zeros_like(shown[..., 0]), shown.argsort(dim=-1).int(),
+                shown.sum(dim=-1).int(), shown.argsort(dim=-1, descending=True, stable=True).int(),
+                BLOCK_SIZE=self.block,
+            )  # fmt: skip
+            torch.compiler.reset()
+            flex: Any = torch.compile(flex_attention, dynamic=False)
+            return functools.partial(flex, block_mask=flex_mask)
 
-    both = time_call(step, 10), time_call(lambda: step(block_mask=mask), 10)
-    print(f"forward and backward: dense {both[0]:.0f} us, sparse {both[1]:.0f} us")
-
-    from torch.nn.attention.flex_attention import BlockMask as FlexMask
-    from torch.nn.attention.flex_attention import flex_attention
-
-    flex: Any = torch.compile(flex_attention)
-    visible = mask.mask.int()
-    flex_mask = FlexMask.from_kv_blocks(
-        torch.zeros_like(visible[..., 0]), visible.argsort(dim=-1).int(),
-        visible.sum(dim=-1).int(), visible.argsort(dim=-1, descending=True, stable=True).int(),
-        BLOCK_SIZE=128,
-    )  # fmt: skip
-    turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-    out = flex(*turned, block_mask=flex_mask)
-    error = error_of(out.transpose(1, 2), q, k, v, mask)
-    took = time_call(lambda: flex(*turned, block_mask=flex_mask))
-    print(f"FlexAttention forward {took:.0f} us, error {error:.2g}")
-
-
-if __name__ == "__main__":
-    main()
+        return lambda: compiled()(*turned)

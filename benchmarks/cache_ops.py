@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagetile.analysis.timing import Times
 from pagetile.ops.copy_blocks import copy_blocks
 from pagetile.ops.write_kv import write_kv
 
 from .case import Check, Measurement, Target
-from .gpu_timing import time_gpu, time_host
-from .timing import Times
+from .gpu_timing import time_host, time_in_turns
 
 __all__ = ["CopyBlocksCase", "WriteKVCase"]
 
+COPY = "torch copy of as many bytes"
+Calls = dict[str, Callable[[], object]]
 _OFFSETS = (0, *(n << 20 for n in (1, 3, 17, 70, 150, 301)))
 """Where a copy goes, relative to the next free byte. On one H200 the same copy took up to 1.5
 times as long, by nothing but the distance of its two sides: the best of these is the ceiling."""
@@ -69,16 +71,14 @@ class WriteKVCase:
         num_bytes += (k.numel() + v.numel()) * k_cache.element_size()
         if self.scales == "token":
             num_bytes += 8 * self.num_tokens * self.num_kv_heads
-        times = {
-            "pagetile": time_gpu(lambda: write_kv(**arguments)),
-            "torch copy of as many bytes": time_copy(num_bytes),
-            "host, pagetile": time_host(lambda: write_kv(**arguments)),
-        }
+        calls: Calls = {"pagetile": lambda: write_kv(**arguments), **_copies(num_bytes)}
         if self.scales == "none":
             rows = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-            times["torch index_copy_"] = time_gpu(
-                lambda: [to.index_copy_(0, slots, x) for to, x in zip(rows, (k, v), strict=True)]
-            )
+            calls["torch index_copy_"] = lambda: [
+                to.index_copy_(0, slots, x) for to, x in zip(rows, (k, v), strict=True)
+            ]
+        times = _best_copy(time_in_turns(calls, self.device, repeats=repeats))
+        times["host, pagetile"] = time_host(lambda: write_kv(**arguments))
         return Measurement(times, _compare(times, num_bytes))
 
     def _make_inputs(self) -> dict[str, Any]:
@@ -150,16 +150,14 @@ class CopyBlocksCase:
         caches, pairs = self._make_inputs()
         num_bytes = self.num_pairs * sum(to[0].nbytes for _, to in caches)
         on_gpu = self.where == "on the GPU"
-        copy = time_copy(2 * num_bytes) if on_gpu else time_transfer(num_bytes, self.where)
-        times = {
-            # Not captured: pinned memory of its own for the pairs of every call.
-            "pagetile": time_gpu(lambda: copy_blocks(caches, pairs), captured=False),
-            "torch copy of as many bytes": copy,
-            "host, pagetile": time_host(lambda: copy_blocks(caches, pairs), rounds=3),
-            "host, pagetile, 1 block, 2 caches": time_host(
-                lambda: copy_blocks(caches[:2], pairs[:1])
-            ),
-        }
+        calls: Calls = {"pagetile": lambda: copy_blocks(caches, pairs)}
+        calls |= _copies(2 * num_bytes) if on_gpu else {COPY: _transfer(num_bytes, self.where)}
+        # Not captured: pinned memory of its own for the pairs of every call.
+        times = _best_copy(time_in_turns(calls, self.device, repeats=repeats, captured=False))
+        times["host, pagetile"] = time_host(lambda: copy_blocks(caches, pairs), rounds=3)
+        times["host, pagetile, 1 block, 2 caches"] = time_host(
+            lambda: copy_blocks(caches[:2], pairs[:1])
+        )
         return Measurement(times, _compare(times, num_bytes * (2 if on_gpu else 1)))
 
     def _make_inputs(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
@@ -178,25 +176,29 @@ class CopyBlocksCase:
         return caches, blocks[: 2 * self.num_pairs].view(2, -1).T.contiguous()
 
 
-def time_copy(num_bytes: int) -> Times:
-    """Torch's copy on the GPU that reads and writes so many bytes together."""
+def _copies(num_bytes: int) -> Calls:
+    """Torch's copy on the GPU that reads and writes so many bytes together, at some distances."""
     half = num_bytes // 2
     memory = torch.empty(2 * half + _OFFSETS[-1], dtype=torch.uint8, device="cuda").random_()
     source = memory[:half]
-    return min(
-        (
-            time_gpu(_copying(source, memory[half + offset :][:half]), milliseconds=30)
-            for offset in _OFFSETS
-        ),
-        key=lambda times: times.median,
-    )
+    return {
+        f"{COPY}, {offset >> 20} MiB further": _copying(source, memory[half + offset :][:half])
+        for offset in _OFFSETS
+    }
 
 
-def time_transfer(num_bytes: int, where: str) -> Times:
+def _best_copy(times: dict[str, Times]) -> dict[str, Times]:
+    """The times, with those of the fastest copy alone."""
+    copies = [times[name] for name in times if name.startswith(COPY)]
+    rest = {name: time for name, time in times.items() if not name.startswith(COPY)}
+    return rest | {COPY: min(copies, key=lambda time: time.median)}
+
+
+def _transfer(num_bytes: int, where: str) -> Callable[[], object]:
     """Torch's copy between the GPU and pinned memory."""
     there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda").random_()
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    return time_gpu(_copying(there, host) if where == "to the host" else _copying(host, there))
+    return _copying(there, host) if where == "to the host" else _copying(host, there)
 
 
 def _copying(source: Tensor, to: Tensor) -> Callable[[], object]:
@@ -204,7 +206,7 @@ def _copying(source: Tensor, to: Tensor) -> Callable[[], object]:
 
 
 def _compare(times: dict[str, Times], num_bytes: int) -> dict[str, float]:
-    own, copy = times["pagetile"].median, times["torch copy of as many bytes"].median
+    own, copy = times["pagetile"].median, times[COPY].median
     return {
         "GB/s": num_bytes / own / 1e9,
         "GB/s of torch's copy": num_bytes / copy / 1e9,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .timing import Times
+from pagetile.analysis.timing import Times
 
 __all__ = ["Case", "Check", "Measurement", "Target", "at_least", "at_most"]
 
@@ -49,6 +49,8 @@ class Measurement:
     times: dict[str, Times]
     """Times of every contestant, ``"pagetile"`` among them."""
     metrics: dict[str, float]
+    absent: dict[str, str] = field(default_factory=dict)
+    """Peers that take no part, and why: unsupported, out of memory, wrong, or not installed."""
 
 
 class Case(Protocol):

@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
+from pagetile.analysis.timing import Times, WallClock, ratio, take_turns
 from pagetile.errors import UnsupportedError
 
 from .case import Check, Measurement, Target
 from .generators import BLOCK_SIZE, SHIPPED, Generate, Generators, Model, Prompts, load
-from .timing import Contestant, Times, ratio, take_turns
 
 __all__ = ["EngineCase"]
 
@@ -24,7 +24,7 @@ PEERS: dict[str, Callable[[Generators, Prompts, int], Prompts]] = {
     "padded generate": Generators.padded,
     "continuous batching": Generators.continuous_batching,
 }
-SMALL = 4  # prompts, and tokens of each, of a warm-up
+REPEATS = 5  # at least, of which all are kept
 FEW_LAYERS, FEW_PROMPTS, FEW_TOKENS = 2, 16, 32  # of what is held against Transformers in float32
 _NO_ROUND = 1 << 20  # turns from here on belong to no round
 FIRST_TOKEN, LAST_TOKEN = 1, 4095  # 0 ends a text
@@ -97,27 +97,21 @@ class EngineCase:
         return Check(f"tokens of {len(prompts)} prompts", not wrong, f"{detail} {wrong}")
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time pagetile and the peers in turns, each warmed up on a small run.
-
-        On a GPU pagetile is warmed up on a whole one, which records its decode steps.
-        """
+        """Time pagetile and the peers in turns, each warmed up on a whole run."""
         loaded = self._load()
         generators: dict[str, Generate] = {
             "pagetile": loaded.pagetile,
             **{name: partial(PEERS[name], loaded) for name in self.peers},
         }
-        for generate in generators.values():
-            generate([prompt[:SMALL] for prompt in self._prompts(0)[:SMALL]], SMALL)
-        if self.device == "cuda":
-            loaded.pagetile(self._prompts(0), self.max_tokens)
+        for generate in generators.values():  # pagetile records its decode steps, say
+            generate(self._prompts(0), self.max_tokens)
         counts = loaded.llm.engine.counts
         held, unused = counts.held_slots, counts.unused_slots
         results: dict[str, list[Prompts]] = {name: [] for name in generators}
-        contestants = {
-            name: Contestant(self._in_rounds(generate, results[name]))
-            for name, generate in generators.items()
+        calls = {
+            name: self._in_rounds(generate, results[name]) for name, generate in generators.items()
         }
-        times = take_turns(contestants, repeats=repeats or 3, warmup=0)
+        times = take_turns(calls, repeats=repeats or REPEATS, warmup=0, clock=WallClock())
         waste = (counts.unused_slots - unused) / (counts.held_slots - held)
         metrics = {**self._metrics(times, results), "KV waste": waste}
         if self.device == "cuda":

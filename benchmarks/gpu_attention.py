@@ -5,24 +5,26 @@ Inputs are ``gpu_inputs``'s, peers ``gpu_peers``'s and those of ``libraries``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from pagetile.analysis.timing import Times, admit, ratio
 from pagetile.ops.paged_attention.problem import Problem
 
 from .case import Check, Measurement, Target
+from .gate import judge_peers
 from .gpu_inputs import LLAMA_8B, Inputs, Shape, check_against_float64
-from .gpu_peers import Peers, decode_peers, prefill_peers
-from .gpu_timing import time_gpu, time_gpu_clean, time_gpu_in_turns, time_host
+from .gpu_peers import Peers, decode_peers, prefill_peers, reader
+from .gpu_timing import time_host, time_in_turns
 from .libraries import find_libraries
-from .timing import Times
+from .machine import read_all
 
 __all__ = ["GpuBlockSizesCase", "GpuDecodeCase", "GpuPrefillCase"]
 
-READ_GIB = 4
+READ = "reading 4 GiB"
+READ_BYTES = 4 << 30
 CLEAN = ", clean cache"
 _HOST_ROUNDS = 25
 SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 and much memory
@@ -32,11 +34,10 @@ SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 an
 class GpuDecodeCase:
     """One new token for each of some sequences, as one captured call.
 
-    Metrics: ``GB/s`` of keys and values; ``share of read bandwidth``, of summing 4 GiB in the
-    same run; ``x PEER``, among them ``reading alone``, a kernel that only reads the same pages;
-    all of these once more for a ``clean cache``; ``host, microseconds`` of an eager call, in the
-    round that was disturbed least; ``GB/s / OTHER``, against the same work on other lengths or
-    blocks.
+    Metrics: ``GB/s`` of keys and values; ``share of read bandwidth``, of summing 4 GiB in turns
+    with the calls; ``x PEER``, among them ``reading alone``, a kernel that only reads the same
+    pages; all of these once more for a ``clean cache``; ``host, microseconds`` of an eager call, in
+    the round that was disturbed least; ``GB/s / OTHER``, against other lengths or blocks.
     """
 
     name: str
@@ -71,47 +72,57 @@ class GpuDecodeCase:
         return f"decode: {_lengths(self.seq_lens)}, {self.shape}"
 
     def verify(self) -> list[Check]:
-        """Shortened and poisoned, against float64."""
-        return check_against_float64(
-            self.shape, [min(n, SHORT) for n in self.seq_lens[:8]], decode=True
-        )
+        """A poisoned, shortened problem, and rows of the timed one at its full size."""
+        short = [min(n, SHORT) for n in self.seq_lens[:8]]
+        poisoned = check_against_float64(self.shape, short, decode=True, device=self.device)
+        return poisoned + self._inputs().check(self.about)
 
     def call(self) -> Callable[[], object]:
         """Return pagetile's call on its inputs, for a profiler."""
-        return Inputs(self.seq_lens, self.shape, decode=True).attend
+        return self._inputs().attend
+
+    def _inputs(self) -> Inputs:
+        return Inputs(self.seq_lens, self.shape, decode=True, device=self.device)
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time pagetile and the peers by graph replay, after an overwritten and a clean cache."""
-        inputs = Inputs(self.seq_lens, self.shape, decode=True)
-        calls = {"pagetile": inputs.attend, **decode_peers(inputs), **find_libraries(inputs)}
+        """Time all in turns by graph replay, after an overwritten and after a clean cache."""
+        inputs = self._inputs()
+        others, unknown = find_libraries(inputs)
+        judge = judge_peers(inputs.rows(), inputs.in_tokens)
+        peers, absent = admit(decode_peers(inputs) | others, judge)
+        calls: Peers = {"pagetile": inputs.attend, **reader(inputs), **peers}
+        calls[READ] = _read(self.device)
+        if self.beside:
+            name, lengths, shape = self.beside
+            other = Inputs(lengths, shape, decode=True, device=self.device)
+            calls[f"pagetile, {name}"] = other.attend
         host = time_host(inputs.attend, _HOST_ROUNDS).seconds
-        times = {name: time_gpu(call) for name, call in calls.items()}
-        times |= {name + CLEAN: time_gpu_clean(call) for name, call in calls.items()}
-        metrics = self._rates(times) | self._rates(times, CLEAN)
+        times = time_in_turns(calls, self.device, repeats=repeats)
+        metrics = self._metrics(times)
+        if self.device == "cuda":
+            clean = time_in_turns(calls, self.device, repeats=repeats, clean=True)
+            metrics |= {name + CLEAN: value for name, value in self._metrics(clean).items()}
+            times |= {name + CLEAN: time for name, time in clean.items()}
         # In two lots: what slows a host down for a moment seldom lasts from one to the other.
         times["host, pagetile"] = Times(host + time_host(inputs.attend, _HOST_ROUNDS).seconds)
         metrics["host, microseconds"] = times["host, pagetile"].best * 1e6
-        del inputs
+        return Measurement(times, metrics, unknown | absent)
+
+    def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
+        """Return the metrics of one cache state: rate, share of reading, ratio to peers."""
+        own = times["pagetile"]
+        num_bytes = sum(self.seq_lens) * self.shape.bytes_per_key
+        metrics = {
+            "GB/s": num_bytes / own.median / 1e9,
+            "GB/s of reading": READ_BYTES / times[READ].median / 1e9,
+            "share of read bandwidth": num_bytes / READ_BYTES * ratio(times[READ], own),
+        }
         if self.beside:
             name, lengths, shape = self.beside
-            other = Inputs(lengths, shape, decode=True)
-            times[f"pagetile, {name}"] = time_gpu(other.attend)
             rate = sum(lengths) * shape.bytes_per_key / times[f"pagetile, {name}"].median / 1e9
             metrics[f"GB/s / {name}"] = metrics["GB/s"] / rate
-        return Measurement(times, metrics)
-
-    def _rates(self, times: dict[str, Times], ending: str = "") -> dict[str, float]:
-        """Return the metrics of one cache state: rate, share of ceiling, ratio to peers."""
-        own, ceiling = times["pagetile" + ending].median, read_bandwidth(ending == CLEAN)
-        rate = sum(self.seq_lens) * self.shape.bytes_per_key / own
-        metrics = {
-            f"GB/s{ending}": rate / 1e9,
-            f"GB/s of reading{ending}": ceiling / 1e9,
-            f"share of read bandwidth{ending}": rate / ceiling,
-        }
-        alike = {name for name in times if name.endswith(CLEAN) == (ending == CLEAN)}
-        peers = alike - {"pagetile" + ending}
-        return metrics | {f"x {name}": times[name].median / own for name in sorted(peers)}
+        peers = sorted(name for name in times if not name.startswith("pagetile") and name != READ)
+        return metrics | {f"x {name}": ratio(times[name], own) for name in peers}
 
 
 @dataclass(frozen=True)
@@ -142,19 +153,32 @@ class GpuPrefillCase:
         return 4 * pairs * self.shape.num_heads * self.shape.head_size
 
     def verify(self) -> list[Check]:
-        """Shortened and poisoned, against float64."""
+        """A poisoned, shortened problem, and rows of the timed ones at their full size."""
         lengths = [min(n, SHORT) for n in self.seq_lens[:3]]
-        return check_against_float64(self.shape, lengths, decode=False, causal=self.causal)
+        poisoned = check_against_float64(
+            self.shape, lengths, decode=False, causal=self.causal, device=self.device
+        )
+        inputs = self._inputs()
+        in_order = inputs.in_order().check(f"{self.about}, in order")
+        return poisoned + inputs.check(self.about) + in_order
 
     def call(self) -> Callable[[], object]:
         """Return pagetile's call on its inputs, for a profiler."""
-        return Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal).attend
+        return self._inputs().attend
+
+    def _inputs(self) -> Inputs:
+        return Inputs(
+            self.seq_lens, self.shape, decode=False, causal=self.causal, device=self.device
+        )
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time pagetile, SDPA and FlexAttention in turns, by graph replay, cache cold."""
-        inputs = Inputs(self.seq_lens, self.shape, decode=False, causal=self.causal)
+        inputs = self._inputs()
         own: Peers = {"pagetile": inputs.attend, "pagetile, in order": inputs.in_order().attend}
-        times = time_gpu_in_turns(own | prefill_peers(inputs) | find_libraries(inputs))
+        others, unknown = find_libraries(inputs)
+        judge = judge_peers(inputs.rows(), inputs.in_tokens)
+        found, absent = admit(prefill_peers(inputs) | others, judge)
+        times = time_in_turns(own | found, self.device, repeats=repeats)
         peers = {name: time for name, time in times.items() if name not in own}
         metrics = {
             "TFLOP/s": self.work / times["pagetile"].median / 1e12,
@@ -162,9 +186,10 @@ class GpuPrefillCase:
         }
         for name, time in peers.items():
             metrics[f"TFLOP/s, {name}"] = self.work / time.median / 1e12
-        best = min(time.median for time in peers.values())
-        metrics["x best peer"] = best / times["pagetile"].median
-        return Measurement(times, metrics)
+        if peers:
+            best = min(peers.values(), key=lambda time: time.median)
+            metrics["x best peer"] = ratio(best, times["pagetile"])
+        return Measurement(times, metrics, unknown | absent)
 
 
 @dataclass(frozen=True)
@@ -199,7 +224,7 @@ class GpuBlockSizesCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time all sizes in turns, by graph replay, cache cold."""
         calls = {f"blocks of {size}": self._at(size).call() for size in self.sizes}
-        times = time_gpu_in_turns(calls)
+        times = time_in_turns(calls, self.device, repeats=repeats)
         work = self._at(self.sizes[0]).work
         metrics = {f"TFLOP/s, {name}": work / time.median / 1e12 for name, time in times.items()}
         medians = [time.median for time in times.values()]
@@ -207,15 +232,13 @@ class GpuBlockSizesCase:
         return Measurement(times, metrics)
 
     def _at(self, size: int) -> GpuPrefillCase:
-        return GpuPrefillCase(self.name, self.seq_lens, replace(self.shape, block_size=size))
+        shape = replace(self.shape, block_size=size)
+        return GpuPrefillCase(self.name, self.seq_lens, shape, device=self.device)
 
 
-@functools.cache
-def read_bandwidth(is_clean: bool = False) -> float:
-    """Bytes a second of summing some memory: the ceiling of what streams its input."""
-    numbers = torch.ones(READ_GIB << 28, device="cuda")
-    timer = time_gpu_clean if is_clean else time_gpu
-    return (READ_GIB << 30) / timer(numbers.sum).median
+def _read(device: str) -> Callable[[], object]:
+    """Sum ``READ_BYTES`` of memory: the yardstick of what streams its input."""
+    return lambda: read_all(device, READ_BYTES)
 
 
 def _lengths(seq_lens: Sequence[int]) -> str:

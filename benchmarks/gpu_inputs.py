@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagetile import PagedBatch, paged_attention
+from pagetile import PagedBatch, explain_paged_attention, paged_attention
 from pagetile.ops.paged_attention.plan import Plan
 from pagetile.ops.paged_attention.problem import Problem
 from pagetile.ops.scales import LARGEST_CODE
@@ -22,6 +22,7 @@ from pagetile.testing import TABLE_POISON, PagedCase, compare, make_inputs, orac
 from pagetile.tiles.state import AttentionOutput
 
 from .case import Check
+from .gate import Rows, check_timed_call, chosen, expected_rows
 
 __all__ = ["LLAMA_8B", "Inputs", "Shape", "check_against_float64"]
 
@@ -91,14 +92,47 @@ class Inputs:
             logits_soft_cap=self.shape.logits_soft_cap, **self.scales, **options,
         )  # fmt: skip
 
+    def explain(self) -> str:
+        """Which implementations can run the call."""
+        return explain_paged_attention(
+            self.q, self.k_cache, self.v_cache, self.batch, causal=self.causal,
+            logits_soft_cap=self.shape.logits_soft_cap, **self.scales,
+        )  # fmt: skip
+
+    def rows(self) -> Rows:
+        """Random rows of the result in float64."""
+        return expected_rows(
+            self.q, self.k_cache, self.v_cache, self.batch, causal=self.causal,
+            logits_soft_cap=self.shape.logits_soft_cap, **self.scales,
+        )  # fmt: skip
+
+    def check(self, what: str) -> list[Check]:
+        """Compare the call, at its own size, with float64 and with the implementation's name."""
+        return check_timed_call(self.attend, chosen(self.explain()), self.rows(), what)
+
+    def in_tokens(self, result: Any) -> Tensor:
+        """A peer's result as ``[num_tokens, num_heads, head_size]``.
+
+        Peers over dense tensors return ``[num_seqs, heads, length, size]``, in decode also with a
+        group's heads as rows; libraries return tokens.
+        """
+        if result.dim() == 4 and self.batch.max_query_len > 1:
+            result = result.transpose(1, 2)
+        result = result.reshape(self.q.shape)
+        if self.scales:  # libraries alone take 8 bits, and are spared the scales of values
+            group = self.q.shape[1] // self.v_cache.shape[2]
+            result = result * self.scales["v_scale"].repeat_interleave(group)[:, None]
+        return result
+
     def in_order(self) -> Inputs:
         """The same work on large blocks side by side: keys of a sequence in a row, as if dense."""
         block_size = math.gcd(*self.seq_lens, 128)
         large = replace(self.shape, block_size=block_size)
-        other = Inputs(self.seq_lens, large, decode=False, causal=self.causal)
-        first = torch.tensor([0, *self.seq_lens[:-1]]).cumsum(0).int().cuda() // block_size
+        device = self.q.device
+        other = Inputs(self.seq_lens, large, decode=False, causal=self.causal, device=device.type)
+        first = torch.tensor([0, *self.seq_lens[:-1]], device=device).cumsum(0) // block_size
         width = other.batch.block_tables.shape[1]
-        tables = first[:, None] + torch.arange(width, device="cuda").int()
+        tables = (first[:, None] + torch.arange(width, device=device)).int()
         other.batch = replace(other.batch, block_tables=tables)
         return other
 
@@ -136,6 +170,7 @@ def check_against_float64(
     causal: bool = True,
     impl: str = "auto",
     cut: Callable[[Problem], Plan] | None = None,
+    device: str = "cuda",
 ) -> list[Check]:
     """A poisoned problem of some lengths: by whom, and with what plan, if not by choice."""
     case = PagedCase(
@@ -153,9 +188,9 @@ def check_against_float64(
     )
     inputs = make_inputs(case)
     expected = oracle(inputs)
-    there = inputs.to("cuda")
+    there = inputs.to(device)
     plan = cut and cut(inputs.problem)
     result = there.attend(out=there.out, impl=impl, plan=plan)  # of NaN: nothing stays unwritten
     result = AttentionOutput(result.out.cpu(), result.lse.cpu())
     comparison = compare(result, inputs, expected, tolerance(inputs, expected))
-    return [Check(f"pagetile, {case}", comparison.ratio <= 1, str(comparison))]
+    return [Check(f"poisoned: {case}", comparison.ratio <= 1, str(comparison))]

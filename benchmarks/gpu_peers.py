@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from .gpu_inputs import Inputs
 
-__all__ = ["Peers", "compile_flex", "decode_peers", "prefill_peers", "runs"]
+__all__ = ["Peers", "compile_flex", "decode_peers", "prefill_peers", "reader"]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -27,21 +27,22 @@ _BACKENDS = {
 Peers = dict[str, Callable[[], Any]]
 
 
-def decode_peers(inputs: Inputs) -> Peers:
-    """Who reads the pages alone; SDPA over contiguous keys and values, a group's heads as rows.
-
-    SDPA also with a gather, and FlexAttention over contiguous keys and values; where scores are
-    capped, FlexAttention alone.
-    """
+def reader(inputs: Inputs) -> Peers:
+    """A kernel that only reads the pages of sequences of one length; it returns nothing."""
+    if len(set(inputs.seq_lens)) > 1 or inputs.q.device.type == "cpu":
+        return {}
     from .reading import make_reader  # Triton's
 
-    if len(set(inputs.seq_lens)) > 1:
+    return {"reading alone": make_reader(inputs.k_cache, inputs.v_cache, inputs.batch)}
+
+
+def decode_peers(inputs: Inputs) -> Peers:
+    """SDPA over contiguous keys and values, a group's heads as rows, and with a gather; Flex.
+
+    Where scores are capped, FlexAttention alone.
+    """
+    if len(set(inputs.seq_lens)) > 1 or inputs.shape.scales:
         return {}
-    reader: Peers = {"reading alone": make_reader(inputs.k_cache, inputs.v_cache, inputs.batch)}
-    return reader | ({} if inputs.shape.scales else _dense_peers(inputs))
-
-
-def _dense_peers(inputs: Inputs) -> Peers:
     q, k, v = inputs.dense()
     soft_cap = inputs.shape.logits_soft_cap
     peers: Peers = {"flex": _flex(q, k, v, soft_cap=soft_cap)}
@@ -54,7 +55,7 @@ def _dense_peers(inputs: Inputs) -> Peers:
             return sdpa(rows, keys, values)
 
         peers["gather + sdpa"] = gather
-    return {name: peer for name, peer in peers.items() if runs(peer)}
+    return peers
 
 
 def prefill_peers(inputs: Inputs) -> Peers:
@@ -73,7 +74,7 @@ def prefill_peers(inputs: Inputs) -> Peers:
             return _call(_BACKENDS["cudnn"], *inputs.dense(), **how)()
 
         peers["gather + sdpa cudnn"] = gather
-    return {name: peer for name, peer in peers.items() if runs(peer)}
+    return peers
 
 
 def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor]:
@@ -87,14 +88,19 @@ def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, soft_cap: float | None = None
 ) -> Callable[[], Any]:
-    attend, bend = compile_flex(q.shape[2] if causal else None, "cuda"), None
+    bend: Callable[..., Tensor] | None = None
     if soft_cap is not None:
 
         def bend(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return soft_cap * torch.tanh(score / soft_cap)
 
     is_grouped = q.shape[1] > k.shape[1]
-    return lambda: attend(q, k, v, score_mod=bend, enable_gqa=is_grouped)
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        return compile_flex(q.shape[2] if causal else None, q.device.type)
+
+    return lambda: compiled()(q, k, v, score_mod=bend, enable_gqa=is_grouped)
 
 
 def compile_flex(causal_length: int | None, device: str) -> Callable[..., Any]:
@@ -111,12 +117,3 @@ def compile_flex(causal_length: int | None, device: str) -> Callable[..., Any]:
         size = causal_length
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, device)
     return functools.partial(compiled, block_mask=mask)
-
-
-def runs(call: Callable[[], Any]) -> bool:
-    """Whether a peer takes the problem: backends refuse some."""
-    try:
-        call()
-    except RuntimeError:
-        return False
-    return True

@@ -2,14 +2,12 @@
 
 FlashInfer plans on the host first, untimed; the others have no plan. It alone is handed caches of
 8 bits, and is spared their scales: those of keys are in its queries, and its result lacks those of
-values. A library that refuses a problem, or whose result differs, takes
-no part, and a warning says why.
+values. Its BatchAttention takes part beside its decode and prefill wrappers.
 """
 
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["find_libraries"]
 
 _WORKSPACE = 256 << 20  # bytes, for FlashInfer's partial states
-_ROUNDING = 2**-6  # of bfloat16 results, generously: what is asked is whether they mean the same
+_BATCH_ATTENTION_SIZES = (64, 128, 256)  # heads of others may end the process
 
 Call = Callable[[], Tensor]
 
@@ -57,14 +55,14 @@ class _Pages:
         return self.q.shape[1], num_kv_heads, head_size, block_size
 
 
-def find_libraries(inputs: Inputs) -> dict[str, Call]:
-    """Calls by name, each returning ``[num_tokens, num_heads, head_size]``."""
-    if inputs.shape.scales == "token":  # none has them
-        return {}
-    libraries = (
-        {name: _LIBRARIES[name] for name in _TAKE_EIGHT_BITS} if inputs.scales else _LIBRARIES
-    )
-    q, expected = _without_scales(inputs, inputs.attend().out)
+def find_libraries(inputs: Inputs) -> tuple[dict[str, Call], dict[str, str]]:
+    """Calls by name that return what ``paged_attention`` does, and why the others do not take part.
+
+    Results are not compared here: ``admit`` does it for all peers alike.
+    """
+    if inputs.scales and inputs.shape.scales == "token":
+        return {}, dict.fromkeys(_LIBRARIES, "unsupported: a scale for each token")
+    q = _scaled_queries(inputs.q, inputs)
     batch = inputs.batch
     used = torch.arange(batch.block_tables.shape[1], device=inputs.q.device)
     used = used[None] < -(-batch.seq_lens // inputs.shape.block_size)[:, None]
@@ -73,32 +71,28 @@ def find_libraries(inputs: Inputs) -> dict[str, Call]:
         batch.seq_lens, batch.cu_seqlens_q, batch.max_query_len, batch.max_seq_len, inputs.causal,
         inputs.shape.logits_soft_cap or 0.0,
     )  # fmt: skip
-    found = {}
-    for name, (module, make) in libraries.items():
+    found: dict[str, Call] = {}
+    absent: dict[str, str] = {}
+    for name, (module, make) in _LIBRARIES.items():
         if find_spec(module.partition(".")[0]) is None:
-            continue
-        try:
-            call = make(importlib.import_module(module), pages)
-            gap = float((call() - expected).abs().max())
-        except Exception as error:  # whatever a library raises about a problem
-            warnings.warn(f"{name} takes no part: {error}", stacklevel=2)
-            continue
-        if gap <= _ROUNDING * float(expected.abs().max()):
-            found[name] = call
+            absent[name] = "not installed"
+        elif inputs.scales and name.partition(" ")[0] not in _TAKE_EIGHT_BITS:
+            absent[name] = "unsupported: caches of 8 bits"
         else:
-            warnings.warn(f"{name} takes no part: its result is {gap:.2g} off", stacklevel=2)
-    return found
+            try:
+                found[name] = make(importlib.import_module(module), pages)
+            except Exception as error:  # whatever a library raises about a problem
+                lines = str(error).strip().splitlines()
+                absent[name] = f"unsupported: {lines[0] if lines else repr(error)}"
+    return found, absent
 
 
-def _without_scales(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries that hold the scales of keys, and a result without those of values."""
+def _scaled_queries(q: Tensor, inputs: Inputs) -> Tensor:
+    """Queries that hold the scales of keys; ``Inputs.in_tokens`` adds those of values."""
     if not inputs.scales:
-        return inputs.q, out
-    k_scale, v_scale = (
-        inputs.scales[name].repeat_interleave(inputs.q.shape[1] // inputs.k_cache.shape[2])[:, None]
-        for name in ("k_scale", "v_scale")
-    )
-    return (inputs.q * k_scale).to(inputs.q.dtype), out / v_scale
+        return q
+    group = q.shape[1] // inputs.k_cache.shape[2]
+    return (q * inputs.scales["k_scale"].repeat_interleave(group)[:, None]).to(q.dtype)
 
 
 def _flash_attn(library: Any, pages: _Pages) -> Call:
@@ -131,14 +125,19 @@ def _flash_attn_3(library: Any, pages: _Pages) -> Call:
     )  # fmt: skip
 
 
-def _flashinfer(library: Any, pages: _Pages) -> Call:
-    block_size, device = pages.sizes[-1], pages.q.device
+def _listed_pages(pages: _Pages) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each sequence's page ids begin, all page ids, and tokens of each last page."""
+    block_size = pages.sizes[-1]
     counts = -(-pages.seq_lens // block_size)
-    indices = torch.cat(
-        [row[:n] for row, n in zip(pages.tables, counts.tolist(), strict=True)]
-    )  # fmt: skip
+    rows = zip(pages.tables, counts.tolist(), strict=True)
     indptr = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0))
     last = pages.seq_lens - (counts - 1) * block_size
+    return indptr, torch.cat([row[:n] for row, n in rows]), last
+
+
+def _flashinfer(library: Any, pages: _Pages) -> Call:
+    device = pages.q.device
+    indptr, indices, last = _listed_pages(pages)
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
     shared = {
         "q_data_type": pages.q.dtype, "kv_data_type": pages.k_cache.dtype,
@@ -156,6 +155,27 @@ def _flashinfer(library: Any, pages: _Pages) -> Call:
         )
     out = torch.empty_like(pages.q)  # else it fills one with zeros first
     return lambda: wrapper.run(pages.q, (pages.k_cache, pages.v_cache), out=out)
+
+
+def _batch_attention(library: Any, pages: _Pages) -> Call:
+    num_heads, num_kv_heads, size, block_size = pages.sizes
+    if size not in _BATCH_ATTENTION_SIZES:
+        raise ValueError(f"heads of {size}; {_BATCH_ATTENTION_SIZES} run")
+    indptr, indices, _ = _listed_pages(pages)
+    wrapper = library.BatchAttention("NHD", device=str(pages.q.device))
+    wrapper.plan(
+        pages.starts, indptr, indices, pages.seq_lens, num_heads, num_kv_heads, size, size,
+        block_size, causal=pages.causal, sm_scale=size**-0.5, logits_soft_cap=pages.soft_cap,
+        q_data_type=pages.q.dtype, kv_data_type=pages.k_cache.dtype,
+    )  # fmt: skip
+    out, caches = torch.empty_like(pages.q), (pages.k_cache, pages.v_cache)
+    lse = torch.empty(pages.q.shape[:2], dtype=torch.float32, device=pages.q.device)
+
+    def call() -> Tensor:
+        wrapper.run(pages.q, caches, out=out, lse=lse, logits_soft_cap=pages.soft_cap)
+        return out
+
+    return call
 
 
 def _vllm(library: Any, pages: _Pages) -> Call:
@@ -177,6 +197,7 @@ def _vllm(library: Any, pages: _Pages) -> Call:
 
 _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "flashinfer": ("flashinfer", _flashinfer),
+    "flashinfer BatchAttention": ("flashinfer", _batch_attention),
     "flash_attn": ("flash_attn", _flash_attn),
     "flash_attn 3": ("flash_attn_interface", _flash_attn_3),
     "vllm triton": ("vllm.attention.ops.triton_unified_attention", _vllm),

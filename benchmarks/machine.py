@@ -15,7 +15,15 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["READ_BYTES", "BackgroundLoad", "describe", "describe_run", "read_all"]
+__all__ = [
+    "PEERS",
+    "READ_BYTES",
+    "BackgroundLoad",
+    "describe",
+    "describe_run",
+    "is_clean",
+    "read_all",
+]
 
 READ_BYTES = 1 << 30
 PEERS = {
@@ -25,6 +33,7 @@ PEERS = {
     "vllm triton": "vllm",
 }
 """Packages with kernels that take part where they are installed, by their contestants."""
+_CHANGED = " and changes"
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
 _PACKAGES = ("pagetile", "torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
 
@@ -47,6 +56,11 @@ def describe_run() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def is_clean(commit: str | None) -> bool:
+    """Whether a record's commit says all of the code that was measured."""
+    return commit is not None and not commit.endswith(_CHANGED)
 
 
 class BackgroundLoad:
@@ -72,15 +86,15 @@ def _cpu_seconds_of_others() -> float:
     return float(sum(total) - idle - guests - own.user - own.system)
 
 
-def read_all() -> torch.Tensor:
-    """Read ``READ_BYTES`` of memory on all threads: the ceiling of what streams its input."""
-    return _big_tensor().sum()
+def read_all(device: str = "cpu", num_bytes: int = READ_BYTES) -> torch.Tensor:
+    """Read memory on the whole machine: the ceiling of what streams its input."""
+    return _big_tensor(device, num_bytes).sum()
 
 
 @functools.cache
-def _big_tensor() -> torch.Tensor:
+def _big_tensor(device: str, num_bytes: int) -> torch.Tensor:
     # Ones, not zeros: untouched pages all map to the same page of zeros.
-    return torch.ones(READ_BYTES // 4, dtype=torch.float32)
+    return torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
 
 
 def _cpu_name() -> str:
@@ -109,7 +123,7 @@ def _commit() -> str | None:
         return archived
     commit = _git("rev-parse", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
-    return f"{commit} and changes" if commit and changed else commit
+    return commit + _CHANGED if commit and changed else commit
 
 
 def _git(*arguments: str) -> str | None:

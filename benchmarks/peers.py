@@ -14,8 +14,8 @@ from .workload import Dense, lay_out
 
 __all__ = ["SDPA", "make_peers", "to_tokens"]
 
-SDPA = ("sdpa, enable_gqa", "sdpa, K/V expanded")
-"""The ways to call SDPA over contiguous K/V; a comparison takes the faster one."""
+SDPA = ("sdpa, enable_gqa", "sdpa, K/V expanded", "sdpa, group packed")
+"""The ways to call SDPA over contiguous K/V; a comparison takes the fastest one."""
 
 Peer = Callable[[], list[Tensor]]
 
@@ -36,7 +36,7 @@ def make_peers(inputs: PagedInputs) -> dict[str, Peer]:
         ]
         result[SDPA[1]] = lambda: [sdpa(*qkv, is_causal=causal) for qkv in wide]
     if group > 1 and not causal:
-        result["sdpa, group packed"] = lambda: [_packed(d.q, d.k, d.v) for d in dense]
+        result[SDPA[2]] = lambda: [_packed(d.q, d.k, d.v) for d in dense]
     result["gather + sdpa"] = lambda: [_gather_and_attend(d, inputs, causal) for d in dense]
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pagetile.analysis.timing import Times
+
 from .case import Case, Check, Measurement
 from .machine import describe
-from .timing import Times
 
 __all__ = [
     "compare",
     "days",
     "is_of_another_machine",
+    "load",
     "print_cases",
     "print_checks",
     "print_measurement",
     "record",
+    "save",
     "write",
 ]
 
 Record = dict[str, Any]
+_NUMBERS = re.compile(r"\[\s+([-\d.e+,\s]+?)\s+\]")
 
 
 def print_cases(console: Console, cases: Sequence[Case]) -> None:
@@ -63,6 +68,8 @@ def print_measurement(
     for name, value in measurement.metrics.items():
         metrics.add_row(name, f"{value:.4g}", verdicts.get(name, ""))
     console.print(metrics)
+    for name, reason in measurement.absent.items():
+        console.print(f"{name} takes no part: {reason}", markup=False)
     console.print()
 
 
@@ -77,6 +84,7 @@ def record(
         "share_of_other_processes": others,
         "checks": [check._asdict() for check in checks],
         "times": {name: _summary(times) for name, times in measurement.times.items()},
+        "absent": measurement.absent,
         "metrics": measurement.metrics,
         "targets": [
             {**target._asdict(), "reached": target.is_reached(measurement.metrics)}
@@ -87,7 +95,7 @@ def record(
 
 def is_of_another_machine(path: Path) -> bool:
     """Whether there is a record that this machine's cases may not go into."""
-    return path.exists() and bool(_load(path)["machine"] != describe())
+    return path.exists() and bool(load(path)["machine"] != describe())
 
 
 def write(path: Path, records: Mapping[str, Record | None], order: Sequence[str]) -> None:
@@ -99,14 +107,21 @@ def write(path: Path, records: Mapping[str, Record | None], order: Sequence[str]
         order: The names of all cases; of what has another, nothing stays either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = _load(path)["cases"] if path.exists() else []
+    before = load(path)["cases"] if path.exists() else []
     cases = {case["name"]: case for case in before} | dict(records)
     kept = [cases[name] for name in order if cases.get(name) is not None]
-    result = {"machine": describe(), "cases": kept}
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    save(path, {"machine": describe(), "cases": kept})
 
 
-def _load(path: Path) -> Record:
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON, each list of numbers on a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    text = _NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Record:
     """A record; in those from before 2026-11-24 all cases have one date, commit and versions."""
     result: Record = json.loads(path.read_text(encoding="utf-8"))
     shared = {name: result[name] for name in ("commit", "date", "versions") if name in result}
@@ -116,7 +131,7 @@ def _load(path: Path) -> Record:
 
 def compare(console: Console, before: Path, after: Path) -> None:
     """Print two results side by side: our times and the metrics of the cases they share."""
-    results = [_load(path) for path in (before, after)]
+    results = [load(path) for path in (before, after)]
     for path, result in zip((before, after), results, strict=True):
         commits = ", ".join(sorted({str(case["commit"]) for case in result["cases"]}))
         console.print(
@@ -156,6 +171,7 @@ def _summary(times: Times) -> Record:
         "p90": times.quantile(0.9),
         "best": times.best,
         "repeats": len(times.seconds),
+        "seconds": [float(f"{seconds:.4g}") for seconds in times.seconds],
     }
 
 

@@ -6,11 +6,9 @@ the ratio 0. A class is judged by its worst and its median ratio.
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,16 +17,17 @@ from rich.table import Table
 
 from pagetile import attention_scores
 
-from .machine import describe, describe_run
+from .gpu_timing import time_in_turns
+from .machine import describe, describe_run, read_all
 from .sweep_inputs import SweepInputs, find_peers
 from .sweep_shapes import CLASSES, SweepClass, SweepShape, draw_shapes
-from .timing import Contestant, Times, take_turns
 
 __all__ = ["Finding", "find_classes", "measure", "summarise", "sweep"]
 
 CPU_SCALE = 1 / 64
 _MOST_ERROR = 2**-5
 _ROUNDS = 7
+_READ_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,14 @@ class Finding:
     """Medians; ``"pagetile"`` is among them."""
     ratio: float
     best_peer: str
+    absent: dict[str, str] = field(default_factory=dict)
+    """Peers that take no part, and why."""
 
     def as_record(self) -> dict[str, Any]:
         """As it goes into the JSON."""
         return {
             "shape": str(self.shape), "ratio": self.ratio, "best peer": self.best_peer,
-            "error": self.error, "seconds": self.seconds,
+            "error": self.error, "seconds": self.seconds, "absent": self.absent,
         }  # fmt: skip
 
 
@@ -100,12 +101,6 @@ def summarise(kind: SweepClass, findings: Sequence[Finding]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(record: Mapping[str, Any], path: Path) -> None:
-    """Write a record as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def measure(kind: SweepClass, shape: SweepShape, device: str) -> Finding:
     """Check a shape against float64, and time it beside what its class is compared with."""
     if kind.against == "matmul":
@@ -115,17 +110,21 @@ def measure(kind: SweepClass, shape: SweepShape, device: str) -> Finding:
     if not error <= _MOST_ERROR:
         return Finding(shape, error, {}, 0.0, "float64")
     calls: dict[str, Callable[[], Any]] = {"pagetile": inputs.attend}
+    absent: dict[str, str] = {}
     if kind.against == "peers":
-        calls |= find_peers(inputs)
+        peers, absent = find_peers(inputs)
+        calls |= peers
     elif kind.against == "bf16":
         calls["bfloat16 cache"] = SweepInputs(
             replace(shape, kv_dtype=torch.bfloat16), device
         ).attend
-    times = _time(calls, device)
+    elif kind.against == "bandwidth":
+        calls["reading alone"] = lambda: read_all(device, _READ_BYTES)
+    times = time_in_turns(calls, device, repeats=_ROUNDS)
     seconds = {name: time.median for name, time in times.items()}
     if kind.against == "bandwidth":
-        seconds["reading alone"] = shape.kv_bytes / _read_bandwidth(device)
-    return _compare(shape, error, seconds)
+        seconds["reading alone"] *= shape.kv_bytes / _READ_BYTES
+    return replace(_compare(shape, error, seconds), absent=absent)
 
 
 def _compare(shape: SweepShape, error: float, seconds: dict[str, float]) -> Finding:
@@ -151,26 +150,5 @@ def _measure_scores(shape: SweepShape) -> Finding:
         "pagetile": lambda: attention_scores(q, k, softmax_scale=scale),
         "torch.matmul": lambda: torch.matmul(q * scale, k.transpose(-1, -2)),
     }
-    times = _time(calls, "cpu")
+    times = time_in_turns(calls, "cpu", repeats=_ROUNDS)
     return _compare(shape, error, {name: time.median for name, time in times.items()})
-
-
-def _time(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, Times]:
-    if device != "cuda":
-        for call in calls.values():
-            call()  # compiles
-        return take_turns({name: Contestant(call) for name, call in calls.items()}, repeats=_ROUNDS)
-    from .gpu_timing import time_gpu_in_turns
-
-    return time_gpu_in_turns(calls, rounds=_ROUNDS)
-
-
-def _read_bandwidth(device: str) -> float:
-    if device == "cuda":
-        from .gpu_attention import read_bandwidth
-
-        return read_bandwidth()
-    from .machine import READ_BYTES, read_all
-
-    times = take_turns({"read": Contestant(read_all)}, repeats=3)["read"]
-    return READ_BYTES / times.best

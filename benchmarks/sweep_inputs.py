@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -16,16 +15,16 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pagetile import PagedBatch, attention, paged_attention
+from pagetile.analysis.timing import admit
 from pagetile.tiles.state import AttentionOutput
 
+from .gate import PEER_ERROR, expected_rows
 from .gpu_inputs import Shape
 from .libraries import find_libraries
 from .sweep_shapes import SweepShape
 
 __all__ = ["SweepInputs", "find_peers"]
 
-_ROWS = 48  # of queries that are checked in a sequence
-_SEQS = 3
 _SCALE = 0.02
 _CRASHES = {"flashinfer": (96,)}
 """Head sizes with which a library takes the whole process down (FlashInfer 0.6.18)."""
@@ -102,55 +101,35 @@ class SweepInputs:
         return keys, values
 
     def error(self, out: Tensor) -> float:
-        """Largest gap to float64 in some rows of some sequences, by the largest number there."""
+        """The largest relative error of some rows of some sequences, against float64."""
+        rows = expected_rows(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
+        return rows.error(out.reshape(-1, *out.shape[-2:]))
+
+    def judge(self, name: str, out: Tensor) -> str | None:
+        """What is wrong with a peer's result; libraries are spared the scales of 8 bits."""
         out = out.reshape(-1, *out.shape[-2:])
-        starts = self.batch.cu_seqlens_q.tolist()
-        count, worst = len(starts) - 1, 0.0
-        for seq in sorted({0, count // 2, count - 1})[:_SEQS]:
-            new, length = self.sweep.query_lens[seq], self.sweep.seq_lens[seq]
-            rows = torch.linspace(0, new - 1, min(new, _ROWS), device=self.device).long()
-            keys, values = self.dense(seq)
-            factor = _SCALE if self.is_8_bit else 1.0
-            k, v = (x.double().transpose(0, 1) * factor for x in (keys, values))
-            q = self.q[starts[seq] + rows].double().transpose(0, 1)
-            group = q.shape[0] // k.shape[0]
-            s = q.reshape(len(k), group * len(rows), -1) @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-            seen = torch.arange(length, device=self.device) <= length - new + rows[:, None]
-            s = s.masked_fill(~seen.repeat(group, 1), -torch.inf)
-            expected = (s.softmax(-1) @ v).view(q.shape[0], len(rows), -1).transpose(0, 1)
-            gap = (out[starts[seq] + rows].double() - expected).abs().max() / expected.abs().max()
-            worst = max(worst, float(gap.nan_to_num(torch.inf)))
-        return worst
+        error = self.error(out * _SCALE if self.is_8_bit and name != "sdpa" else out)
+        return None if error <= PEER_ERROR else f"wrong: {error:.2g} off float64"
 
 
-def find_peers(inputs: SweepInputs, warn: bool = True) -> dict[str, Callable[[], Any]]:
-    """Calls that compute the same, each checked against float64.
+def find_peers(inputs: SweepInputs) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Calls that compute the same, each checked against float64, and why others take no part.
 
     SDPA over gathered keys and values, a sequence at a time, is always there. FlashInfer,
     flash-attn and FlashAttention-3 (also of vLLM's wheel) take part where they are installed.
     """
     peers: dict[str, Callable[[], Any]] = {"sdpa": _sdpa(inputs)}
-    shape = inputs.sweep
+    shape, unknown = inputs.sweep, {}
     if inputs.device != "cpu":
         has_pages = shape.block_size > 0 and shape.head_size == shape.v_head_size
         crashes = [size for name, size in _CRASHES.items() if find_spec(name) is not None]
         if has_pages and not any(shape.head_size in sizes for sizes in crashes):
-            peers |= find_libraries(inputs)  # type: ignore[arg-type]
+            found, unknown = find_libraries(inputs)  # type: ignore[arg-type]
+            peers |= found
         if not inputs.is_8_bit and find_spec("vllm") is not None:
             peers["vllm flash_attn 3"] = _vllm_flash_attn_3(inputs)
-    right = {}
-    for name, call in peers.items():
-        try:
-            error = inputs.error(call())
-        except Exception as reason:  # whatever a library raises about a problem
-            if warn:
-                warnings.warn(f"{name} takes no part: {reason}", stacklevel=2)
-            continue
-        if error <= 2**-5:
-            right[name] = call
-        elif warn:
-            warnings.warn(f"{name} takes no part: its result is {error:.2g} off", stacklevel=2)
-    return right
+    right, absent = admit(peers, inputs.judge)
+    return right, unknown | absent
 
 
 def _sdpa(inputs: SweepInputs) -> Callable[[], Tensor]:

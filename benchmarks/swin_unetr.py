@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagetile.analysis.timing import EventClock, Times, ratio, take_turns
 from pagetile.integrations import swin
 
 from .case import Check, Measurement, Target
-from .gpu_timing import between_events
-from .timing import Times, ratio
 
 __all__ = ["SwinUnetrCase"]
 
@@ -136,15 +135,8 @@ def _step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _take_turns(calls: Mapping[str, Callable[[], object]], repeats: int | None) -> dict[str, Times]:
-    """Time each call by events, launches included; the first rounds warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(WARMUP + (repeats or REPEATS)):
-        for name, call in calls.items():
-            start, end = between_events(call)
-            end.synchronize()
-            if turn >= WARMUP:
-                seconds[name].append(float(start.elapsed_time(end)) / 1e3)
-    return {name: Times(tuple(values)) for name, values in seconds.items()}
+    """Time each call by events, launches included."""
+    return take_turns(calls, repeats=repeats or REPEATS, warmup=WARMUP, clock=EventClock())
 
 
 def _graph(model: nn.Module, x: Tensor, dtype: torch.dtype) -> None:

@@ -34,7 +34,7 @@ from pagetile.ops.paged_attention.problem import Problem
 from .cases import GPU_CASES
 from .gpu_attention import GpuDecodeCase
 from .gpu_inputs import Inputs, check_against_float64
-from .gpu_timing import time_gpu
+from .gpu_timing import time_in_turns
 
 __all__ = ["find_kinds", "tune"]
 
@@ -73,7 +73,7 @@ def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
     calls = {"today": with_plan(today)} | {
         str(t): with_plan(_plan(today, t, device)) for t in found
     }
-    medians = {name: time_gpu(call, milliseconds=50).median for name, call in calls.items()}
+    medians = {name: time.median for name, time in time_in_turns(calls, "cuda").items()}
     ordered = sorted(found, key=lambda tiles: medians[str(tiles)])
     console.print(f"{kind}: today {medians['today'] * 1e6:.1f} µs, {current}")
     for tiles in ordered[:5]:

@@ -1,42 +1,43 @@
 """vLLM's operators over x-packed caches on a GPU, on the rows of the design's table.
 
-Every row is checked against float64 first (on some of its sequences). Then ``paged_attention_v1``
-and ``_v2`` are timed by graph replay with a cold cache, beside ``pagetile.paged_attention`` over
-the same numbers in its own layout and, where vLLM is installed with them, vLLM's own kernels::
-
-    python -m benchmarks.vllm_ops [ROW]... [--out FILE.json]
+``paged_attention_v1`` and ``_v2`` beside ``pagetile.paged_attention`` over the same numbers in its
+own layout and, where vLLM is installed with them, vLLM's own kernels.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 from pagetile import PagedBatch, paged_attention
+from pagetile.analysis.timing import admit, ratio
 from pagetile.integrations import vllm_ops
 from pagetile.testing import TABLE_POISON
 
-from .gpu_attention import read_bandwidth
-from .gpu_timing import time_gpu
-from .machine import describe_run
+from .case import Check, Measurement, Target
+from .gate import PEER_ERROR, Rows, allowed_error, expected_rows
+from .gpu_timing import time_in_turns
+from .machine import READ_BYTES, read_all
 
-__all__ = ["ROWS", "Row", "measure"]
+__all__ = ["VLLM_CASES", "VllmOpsCase"]
 
 PARTITION = 512
 E4M3 = torch.float8_e4m3fn
 _K_SCALE, _V_SCALE = 0.02, 0.015
+READ = "reading 1 GiB"
 
 
 @dataclass(frozen=True)
-class Row:
-    """A decode step: as many sequences of one length."""
+class VllmOpsCase:
+    """A decode step: as many sequences of one length, by both operators.
+
+    Metrics: ``GB/s`` of keys and values of the faster operator, its ``share of read bandwidth``,
+    and ``x vllm``, against vLLM's faster kernel where it is installed.
+    """
 
     num_seqs: int
     length: int
@@ -45,15 +46,22 @@ class Row:
     head_size: int = 128
     block_size: int = 16
     kv_dtype: torch.dtype = torch.bfloat16
-    vllm: float = 0.0
-    """GB/s of the better of vLLM's two kernels on an H200, from an earlier run."""
+    targets: tuple[Target, ...] = ()
+    device: str = "cuda"
 
     @property
     def name(self) -> str:
         """How the command line calls it."""
         kind = "-e4m3" * (self.kv_dtype == E4M3)
         sizes = f"{self.num_heads}/{self.num_kv_heads}-{self.head_size}"
-        return f"{self.num_seqs}x{self.length}-{sizes}{kind}"
+        return f"vllm-ops-{self.num_seqs}x{self.length}-{sizes}{kind}".replace("/", "-")
+
+    @property
+    def about(self) -> str:
+        """The problem in one line."""
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
+        kept = str(self.kv_dtype).removeprefix("torch.")
+        return f"vllm_ops: {self.num_seqs} x {self.length}, {heads}, {kept}"
 
     @property
     def num_bytes(self) -> int:
@@ -61,29 +69,59 @@ class Row:
         per_key = 2 * self.num_kv_heads * self.head_size * self.kv_dtype.itemsize
         return self.num_seqs * self.length * per_key
 
+    def verify(self) -> list[Check]:
+        """Rows of both operators at full size, against float64."""
+        inputs = Inputs(self, self.device)
+        rows, allowed = inputs.rows(), allowed_error(inputs.query.dtype)
+        checks = []
+        for name, call in inputs.calls(vllm_ops).items():
+            inputs.out.fill_(torch.nan)
+            call()
+            error = rows.error(inputs.out)
+            detail = f"relative error {error:.2g}, allowed {allowed:.2g}"
+            checks.append(Check(f"{name}, {self.about}", error <= allowed, detail))
+        return checks
 
-ROWS = (
-    Row(64, 4096, vllm=1216),
-    Row(256, 2048, vllm=1245),
-    Row(16, 32768, vllm=1242),
-    Row(1, 131072, vllm=1103),
-    Row(1, 8192, vllm=661),
-    Row(8, 4096, vllm=867),
-    Row(64, 1024, vllm=1037),
-    Row(32, 4096, num_kv_heads=32, vllm=3576),
-    Row(128, 2048, num_heads=64, vllm=646),
-    Row(64, 4096, num_heads=16, head_size=64, vllm=2291),
-    Row(32, 4096, num_heads=16, num_kv_heads=2, head_size=256, vllm=466),
-    Row(64, 4096, kv_dtype=E4M3, vllm=613),
-    Row(16, 32768, kv_dtype=E4M3, vllm=620),
-    Row(128, 2048, num_heads=64, kv_dtype=E4M3, vllm=319),
+    def measure(self, repeats: int | None) -> Measurement:
+        """Time all in turns by graph replay with a cold cache."""
+        inputs = Inputs(self, self.device)
+        peers, absent = inputs.vllm_calls()
+        own = inputs.calls(vllm_ops) | {"own layout": inputs.own_layout()}
+        calls = {**own, **peers, READ: lambda: read_all(self.device)}
+        times = time_in_turns(calls, self.device, repeats=repeats)
+        best = min((times[name] for name in ("v1", "v2")), key=lambda time: time.median)
+        metrics = {
+            "GB/s": self.num_bytes / best.median / 1e9,
+            "share of read bandwidth": self.num_bytes / READ_BYTES * ratio(times[READ], best),
+        }
+        if peers:
+            fastest = min((times[name] for name in peers), key=lambda time: time.median)
+            metrics["x vllm"] = ratio(fastest, best)
+        return Measurement(times, metrics, absent)
+
+
+VLLM_CASES = (
+    VllmOpsCase(64, 4096),
+    VllmOpsCase(256, 2048),
+    VllmOpsCase(16, 32768),
+    VllmOpsCase(1, 131072),
+    VllmOpsCase(1, 8192),
+    VllmOpsCase(8, 4096),
+    VllmOpsCase(64, 1024),
+    VllmOpsCase(32, 4096, num_kv_heads=32),
+    VllmOpsCase(128, 2048, num_heads=64),
+    VllmOpsCase(64, 4096, num_heads=16, head_size=64),
+    VllmOpsCase(32, 4096, num_heads=16, num_kv_heads=2, head_size=256),
+    VllmOpsCase(64, 4096, kv_dtype=E4M3),
+    VllmOpsCase(16, 32768, kv_dtype=E4M3),
+    VllmOpsCase(128, 2048, num_heads=64, kv_dtype=E4M3),
 )
 
 
 class Inputs:
     """A row's tensors: blocks in random order, garbage past the end of every table row."""
 
-    def __init__(self, row: Row, device: str = "cuda", seed: int = 0) -> None:
+    def __init__(self, row: VllmOpsCase, device: str = "cuda", seed: int = 0) -> None:
         self.row = row
         generator = torch.Generator(device).manual_seed(seed)
         per_seq = -(-row.length // row.block_size)
@@ -131,88 +169,23 @@ class Inputs:
         scales: Any = dict(zip(names, self.scales, strict=True)) if self.is_8_bit else {}
         return lambda: paged_attention(self.query, self.k_cache, self.v_cache, self.batch, **scales)
 
-    def errors(self) -> dict[str, float]:
-        """Largest difference of each operator's result from float64, as a part of the largest."""
-        found = {}
-        for name, call in self.calls(vllm_ops).items():
-            self.out.fill_(torch.nan)
-            call()
-            worst = 0.0
-            for seq in {0, self.row.num_seqs // 2, self.row.num_seqs - 1}:
-                expected = self._oracle(seq)
-                gap = (self.out[seq].double() - expected).abs().max() / expected.abs().max()
-                worst = max(worst, float(gap.nan_to_num(torch.inf)))
-            found[name] = worst
-        return found
+    def rows(self) -> Rows:
+        """Random rows of the result in float64."""
+        names = ("k_scale", "v_scale")
+        scales: Any = dict(zip(names, self.scales, strict=True)) if self.is_8_bit else {}
+        return expected_rows(self.query, self.k_cache, self.v_cache, self.batch, **scales)
 
-    def _oracle(self, seq: int) -> Tensor:
-        blocks = self.tables[seq, :-2].long()
-        k, v = (
-            cache[blocks].flatten(0, 1)[: self.row.length].double()
-            for cache in (self.k_cache, self.v_cache)
-        )
-        if self.is_8_bit:
-            k, v = k * self.scales[0].double(), v * self.scales[1].double()
-        q = self.query[seq].double().view(self.row.num_kv_heads, -1, self.row.head_size)
-        s = torch.einsum("hgd,nhd->hgn", q, k) * self.row.head_size**-0.5
-        return torch.einsum("hgn,nhd->hgd", s.softmax(-1), v).flatten(0, 1)
+    def vllm_calls(self) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+        """Calls of vLLM's own kernels that compute the same, and why others take no part."""
+        try:
+            from vllm import _custom_ops  # type: ignore[import-not-found]
+        except ImportError:
+            return {}, {"vllm v1": "not installed", "vllm v2": "not installed"}
+        calls = {f"vllm {name}": call for name, call in self.calls(_custom_ops).items()}
+        rows = self.rows()
 
+        def judge(name: str, result: object) -> str | None:
+            error = rows.error(self.out)
+            return None if error <= PEER_ERROR else f"wrong: {error:.2g} off float64"
 
-def measure(row: Row) -> dict[str, Any]:
-    """Check and time a row: ``GB/s`` of keys and values of each contestant."""
-    inputs = Inputs(row)
-    errors = inputs.errors()
-    if max(errors.values()) > 2**-6:
-        return {"row": row.name, "errors": errors, "wrong": True}
-    calls = inputs.calls(vllm_ops) | {"own layout": inputs.own_layout()}
-    calls |= {f"vllm {name}": call for name, call in _vllm_calls(inputs).items()}
-    rates = {
-        name: row.num_bytes / time_gpu(call, milliseconds=60).median / 1e9
-        for name, call in calls.items()
-    }
-    best = max(rates["v1"], rates["v2"])
-    record = {
-        "row": row.name,
-        "errors": errors,
-        "GB/s": rates,
-        "share of read bandwidth": best * 1e9 / read_bandwidth(),
-        "x vllm, earlier run": best / row.vllm if row.vllm else None,
-    }
-    beside = [rate for name, rate in rates.items() if name.startswith("vllm")]
-    return record | ({"x vllm": best / max(beside)} if beside else {})
-
-
-def _vllm_calls(inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """Calls of vLLM's own kernels, where a release that has them is installed."""
-    try:
-        from vllm import _custom_ops  # type: ignore[import-not-found]
-    except ImportError:
-        return {}
-    try:
-        calls = inputs.calls(_custom_ops)
-        for call in calls.values():
-            call()
-    except (AttributeError, RuntimeError):
-        return {}
-    return calls
-
-
-def main(
-    rows: Annotated[list[str] | None, typer.Argument(metavar="[ROW]...")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write a record here.")] = None,
-) -> None:
-    """Measure the rows whose names begin so; all, if none are named."""
-    chosen = [row for row in ROWS if not rows or row.name.startswith(tuple(rows))]
-    records = []
-    for row in chosen:
-        records.append(measure(row))
-        print(json.dumps(records[-1]), flush=True)
-        torch.cuda.empty_cache()
-        if out is not None:
-            out.write_text(json.dumps({**describe_run(), "rows": records}, indent=1) + "\n")
-    if any(record.get("wrong") for record in records):
-        raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+        return admit(calls, judge)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,11 +22,11 @@ from torch.nn.functional import normalize, pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pagetile import explain_window_attention, rel_offsets, shift_regions, window_attention
+from pagetile.analysis.timing import Times, admit, ratio, take_turns
 
 from .case import Check, Measurement, Target
-from .gpu_peers import runs
-from .gpu_timing import time_gpu
-from .timing import Contestant, Times, ratio, take_turns
+from .gate import PEER_ERROR, chosen
+from .gpu_timing import time_in_turns
 
 __all__ = ["Peer", "WindowCase", "WindowInputs", "compare"]
 
@@ -131,33 +131,37 @@ class WindowCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time forward, and forward with backward, of all; on a GPU by replayed graphs."""
         inputs = WindowInputs(self)
-        ways = {"pagetile": inputs.pagetile(), **inputs.peers()}
+        peers, absent = inputs.peers()
         if self.has_compiled_peers:
-            ways |= inputs.compiled_peers()
-        forward = self._time({name: way.forward() for name, way in ways.items()}, repeats)
-        both_calls = {name: way.both() for name, way in ways.items()}
-        both = self._time({n: call for n, call in both_calls.items() if runs(call)}, repeats)
-        own, own_both = forward.pop("pagetile"), both.pop("pagetile")
+            peers |= inputs.compiled_peers()
+        exact = inputs.in_groups("float64")
+        calls, wrong = admit({n: way.forward() for n, way in peers.items()}, judge_by(exact))
+        gradients, no_gradient = admit({n: peers[n].both() for n in calls}, judge_by(exact))
+        absent |= wrong | {f"{name}, both": reason for name, reason in no_gradient.items()}
+        own = inputs.pagetile()
+        forward = self._time({"pagetile": own.forward(), **calls}, repeats)
+        both = self._time({"pagetile": own.both(), **gradients}, repeats)
+        mine, mine_both = forward.pop("pagetile"), both.pop("pagetile")
         metrics = {
-            "microseconds": own.median * 1e6,
-            "both, microseconds": own_both.median * 1e6,
-            "backward / forward": own_both.median / own.median - 1,
+            "microseconds": mine.median * 1e6,
+            "both, microseconds": mine_both.median * 1e6,
+            "backward / forward": mine_both.median / mine.median - 1,
         }
         if forward:
-            metrics["x best peer"] = _best(forward, own)
-            metrics["x best peer, both"] = _best(both, own_both)
-        times = {"pagetile": own, **forward, "pagetile, both": own_both}
-        return Measurement(times | {f"{name}, both": t for name, t in both.items()}, metrics)
+            metrics["x best peer"] = _best(forward, mine)
+        if both:
+            metrics["x best peer, both"] = _best(both, mine_both)
+        times = {"pagetile": mine, **forward, "pagetile, both": mine_both}
+        times |= {f"{name}, both": time for name, time in both.items()}
+        return Measurement(times, metrics, absent)
 
     def _time(
         self, calls: dict[str, Callable[[], object]], repeats: int | None
     ) -> dict[str, Times]:
         if self.device == "cuda":
-            return {name: time_gpu(call) for name, call in calls.items()}
-        contestants = {
-            name: Contestant(call, partial(_warm_up, call)) for name, call in calls.items()
-        }
-        return take_turns(contestants, repeats=repeats or 15)
+            return time_in_turns(calls, self.device, repeats=repeats)
+        before = {name: partial(_warm_up, call) for name, call in calls.items()}
+        return take_turns(calls, repeats=repeats or 15, before=before)
 
 
 def _warm_up(call: Callable[[], object]) -> None:
@@ -168,11 +172,24 @@ def _warm_up(call: Callable[[], object]) -> None:
 
 
 def _best(peers: dict[str, Times], own: Times) -> float:
-    """The time of the fastest peer over pagetile's, by rounds if both were timed in rounds."""
-    best = min(peers.values(), key=lambda times: times.median)
-    if len(best.seconds) == len(own.seconds):
-        return ratio(best, own)
-    return best.median / own.median
+    """The time of the fastest peer over pagetile's, round by round."""
+    return ratio(min(peers.values(), key=lambda times: times.median), own)
+
+
+def judge_by(exact: dict[str, Tensor]) -> Callable[[str, Any], str | None]:
+    """A judge of peers' outputs, or gradients of q, k and v, by their float64 values."""
+
+    def judge(name: str, results: Any) -> str | None:
+        is_output = isinstance(results, Tensor)
+        wanted = [exact["out"]] if is_output else [exact[name] for name in NAMES[1:4]]
+        found = [results] if is_output else results[:3]
+        worst = max(
+            float(((a[..., : b.shape[-1]].double() - b).norm() / b.norm()).nan_to_num(torch.inf))
+            for a, b in zip(found, wanted, strict=True)
+        )
+        return None if worst <= PEER_ERROR else f"wrong: {worst:.2g} off float64"
+
+    return judge
 
 
 def compare(what: str, found: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> Check:
@@ -280,8 +297,7 @@ class WindowInputs:
 
     def implementation(self) -> str:
         """The implementation that pagetile chooses for this call."""
-        lines = explain_window_attention(*self.rows, **self._options(*self.learned)).splitlines()
-        return next(line.partition(":")[0] for line in lines if line.endswith(": yes"))
+        return chosen(explain_window_attention(*self.rows, **self._options(*self.learned)))
 
     def results(self, how: str) -> dict[str, Tensor]:
         """The output and all gradients, by name; ``how``: an ``impl``, "float64" or "eager"."""
@@ -329,11 +345,11 @@ class WindowInputs:
 
         return Peer(call, self.rows, self.dout, self.learned)
 
-    def peers(self) -> dict[str, Peer]:
-        """Eager code as in MONAI and timm, and SDPA with a dense mask, where they run."""
+    def peers(self) -> tuple[dict[str, Peer], dict[str, str]]:
+        """Eager code as in MONAI and timm, and SDPA with a dense mask; and who is left out."""
         bias, mask = self.bias().to(self.dtype), self.mask()
         if mask.numel() * bias.shape[0] * bias.element_size() > _MOST_PEER_BYTES:
-            return {}
+            return {}, dict.fromkeys(("eager", *_BACKENDS), "out of memory: a dense mask")
         scale = self.learned[1:]
         dense = self.dense_mask()
 
@@ -350,11 +366,12 @@ class WindowInputs:
         peers = {"eager": Peer(eager, self.rows, self.dout)}
         *rows, dout = self.padded_rows()
         if bias.device.type == "cpu":
-            return peers | {"sdpa": Peer(fused, self.rows, self.dout)}
-        return peers | _that_run(
-            (name, Peer(_with_backend(backend, fused), rows, dout))
+            return peers | {"sdpa": Peer(fused, rows, dout)}, {}
+        backends = {
+            name: Peer(_with_backend(backend, fused), rows, dout)
             for name, backend in _BACKENDS.items()
-        )
+        }
+        return peers | backends, {}
 
     def compiled_peers(self) -> dict[str, Peer]:
         """Eager code and FlexAttention, compiled with autotuning for this shape."""
@@ -378,17 +395,12 @@ class WindowInputs:
         eager: Any = torch.compile(scaled, **how)
         flex: Any = torch.compile(flex_attention, **how)
         *rows, dout = self.padded_rows()
-        ways = {
+        return {
             "compiled eager": Peer(
                 lambda q, k, v: eager(q, k, v, bias, mask), self.rows, self.dout
             ),
             "flex": Peer(lambda q, k, v: flex(q, k, v, score_mod=score, scale=scale), rows, dout),
         }
-        return _that_run(ways.items())
-
-
-def _that_run(peers: Iterable[tuple[str, Peer]]) -> dict[str, Peer]:
-    return {name: peer for name, peer in peers if runs(peer.forward())}
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:

@@ -7,19 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import __main__ as command_line
-from benchmarks import cases, timing, workload
+from benchmarks import cases, gpu_inputs, gpu_peers, workload
 from benchmarks.attention import AttentionCase
 from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
 from benchmarks.document import fill
 from benchmarks.engine import EngineCase
 from benchmarks.generators import QWEN3
-from benchmarks.timing import Contestant, Times, ratio, take_turns
+from benchmarks.gpu_attention import GpuDecodeCase, GpuPrefillCase
+from benchmarks.gpu_inputs import Shape
+from benchmarks.records import RecordSpec, find_changes, find_machine, plan
+from benchmarks.tiles import TiledCase
 from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
 from typer.testing import CliRunner
 
+from pagetile.analysis import timing
+from pagetile.analysis.timing import Times, WallClock, admit, ratio, take_turns
 from pagetile.testing import PagedCase
+from pagetile.tiles.state import AttentionOutput
 
 TINY = AttentionCase(
     "tiny",
@@ -27,6 +33,13 @@ TINY = AttentionCase(
     (at_least("x sdpa", 0.0), at_most("share of read bandwidth", 0.0)),
     beside=("block 4", PagedCase(query_lens=(1, 1), seq_lens=(30, 30), block_size=4)),
 )
+
+
+CLEAN_RUN = {
+    "commit": "0123abcd",
+    "date": "2026-01-02T03:04:05",
+    "versions": dict.fromkeys(("torch", "numba", "transformers", "python"), "1"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +67,7 @@ def run(monkeypatch, tmp_path):
     def call(*arguments, present=(Fake(),)):
         monkeypatch.setattr(cases, "CASES", present)
         monkeypatch.setattr(command_line, "RESULTS", tmp_path)
+        monkeypatch.setattr(command_line, "describe_run", lambda: CLEAN_RUN)
         return CliRunner().invoke(command_line.app, arguments)
 
     return call
@@ -163,26 +177,119 @@ def test_window_workloads_are_whole_windows_and_right_with_and_without_a_shift()
 
 def test_a_small_attention_case_and_its_peers_are_right():
     checks = TINY.verify()
-    assert [check.what.split(",")[0] for check in checks[:2]] == ["pagetile", "sdpa"]
+    kinds = [check.what.split(":")[0] for check in checks[:3]]
+    assert kinds == ["poisoned", "cpu", "the timed call runs cpu"]
+    assert not [check for check in checks if not check.passed]
+    measurement = TINY.measure(repeats=1)
+    assert measurement.absent == {}
+    assert "sdpa, group packed" in measurement.times
+
+
+DECODE = GpuDecodeCase("d", (700, 90, 33), Shape(4, 2, 32), device="cpu")
+PREFILL = GpuPrefillCase("p", (64, 64), Shape(4, 2, 32), device="cpu")
+E4M3 = Shape(4, 2, 32, kv_dtype=torch.float8_e4m3fn, scales="head")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [DECODE, PREFILL, dataclasses.replace(DECODE, shape=E4M3)],
+    ids=["decode", "prefill", "8 bits"],
+)
+def test_cases_of_gpus_are_right_on_a_cpu_at_their_own_size(case):
+    checks = case.verify()
+    assert "cpu" in [check.what.split(":")[0] for check in checks]
+    assert "the timed call runs cpu" in [check.what for check in checks]
     assert not [check for check in checks if not check.passed]
 
 
-def test_a_wrong_result_fails_the_gate(monkeypatch):
-    from benchmarks import attention
+def _without_a_block(monkeypatch, case):
+    """Lets the timed call miss 16 keys in the middle of its longest sequence."""
+    right = gpu_inputs.paged_attention
 
-    right = attention.to_tokens
-    monkeypatch.setattr(attention, "to_tokens", lambda results: right(results) + 1e-3)
-    assert {check.what.split(",")[0]: check.passed for check in TINY.verify()} == {
-        "pagetile": True,
-        "sdpa": False,
-        "gather + sdpa": False,
-    }
+    def wrong(q, k_cache, v_cache, batch, **options):
+        tables = batch.block_tables.clone()
+        tables[0, 20] = tables[0, 3]
+        batch = dataclasses.replace(batch, block_tables=tables)
+        return right(q, k_cache, v_cache, batch, **options)
+
+    monkeypatch.setattr(gpu_inputs, "paged_attention", wrong)
+    return [check.what for check in case.verify() if not check.passed]
+
+
+def test_a_block_that_is_read_twice_fails_the_gate(monkeypatch):
+    """At the size that is timed: a problem of 33 keys would not have shown it."""
+    assert _without_a_block(monkeypatch, DECODE) == [f"cpu: {DECODE.about}"]
+
+
+def test_another_implementation_than_the_named_one_fails_the_gate(monkeypatch):
+    right = gpu_inputs.paged_attention
+
+    def timed(*arguments, impl="auto", **options):
+        out, lse = right(*arguments, impl="reference" if impl == "auto" else impl, **options)
+        return AttentionOutput(out, lse)
+
+    monkeypatch.setattr(gpu_inputs, "paged_attention", timed)
+    failed = [check.what for check in DECODE.verify() if not check.passed]
+    assert failed == ["the timed call runs cpu"]
+
+
+def _refuse_to_compile(monkeypatch):
+    def refuse(length, device):
+        raise NotImplementedError("no compiler here")
+
+    monkeypatch.setattr(gpu_peers, "compile_flex", refuse)
+
+
+def test_peers_that_differ_or_fail_are_named_with_the_reason(monkeypatch):
+    _refuse_to_compile(monkeypatch)
+    right = gpu_peers._call
+
+    def call(backend, *qkv, **options):
+        if backend == gpu_peers._BACKENDS["flash"]:
+            return lambda: right(backend, *qkv, **options)() * 1.2
+        return right(backend, *qkv, **options)
+
+    monkeypatch.setattr(gpu_peers, "_call", call)
+    measurement = dataclasses.replace(PREFILL, shape=Shape(4, 4, 32)).measure(repeats=1)
+    assert measurement.absent["sdpa flash"] == "wrong: 0.2 off float64"
+    assert measurement.absent["flex"] == "unsupported: no compiler here"
+    assert measurement.absent["flashinfer BatchAttention"] == "not installed"
+    assert measurement.absent["sdpa cudnn"].startswith("unsupported: ")
+    assert {"pagetile", "pagetile, in order"} == set(measurement.times)
+
+
+def test_decode_is_measured_in_turns_with_reading(monkeypatch):
+    from benchmarks import gpu_attention
+
+    _refuse_to_compile(monkeypatch)
+    monkeypatch.setattr(gpu_attention, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu_attention, "_HOST_ROUNDS", 1)
+    case = dataclasses.replace(DECODE, seq_lens=(64, 64), beside=("even", (32, 32), DECODE.shape))
+    measurement = case.measure(repeats=2)
+    assert {"share of read bandwidth", "x sdpa flash", "GB/s / even"} <= set(measurement.metrics)
+    assert {
+        len(time.seconds) for name, time in measurement.times.items() if "host" not in name
+    } == {2}
+
+
+def test_a_wrong_gradient_of_dense_attention_fails_the_gate(monkeypatch):
+    case = TiledCase("t", 2, 60, 4, 2, 16, dtype=torch.float32, device="cpu")
+    assert all(check.passed for check in case.verify())
+    right = TiledCase._run
+
+    def wrong(self, *arguments):
+        out, dq, dk, dv = right(self, *arguments)
+        return [out, dq, dk * 1.001, dv]
+
+    monkeypatch.setattr(TiledCase, "_run", wrong)
+    failed = [check.what for check in case.verify() if not check.passed]
+    assert failed == [f"cpu: dk, {case.about}"]
 
 
 def test_a_measurement_has_every_metric_that_a_target_names(monkeypatch):
     from benchmarks import attention
 
-    monkeypatch.setattr(attention, "read_all", lambda: None)  # a gigabyte is not for tests
+    monkeypatch.setattr(attention, "read_all", lambda *_: None)  # a gigabyte is not for tests
     measurement = TINY.measure(repeats=1)
     assert {target.metric for target in TINY.targets} <= set(measurement.metrics)
     assert "time / block 4" in measurement.metrics
@@ -206,6 +313,25 @@ def test_an_archive_knows_its_commit(monkeypatch, tmp_path):
     assert machine.describe_run()["commit"] == "0123abcd"
     (tmp_path / "benchmarks" / "archived.txt").write_text("$Format:%H$\n")
     assert machine.describe_run()["commit"] is None  # no repository there
+    assert not machine.is_clean(None)
+    assert not machine.is_clean("0123abcd and changes")
+
+
+def test_a_changed_tree_makes_no_record_and_documents_none(run, tmp_path, monkeypatch):
+    changed = CLEAN_RUN | {"commit": "0123abcd and changes"}
+    run("run", "--out", "r")
+    monkeypatch.setattr(command_line, "describe_run", lambda: changed)
+    refused = CliRunner().invoke(command_line.app, ["run", "--out", "s"])
+    assert refused.exit_code == 2
+    assert "commit what is changed" in refused.output
+    assert not (tmp_path / "s.json").exists()
+    page = "<!-- table: r fake | seconds -->\n<!-- end -->"
+    assert "| **1** |" in fill(page, tmp_path)
+    record = json.loads((tmp_path / "r.json").read_text())
+    record["cases"][0]["commit"] = changed["commit"]
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="fake ran on code that is in no commit"):
+        fill(page, tmp_path)
 
 
 def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
@@ -219,6 +345,8 @@ def test_a_result_holds_machine_versions_commit_and_cases(run, tmp_path):
     assert case["targets"] == [{"metric": "seconds", "bound": 2.0, "sign": "<=", "reached": True}]
     assert 0 <= case["share_of_other_processes"] <= 1
     assert case["times"]["pagetile"]["repeats"] == 3
+    assert case["times"]["pagetile"]["seconds"] == [1.0, 1.0, 1.0]
+    assert case["absent"] == {}
     assert str(Path.home()) not in json.dumps(result)
 
 
@@ -265,14 +393,20 @@ def test_records_whose_cases_share_a_date_can_be_read(run, tmp_path):
 
 def test_a_table_says_when_its_cases_were_measured(tmp_path):
     one = {
-        "name": "a-1", "about": "one", "date": "2026-01-02T03:04:05", "versions": {"torch": "2.1"},
-        "times": {}, "metrics": {"x": 1.5}, "targets": [],
+        "name": "a-1", "about": "one: 4, f16", "date": "2026-01-02T03:04:05",
+        "versions": {"torch": "2.1"}, "commit": "abcdef012", "absent": {"p": "out of memory"},
+        "times": {"q": {"median": 2e-3, "repeats": 9}, "q b": {"median": 1e-3, "repeats": 27}},
+        "metrics": {"x": 1.5}, "targets": [],
     }  # fmt: skip
-    two = one | {"date": "2026-01-04T00:00:00", "versions": {"torch": "2.2"}}
+    two = one | {"date": "2026-01-04T00:00:00", "versions": {"torch": "2.2"}, "absent": {}}
+    two |= {"about": "one: 5, f16"}
     record = {"machine": {"cpu": "CPU", "cores": 2}, "cases": [one, two]}
     (tmp_path / "r.json").write_text(json.dumps(record))
-    page = fill("<!-- table: r a- | x -->\n<!-- end -->", tmp_path)
-    assert "2 cores of an CPU, torch 2.1 and 2.2, 2026-01-02 to 2026-01-04:" in page
+    page = fill("<!-- table: r a- | x | time: q -->\n<!-- end -->", tmp_path)
+    caption = "torch 2.1 and 2.2, 2026-01-02 to 2026-01-04, commit abcdef0, 9–27 repeats. "
+    assert f"2 cores of an CPU, {caption}All rows: one: f16. " in page
+    assert "No part: p (out of memory; 1 of 2 rows).\n" in page
+    assert "| 4 | 1.5 | 1 ms |\n| 5 | 1.5 | 1 ms |\n" in page
 
 
 def test_compare_prints_both_results_and_their_ratio(run, tmp_path):
@@ -292,11 +426,9 @@ def test_an_unknown_case_is_one_clear_line_and_exit_code_2(run):
 
 def test_contestants_take_turns_and_preparations_are_not_timed():
     log = []
-    contestants = {
-        "a": Contestant(lambda: log.append("a"), before=lambda: log.append("before a")),
-        "b": Contestant(lambda: log.append("b")),
-    }
-    times = take_turns(contestants, repeats=3, warmup=1)
+    calls = {"a": lambda: log.append("a"), "b": lambda: log.append("b")}
+    before = {"a": lambda: log.append("before a")}
+    times = take_turns(calls, repeats=3, warmup=1, before=before, clock=WallClock(rest=0))
     assert {name: len(t.seconds) for name, t in times.items()} == {"a": 3, "b": 3}
     turns = [word for word in log if word in "ab"]
     assert all(set(turns[i : i + 2]) == {"a", "b"} for i in range(0, 8, 2))
@@ -306,6 +438,74 @@ def test_contestants_take_turns_and_preparations_are_not_timed():
 def test_a_ratio_is_taken_round_by_round():
     # The second round was slow for both: it says nothing about either.
     assert ratio(Times((2.0, 20.0, 2.0)), Times((1.0, 10.0, 1.0))) == 2.0
+
+
+def test_who_takes_no_part_is_named_with_the_reason():
+    def out_of_memory():
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    calls = {"right": lambda: 1, "wrong": lambda: 2, "large": out_of_memory}
+    found, absent = admit(calls, lambda name, one: None if one == 1 else "wrong: 1 off")
+    assert list(found) == ["right"]
+    assert absent == {"wrong": "wrong: 1 off", "large": "out of memory"}
+
+
+def test_a_plan_of_records_keeps_their_order_and_what_fits():
+    specs = [
+        RecordSpec(name, "cpu", seconds) for name, seconds in (("-a", 50), ("-b", 60), ("-c", 9))
+    ]
+    fitting, left = plan("cpu", 60, specs)
+    assert [spec.ending for spec in fitting] == ["-a", "-c"]
+    assert [spec.ending for spec in left] == ["-b"]
+
+
+def test_every_case_is_in_one_record_at_most_and_gpu_records_fit_into_25_minutes():
+    from benchmarks.records import RECORDS
+
+    for case in cases.CASES:
+        specs = [spec.ending for spec in RECORDS if spec.find([case])]
+        assert len(specs) == 1, case.name
+    assert plan("cuda", 25 * 60)[1] in ([], [RECORDS[12]])  # the engine's comes last
+
+
+def test_a_machine_is_known_by_its_records(run, tmp_path):
+    assert re.fullmatch(r"[a-z0-9-]+", find_machine(tmp_path))
+    run("run", "--out", "mine")
+    run("run", "--out", "mine-tiles")
+    assert find_machine(tmp_path) == "mine"
+
+
+def _record_of(median, spread=0.01):
+    times = {"median": median, "p10": median * (1 - spread), "p90": median * (1 + spread)}
+    return {"cases": [{"name": "a-1", "times": {"pagetile": times}, "metrics": {"x": 1 / median}}]}
+
+
+def test_documented_figures_that_change_beyond_noise_are_named(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: r a- | x | time: pagetile -->\n<!-- end -->")
+    before = _record_of(1.0)
+    assert find_changes([page], "r", before, _record_of(1.02)) == []
+    assert find_changes([page], "other", before, _record_of(2.0)) == []
+    found = find_changes([page], "r", before, _record_of(1.1))
+    assert [change.column for change in found] == ["x", "time: pagetile"]
+    assert str(found[1]).startswith("page.md: a-1, time: pagetile: 1 to 1.1 (+10.0%, noise 3.0%)")
+    assert find_changes([page], "r", _record_of(1.0, 0.1), _record_of(1.1)) == []
+
+
+def test_all_renews_the_records_of_this_machine_and_says_what_is_missing(run, tmp_path):
+    present = (
+        Fake("decode-x"),
+        Fake("tiled-x", is_right=False),
+        Fake("gpu-decode-x", device="cuda"),
+    )
+    result = run("all", "--machine", "m", "--minutes", "4", present=present)
+    assert result.exit_code == 1
+    assert [case["name"] for case in json.loads((tmp_path / "m.json").read_text())["cases"]] == [
+        "decode-x"
+    ]
+    assert "missing: m-tiles: tiled-x is wrong" in result.output
+    assert "missing: m-engine: no time for its 300 s" in result.output
+    assert "documented figures changed" in result.output
 
 
 def test_quantiles_are_interpolated():

@@ -86,6 +86,15 @@ def test_heads_of_30_are_padded_for_peers():
     torch.testing.assert_close(found[..., :30], inputs.results("eager")["out"])
 
 
+def test_a_peer_that_computes_something_else_is_named(monkeypatch):
+    right = WindowInputs.bias
+    monkeypatch.setattr(WindowInputs, "bias", lambda self: right(self) + torch.eye(16))
+    measurement = SMALL.measure(repeats=1)
+    assert set(measurement.times) == {"pagetile", "pagetile, both"}
+    assert set(measurement.absent) == {"eager", "sdpa"}
+    assert all(reason.startswith("wrong: ") for reason in measurement.absent.values())
+
+
 def test_a_measurement_has_gradients_of_every_peer():
     names = set(SMALL.measure(repeats=1).times)
     assert names == {

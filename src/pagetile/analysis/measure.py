@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ..device import DeviceInfo
 from .roofline import Machine, machine, machine_names
+from .timing import clock_of, take_turns
 
-__all__ = ["measure_machine", "seconds_of"]
+__all__ = ["measure_machine"]
 
 REPEATS = 7
 
@@ -52,25 +51,10 @@ def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -
     )
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """The time of one call: by the clock, or between two events on a GPU."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    make: Any = torch.cuda.Event
-    events = [make(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    call()
-    events[1].record()
-    torch.cuda.synchronize(device)
-    return float(events[0].elapsed_time(events[1])) / 1e3
-
-
 def _least_seconds(call: Callable[[], object], device: torch.device) -> float:
     """The best of some calls: what is measured here is to be a bound for others."""
-    call()
-    return min(seconds_of(call, device) for _ in range(REPEATS))
+    calls = {"call": call}
+    return take_turns(calls, repeats=REPEATS, warmup=1, clock=clock_of(device))["call"].best
 
 
 def _product_rate(side: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .measure import seconds_of
 from .roofline import Work
+from .timing import Times, admit, clock_of, take_turns
 
 __all__ = ["Contest", "Result", "compare"]
 
@@ -38,26 +35,12 @@ class Result:
     """The times and the error of one contestant."""
 
     name: str
-    seconds: tuple[float, ...] = ()
-    """Seconds of each timed call."""
+    times: Times | None = None
+    """None if it could not run."""
     error: float = 0.0
     """The largest difference from float64, relative to the largest value."""
     reason: str = ""
     """Why it could not run, if there are no times."""
-
-    @property
-    def median(self) -> float:
-        """The median of the times."""
-        return statistics.median(self.seconds)
-
-    def quantile(self, share: float) -> float:
-        """The time that this share of the calls did not exceed."""
-        return sorted(self.seconds)[round(share * (len(self.seconds) - 1))]
-
-    def times_slower(self, other: Result) -> float:
-        """The median over rounds of the ratio of times; what slows a whole round cancels."""
-        pairs = zip(self.seconds, other.seconds, strict=True)
-        return statistics.median(one / another for one, another in pairs)
 
 
 def compare(
@@ -67,7 +50,7 @@ def compare(
     warmup: int,
     tick: Callable[[], object] = lambda: None,
 ) -> list[Result]:
-    """Run every contestant once for its error, then in rounds of one call each, shuffled.
+    """Run every contestant once for its error, then time them in turns.
 
     Args:
         contest: The problem.
@@ -79,43 +62,26 @@ def compare(
         >>> x = torch.rand(1000)
         >>> contest = Contest("a sum", {"own": x.sum}, [x.double().sum()], Work(4000, 0, 0))
         >>> [result] = compare(contest, iterations=3, warmup=1)
-        >>> len(result.seconds), result.error < 1e-3
+        >>> len(result.times.seconds), result.error < 1e-3
         (3, True)
     """
-    device = contest.expected[0].device
-    errors, reasons = _try_all(contest)
-    seconds: dict[str, list[float]] = {name: [] for name in errors}
-    shuffle = random.Random(0)
-    for turn in range(warmup + iterations):
-        for name in shuffle.sample(list(errors), len(errors)):
-            elapsed = seconds_of(contest.contestants[name], device)
-            if turn >= warmup:
-                seconds[name].append(elapsed)
-        tick()
-    return [
-        Result(name, reason=reasons[name])
-        if name in reasons
-        else Result(name, tuple(seconds[name]), errors[name])
-        for name in contest.contestants
-    ]
+    errors: dict[str, float] = {}
 
-
-def _try_all(contest: Contest) -> tuple[dict[str, float], dict[str, str]]:
-    """The errors of the contestants that run, and the reasons of those that do not."""
-    errors, reasons = {}, {}
-    for name, call in contest.contestants.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about kernels that PyTorch does not choose
-                results = call()
-        except (RuntimeError, NotImplementedError) as error:
-            reasons[name] = str(error).strip().splitlines()[0] if str(error) else repr(error)
-            continue
+    def judge(name: str, results: Tensor | Sequence[Tensor]) -> None:
         tensors = [results] if isinstance(results, Tensor) else results
         pairs = zip(tensors, contest.expected, strict=True)
         # Unlike Python's max, torch's returns NaN if any value is NaN.
         errors[name] = float(torch.stack([_largest_error(*pair) for pair in pairs]).max())
-    return errors, reasons
+
+    calls, absent = admit(contest.contestants, judge)
+    clock = clock_of(contest.expected[0].device)
+    times = take_turns(calls, repeats=iterations, warmup=warmup, clock=clock, tick=tick)
+    return [
+        Result(name, reason=absent[name])
+        if name in absent
+        else Result(name, times[name], errors[name])
+        for name in contest.contestants
+    ]
 
 
 def _largest_error(result: Tensor, expected: Tensor) -> Tensor:

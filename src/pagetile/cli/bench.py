@@ -221,7 +221,7 @@ def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
     roofs = contest.work.on(machine)
     console = wide_console()
     console.print(f"[bold]{contest.title}[/bold]\n{machine.title}\n")
-    shortest = min((result.median for result in results if result.seconds), default=1.0)
+    shortest = min((result.times.median for result in results if result.times), default=1.0)
     unit = "µs" if shortest < 1e-3 else "ms"
     console.print(_table(results, roofs, unit))
     console.print()
@@ -230,22 +230,24 @@ def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
         console.print(f"[dim]{note}[/dim]")
     for result in results:
         if result.reason:
-            console.print(f"[dim]{result.name} cannot run this: {result.reason}[/dim]")
+            console.print(f"[dim]{result.name} takes no part: {result.reason}[/dim]")
 
 
 def _table(results: list[Result], roofs: Roofs, unit: str) -> Table:
+    from ..analysis.timing import ratio
+
     table = make_table("", f"median, {unit}", "p10 to p90", "x own", "of least", "error")
-    own = results[0]
+    own = results[0].times
     for result in results:
-        if not result.seconds:
+        times = result.times
+        if times is None:
             continue
-        spread = (_in(unit, result.quantile(share)) for share in (0.1, 0.9))
         table.add_row(
             result.name,
-            _in(unit, result.median),
-            " to ".join(spread),
-            f"{result.times_slower(own):.2f} x" if own.seconds else "",
-            f"{_digits(result.median / roofs.seconds)} x",
+            _in(unit, times.median),
+            " to ".join(_in(unit, times.quantile(share)) for share in (0.1, 0.9)),
+            f"{ratio(times, own):.2f} x" if own else "",
+            f"{_digits(times.median / roofs.seconds)} x",
             f"{result.error:.1e}",
         )
     return table

@@ -1,0 +1,144 @@
+"""The gate: what is timed is compared with float64 at its own size, and peers with it.
+
+A few rows of the result are computed in float64 from the keys and values in the pages. A row's
+error is the distance of a head's vector, relative to its length: a block of 16 keys that is left
+out of 4096 is 6 % off, and of 131 072 still 1 %, where rounding to bfloat16 is 0.2 %.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagetile import PagedBatch
+
+from .case import Check
+
+__all__ = ["Rows", "allowed_error", "check_timed_call", "chosen", "expected_rows", "judge_peers"]
+
+MOST_SEQS, MOST_ROWS = 3, 16  # at random, besides the first, last and longest
+PEER_ERROR = 2**-4
+"""A peer may round weights to 8 bits; the question is whether it computes the same."""
+
+
+class Rows(NamedTuple):
+    """Some rows of a result, and what they should be."""
+
+    tokens: Tensor
+    expected: Tensor
+    """float64 ``[len(tokens), num_heads, v_head_size]``."""
+
+    def error(self, out: Tensor) -> float:
+        """The largest relative distance of a head's vector in the rows; infinite for NaN."""
+        found = out[self.tokens].double()
+        distance = (found - self.expected).norm(dim=-1)
+        size = self.expected.norm(dim=-1).clamp(min=1e-30)
+        return float((distance / size).nan_to_num(torch.inf).max())
+
+
+def allowed_error(dtype: torch.dtype) -> float:
+    """The relative distance that pagetile may be off, in a call whose queries are ``dtype``."""
+    return float(torch.finfo(dtype).eps) + 1e-5
+
+
+def expected_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    causal: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+    seed: int = 0,
+) -> Rows:
+    """Some rows of some sequences in float64; arguments as of ``paged_attention``.
+
+    The first, the last and the longest sequence and random ones; of each its first and last row
+    and random ones.
+    """
+    rng, starts, lengths = random.Random(seed), batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    filled = [seq for seq in range(len(lengths)) if starts[seq] < starts[seq + 1]]
+    longest = max(filled, key=lambda seq: lengths[seq])
+    picked = {longest, filled[0], filled[-1], *rng.sample(filled, min(MOST_SEQS, len(filled)))}
+    tokens: list[int] = []
+    expected = []
+    for seq in sorted(picked):
+        num_new, length = starts[seq + 1] - starts[seq], lengths[seq]
+        some = rng.sample(range(num_new), min(MOST_ROWS, num_new))
+        rows = sorted({0, num_new - 1, *some})
+        blocks = batch.block_tables[seq, : -(-length // k_cache.shape[1])].long()
+        k, v = (
+            _widen(cache[blocks].flatten(0, 1)[:length], scale, blocks)
+            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
+        )
+        at = torch.tensor(rows, device=q.device)
+        seen = torch.arange(length, device=q.device) <= length - num_new + at[:, None]
+        expected.append(
+            _attend(q[starts[seq] + at].double(), k, v, seen if causal else None, logits_soft_cap)
+        )
+        tokens += [starts[seq] + row for row in rows]
+    return Rows(torch.tensor(tokens, device=q.device), torch.cat(expected))
+
+
+def _widen(values: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """``[length, num_kv_heads, size]`` in float64, multiplied by its scales."""
+    wide = values.double()
+    if scale is None:
+        return wide
+    if scale.dim() == 3:  # of each token
+        scale = scale[blocks].flatten(0, 1)[: len(values)]
+    return wide * scale.double()[..., None]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, cap: float | None) -> Tensor:
+    """``[rows, num_heads, v_head_size]`` of q ``[rows, num_heads, size]``."""
+    group = q.shape[1] // k.shape[1]
+    heads = []
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head // group].T * q.shape[-1] ** -0.5
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -torch.inf)
+        heads.append(scores.softmax(-1) @ v[:, head // group])
+    return torch.stack(heads, dim=1)
+
+
+def chosen(explanation: str) -> str:
+    """The implementation that runs, from what an ``explain_…`` function returns."""
+    lines = explanation.splitlines()
+    return next(line.partition(":")[0] for line in lines if line.endswith(": yes"))
+
+
+def check_timed_call(call: Callable[..., Any], impl: str, rows: Rows, what: str) -> list[Check]:
+    """Compare a call's rows with float64, and its bits with those of the named implementation.
+
+    Args:
+        call: What is timed; ``call(impl=...)`` names the implementation. Returns ``out, lse``.
+        impl: What "auto" is said to choose.
+        rows: What is expected.
+        what: The problem in words.
+    """
+    timed, named = call().out, call(impl=impl).out
+    error, allowed = rows.error(timed), allowed_error(timed.dtype)
+    detail = f"relative error {error:.2g} in {len(rows.tokens)} rows, allowed {allowed:.2g}"
+    return [
+        Check(f"{impl}: {what}", error <= allowed, detail),
+        Check(f"the timed call runs {impl}", torch.equal(timed, named), "compared bit by bit"),
+    ]
+
+
+def judge_peers(rows: Rows, in_tokens: Callable[[Any], Tensor]) -> Callable[[str, Any], str | None]:
+    """A judge for ``admit``: what is wrong with a peer's result."""
+
+    def judge(name: str, result: Any) -> str | None:
+        error = rows.error(in_tokens(result))
+        return None if error <= PEER_ERROR else f"wrong: {error:.2g} off float64"
+
+    return judge

@@ -1,0 +1,187 @@
+"""All records of one machine in one go, and which documented figures they change."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import report
+from .case import Case
+from .document import is_wanted, tables, value_of
+from .machine import describe, describe_run
+
+__all__ = ["RECORDS", "Change", "RecordSpec", "find_changes", "find_machine", "plan", "run_script"]
+
+MOST_NOISE = 0.03
+"""A figure that changed by less says nothing, whatever the repeats' own spread is."""
+
+
+@dataclass(frozen=True)
+class RecordSpec:
+    """One file of results: the cases in it, or the script that prints it, and how long it takes."""
+
+    ending: str
+    """Of the file's name, after the machine's."""
+    device: str
+    seconds: float
+    """Estimate for all of it, on an H200 or on two CPU cores."""
+    cases: tuple[str, ...] = ()
+    """How the names of its cases begin."""
+    but: tuple[str, ...] = ()
+    """How names begin that another record has."""
+    script: tuple[str, ...] = ()
+    """A module and its arguments; each line that it prints is a JSON object."""
+
+    def find(self, cases: Iterable[Case]) -> list[Case]:
+        """The cases of the record."""
+        return [
+            case
+            for case in cases
+            if case.device == self.device
+            and case.name.startswith(self.cases or ("-",))
+            and not case.name.startswith(self.but or ("-",))
+        ]
+
+
+# In the order of what readers ask first: what does not fit into the time is left out at the end.
+RECORDS = (
+    RecordSpec("-decode", "cuda", 300, ("gpu-decode-",)),
+    RecordSpec("-prefill", "cuda", 180, ("gpu-prefill-",), ("gpu-prefill-blocks-",)),
+    RecordSpec("-windows", "cuda", 240, ("windows-",), ("windows-all",)),
+    RecordSpec("-tiles", "cuda", 110, ("gpu-tiled-",)),
+    RecordSpec("-workload-n", "cuda", 200, script=("benchmarks.workload_n", "n", "small", "host")),
+    RecordSpec("-cache-ops", "cuda", 60, ("write-kv-", "copy-blocks-")),
+    RecordSpec("-swin", "cuda", 90, ("swin-unetr-",)),
+    RecordSpec("-prefill-blocks", "cuda", 50, ("gpu-prefill-blocks-",)),
+    RecordSpec("-scores", "cuda", 10, ("gpu-scores-",)),
+    RecordSpec("-block-sparse", "cuda", 20, ("gpu-block-sparse",)),
+    RecordSpec("-vllm-ops", "cuda", 60, ("vllm-ops-",)),
+    RecordSpec("-windows-all", "cuda", 120, ("windows-all",)),
+    RecordSpec("-engine", "cuda", 180, ("gpu-engine-",)),
+    RecordSpec("", "cpu", 150, ("decode-", "prefill-")),
+    RecordSpec("-tiles", "cpu", 60, ("tiled-", "scores-")),
+    RecordSpec("-windows", "cpu", 180, ("windows-cpu-",)),
+    RecordSpec("-engine", "cpu", 300, ("engine-",)),
+)
+
+
+def plan(
+    device: str, seconds: float, records: Sequence[RecordSpec] = RECORDS
+) -> tuple[list[RecordSpec], list[RecordSpec]]:
+    """The records of a device that fit into some seconds, in order, and those that do not.
+
+    A record that does not fit is passed over; a shorter one after it may fit.
+    """
+    fitting, left = [], []
+    for spec in (spec for spec in records if spec.device == device):
+        if spec.seconds <= seconds:
+            seconds -= spec.seconds
+            fitting.append(spec)
+        else:
+            left.append(spec)
+    return fitting, left
+
+
+def find_machine(results: Path) -> str:
+    """The name under which this machine has records; for a new one, a name from what it is."""
+    here = describe()
+    names = []
+    for path in sorted(results.glob("*.json")):
+        if json.loads(path.read_text(encoding="utf-8")).get("machine") == here:
+            names.append(path.stem)
+    for name in names:
+        for spec in RECORDS:
+            stem = name.removesuffix(spec.ending) if spec.ending else name
+            if stem != name or (not spec.ending and name == min(names, key=len)):
+                return stem
+    words = here.get("gpu") or f"{here['cpu']} {here['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+
+
+def run_script(spec: RecordSpec, path: Path, timeout: float) -> None:
+    """Run a record's script and write the JSON objects that it prints.
+
+    Raises:
+        RuntimeError: It failed, or took longer than ``timeout`` seconds.
+    """
+    command = ["-m", *spec.script]
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"it took longer than {timeout:.0f} s") from None
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it printed nothing"])[-1])
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    head = {"machine": describe(), "command": " ".join(["python", *command]), **describe_run()}
+    report.save(path, {**head, "lines": lines})
+
+
+@dataclass(frozen=True)
+class Change:
+    """A documented figure that a new record changes beyond noise."""
+
+    page: str
+    case: str
+    column: str
+    before: float
+    after: float
+    noise: float
+    """As a part of the figure before."""
+
+    def __str__(self) -> str:
+        """In a line."""
+        change = self.after / self.before - 1 if self.before else float("inf")
+        return (
+            f"{self.page}: {self.case}, {self.column}: {self.before:.4g} to {self.after:.4g} "
+            f"({change:+.1%}, noise {self.noise:.1%})"
+        )
+
+
+def find_changes(
+    pages: Iterable[Path], record: str, before: dict[str, Any], after: dict[str, Any]
+) -> list[Change]:
+    """Figures of the pages' tables of a record that differ by more than noise.
+
+    Noise is the larger of 3 % and the spread of pagetile's times (p10 to p90, before and after).
+    """
+    olds, news = ({case["name"]: case for case in result["cases"]} for result in (before, after))
+    found = []
+    for page in pages:
+        for name, beginning, columns in tables(page.read_text(encoding="utf-8")):
+            if name != record:
+                continue
+            for case in (c for c in olds if is_wanted(c, beginning) and c in news):
+                noise = max(MOST_NOISE, _spread(olds[case]), _spread(news[case]))
+                for column in columns:
+                    values = value_of(olds[case], column), value_of(news[case], column)
+                    if values[0] is None or values[1] is None:
+                        continue
+                    if abs(values[1] - values[0]) > noise * abs(values[0]):
+                        found.append(Change(page.name, case, column, *values, noise))
+    return found
+
+
+def _spread(case: dict[str, Any]) -> float:
+    times = case["times"].get("pagetile")
+    return 0.0 if times is None else float((times["p90"] - times["p10"]) / times["median"])
+
+
+class Budget:
+    """Seconds that are left."""
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._end = clock, clock() + 60 * minutes
+
+    @property
+    def left(self) -> float:
+        """Seconds; negative once it is spent."""
+        return self._end - self._clock()
