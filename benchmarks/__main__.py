@@ -17,7 +17,15 @@ from .case import Case, Check
 from .cases import can_run, find_cases
 from .document import fill
 from .machine import BackgroundLoad, describe_run, is_clean
-from .records import Budget, RecordSpec, find_changes, find_machine, plan, run_script
+from .records import (
+    Budget,
+    RecordSpec,
+    find_changes,
+    find_machine,
+    is_of_another_device,
+    plan,
+    run_script,
+)
 from .sweep import find_classes, sweep
 from .sweep_shapes import CLASSES as SWEPT
 
@@ -164,8 +172,10 @@ def _renew(
         except RuntimeError as reason:
             return [f"{path.stem}: {reason}"]
         return []
-    if report.is_of_another_machine(path):
+    if is_of_another_device(path):
         return [f"{path.stem}: the record is of another machine"]
+    if report.is_of_another_machine(path):
+        path.unlink()  # of another host: all of it is made anew
     found = spec.find(find_cases([]))
     if not found:
         return [f"{path.stem}: no case; is a package not installed?"]

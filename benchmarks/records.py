@@ -17,8 +17,18 @@ from .case import Case
 from .document import is_wanted, tables, value_of
 from .machine import describe, describe_run
 
-__all__ = ["RECORDS", "Change", "RecordSpec", "find_changes", "find_machine", "plan", "run_script"]
+__all__ = [
+    "RECORDS",
+    "Change",
+    "RecordSpec",
+    "find_changes",
+    "find_machine",
+    "is_of_another_device",
+    "plan",
+    "run_script",
+]
 
+ROOT = Path(__file__).parent.parent
 MOST_NOISE = 0.03
 """A figure that changed by less says nothing, whatever the repeats' own spread is."""
 
@@ -102,7 +112,19 @@ def find_machine(results: Path) -> str:
             if stem != name or (not spec.ending and name == min(names, key=len)):
                 return stem
     words = here.get("gpu") or f"{here['cpu']} {here['cores']} cores"
-    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", words.lower().removeprefix("nvidia ")).strip("-")
+
+
+def is_of_another_device(path: Path) -> bool:
+    """Whether a record is of another GPU, or another CPU where there is none.
+
+    Two hosts of one GPU differ in their processors, and renew each other's whole records.
+    """
+    if not path.exists():
+        return False
+    old, here = json.loads(path.read_text(encoding="utf-8"))["machine"], describe()
+    names = ("gpu",) if "gpu" in here else ("gpu", "cpu", "cores")
+    return any(old.get(name) != here.get(name) for name in names)
 
 
 def run_script(spec: RecordSpec, path: Path, timeout: float) -> None:
@@ -114,7 +136,7 @@ def run_script(spec: RecordSpec, path: Path, timeout: float) -> None:
     command = ["-m", *spec.script]
     try:
         done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=timeout
+            [sys.executable, *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"it took longer than {timeout:.0f} s") from None

@@ -475,6 +475,19 @@ def test_a_machine_is_known_by_its_records(run, tmp_path):
     assert find_machine(tmp_path) == "mine"
 
 
+def test_whole_records_are_renewed_on_another_host_of_the_same_gpu_only(run, tmp_path):
+    present = (Fake("decode-x"),)
+    run("run", "--out", "m", present=present)
+    record = json.loads((tmp_path / "m.json").read_text())
+    (tmp_path / "m.json").write_text(json.dumps(record | {"machine": {"cpu": "another"}}))
+    result = run("all", "--machine", "m", "--minutes", "4", present=present)
+    assert "missing: m: the record is of another machine" in result.output
+    other_host = record["machine"] | {"torch_threads": 99}
+    (tmp_path / "m.json").write_text(json.dumps(record | {"machine": other_host}))
+    run("all", "--machine", "m", "--minutes", "4", present=present)
+    assert json.loads((tmp_path / "m.json").read_text())["machine"] == record["machine"]
+
+
 def _record_of(median, spread=0.01):
     times = {"median": median, "p10": median * (1 - spread), "p90": median * (1 + spread)}
     return {"cases": [{"name": "a-1", "times": {"pagetile": times}, "metrics": {"x": 1 / median}}]}
