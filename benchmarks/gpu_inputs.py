@@ -118,11 +118,11 @@ class Inputs:
         """
         if result.dim() == 4 and self.batch.max_query_len > 1:
             result = result.transpose(1, 2)
-        result = result.reshape(self.q.shape)
+        tokens: Tensor = result.reshape(self.q.shape)
         if self.scales:  # libraries alone take 8 bits, and are spared the scales of values
             group = self.q.shape[1] // self.v_cache.shape[2]
-            result = result * self.scales["v_scale"].repeat_interleave(group)[:, None]
-        return result
+            tokens = tokens * self.scales["v_scale"].repeat_interleave(group)[:, None]
+        return tokens
 
     def in_order(self) -> Inputs:
         """The same work on large blocks side by side: keys of a sequence in a row, as if dense."""

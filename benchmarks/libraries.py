@@ -92,7 +92,8 @@ def _scaled_queries(q: Tensor, inputs: Inputs) -> Tensor:
     if not inputs.scales:
         return q
     group = q.shape[1] // inputs.k_cache.shape[2]
-    return (q * inputs.scales["k_scale"].repeat_interleave(group)[:, None]).to(q.dtype)
+    factors: Tensor = inputs.scales["k_scale"].repeat_interleave(group)[:, None]
+    return (q * factors).to(q.dtype)
 
 
 def _flash_attn(library: Any, pages: _Pages) -> Call:

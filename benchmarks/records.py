@@ -184,11 +184,10 @@ def find_changes(
             for case in (c for c in olds if is_wanted(c, beginning) and c in news):
                 noise = max(MOST_NOISE, _spread(olds[case]), _spread(news[case]))
                 for column in columns:
-                    values = value_of(olds[case], column), value_of(news[case], column)
-                    if values[0] is None or values[1] is None:
+                    old, new = value_of(olds[case], column), value_of(news[case], column)
+                    if old is None or new is None or abs(new - old) <= noise * abs(old):
                         continue
-                    if abs(values[1] - values[0]) > noise * abs(values[0]):
-                        found.append(Change(page.name, case, column, *values, noise))
+                    found.append(Change(page.name, case, column, old, new, noise))
     return found
 
 

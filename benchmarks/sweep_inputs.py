@@ -119,7 +119,8 @@ def find_peers(inputs: SweepInputs) -> tuple[dict[str, Callable[[], Any]], dict[
     flash-attn and FlashAttention-3 (also of vLLM's wheel) take part where they are installed.
     """
     peers: dict[str, Callable[[], Any]] = {"sdpa": _sdpa(inputs)}
-    shape, unknown = inputs.sweep, {}
+    shape = inputs.sweep
+    unknown: dict[str, str] = {}
     if inputs.device != "cpu":
         has_pages = shape.block_size > 0 and shape.head_size == shape.v_head_size
         crashes = [size for name, size in _CRASHES.items() if find_spec(name) is not None]

@@ -107,7 +107,7 @@ class TiledCase:
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         keys = torch.arange(self.length, device=q.device)
         for head in range(q.shape[1]):
-            for rows in torch.arange(self.length, device=q.device).split(CHUNK):
+            for rows in torch.split(keys, CHUNK):
                 q_rows, d_rows = q[rows, head], d_out[rows, head]
                 scores = q_rows @ k.T * scale
                 if self.causal:
@@ -264,7 +264,7 @@ class ScoresCase:
         """Every score is its float64 value, rounded once, and float32's rounding of the sum."""
         q, k = self._draw()
         found, worst = attention_scores(q, k), 0.0
-        for part in torch.arange(self.batch).split(_SCORES_AT_ONCE):
+        for part in torch.split(torch.arange(self.batch), _SCORES_AT_ONCE):
             wide = q[part].double(), k[part].double()
             wanted, terms = wide[0] @ wide[1].mT, wide[0].abs() @ wide[1].abs().mT
             allowed = torch.finfo(self.dtype).eps * wanted.abs() + 1e-6 * terms

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import __main__ as command_line
-from benchmarks import cases, gpu_inputs, gpu_peers, workload
+from benchmarks import cases, gpu_inputs, gpu_peers, vllm_ops, workload
 from benchmarks.attention import AttentionCase
+from benchmarks.block_sparse import BlockSparseCase
 from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
 from benchmarks.document import fill
@@ -17,11 +18,13 @@ from benchmarks.generators import QWEN3
 from benchmarks.gpu_attention import GpuDecodeCase, GpuPrefillCase
 from benchmarks.gpu_inputs import Shape
 from benchmarks.records import RecordSpec, find_changes, find_machine, plan
-from benchmarks.tiles import TiledCase
+from benchmarks.tiles import ScoresCase, TiledCase
+from benchmarks.vllm_ops import VllmOpsCase
 from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
 from typer.testing import CliRunner
 
+from pagetile import BlockMask
 from pagetile.analysis import timing
 from pagetile.analysis.timing import Times, WallClock, admit, ratio, take_turns
 from pagetile.testing import PagedCase
@@ -270,6 +273,43 @@ def test_decode_is_measured_in_turns_with_reading(monkeypatch):
     assert {
         len(time.seconds) for name, time in measurement.times.items() if "host" not in name
     } == {2}
+
+
+SMALL_CASES = {
+    "block sparse": BlockSparseCase("b", 64, 2, 16, block=16, visible=0.5, device="cpu"),
+    "vllm_ops, 8 bits": VllmOpsCase(3, 40, 4, 2, 32, kv_dtype=torch.float8_e4m3fn, device="cpu"),
+    "scores": ScoresCase("s", 3, 2, 20, 8, torch.float32, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_small_cases_are_right_and_are_measured(name, monkeypatch):
+    case = SMALL_CASES[name]
+    monkeypatch.setattr(BlockSparseCase, "_flex", lambda *_: lambda: 1 / 0)
+    monkeypatch.setattr(vllm_ops, "read_all", lambda device: None)
+    assert not [check for check in case.verify() if not check.passed]
+    measurement = case.measure(repeats=1)
+    assert measurement.metrics
+    if name == "block sparse":
+        assert measurement.absent == {"flex": "unsupported: division by zero"}
+        assert "x dense" in measurement.metrics
+
+
+def test_a_visible_tile_that_is_left_out_fails_the_gate(monkeypatch):
+    from benchmarks import block_sparse
+
+    right = block_sparse.attention
+
+    def wrong(q, k, v, *, block_mask, **options):
+        hidden = block_mask.mask.clone()
+        hidden[0, 0, :, int(hidden[0, 0, 0].int().argmax())] = False
+        mask = BlockMask(hidden, block_mask.block_q, block_mask.block_k)
+        return right(q, k, v, block_mask=mask, **options)
+
+    monkeypatch.setattr(block_sparse, "attention", wrong)
+    case = SMALL_CASES["block sparse"]
+    failed = [check.what for check in case.verify() if not check.passed]
+    assert failed == [f"cpu: {case.about}"]
 
 
 def test_a_wrong_gradient_of_dense_attention_fails_the_gate(monkeypatch):
