@@ -75,7 +75,7 @@ RECORDS = (
     RecordSpec("-vllm-ops", "cuda", 60, ("vllm-ops-",)),
     RecordSpec("-windows-all", "cuda", 120, ("windows-all",)),
     RecordSpec("-engine", "cuda", 180, ("gpu-engine-",)),
-    RecordSpec("", "cpu", 150, ("decode-", "prefill-")),
+    RecordSpec("", "cpu", 240, ("decode-", "prefill-")),
     RecordSpec("-tiles", "cpu", 60, ("tiled-", "scores-")),
     RecordSpec("-windows", "cpu", 180, ("windows-cpu-",)),
     RecordSpec("-engine", "cpu", 300, ("engine-",)),

@@ -520,11 +520,11 @@ def test_whole_records_are_renewed_on_another_host_of_the_same_gpu_only(run, tmp
     run("run", "--out", "m", present=present)
     record = json.loads((tmp_path / "m.json").read_text())
     (tmp_path / "m.json").write_text(json.dumps(record | {"machine": {"cpu": "another"}}))
-    result = run("all", "--machine", "m", "--minutes", "4", present=present)
+    result = run("all", "--machine", "m", "--minutes", "5.5", present=present)
     assert "missing: m: the record is of another machine" in result.output
     other_host = record["machine"] | {"torch_threads": 99}
     (tmp_path / "m.json").write_text(json.dumps(record | {"machine": other_host}))
-    run("all", "--machine", "m", "--minutes", "4", present=present)
+    run("all", "--machine", "m", "--minutes", "5.5", present=present)
     assert json.loads((tmp_path / "m.json").read_text())["machine"] == record["machine"]
 
 
@@ -551,7 +551,7 @@ def test_all_renews_the_records_of_this_machine_and_says_what_is_missing(run, tm
         Fake("tiled-x", is_right=False),
         Fake("gpu-decode-x", device="cuda"),
     )
-    result = run("all", "--machine", "m", "--minutes", "4", present=present)
+    result = run("all", "--machine", "m", "--minutes", "5.5", present=present)
     assert result.exit_code == 1
     assert [case["name"] for case in json.loads((tmp_path / "m.json").read_text())["cases"]] == [
         "decode-x"

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..errors import PagetileError, UnsupportedError
+
 __all__ = [
     "Clock",
     "EventClock",
@@ -198,6 +200,8 @@ def admit(
             torch.cuda.empty_cache()
             reason = "out of memory"
         except Exception as error:  # whatever a library raises about a problem
+            if isinstance(error, PagetileError) and not isinstance(error, UnsupportedError):
+                raise  # the request is wrong, not the library
             reason = f"unsupported: {_first_line(error)}"
         if reason is None:
             found[name] = call
