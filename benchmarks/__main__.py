@@ -19,8 +19,10 @@ from .document import fill
 from .machine import BackgroundLoad, describe_run, is_clean
 from .records import (
     Budget,
+    Change,
     RecordSpec,
     find_changes,
+    find_loaded,
     find_machine,
     is_of_another_device,
     plan,
@@ -139,7 +141,8 @@ def all_records(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fitting, left = plan(device, 60 * minutes)
     missing = [f"{machine}{spec.ending}: no time for its {spec.seconds:.0f} s" for spec in left]
-    changes = []
+    changes: list[Change] = []
+    loaded: list[str] = []
     with Progress(console=console) as progress:
         task = progress.add_task("", total=sum(spec.seconds for spec in fitting))
         for spec in fitting:
@@ -149,9 +152,12 @@ def all_records(
             before = report.load(old) if old.exists() and not spec.script else None
             missing += _renew(spec, new, budget, repeats, circumstances)
             progress.advance(task, spec.seconds)
+            if new.exists() and not spec.script:
+                loaded += find_loaded(report.load(new))
             if new.exists() and before is not None:
                 changes += find_changes(PAGES, name, before, report.load(new))
-    for line in [f"missing: {line}" for line in missing] + [f"changed: {c}" for c in changes]:
+    lines = [f"missing: {line}" for line in missing] + [f"changed: {c}" for c in changes]
+    for line in lines + [f"loaded: {line}" for line in loaded]:
         console.print(line, markup=False)
     console.print(f"{len(missing)} missing, {len(changes)} documented figures changed")
     if missing:

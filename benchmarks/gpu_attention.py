@@ -27,6 +27,7 @@ READ = "reading 4 GiB"
 READ_BYTES = 4 << 30
 CLEAN = ", clean cache"
 _HOST_ROUNDS = 25
+_REST = 0.02
 SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 and much memory
 
 
@@ -97,10 +98,10 @@ class GpuDecodeCase:
             other = Inputs(lengths, shape, decode=True, device=self.device)
             calls[f"pagetile, {name}"] = other.attend
         host = time_host(inputs.attend, _HOST_ROUNDS).seconds
-        times = time_in_turns(calls, self.device, repeats=repeats)
+        times = time_in_turns(calls, self.device, repeats=repeats, rest=_REST)
         metrics = self._metrics(times)
         if self.device == "cuda":
-            clean = time_in_turns(calls, self.device, repeats=repeats, clean=True)
+            clean = time_in_turns(calls, self.device, repeats=repeats, clean=True, rest=_REST)
             metrics |= {name + CLEAN: value for name, value in self._metrics(clean).items()}
             times |= {name + CLEAN: time for name, time in clean.items()}
         # In two lots: what slows a host down for a moment seldom lasts from one to the other.

@@ -67,11 +67,15 @@ def time_in_turns(
     repeats: int | None = None,
     clean: bool = False,
     captured: bool = True,
+    rest: float = GraphClock.rest,
 ) -> dict[str, Times]:
-    """Time calls in turns by the clock of a device; ``repeats`` is the number of rounds."""
+    """Time calls in turns by the clock of a device; ``repeats`` is the number of rounds.
+
+    ``rest`` is of a GPU's turns: what streams memory needs less than dense products.
+    """
     if device == "cpu":
         return take_turns(calls, repeats=repeats or 15, clock=WallClock())
-    clock = GraphClock(clean=clean, captured=captured)
+    clock = GraphClock(clean=clean, captured=captured, rest=rest)
     return take_turns(calls, repeats=repeats or ROUNDS, warmup=1, clock=clock)
 
 
