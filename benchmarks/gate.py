@@ -1,8 +1,9 @@
 """The gate: what is timed is compared with float64 at its own size, and peers with it.
 
 A few rows of the result are computed in float64 from the keys and values in the pages. A row's
-error is the distance of a head's vector, relative to its length: a block of 16 keys that is left
-out of 4096 is 6 % off, and of 131 072 still 1 %, where rounding to bfloat16 is 0.2 %.
+error is the distance of a head's vector, relative to its length: without one block of 16 keys the
+worst of 32 heads is 16 % off in 4096 random keys and 4 % in 131 072; by rounding weights and
+results to bfloat16 it is 0.3 % off, and 0.8 % are allowed.
 """
 
 from __future__ import annotations

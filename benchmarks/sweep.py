@@ -17,6 +17,7 @@ from rich.table import Table
 
 from pagetile import attention_scores
 
+from .gate import allowed_error
 from .gpu_timing import time_in_turns
 from .machine import describe, describe_run, read_all
 from .sweep_inputs import SweepInputs, find_peers
@@ -25,7 +26,6 @@ from .sweep_shapes import CLASSES, SweepClass, SweepShape, draw_shapes
 __all__ = ["Finding", "find_classes", "measure", "summarise", "sweep"]
 
 CPU_SCALE = 1 / 64
-_MOST_ERROR = 2**-5
 _ROUNDS = 7
 _READ_BYTES = 1 << 30
 
@@ -107,7 +107,7 @@ def measure(kind: SweepClass, shape: SweepShape, device: str) -> Finding:
         return _measure_scores(shape)
     inputs = SweepInputs(shape, device)
     error = inputs.error(inputs.attend().out)
-    if not error <= _MOST_ERROR:
+    if not error <= allowed_error(inputs.q.dtype):
         return Finding(shape, error, {}, 0.0, "float64")
     calls: dict[str, Callable[[], Any]] = {"pagetile": inputs.attend}
     absent: dict[str, str] = {}
