@@ -14,6 +14,7 @@ from pagetile.ops.copy_blocks import copy_blocks
 from pagetile.ops.write_kv import write_kv
 
 from .case import Check, Measurement, Target
+from .gate import check_kernel
 from .gpu_timing import time_host, time_in_turns
 
 __all__ = ["CopyBlocksCase", "WriteKVCase"]
@@ -61,7 +62,11 @@ class WriteKVCase:
             write_kv(**arguments, impl=impl)
             results.append([arguments[name] for name in arguments if "_" in name])
         same = [torch.equal(_bytes(a), _bytes(b)) for a, b in zip(*results, strict=True)]
-        return [Check("caches and scales", all(same), f"equal to the reference: {same}")]
+        arguments = self._make_inputs()
+        return [
+            Check("caches and scales", all(same), f"equal to the reference: {same}"),
+            check_kernel("write_kv", lambda: write_kv(**arguments)),
+        ]
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time pagetile, torch's copy, and torch's scatter."""
@@ -143,7 +148,11 @@ class CopyBlocksCase:
             torch.cuda.synchronize()
             results.append([_bytes(to) for _, to in caches])
         same = [torch.equal(a, b) for a, b in zip(*results, strict=True)]
-        return [Check("caches", all(same), f"{sum(same)} of {len(same)} equal to the reference")]
+        caches, pairs = self._make_inputs()
+        return [
+            Check("caches", all(same), f"{sum(same)} of {len(same)} equal to the reference"),
+            check_kernel("copy_blocks", lambda: copy_blocks(caches, pairs)),
+        ]
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time pagetile and torch's copy; the host's time, also for a single block."""

@@ -8,9 +8,12 @@ results to bfloat16 it is 0.3 % off, and 0.8 % are allowed.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,7 +22,15 @@ from pagetile import PagedBatch
 
 from .case import Check
 
-__all__ = ["Rows", "allowed_error", "check_timed_call", "chosen", "expected_rows", "judge_peers"]
+__all__ = [
+    "Rows",
+    "allowed_error",
+    "check_kernel",
+    "check_timed_call",
+    "chosen",
+    "expected_rows",
+    "judge_peers",
+]
 
 MOST_SEQS, MOST_ROWS = 3, 16  # at random, besides the first, last and longest
 PEER_ERROR = 2**-4
@@ -133,6 +144,33 @@ def check_timed_call(call: Callable[..., Any], impl: str, rows: Rows, what: str)
         Check(f"{impl}: {what}", error <= allowed, detail),
         Check(f"the timed call runs {impl}", torch.equal(timed, named), "compared bit by bit"),
     ]
+
+
+def check_kernel(operation: str, call: Callable[[], Any]) -> Check:
+    """Name the implementation that a call of an operation without ``explain_…`` enters.
+
+    Args:
+        operation: Name of its folder under ``pagetile.ops``.
+        call: What is timed.
+    """
+    entered: list[str] = []
+    with ExitStack() as stack:
+        for name in ("triton", "cpu", "reference"):
+            try:
+                module = importlib.import_module(f"pagetile.ops.{operation}.{name}")
+            except ImportError:
+                continue
+            run = module.run
+
+            def record(*arguments: Any, name: str = name, run: Any = run, **options: Any) -> Any:
+                entered.append(name)
+                return run(*arguments, **options)
+
+            stack.enter_context(mock.patch.object(module, "run", record))
+        call()
+    names = sorted(set(entered))  # a call may enter one several times
+    is_kernel = len(names) == 1 and names != ["reference"]
+    return Check(f"the timed call runs {' and '.join(names) or 'nothing'}", is_kernel, "")
 
 
 def judge_peers(rows: Rows, in_tokens: Callable[[Any], Tensor]) -> Callable[[str, Any], str | None]:

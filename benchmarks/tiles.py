@@ -19,7 +19,7 @@ from pagetile import attention, attention_scores, explain_attention
 from pagetile.analysis.timing import Times, admit, ratio
 
 from .case import Check, Measurement, Target
-from .gate import chosen
+from .gate import check_kernel, chosen
 from .gpu_peers import compile_flex
 from .gpu_timing import time_in_turns
 
@@ -271,7 +271,10 @@ class ScoresCase:
             gap = (found[part].double() - wanted).abs() / allowed
             worst = max(worst, float(gap.nan_to_num(torch.inf).max()))
         detail = f"at most {worst:.2f} of what is allowed"
-        return [Check(f"all of {self.about}", worst <= 1, detail)]
+        return [
+            Check(f"all of {self.about}", worst <= 1, detail),
+            check_kernel("attention_scores", lambda: attention_scores(q, k)),
+        ]
 
     def call(self) -> Callable[[], object]:
         """Return pagetile's call on its inputs, for a profiler."""

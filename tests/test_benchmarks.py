@@ -14,6 +14,7 @@ from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
 from benchmarks.document import fill
 from benchmarks.engine import EngineCase
+from benchmarks.gate import check_kernel
 from benchmarks.generators import QWEN3
 from benchmarks.gpu_attention import GpuDecodeCase, GpuPrefillCase
 from benchmarks.gpu_inputs import Shape
@@ -24,7 +25,7 @@ from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
 from typer.testing import CliRunner
 
-from pagetile import BlockMask
+from pagetile import BlockMask, attention_scores
 from pagetile.analysis import timing
 from pagetile.analysis.timing import Times, WallClock, admit, ratio, take_turns
 from pagetile.testing import PagedCase
@@ -293,6 +294,16 @@ def test_small_cases_are_right_and_are_measured(name, monkeypatch):
     if name == "block sparse":
         assert measurement.absent == {"flex": "unsupported: division by zero"}
         assert "x dense" in measurement.metrics
+
+
+def test_the_reference_in_place_of_a_kernel_fails_the_gate():
+    q = torch.randn(1, 2, 20, 8)
+    names = {"cpu": True, "reference": False}
+    for impl, passed in names.items():
+        check = check_kernel(
+            "attention_scores", lambda impl=impl: attention_scores(q, q, impl=impl)
+        )
+        assert (check.what, check.passed) == (f"the timed call runs {impl}", passed)
 
 
 def test_a_visible_tile_that_is_left_out_fails_the_gate(monkeypatch):
