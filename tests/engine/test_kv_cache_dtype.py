@@ -31,7 +31,7 @@ def first_layer(llm):
 def first_logprobs(llm):
     """Of the five best tokens after the prompt; the prompt's keys are in the cache then."""
     [output] = llm.generate(PROMPT, SamplingParams(max_tokens=1, logprobs=5), use_tqdm=False)
-    return len(output.prompt_token_ids), dict(output.outputs[0].logprobs[0])
+    return len(output.prompt_token_ids), dict(output.outputs[0].logprobs.tokens[0].top())
 
 
 def largest_error(logprobs, expected):

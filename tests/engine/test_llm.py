@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import json
 import math
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -126,15 +128,73 @@ def test_a_stop_token_ends_the_output_but_not_before_min_tokens(llm: LLM) -> Non
 
 def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     [output] = llm.generate(PROMPTS[0], replace(GREEDY, logprobs=2, max_tokens=4), use_tqdm=False)
-    for token_id, entry in zip(
-        output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
-    ):
-        assert entry[0] == entry[1], "a greedy token is the likeliest"
-        assert entry[0][0] == token_id
-        assert entry[1][1] >= entry[2][1]
-    assert math.isclose(
-        output.outputs[0].cumulative_logprob, sum(e[0][1] for e in output.outputs[0].logprobs)
+    [sample] = output.outputs
+    assert len(sample.logprobs) == 4
+    for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert next(iter(entry)) == token_id, "the token comes first"
+        (first, second) = entry.values()
+        assert (first.rank, second.rank) == (1, 2), "a greedy token is the likeliest"
+        assert first.logprob >= second.logprob
+    own = [entry[i].logprob for i, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert math.isclose(sample.cumulative_logprob, sum(own))
+    assert (
+        "".join(
+            entry[i].decoded_token
+            for i, entry in zip(sample.token_ids, sample.logprobs, strict=True)
+        )
+        == sample.text
     )
+    assert pickle.loads(pickle.dumps(sample)).logprobs == list(sample.logprobs)
+
+
+def test_a_prompt_is_scored_as_transformers_scores_it(llm: LLM) -> None:
+    params = replace(GREEDY, prompt_logprobs=2, max_tokens=3)
+    plain, scored = llm.generate(PROMPTS[:1] * 2, [replace(params, prompt_logprobs=None), params])
+    assert plain.prompt_logprobs is None
+    assert plain.outputs == scored.outputs, "scoring leaves no trace"
+    ids = torch.tensor([scored.prompt_token_ids])
+    with torch.no_grad():
+        exact = llm.engine.model._model(ids).logits.double().log_softmax(-1)[0]
+    first, *others = scored.prompt_logprobs
+    assert first is None
+    for token_id, entry, expected in zip(ids[0, 1:].tolist(), others, exact, strict=False):
+        rank = int((expected >= expected[token_id]).sum())
+        assert entry[token_id].rank == rank
+        assert entry[token_id].logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
+        assert set(entry) == {token_id, *expected.topk(2).indices.tolist()}
+    with pytest.raises(RequestError, match="prompt_logprobs with stream"):
+        llm.stream(PROMPTS[0], params)
+
+
+def test_a_prompt_whose_scores_fail_fails_alone(llm: LLM, monkeypatch) -> None:
+    def fail(*_):
+        raise ValueError("no scores today")
+
+    monkeypatch.setattr("pagetile.engine.core.score_prompt", fail)
+    params = [GREEDY, replace(GREEDY, prompt_logprobs=0)]
+    good, bad = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert good.outputs[0].finish_reason in ("stop", "length")
+    assert bad.outputs[0].finish_reason == "error"
+    assert "no scores today" in bad.outputs[0].error
+    llm.engine.check()
+
+
+def test_metrics_tell_when_a_request_was_served(llm: LLM) -> None:
+    before = time.time()
+    outputs = llm.generate(PROMPTS[:2], replace(GREEDY, max_tokens=4), use_tqdm=False)
+    after = time.time()
+    for metrics in (output.metrics for output in outputs):
+        times = (
+            metrics.arrival_time,
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.finished_time,
+        )
+        assert sorted(times) == list(times)
+        assert len(set(times)) == 4
+        assert before - 0.1 < times[0]
+        assert times[-1] < after + 0.1
+        assert metrics.time_in_queue == times[1] - times[0]
 
 
 def test_output_ends_at_the_longest_sequence(llm: LLM) -> None:

@@ -87,7 +87,9 @@ def is_same(output: Any, expected: Any) -> bool:
         return False
     if output.logprobs is None or expected.logprobs is None:
         return output.logprobs is expected.logprobs
-    found, wanted = ([[p for _, p in entry] for entry in o.logprobs] for o in (output, expected))
+    found, wanted = (
+        [[t.logprob, *t.top_logprobs] for t in o.logprobs.tokens] for o in (output, expected)
+    )
     return len(found) == len(output.token_ids) and all(
         a == pytest.approx(b, abs=1e-4) for a, b in zip(found, wanted, strict=True)
     )

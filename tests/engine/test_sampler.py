@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagetile.engine import sampler
+from pagetile.engine.logprobs import compute_logprobs, read_logprobs
 from pagetile.engine.sampler import SampledToken, Sampler, SamplingInput, sample
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.errors import DTypeError, ShapeError
@@ -287,10 +288,11 @@ def test_a_gpu_chooses_the_same_tokens_and_is_as_steady(dtype):
     assert [sample(logits[i : i + 1].cuda(), rows[i : i + 1])[0] for i in range(40)] == tokens
     for token, expected in zip(tokens, sample(logits, rows), strict=True):
         assert (token.token_id, token.error) == (expected.token_id, expected.error)
-        assert token.logprob == pytest.approx(expected.logprob, abs=1e-9)
-        top, expected_top = token.top_logprobs, expected.top_logprobs
-        assert [i for i, _ in top] == [i for i, _ in expected_top]
-        assert [p for _, p in top] == pytest.approx([p for _, p in expected_top], abs=1e-9)
+        if expected.logprobs is not None:
+            found, wanted = token.logprobs, expected.logprobs
+            assert found[2:4] == wanted[2:4]  # rank, and ids of the best
+            assert found.logprob == pytest.approx(wanted.logprob, rel=1e-6)
+            assert found.top_logprobs == pytest.approx(wanted.top_logprobs, rel=1e-6)
 
 
 def test_threads_do_not_change_the_bits():
@@ -461,23 +463,45 @@ def test_logprobs_are_those_of_the_unmodified_logits():
     tokens = sample(logits, [row(seed=i, output=[1, 2], **options) for i in range(6)])
     expected = logits.double().log_softmax(dim=1)
     for token, logprobs in zip(tokens, expected, strict=True):
-        assert token.logprob == pytest.approx(logprobs[token.token_id].item(), abs=1e-9)
-        best = logprobs.topk(4)
-        assert [i for i, _ in token.top_logprobs] == best.indices.tolist()
-        assert [p for _, p in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-9)
+        found, best = token.logprobs, logprobs.topk(4)
+        assert found.logprob == pytest.approx(logprobs[token.token_id].item(), rel=1e-6)
+        assert found.top_ids == best.indices.tolist()
+        assert found.top_logprobs == pytest.approx(best.values.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 5001])
+def test_logprobs_are_those_of_float64_but_for_the_rounding_of_float32(vocab_size, dtype):
+    logits = logits_of(9, vocab_size, seed=vocab_size, scale=4.0, dtype=dtype)
+    num_top = min(vocab_size, 20)
+    tokens = torch.arange(9) * 37 % vocab_size
+    exact = logits.double().log_softmax(dim=1)
+    packed = compute_logprobs(logits, tokens, num_top)
+    # Each exponential is off by an ulp of its argument's rounding, which is at most an ulp of the
+    # largest argument that counts, 32; the result is rounded once more.
+    ulp = torch.finfo(torch.float32).eps
+    reports = read_logprobs(packed, tokens.tolist(), [num_top] * 9)
+    for logprobs, found in zip(exact, reports, strict=True):
+        token = found.token_id
+        assert found.rank == int((logprobs >= logprobs[token]).sum())
+        order = sorted(range(vocab_size), key=lambda i: (-logprobs[i].item(), i))
+        assert found.top_ids == order[:num_top]
+        wanted = torch.tensor([logprobs[i] for i in (token, *order[:num_top])])
+        error = (torch.tensor([found.logprob, *found.top_logprobs]) - wanted).abs()
+        assert bool((error <= ulp * (16 + wanted.abs())).all())
 
 
 def test_top_logprobs_put_the_lowest_id_first_among_equals():
     logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, -0.0]])
-    wanted = sample(logits, [row(logprobs=4, temperature=0.0)])[0].top_logprobs
-    assert [token_id for token_id, _ in wanted] == [1, 3, 0, 2]
+    wanted = sample(logits, [row(logprobs=4, temperature=0.0)])[0].logprobs
+    assert wanted.top_ids == [1, 3, 0, 2]
 
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
     logits = logits_of(4, 3, seed=0)
     tokens = sample(logits, [row(logprobs=asked) for asked in (None, 0, 2, 99)])
-    assert [len(token.top_logprobs) for token in tokens] == [0, 0, 2, 3]
-    assert [token.logprob is None for token in tokens] == [True, False, False, False]
+    assert [len(token.logprobs.top_ids) for token in tokens[1:]] == [0, 2, 3]
+    assert [token.logprobs is None for token in tokens] == [True, False, False, False]
 
 
 # --- what goes wrong -------------------------------------------------------------------------
@@ -498,7 +522,7 @@ def test_a_broken_row_fails_alone(bad, where, options):
     tokens = sample(logits, rows)
     assert [tokens[0], tokens[2]] == [good[0], good[2]]
     assert tokens[1].token_id == 0
-    assert tokens[1].logprob is None
+    assert tokens[1].logprobs is None
     assert "the largest logit is" in (tokens[1].error or "")
 
 

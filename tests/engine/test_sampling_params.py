@@ -32,6 +32,7 @@ def test_defaults_are_those_of_vllm():
         "min_tokens": 0,
         "logit_bias": (),
         "logprobs": None,
+        "prompt_logprobs": None,
         "allowed_token_ids": None,
         "bad_words": (),
         "structured_outputs": None,

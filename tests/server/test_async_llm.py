@@ -71,7 +71,7 @@ def test_log_probabilities_of_a_stream_are_those_of_the_result(async_llm):
         return seen, stream.logprobs[0], (await stream.result()).outputs[0].logprobs
 
     seen, streamed, whole = asyncio.run(main())
-    assert tuple(streamed) == whole
+    assert streamed == whole.tokens
     assert seen[0] < 9  # they came as the tokens did
     assert len(whole) == 9
 
@@ -81,7 +81,7 @@ def test_a_prompt_is_scored_as_transformers_scores_it(async_llm):
 
     async def main():
         stream = await async_llm.submit(
-            text, SamplingParams(max_tokens=1), prompt_logprobs=3, generates=False
+            text, SamplingParams(max_tokens=1, prompt_logprobs=3), generates=False
         )
         await stream.result()
         return stream
@@ -93,10 +93,10 @@ def test_a_prompt_is_scored_as_transformers_scores_it(async_llm):
     with torch.no_grad():
         logprobs = model(ids).logits.float().log_softmax(-1)[0]
     expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    found = torch.tensor([token[0][1] for token in stream.prompt_scores[1:]])
+    found = torch.tensor([token.logprob for token in stream.prompt_logprobs[1:]])
     assert (found - expected).abs().max() < 1e-4
-    assert stream.prompt_scores[0] is None
-    best = [token[1][0] for token in stream.prompt_scores[1:]]
+    assert stream.prompt_logprobs[0] is None
+    best = [token.top_ids[0] for token in stream.prompt_logprobs[1:]]
     assert best == logprobs[:-1].argmax(-1).tolist()
     assert async_llm.engine.pool.num_free == async_llm.engine.pool.num_blocks
 

@@ -40,7 +40,7 @@ def test_tokens_there_and_back(http, llm):
 
 
 def test_single_tokens_join_to_the_bytes_of_the_text(llm):
-    from pagetile.server.token_text import TokenText
+    from pagetile.engine.token_text import TokenText
 
     words = TokenText(llm.engine.tokenizer)
     text = "def add(a, b):\n    return '€😀 é'\t# ok"

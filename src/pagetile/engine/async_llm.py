@@ -15,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
 from .engine_thread import EngineThread, StepReport
-from .llm import LLM
+from .input_processor import parse_prompt
+from .llm import LLM, Prompt
+from .logprobs import LogprobDicts
 from .output_processor import Delta
 from .request import CompletionOutput, RequestOutput
 from .request_stream import RequestStream
@@ -30,7 +32,6 @@ from .sampling_params import SamplingParams
 
 __all__ = ["AsyncLLM", "StepReport"]
 
-Prompt = str | Sequence[int]
 T = TypeVar("T")
 
 
@@ -141,7 +142,10 @@ class AsyncLLM:
                 if stream.output is not None:
                     break
                 outputs = tuple(
-                    CompletionOutput(i, texts[i], tuple(tokens[i]), None) for i in range(len(texts))
+                    CompletionOutput(
+                        i, text, tuple(tokens[i]), None, logprobs=self._logprobs(stream, i)
+                    )
+                    for i, text in enumerate(texts)
                 )
                 yield RequestOutput(
                     deltas[0].request_id, stream.prompt, stream.prompt_token_ids, outputs, False, 0
@@ -158,7 +162,10 @@ class AsyncLLM:
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> AsyncIterator[Delta]:
-        """Continue a prompt; yields text as soon as it is certain. Errors as ``generate``."""
+        """Continue a prompt; yields text as soon as it is certain. Errors as ``generate``.
+
+        ``prompt_logprobs`` are not in deltas: see ``submit``.
+        """
         stream = await self.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
         try:
             while deltas := await stream.take():
@@ -176,20 +183,18 @@ class AsyncLLM:
         request_id: str | None = None,
         cache_salt: str | None = None,
         stream: bool = True,
-        prompt_logprobs: int | None = None,
         generates: bool = True,
     ) -> RequestStream:
         """Queue a request; the caller must ``close`` what is returned, or read it to its end.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: Text, token ids, or a dictionary as for ``LLM.generate``.
             params: How to continue it; ``None`` takes ``LLM.get_default_sampling_params()``.
             request_id: Its name in messages, for ``abort``; must be unique among the running.
             cache_salt: Cached prefixes are shared only between requests of the same salt.
             stream: Whether deltas come as soon as they are certain; otherwise only the result.
-            prompt_logprobs: Report the log-probability of every prompt token but the first, and
-                so many of the likeliest alternatives.
-            generates: Whether to continue the prompt, or only score it.
+            generates: Whether to continue the prompt, or only to compute the log-probabilities of
+                its tokens.
 
         Raises:
             RequestError: It can never be served.
@@ -198,6 +203,10 @@ class AsyncLLM:
         """
         if params is None:
             params = self._default_params
+        prompt, own_salt = parse_prompt(prompt)
+        if own_salt is not None and cache_salt not in (None, own_salt):
+            raise RequestError("cache_salt is given twice: in the prompt, and beside it")
+        cache_salt = cache_salt or own_salt
         self.check_capacity(params.n)
         token_ids = await self.run_in_worker(self._validate, prompt, params)
         self.check_capacity(params.n)  # others came while the prompt was turned into tokens
@@ -212,7 +221,6 @@ class AsyncLLM:
             tuple(token_ids),
             params,
             is_streamed=stream,
-            prompt_logprobs=prompt_logprobs,
             generates=generates,
             on_close=self._close_stream,
         )
@@ -287,7 +295,12 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, function, *arguments)
 
-    def _validate(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def _logprobs(self, stream: RequestStream, index: int) -> LogprobDicts | None:
+        if stream.params.logprobs is None:
+            return None
+        return LogprobDicts(stream.logprobs[index].copy(), self.engine.decode_token)
+
+    def _validate(self, prompt: Any, params: SamplingParams) -> list[int]:
         return self.engine.validate(prompt, params)
 
     def _close_stream(self, stream: RequestStream) -> None:

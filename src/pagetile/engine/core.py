@@ -25,12 +25,14 @@ from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .output_processor import Delta, OutputProcessor
+from .prompt_logprobs import score_prompt
 from .request import Grammar, Request, RequestOutput, Sequence, Status
 from .runner import LaunchedStep, Runner
 from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler, SchedulerOutput
 from .structured_outputs import StructuredOutputs, StructuredOutputsParams
+from .token_text import TokenText
 
 __all__ = ["Engine"]
 
@@ -56,6 +58,8 @@ class Engine:
         seed: Where the seeds of requests without one come from.
 
     Attributes:
+        token_text: What single tokens are called.
+        decode_token: The text of a token id; ``None`` without a tokenizer.
         on_step: Called in every step when its blocks are taken and nothing is computed yet, to
             watch the pool.
     """
@@ -91,6 +95,8 @@ class Engine:
             tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len
         )
         self._output = OutputProcessor()
+        self.token_text = TokenText(tokenizer)
+        self.decode_token = None if tokenizer is None else self.token_text.text
         self._structured_outputs = StructuredOutputs(
             tokenizer, model.vocab_size, model.eos_token_ids
         )
@@ -115,6 +121,8 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._deltas: list[Delta] = []
         """Of completed steps; those of a step that fails half-way are returned by the next."""
+        self._to_score: deque[Sequence] = deque()
+        """New sequences whose prompt's log-probabilities are computed first."""
         self._last_read = 0.0
         self._requests: dict[Hashable, Request] = {}
         self._next_id = self._num_grammars = 0
@@ -124,12 +132,13 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight or self._to_score)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of the sequences that wait for a step: their first, or one after preemption."""
-        return sum(len(sequence.token_ids) for sequence in self.scheduler.waiting)
+        waiting = (*self.scheduler.waiting, *self._to_score)
+        return sum(len(sequence.token_ids) for sequence in waiting)
 
     @property
     def counts(self) -> CacheCounts:
@@ -169,6 +178,8 @@ class Engine:
         priority: int = 0,
         make_grammar: Callable[[], Grammar] | None = None,
         token_ids: SequenceOf[int] | None = None,
+        generates: bool = True,
+        arrival_time: float | None = None,
     ) -> Hashable:
         """Queue a request and return its id.
 
@@ -182,6 +193,9 @@ class Engine:
             priority: Of requests that wait, those of a lower number are admitted first.
             make_grammar: Makes, for each of the ``n`` samples, what restricts its tokens.
             token_ids: What ``validate`` returned for ``prompt`` and ``params``, if it was called.
+            generates: Whether to continue the prompt, or only to compute the log-probabilities of
+                its tokens.
+            arrival_time: When it came, in seconds of ``time.perf_counter``; ``None`` is now.
 
         Raises:
             RequestError: It can never be served, or ``request_id`` is in use. Nothing has changed.
@@ -208,10 +222,17 @@ class Engine:
             stream=stream,
             priority=priority,
             make_grammar=make_grammar,
+            decode_token=self.decode_token,
+            generates=generates,
         )
+        if arrival_time is not None:
+            request.arrival_time = arrival_time
         sequence = self._new_sequence(request, list(token_ids))
         self._requests[request_id] = request
-        self.scheduler.add(sequence)
+        if params.prompt_logprobs is None and generates:
+            self.scheduler.add(sequence)
+        else:
+            self._to_score.append(sequence)
         return request_id
 
     def abort(self, request_id: Hashable) -> None:
@@ -219,6 +240,8 @@ class Engine:
         request = self._requests.get(request_id)
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
+                if sequence in self._to_score:
+                    self._to_score.remove(sequence)
                 self.scheduler.finish(sequence, "abort")
                 self._output.write_out(sequence)
         self._drain_idle()
@@ -231,6 +254,8 @@ class Engine:
         tokens cannot be turned into text fails alone.
         """
         try:
+            if self._to_score:
+                self._score_next()
             while len(self._in_flight) < self._most_in_flight and self._launch():
                 pass
             if self._in_flight:
@@ -320,6 +345,29 @@ class Engine:
         return self._requests[request_id]
 
     # --- one step --------------------------------------------------------------------------
+
+    def _score_next(self) -> None:
+        """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks."""
+        sequence = self._to_score[0]
+        request = sequence.request
+        reason = None if request.generates else "length"
+        try:
+            num_top = request.params.prompt_logprobs or 0
+            request.prompt_logprobs = score_prompt(self, request.prompt_token_ids, num_top)
+        except Exception as error:
+            reason = "error"
+            sequence.error = f"its prompt's scores failed: {type(error).__name__}: {error}"
+        else:
+            if request.prompt_logprobs is None:
+                return
+        self._to_score.popleft()
+        if reason is None:
+            self.scheduler.add(sequence)
+            return
+        self.scheduler.finish(sequence, reason)
+        self._deltas.append(
+            Delta(request.request_id, sequence.index, "", None, reason, sequence.error)
+        )
 
     def _launch(self) -> bool:
         """Schedule and launch a step; False if there is nothing to compute now."""

@@ -13,8 +13,7 @@ from typing import Any
 from ..errors import EngineDeadError, GenerationError
 from .core import Engine
 from .output_processor import Delta
-from .prompt_logprobs import score_prompt
-from .request import CompletionOutput, RequestOutput
+from .request import RequestOutput
 from .request_stream import RequestStream
 
 __all__ = ["EngineThread", "StepReport", "call_soon"]
@@ -57,7 +56,6 @@ class EngineThread:
         self.death: BaseException | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admitted: dict[Any, RequestStream] = {}  # by the engine's ids
-        self._to_score: list[RequestStream] = []
         self._in_step: list[Any] = []
         self._intervals: dict[float, int] = {}  # of the step that was just published
         self._is_closed = False
@@ -88,10 +86,7 @@ class EngineThread:
     def _serve(self) -> None:
         try:
             while not self._is_closed:
-                is_busy = self._engine.has_unfinished or bool(self._to_score)
-                self._call_commands(wait=not is_busy)
-                if self._to_score:
-                    self._score_next()
+                self._call_commands(wait=not self._engine.has_unfinished)
                 if self._engine.has_unfinished:
                     self._step()
         except BaseException as error:
@@ -158,6 +153,8 @@ class EngineThread:
                 output = self._engine.take_output(request_id)
                 if output.finished:
                     del self._admitted[request_id]
+            elif is_first and stream.params.prompt_logprobs is not None:
+                output = self._engine.take_output(request_id)
             elif not (stream.is_streamed or is_first):
                 continue  # nothing is read before the end
             batches.setdefault(stream.loop, []).append((stream, own, output, now))
@@ -167,10 +164,6 @@ class EngineThread:
     def _admit(self, stream: RequestStream, cache_salt: str | None) -> None:
         if stream.is_closed:
             return
-        if stream.prompt_logprobs is not None and stream.prompt_scores is None:
-            stream.cache_salt = cache_salt
-            self._to_score.append(stream)
-            return
         try:
             request_id = self._engine.add_request(
                 stream.prompt_token_ids,
@@ -178,6 +171,8 @@ class EngineThread:
                 cache_salt=cache_salt,
                 stream=stream.is_streamed,
                 token_ids=stream.prompt_token_ids,
+                generates=stream.generates,
+                arrival_time=stream.arrived,
             )
         except Exception as error:
             call_soon(stream.loop, stream.fail, error)
@@ -185,32 +180,7 @@ class EngineThread:
         stream.engine_id = request_id
         self._admitted[request_id] = stream
 
-    def _score_next(self) -> None:
-        """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks."""
-        stream = self._to_score[0]
-        try:
-            top = stream.prompt_logprobs
-            assert top is not None
-            scores = score_prompt(self._engine, stream.prompt_token_ids, top)
-        except Exception as error:
-            self._to_score.pop(0)
-            self._report_failure(stream, error)
-            return
-        if scores is None:
-            return
-        self._to_score.pop(0)
-        stream.prompt_scores = scores
-        if stream.generates:
-            self._admit(stream, stream.cache_salt)
-        else:
-            call_soon(stream.loop, stream.finish, _only_scored(stream))
-
     def _abort(self, stream: RequestStream) -> None:
-        if stream in self._to_score:
-            self._to_score.remove(stream)
-            error = GenerationError(f"request {stream.request_id} was aborted")
-            call_soon(stream.loop, stream.fail, error)
-            return
         request_id = stream.engine_id
         if self._admitted.pop(request_id, None) is None:
             return
@@ -243,9 +213,8 @@ class EngineThread:
     def _end_all(self, reason: BaseException) -> None:
         while not self._inbox.empty():
             self._inbox.get_nowait()()
-        streams = [*self._admitted.values(), *self._to_score]
+        streams = list(self._admitted.values())
         self._admitted.clear()
-        self._to_score.clear()
         for stream in streams:
             error = EngineDeadError(f"the engine has stopped: {reason}")
             call_soon(stream.loop, stream.fail, error)
@@ -258,11 +227,6 @@ _News = tuple[RequestStream, list[Delta], RequestOutput | None, float]
 def _deliver(batch: list[_News]) -> None:
     for stream, deltas, output, now in batch:
         stream.put(deltas, output, now)
-
-
-def _only_scored(stream: RequestStream) -> RequestOutput:
-    output = CompletionOutput(0, "", (), "length", logprobs=())
-    return RequestOutput(0, stream.prompt, stream.prompt_token_ids, (output,), True, 0)
 
 
 def call_soon(

@@ -264,10 +264,13 @@ class LLM:
         the first delta is asked for.
 
         Raises:
-            RequestError: As ``generate``.
+            RequestError: As ``generate``; or ``prompt_logprobs`` are asked for, which no delta has.
         """
         with self._turn:
-            return self._stream(self._validate(prompts, sampling_params))
+            requests = self._validate(prompts, sampling_params)
+            if any(params.prompt_logprobs is not None for _, params, _, _ in requests):
+                raise RequestError("prompt_logprobs with stream: use generate, or leave them out")
+            return self._stream(requests)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that are given none.

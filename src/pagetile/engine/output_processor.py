@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .logprobs import TokenLogprobs
 from .request import Sequence
 from .sampler import SampledToken
 
@@ -25,8 +27,8 @@ class Delta:
     finish_reason: str | None
     error: str | None = None
     """Why it failed, where ``finish_reason`` is ``"error"``."""
-    logprobs: tuple[tuple[int, float], ...] | None = None
-    """The token with its log-probability, then the likeliest alternatives, if asked for."""
+    logprobs: TokenLogprobs | None = None
+    """The token's log-probability and the likeliest alternatives, if asked for."""
 
 
 class OutputProcessor:
@@ -45,8 +47,8 @@ class OutputProcessor:
             if token.error is not None:
                 self.write_out(sequence)
                 return _fail(sequence, token.error)
-            if token.logprob is not None:
-                logprobs = ((token_id, token.logprob), *token.top_logprobs)
+            if token.logprobs is not None:
+                logprobs = token.logprobs
                 sequence.logprobs.append(logprobs)
         sequence.token_ids.append(token_id)
         reason, text = None, ""
@@ -57,6 +59,8 @@ class OutputProcessor:
         elif len(sequence.token_ids) >= sequence.max_len:
             reason = "length"
         request = sequence.request
+        if request.first_token_time is None:
+            request.first_token_time = time.perf_counter()
         if reason is not None or request.makes_text_early:
             try:
                 text = self._append(sequence, token_id, is_last=reason is not None)

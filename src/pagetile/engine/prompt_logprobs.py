@@ -10,22 +10,21 @@ from torch import Tensor
 from ..kv_cache import BlockTable
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch
+from .logprobs import TokenLogprobs, compute_logprobs, read_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .core import Engine
 
-__all__ = ["PromptLogprobs", "score_prompt"]
-
-PromptLogprobs = tuple[tuple[tuple[int, float], ...] | None, ...]
-"""For each prompt token: itself with its log-probability, then the likeliest alternatives, best
-first, in (token id, logprob) pairs. ``None`` for the first token, which nothing predicts."""
+__all__ = ["score_prompt"]
 
 CHUNK = 256  # tokens of one forward: their logits are float32 [CHUNK, vocab_size]
 
 
-def score_prompt(engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptLogprobs | None:
+def score_prompt(
+    engine: Engine, token_ids: Sequence[int], num_top: int
+) -> list[TokenLogprobs | None] | None:
     """The log-probability of every prompt token given those before it.
 
     Takes blocks of the engine's pool for the length of the call and gives them back; nothing is
@@ -37,21 +36,23 @@ def score_prompt(engine: Engine, token_ids: Sequence[int], num_top: int) -> Prom
         num_top: How many of the likeliest alternatives to report for each token.
 
     Returns:
-        ``None`` if the pool has too few free blocks now.
+        One entry a token, ``None`` for the first, which nothing predicts. ``None`` if the pool
+        has too few free blocks now.
     """
     table = BlockTable(engine.pool)
     if not engine.pool.can_allocate(table.blocks_needed(len(token_ids))):
         return None
     table.append(len(token_ids))
     try:
-        scores: list[tuple[tuple[int, float], ...] | None] = [None]
+        scores: list[TokenLogprobs | None] = [None]
         chunk = min(CHUNK, engine.model.max_step_tokens or CHUNK)
         for start in range(0, len(token_ids), chunk):
             end = min(start + chunk, len(token_ids))
             logits = _forward(engine, table, token_ids, start, end)
             targets = token_ids[start + 1 : end + 1]
-            scores += _report(logits[: len(targets)], targets, num_top)
-        return tuple(scores)
+            if targets:
+                scores += _score(logits[: len(targets)], targets, num_top)
+        return scores
     finally:
         table.free()
 
@@ -84,17 +85,8 @@ def _forward(
     )
 
 
-def _report(
-    logits: Tensor, targets: Sequence[int], num_top: int
-) -> list[tuple[tuple[int, float], ...]]:
-    if not targets:
-        return []
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    at = torch.tensor(targets, device=logits.device)[:, None]
-    own = logprobs.gather(1, at)[:, 0].tolist()
-    top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=1)
-    pairs = zip(targets, own, top.indices.tolist(), top.values.tolist(), strict=True)
-    return [
-        ((target, logprob), *zip(ids, values, strict=True))
-        for target, logprob, ids, values in pairs
-    ]
+def _score(logits: Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    num_top = min(num_top, logits.shape[1])
+    at = torch.tensor(targets, device=logits.device)
+    packed = compute_logprobs(logits, at, num_top).cpu()
+    return read_logprobs(packed, targets, [num_top] * len(targets))

@@ -19,6 +19,7 @@ launched steps compute, and ``num_unread`` the tokens that they sample and the h
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -27,9 +28,22 @@ from typing import Any, Protocol
 from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
+from .logprobs import LogprobDicts, TokenLogprobs
 from .sampling_params import SamplingParams
 
-__all__ = ["CompletionOutput", "Grammar", "Request", "RequestOutput", "Sequence", "Status"]
+__all__ = [
+    "CompletionOutput",
+    "Grammar",
+    "Request",
+    "RequestMetrics",
+    "RequestOutput",
+    "Sequence",
+    "Status",
+]
+
+_EPOCH = time.time() - time.perf_counter()
+"""What makes seconds of ``time.perf_counter`` those since 1970; set once, so that they are never
+turned back."""
 
 
 class Status(enum.Enum):
@@ -67,10 +81,29 @@ class CompletionOutput:
     ``"error"``, or ``None`` while it is being generated."""
     stop_reason: str | int | None = None
     """The stop string or the stop token's id that ended it; ``None`` for the end of text."""
-    logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """For each token: itself with its log-probability, then the likeliest alternatives."""
+    logprobs: LogprobDicts | None = None
+    """For each token a dictionary ``{token_id: Logprob}``: itself, then the likeliest
+    alternatives."""
     cumulative_logprob: float | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds since 1970; ``None``: not yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    """When its first step was chosen."""
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from its arrival until it was first scheduled."""
+        if self.first_scheduled_time is None:
+            return None
+        return self.first_scheduled_time - self.arrival_time
 
 
 @dataclass(frozen=True)
@@ -84,6 +117,9 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens whose keys and values were found in the cache, not computed."""
+    prompt_logprobs: LogprobDicts | None = None
+    """For each prompt token a dictionary ``{token_id: Logprob}``, and None for the first."""
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +156,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
-    logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
@@ -152,7 +188,10 @@ class Sequence:
 
     def output(self) -> CompletionOutput:
         """What a user gets of this sequence now."""
-        logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
+        logprobs, total = None, None
+        if self.request.params.logprobs is not None:
+            logprobs = LogprobDicts(self.logprobs.copy(), self.request.decode_token)
+            total = sum(token.logprob for token in self.logprobs)
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text,
@@ -160,7 +199,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=logprobs,
-            cumulative_logprob=None if logprobs is None else sum(t[0][1] for t in logprobs),
+            cumulative_logprob=total,
             error=self.error,
         )
 
@@ -186,6 +225,17 @@ class Request:
     """Prompt tokens found in the cache at the first admission; ``None`` before that."""
     makes_text_early: bool = False
     """Whether tokens become text as they come: for a stream, or to find a stop string."""
+    decode_token: Callable[[int], str] | None = None
+    """The text of a token id in log-probabilities; ``None`` without a tokenizer."""
+    generates: bool = True
+    """Whether the prompt is continued, or only scored."""
+    prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None
+    """Of the prompt's tokens, once they are computed."""
+    arrival_time: float = field(default_factory=time.perf_counter)
+    """This and the next three in seconds of ``time.perf_counter``."""
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
 
     def __post_init__(self) -> None:
         self.makes_text_early = self.stream or bool(self.params.stop)
@@ -202,8 +252,17 @@ class Request:
             self.is_forked or self.sequences[0].is_finished
         )
 
+    @property
+    def metrics(self) -> RequestMetrics:
+        """When things happened to it."""
+        times = self.first_scheduled_time, self.first_token_time, self.finished_time
+        return RequestMetrics(
+            self.arrival_time + _EPOCH, *(None if t is None else t + _EPOCH for t in times)
+        )
+
     def output(self) -> RequestOutput:
         """What a user gets now."""
+        scores = self.prompt_logprobs
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -211,4 +270,6 @@ class Request:
             tuple(sequence.output() for sequence in self.sequences),
             self.is_finished,
             self.num_cached_tokens or 0,
+            None if scores is None else LogprobDicts(scores, self.decode_token),
+            self.metrics,
         )

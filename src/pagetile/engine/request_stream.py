@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import GenerationError
+from .logprobs import TokenLogprobs
 from .output_processor import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from .prompt_logprobs import PromptLogprobs
-
 __all__ = ["RequestStream"]
-
-TokenLogprobs = tuple[tuple[int, float], ...]
 
 
 class RequestStream:
     """What a request that was submitted to an ``AsyncLLM`` has produced and still will.
 
     Used by one event loop, the one that submitted it. The engine's thread reaches it through that
-    loop only, except for ``engine_id``, ``stepped`` and ``prompt_scores``, which it alone writes.
+    loop only, except for ``engine_id`` and ``stepped``, which it alone writes.
 
     Attributes:
         request_id: Its name.
@@ -36,7 +32,7 @@ class RequestStream:
         output: The finished output; ``None`` before.
         error: Why it failed; ``None`` if it did not.
         logprobs: For each sample, its tokens' log-probabilities so far, if params ask for them.
-        prompt_scores: Log-probabilities of the prompt, where they were asked for.
+        prompt_logprobs: Those of the prompt, from the first delta on, if params ask for them.
         arrived: When it was queued, in seconds of ``time.perf_counter``.
         first_token: When its first token was sampled; ``None`` before.
         stepped: When its latest token was, as the engine's thread knows.
@@ -52,22 +48,19 @@ class RequestStream:
         params: SamplingParams,
         *,
         is_streamed: bool,
-        prompt_logprobs: int | None,
         generates: bool,
         on_close: Callable[[RequestStream], None],
     ) -> None:
         self.request_id, self.prompt = request_id, prompt
         self.prompt_token_ids, self.params = prompt_token_ids, params
         self.is_streamed, self.generates = is_streamed, generates
-        self.prompt_logprobs = prompt_logprobs
-        self.prompt_scores: PromptLogprobs | None = None
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(params.n)]
         self.loop = asyncio.get_running_loop()
         self.engine_id: Any = None
         self.stepped: float | None = None
-        self.cache_salt: str | None = None
         self.is_closed = False
         self.arrived = time.perf_counter()
         self.first_token: float | None = None
@@ -124,6 +117,8 @@ class RequestStream:
             self.first_token = now
             if self.on_first_token is not None:
                 self.on_first_token(self)
+        if output is not None and output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs.tokens
         if self.is_streamed:
             self._deltas += deltas
             if self.params.logprobs is not None:
@@ -141,7 +136,8 @@ class RequestStream:
             self.output = replace(output, prompt=self.prompt)
             for sample in output.outputs:
                 known = self.logprobs[sample.index]
-                known.extend((sample.logprobs or ())[len(known) :])
+                if sample.logprobs is not None:
+                    known.extend(t for t in sample.logprobs.tokens[len(known) :] if t is not None)
             self._end()
 
     def fail(self, error: BaseException) -> None:

@@ -36,6 +36,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ..shapes import bind, check_dtype
 from ..transfer import send
+from .logprobs import TokenLogprobs, compute_logprobs, descending_order, read_logprobs
 from .sampling_params import SamplingParams
 
 __all__ = [
@@ -50,7 +51,6 @@ __all__ = [
 
 ONE = 2**40  # units of the likeliest token: 2**23 tokens still sum below 2**63
 DIGIT_BITS = 11  # three digits cover the 32 bits of a float's order
-ID_BITS = 31
 COLDEST = 1e-5
 """Below this temperature the likeliest token is taken: logits do not resolve less."""
 KEYS, PROMPT_LEN, TOP_K, MIN_TOKENS = slice(0, 2), 2, 3, 4  # columns of Sampler.ints
@@ -100,8 +100,7 @@ class SampledToken(NamedTuple):
     """
 
     token_id: int
-    logprob: float | None = None  # if params.logprobs is not None
-    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+    logprobs: TokenLogprobs | None = None  # if params.logprobs is not None
     error: str | None = None  # why the row has no token; token_id is 0 then
 
 
@@ -215,8 +214,8 @@ class Sampler:
 
         Returns:
             Token ids int64 ``[n]``; the largest logits, float32 ``[n]``, finite where there is a
-            token; and, if any row asks for log-probabilities, float64 ``[n, 1 + 2 * most]``: the
-            token's, then id and log-probability of the best in turn.
+            token; and, if any row asks for log-probabilities, what ``compute_logprobs`` returns
+            for the rows that do.
         """
         host_rows = list(host_rows)
         features = self.features[host_rows]
@@ -236,7 +235,9 @@ class Sampler:
         asked = [self._inputs[host_rows[i]].params.logprobs or 0 for i in at]
         num_top = min(max(asked), self.vocab_size)
         where = None if len(at) == len(features) else _index(at, self.device)
-        return tokens, best, _logprobs(logits, tokens, where, num_top)
+        if where is not None:
+            return tokens, best, compute_logprobs(logits[where], tokens[where], num_top)
+        return tokens, best, compute_logprobs(logits, tokens, num_top)
 
     def draw(self, logits: Tensor, rows: Tensor, features: Any) -> tuple[Tensor, Tensor]:
         """Steps 2, 3 and 6: token ids int64 ``[n]`` and the largest logits float32 ``[n]``.
@@ -274,16 +275,17 @@ class Sampler:
         self, tokens: Tensor, best: Tensor, logprobs: Tensor | None, host_rows: Sequence[int]
     ) -> SampledTokens:
         """What ``sample`` returned, brought to the host, for each row."""
-        ids = tokens.tolist()
-        if logprobs is None and bool(torch.isfinite(best).all()):
-            return SampledTokens(ids, {})
-        listed = iter([] if logprobs is None else logprobs.tolist())
-        others = {}
-        for at, (top, row) in enumerate(zip(best.tolist(), host_rows, strict=True)):
-            params = self._inputs[row].params
-            entry = next(listed) if params.logprobs is not None else ()
-            if entry or not math.isfinite(top):
-                others[at] = _sampled_token(params, ids[at], top, entry)
+        ids, others = tokens.tolist(), {}
+        if logprobs is not None:
+            asked = [self._inputs[row].params.logprobs for row in host_rows]
+            at = [i for i, num_top in enumerate(asked) if num_top is not None]
+            num_top = [n for n in asked if n is not None]
+            reports = read_logprobs(logprobs, [ids[i] for i in at], num_top)
+            others = {i: SampledToken(r.token_id, r) for i, r in zip(at, reports, strict=True)}
+        if not torch.isfinite(best).all():
+            for i, top in enumerate(best.tolist()):
+                if not math.isfinite(top):
+                    others[i] = SampledToken(0, error=_NO_TOKEN.format(top))
         return SampledTokens(ids, others)
 
     def _move_tails(self, tokens: Tensor, host_rows: Sequence[int]) -> None:
@@ -412,7 +414,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
         >>> greedy = SamplingInput(SamplingParams(temperature=0.0), [], [], seed=0, index=0)
         >>> drawn = SamplingInput(SamplingParams(logprobs=0), [], [], seed=0, index=0)
         >>> first, second = sample(logits, [greedy, drawn])
-        >>> first.token_id, second.token_id, round(second.logprob, 4)
+        >>> first.token_id, second.token_id, round(second.logprobs.logprob, 4)
         (1, 1, -0.4076)
     """
     num_rows = bind(logits=(logits, "num_rows vocab_size"))["num_rows"]
@@ -531,6 +533,10 @@ def _signed(word: int) -> int:
 _MIX_A, _MIX_B = 0x7FEB352D, _signed(0x846CA68B)
 _GOLDEN, _STEP = _signed(0x9E3779B9), _signed(0x85EBCA6B)
 _ALWAYS = 2**31 - 1
+_NO_TOKEN = (
+    "the largest logit is {}, expected a finite one: -inf means that every token is forbidden; "
+    "otherwise check the weights and the dtype (float16 overflows at 65504)"
+)
 
 
 # --- cuts -------------------------------------------------------------------------------------
@@ -559,19 +565,13 @@ def _units(logits: Tensor, best: Tensor, temperature: Tensor | float) -> Tensor:
     return exponent.exp_().mul_(ONE).round_().long()
 
 
-def _order(logits: Tensor) -> Tensor:
-    """Integers that ascend as the logits descend, equal for equal logits: int32, same shape."""
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
-    return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
-
-
 def _is_kept(logits: Tensor, amounts: Tensor, need: Tensor) -> Tensor:
     """Which tokens are among the fewest best whose ``amounts`` sum to ``need``, ties included.
 
     Each round knows the leading digits of the edge and histograms the next one. Bucket 0 takes
     all tokens better than those leading digits, the last bucket all worse ones.
     """
-    order = _order(logits)
+    order = descending_order(logits)
     num_buckets = 2**DIGIT_BITS + 2
     first = torch.full_like(need, -(2**31) >> 2 * DIGIT_BITS)  # what bucket 1 stands for
     for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
@@ -581,44 +581,6 @@ def _is_kept(logits: Tensor, amounts: Tensor, need: Tensor) -> Tensor:
         edge = first + reached - 1
         first = edge << DIGIT_BITS
     return order <= edge.int()
-
-
-# --- results ----------------------------------------------------------------------------------
-
-
-def _logprobs(raw: Tensor, tokens: Tensor, where: Tensor | None, num_top: int) -> Tensor:
-    """Float64 ``[n, 1 + 2 * num_top]``: the token's logprob; id and logprob of the best, in turn.
-
-    Of the rows at ``where``; ``None`` is all.
-    """
-    if where is not None:
-        raw, tokens = raw[where], tokens[where]
-    logits = raw.float()
-    best = logits.amax(dim=1)
-    total = _units(logits, best, 1.0).sum(dim=1).double() / ONE
-    log_total = (total.log() + best)[:, None]
-    # The id in the low bits settles ties, whatever num_top the neighbours ask for.
-    keys = (_order(logits).long() << ID_BITS) + torch.arange(logits.shape[1], device=raw.device)
-    top_ids = keys.topk(num_top, largest=False).values & (2**ID_BITS - 1)
-    logprobs = logits.gather(1, torch.cat([tokens[:, None], top_ids], dim=1)) - log_total
-    pairs = torch.stack([top_ids.double(), logprobs[:, 1:]], dim=2)
-    return torch.cat([logprobs[:, :1], pairs.flatten(1)], dim=1)
-
-
-def _sampled_token(
-    params: SamplingParams, token_id: int, best: float, reported: Sequence[float]
-) -> SampledToken:
-    if not math.isfinite(best):
-        error = (
-            f"the largest logit is {best}, expected a finite one: -inf means that every token is "
-            "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
-        )
-        return SampledToken(0, error=error)
-    if params.logprobs is None:
-        return SampledToken(token_id)
-    pairs = zip(reported[1::2], reported[2::2], strict=True)
-    top = tuple((int(top_id), logprob) for top_id, logprob in pairs)
-    return SampledToken(token_id, reported[0], top[: params.logprobs])
 
 
 def _pack_bits(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[Any]:

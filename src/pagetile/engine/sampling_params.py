@@ -47,6 +47,8 @@ class SamplingParams:
             100 for each token id. Stored as pairs in the order of the ids.
         logprobs: Report each token's log-probability and this many of the likeliest
             alternatives; 0 reports the token's alone, ``None`` nothing.
+        prompt_logprobs: The same for each token of the prompt but the first, by one more forward
+            pass over the prompt.
         allowed_token_ids: Choose among these tokens only; ``None`` allows all.
         bad_words: Texts that are not generated: the token that would complete one is ruled out.
         structured_outputs: A form that the output must have: a JSON schema, say.
@@ -85,6 +87,7 @@ class SamplingParams:
     min_tokens: int = 0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
     structured_outputs: StructuredOutputsParams | None = None
@@ -158,6 +161,7 @@ _INTEGERS: dict[str, tuple[str, int | None, bool]] = {
     "max_tokens": ("an integer >= 1, or None for the model's limit", 1, True),
     "min_tokens": ("an integer >= 0", 0, False),
     "logprobs": ("an integer >= 0, or None to report nothing", 0, True),
+    "prompt_logprobs": ("an integer >= 0, or None to report nothing", 0, True),
 }
 
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")

@@ -18,6 +18,7 @@ A step may be scheduled while the one before is in flight::
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -213,6 +214,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        sequence.request.finished_time = time.perf_counter()
         if sequence.row >= 0 and sequence.last_step <= self._completed:
             self._release(sequence)
 
@@ -267,6 +269,7 @@ class Scheduler:
         sequence.num_indexed = len(cached)
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed
+            sequence.request.first_scheduled_time = time.perf_counter()
             self.counts.cached_tokens += sequence.num_computed
         self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.num_computed)
         sequence.num_lost = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["find_decode", "find_token_bytes"]
+__all__ = ["byte_of_letter", "find_decode", "find_token_bytes"]
 
 TokenBytes = Callable[[int], bytes]
 _found: WeakKeyDictionary[Any, dict[bool, TokenBytes | None]] = WeakKeyDictionary()
@@ -80,7 +80,7 @@ def _try_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
         token = backend.id_to_token(token_id)
         if token is None:
             return b""
-        letters = _byte_of_letter()
+        letters = byte_of_letter()
         try:
             return bytes([letters[letter] for letter in token])
         except KeyError:  # an added token is spelt as it stands
@@ -96,7 +96,7 @@ def _try_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
 
 
 @functools.cache
-def _byte_of_letter() -> dict[str, int]:
+def byte_of_letter() -> dict[str, int]:
     """GPT-2's letters for the 256 bytes: printable ones for themselves, others from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(byte): byte for byte in printable}

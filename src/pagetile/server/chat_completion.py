@@ -78,16 +78,10 @@ class ChatCompletion:
             server.config,
             max_tokens=longest,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
             **more,
         )
-        stream = await server.submit(
-            request,
-            body,
-            token_ids,
-            params,
-            stream=bool(body.stream),
-            prompt_logprobs=body.prompt_logprobs,
-        )
+        stream = await server.submit(request, body, token_ids, params, stream=bool(body.stream))
         return cls(server, request, body, stream)
 
     # --- the whole answer -------------------------------------------------------------------
@@ -104,8 +98,9 @@ class ChatCompletion:
             "usage": usage.report(),
         }
         if self.body.prompt_logprobs is not None:
-            scores = self.stream.prompt_scores or ()
-            response["prompt_logprobs"] = prompt_logprobs(self.server.words, scores)
+            response["prompt_logprobs"] = prompt_logprobs(
+                self.server.words, self.stream.prompt_logprobs
+            )
         if self.body.return_token_ids:
             response["prompt_token_ids"] = list(output.prompt_token_ids)
         return response

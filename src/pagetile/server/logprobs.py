@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .token_text import TokenText
+from ..engine.logprobs import LogprobDicts, TokenLogprobs
+from ..engine.token_text import TokenText
 
 __all__ = ["chat_logprobs", "completion_logprobs", "prompt_logprobs"]
-
-TokenLogprobs = tuple[tuple[int, float], ...]
-"""A token with its log-probability, then the likeliest alternatives, best first."""
 
 FLOOR = -9999.0  # JSON has no -inf
 
@@ -40,14 +38,14 @@ def completion_logprobs(
     return {
         "text_offset": offsets,
         "tokens": names,
-        "token_logprobs": [None if t is None else _finite(t[0][1]) for t in tokens],
+        "token_logprobs": [None if t is None else _finite(t.logprob) for t in tokens],
         "top_logprobs": [None if t is None else _top(words, t, num_top) for t in tokens],
     }
 
 
 def _top(words: TokenText, token: TokenLogprobs, num_top: int) -> dict[str, float]:
     """The alternatives by their names, the token itself among them."""
-    pairs = [*token[1 : num_top + 1], token[0]]
+    pairs = [*token.top(num_top), (token.token_id, token.logprob)]
     found: dict[str, float] = {}
     for token_id, logprob in pairs:
         found.setdefault(words.text(token_id), _finite(logprob))
@@ -60,8 +58,8 @@ def chat_logprobs(
     """The ``logprobs`` of a chat completion's choice."""
     content = []
     for token in tokens:
-        entry = _entry(words, *token[0])
-        entry["top_logprobs"] = [_entry(words, *pair) for pair in token[1 : num_top + 1]]
+        entry = _entry(words, token.token_id, token.logprob)
+        entry["top_logprobs"] = [_entry(words, *pair) for pair in token.top(num_top)]
         content.append(entry)
     return {"content": content, "refusal": None}
 
@@ -79,23 +77,18 @@ def prompt_logprobs(
     words: TokenText, tokens: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
     """The extension field ``prompt_logprobs``: for each token, a dictionary by token id."""
-    found: list[dict[str, Any] | None] = []
-    for token in tokens:
-        if token is None:
-            found.append(None)
-            continue
-        rank_of = {token_id: rank for rank, (token_id, _) in enumerate(token[1:], 1)}
-        found.append(
-            {
-                str(token_id): {
-                    "logprob": _finite(logprob),
-                    "rank": rank_of.get(token_id),
-                    "decoded_token": words.text(token_id),
-                }
-                for token_id, logprob in (token[0], *token[1:])
+    return [
+        token
+        and {
+            str(token_id): {
+                "logprob": _finite(found.logprob),
+                "rank": found.rank,
+                "decoded_token": found.decoded_token,
             }
-        )
-    return found
+            for token_id, found in token.items()
+        }
+        for token in LogprobDicts(tokens, words.text)
+    ]
 
 
 def _finite(logprob: float) -> float:

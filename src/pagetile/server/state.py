@@ -19,7 +19,6 @@ from .metrics import Metrics
 from .middleware import ApiKeys
 from .schemas.common import GenerationFields
 from .templates import ChatTemplate
-from .token_text import TokenText
 
 if TYPE_CHECKING:
     from .page_map import PageFeed
@@ -44,7 +43,7 @@ class Server:
         self.created = int(time.time())
         self.keys = ApiKeys(config.api_keys)
         self.metrics = Metrics(llm)
-        self.words = TokenText(self.tokenizer)
+        self.words = llm.engine.token_text
         self.template = ChatTemplate(self.tokenizer, config, self.check_length)
         self.pages: PageFeed | None = None
         # No text of more characters can have fewer tokens than the context.
@@ -93,7 +92,6 @@ class Server:
         *,
         number: int = 0,
         stream: bool,
-        prompt_logprobs: int | None = None,
         generates: bool = True,
     ) -> RequestStream:
         """Queue a prompt of a request.
@@ -105,7 +103,6 @@ class Server:
             params: How to continue it.
             number: Which of the request's prompts it is.
             stream: Whether to deliver text as it comes.
-            prompt_logprobs: See ``AsyncLLM.submit``.
             generates: See ``AsyncLLM.submit``.
 
         Raises:
@@ -129,7 +126,6 @@ class Server:
             request_id=f"{name}-{number}" if number else name,
             cache_salt=self.keys.cache_salt(request.state.key, body.cache_salt),
             stream=stream,
-            prompt_logprobs=prompt_logprobs,
             generates=generates,
         )
         self.metrics.watch(handle)

@@ -63,17 +63,18 @@ class _Completion:
         body.check(server.limits)
         prompts = body.prompts(server.limits)
         generates = body.max_tokens != 0
+        scored = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scored = max(scored or 0, body.logprobs)
         params = body.sampling_params(
             server.config,
             max_tokens=body.max_tokens or (None if generates else 1),
             logprobs=body.logprobs,
+            prompt_logprobs=scored,
             structured_outputs=output_form(body),
         )
         server.llm.check_capacity(params.n * len(prompts))
         self = cls(server, request, body)
-        scored = body.prompt_logprobs
-        if body.echo and body.logprobs is not None:
-            scored = max(scored or 0, body.logprobs)
         try:
             for number, prompt in enumerate(prompts):
                 stream = await server.submit(
@@ -83,7 +84,6 @@ class _Completion:
                     params,
                     number=number,
                     stream=bool(body.stream),
-                    prompt_logprobs=scored if generates or scored is not None else 0,
                     generates=generates,
                 )
                 self.streams.append(stream)
@@ -125,7 +125,7 @@ class _Completion:
                 }
                 if self.body.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = prompt_logprobs(
-                        self.server.words, stream.prompt_scores or ()
+                        self.server.words, stream.prompt_logprobs
                     )
                 if self.body.return_token_ids:
                     choice["token_ids"] = list(sample.token_ids)
@@ -138,9 +138,9 @@ class _Completion:
         if self.body.logprobs is None:
             return None
         tokens: list[Any] = list(stream.logprobs[sample])
-        token_ids = [token[0][0] for token in tokens]
+        token_ids = [token.token_id for token in tokens]
         if self.body.echo:
-            tokens = [*(stream.prompt_scores or ()), *tokens]
+            tokens = [*stream.prompt_logprobs, *tokens]
             token_ids = [*stream.prompt_token_ids, *token_ids]
         return completion_logprobs(self.server.words, tokens, token_ids, num_top=self.body.logprobs)
 
@@ -180,9 +180,9 @@ class _Completion:
                         start = num_reported[number][sample]
                         fresh: list[Any] = stream.logprobs[sample][start:]
                         num_reported[number][sample] += len(fresh)
-                        ids = [token[0][0] for token in fresh]
+                        ids = [token.token_id for token in fresh]
                         if start == 0 and body.echo:
-                            fresh = [*(stream.prompt_scores or ()), *fresh]
+                            fresh = [*stream.prompt_logprobs, *fresh]
                             ids = [*stream.prompt_token_ids, *ids]
                             offsets[number][sample] = 0
                         choice["logprobs"] = completion_logprobs(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
+
+from .token_bytes import byte_of_letter
 
 __all__ = ["TokenText"]
 
@@ -23,14 +25,17 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._byte_of = _byte_alphabet()
+        self._byte_of = byte_of_letter()
         self._is_byte_level = _is_byte_level(tokenizer)
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
-        vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
-        self.longest = max(map(len, vocabulary), default=1)
-        """Characters of the longest token."""
         self.bytes = lru_cache(1 << 16)(self._bytes)
         self.text = lru_cache(1 << 16)(self._text)
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        vocabulary = self._tokenizer.get_vocab() if self._tokenizer is not None else {}
+        return max(map(len, vocabulary), default=1)
 
     def _bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""
@@ -63,12 +68,3 @@ class TokenText:
 def _is_byte_level(tokenizer: Any) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return "ByteLevel" in str(getattr(backend, "decoder", ""))
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters in which byte-level tokenizers write bytes, as GPT-2 has laid down."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    table = {chr(byte): byte for byte in plain}
-    table.update({chr(256 + number): byte for number, byte in enumerate(others)})
-    return table

@@ -1,0 +1,187 @@
+"""Log-probabilities: computed for many rows at once, and reported as vLLM's dictionaries.
+
+The best tokens are found without sorting the vocabulary. A row is cut into chunks; the ``k`` best
+tokens lie in the ``k`` chunks whose maxima are best, so only those are searched::
+
+    chunk maxima   7  3  9  8  1      k = 2: search the third and the fourth
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Logprob",
+    "LogprobDicts",
+    "TokenLogprobs",
+    "compute_logprobs",
+    "descending_order",
+    "read_logprobs",
+]
+
+CHUNK = 128  # tokens
+ID_BITS = 31
+
+
+class TokenLogprobs(NamedTuple):
+    """What is reported of one token: numbers only, for every token is one made."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """How many tokens are at least as likely, itself included."""
+    top_ids: list[int]
+    """The likeliest alternatives, best first; of equals the lowest id first."""
+    top_logprobs: list[float]
+
+    def top(self, num_top: int | None = None) -> list[tuple[int, float]]:
+        """Alternatives with their log-probabilities, best first; at most ``num_top`` of them."""
+        return list(zip(self.top_ids[:num_top], self.top_logprobs, strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of a token, with vLLM's names."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the likeliest. A token beyond the alternatives has the number of those that are at
+    least as likely."""
+    decoded_token: str | None = None
+    """What the token adds to a text; ``None`` without a tokenizer."""
+
+
+class LogprobDicts(Sequence[Any]):
+    """A list of dictionaries ``{token_id: Logprob}``, each made when it is asked for.
+
+    Each holds the token itself first, then the likeliest alternatives. ``None`` stands for a
+    token that nothing predicts, the first of a prompt. Pickled, it is a plain list.
+
+    Args:
+        tokens: The numbers; not copied.
+        decode: The text of a token id; ``None`` without a tokenizer.
+
+    Attributes:
+        tokens: The same.
+    """
+
+    def __init__(
+        self, tokens: Sequence[TokenLogprobs | None], decode: Callable[[int], str] | None = None
+    ) -> None:
+        self.tokens, self._decode = tokens, decode
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, at: slice) -> LogprobDicts: ...
+    def __getitem__(self, at: int | slice) -> LogprobDicts | dict[int, Logprob] | None:
+        if isinstance(at, slice):
+            return LogprobDicts(self.tokens[at], self._decode)
+        token = self.tokens[at]
+        if token is None:
+            return None
+        found = {token.token_id: self._logprob(token.token_id, token.logprob, token.rank)}
+        for rank, (token_id, logprob) in enumerate(token.top(), 1):
+            found[token_id] = self._logprob(token_id, logprob, rank)
+        return found
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, None if self._decode is None else self._decode(token_id))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (LogprobDicts, list, tuple)):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+@torch.inference_mode()
+def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """Log-probabilities of tokens and of the likeliest ones, packed for one copy to the host.
+
+    The sum over the vocabulary adds float32 exponentials, chunk by chunk, and the chunks' sums in
+    float64: a result has an error of a few units in the last place of float32.
+
+    Args:
+        logits: ``[n, vocab_size]``, float16, bfloat16 or float32. Not written to.
+        token_ids: int64 ``[n]``, one for each row.
+        num_top: Alternatives to report, 0 to ``vocab_size``.
+
+    Returns:
+        int32 ``[n, 2 + 2 * num_top]``: the token's rank, the ids of the best, and float32 bits of
+        the token's log-probability and of the best ones'. ``read_logprobs`` unpacks it.
+    """
+    n, vocab_size = logits.shape
+    chosen = token_ids[:, None]
+    rank = (logits >= logits.gather(1, chosen)).sum(dim=1, keepdim=True)
+    num_chunks = -(-vocab_size // CHUNK)
+    x = logits.new_empty(n, num_chunks * CHUNK, dtype=torch.float32)
+    x[:, :vocab_size] = logits
+    x[:, vocab_size:] = -torch.inf
+    chunks = x.view(n, num_chunks, CHUNK)
+    maxima = chunks.amax(dim=2)
+    best = maxima.amax(dim=1, keepdim=True)
+    top_ids = _find_best(chunks, maxima, num_top)
+    picked = x.gather(1, torch.cat([chosen, top_ids], dim=1))
+    x.sub_(best).exp_()
+    total = chunks.sum(dim=2).sum(dim=1, keepdim=True, dtype=torch.float64)
+    logprobs = (picked - best.double() - total.log()).float()
+    return torch.cat([rank.int(), top_ids.int(), logprobs.view(torch.int32)], dim=1)
+
+
+def _find_best(chunks: Tensor, maxima: Tensor, num_top: int) -> Tensor:
+    """The ids of the largest of ``chunks`` ``[n, num_chunks, CHUNK]``: int64 ``[n, num_top]``."""
+    _, num_chunks, size = chunks.shape
+    numbers = torch.arange(max(num_chunks, size), device=chunks.device)
+    where = _smallest_keys(maxima, numbers[:num_chunks], min(num_top, num_chunks))
+    candidates = chunks.gather(1, where[:, :, None].expand(-1, -1, size))
+    ids = where[:, :, None] * size + numbers[:size]
+    return _smallest_keys(candidates.flatten(1), ids.flatten(1), num_top)
+
+
+def _smallest_keys(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    """The ids of the largest values, best first; of equals the lowest id first."""
+    keys = (descending_order(values).long() << ID_BITS) + ids
+    best: Tensor = keys.topk(count, largest=False).values & (2**ID_BITS - 1)
+    return best
+
+
+def descending_order(values: Tensor) -> Tensor:
+    """Integers that ascend as float32 values descend, equal for equal ones: int32, same shape."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
+
+
+def read_logprobs(
+    packed: Tensor, token_ids: Sequence[int], num_top: Iterable[int]
+) -> list[TokenLogprobs]:
+    """What ``compute_logprobs`` returned, on the host, for each row.
+
+    Args:
+        packed: int32 ``[n, 2 + 2 * k]``.
+        token_ids: The tokens that it was computed for.
+        num_top: Alternatives to keep, of each row.
+    """
+    k = packed.shape[1] // 2 - 1
+    numbers = packed[:, : k + 1].tolist()
+    logprobs = packed[:, k + 1 :].view(torch.float32).tolist()
+    rows = zip(token_ids, numbers, logprobs, num_top, strict=True)
+    return [
+        TokenLogprobs(token_id, own[0], ids[0], ids[1 : count + 1], own[1 : count + 1])
+        for token_id, ids, own, count in rows
+    ]
