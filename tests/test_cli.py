@@ -288,6 +288,19 @@ def test_a_chat_needs_a_template(run, tmp_path):
     assert out == text
 
 
+def test_sampling_defaults_are_those_of_the_checkpoint(run, tmp_path):
+    shutil.copytree(demo_path(), tmp_path / "model")
+    recommended = json.dumps({"eos_token_id": 0, "temperature": 0.0, "max_new_tokens": 5})
+    (tmp_path / "model" / "generation_config.json").write_text(recommended)
+    model = ["x = ", "--no-echo", "--seed", "3", "--model", str(tmp_path / "model"), *SMALL]
+    by_default = run("generate", *model)[1]
+    assert by_default == run("generate", *model, "--temperature", "0", "--max-tokens", "5")[1]
+    drawn = run("generate", *model, "--temperature", "1", "--max-tokens", "5")[1]
+    assert drawn != by_default
+    options = ["--no-generation-config", "--max-tokens", "5"]
+    assert run("generate", *model, *options)[1] == drawn
+
+
 def test_a_stop_string_ends_the_text(run):
     _, whole, _ = run("generate", "import os\n", "--no-echo", *GREEDY)
     stop = whole[2:4]

@@ -228,8 +228,13 @@ TEMPLATE = (
 def test_a_conversation_is_written_down_by_its_template(llm: LLM) -> None:
     question = {"role": "user", "content": "def f(x):"}
     begun = [question, {"role": "assistant", "content": "return"}]
-    outputs = llm.chat([[question], begun], GREEDY, use_tqdm=False, chat_template=TEMPLATE)
-    texts = ["# user: def f(x):\n# assistant:", "# user: def f(x):\n# assistant: return"]
+    options = {"use_tqdm": False, "chat_template": TEMPLATE}
+    outputs = llm.chat([[question], begun], GREEDY, **options)
+    outputs += llm.chat(begun, GREEDY, continue_final_message=True, **options)
+    outputs += llm.chat([question], GREEDY, add_generation_prompt=False, **options)
+    asked = "# user: def f(x):\n# assistant:"
+    answered = f"{asked} return"
+    texts = [asked, f"{answered}\n# assistant:", answered, "# user: def f(x):\n"]
     for output, text in zip(outputs, texts, strict=True):
         token_ids = llm.engine.tokenizer.encode(text, add_special_tokens=False)
         assert output.prompt_token_ids == tuple(token_ids)
@@ -239,6 +244,26 @@ def test_a_conversation_is_written_down_by_its_template(llm: LLM) -> None:
         chat_template_kwargs={"name": "model"},
     )  # fmt: skip
     assert llm.engine.tokenizer.decode(named.prompt_token_ids).endswith("# model:")
+
+
+def test_tools_and_calls_are_given_to_the_template(llm: LLM) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}|{% endfor %}"
+    )
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 7}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options = {"use_tqdm": False, "chat_template": template}
+    [output] = llm.chat(messages, GREEDY, tools=tools, **options)
+    assert llm.engine.tokenizer.decode(output.prompt_token_ids) == "f;system:be|assistant:7|tool:x|"
+    with pytest.raises(RequestError, match="does not offer tools"):
+        llm.chat(messages, GREEDY, tools=tools, use_tqdm=False, chat_template=TEMPLATE)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +276,17 @@ def test_a_conversation_is_written_down_by_its_template(llm: LLM) -> None:
         ([{"content": "x"}], TEMPLATE, "conversation 0 has {'content': 'x'}, expected a message"),
         ([{"role": "user", "content": "x"}], "{{ raise_exception('no, no') }}", "no, no"),
         ([{"role": "user", "content": "x"}], None, "the tokenizer has no chat template"),
+        ([{"role": "user", "content": 3}], TEMPLATE, "messages.0 has content 3, expected text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            TEMPLATE,
+            "conversation 0: messages.0 has content [{'type': 'image_url'}], expected text",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+            TEMPLATE,
+            "messages.0.tool_calls.0.function.arguments is no JSON object",
+        ),
     ],
     ids=str,
 )

@@ -76,6 +76,36 @@ def test_log_probabilities_of_a_stream_are_those_of_the_result(async_llm):
     assert len(whole) == 9
 
 
+def test_prompts_are_those_of_llm(async_llm):
+    ids = async_llm.engine.tokenizer.encode("def f")
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=1)
+
+    async def last(prompt):
+        async for output in async_llm.generate(prompt, params):
+            sample = output.outputs[0]
+            assert len(sample.logprobs) == len(sample.token_ids)
+        return output
+
+    async def main():
+        prompts = ["def f", ids, {"prompt": "def f"}, {"prompt_token_ids": ids, "cache_salt": "x"}]
+        outputs = [await last(prompt) for prompt in prompts]
+        with pytest.raises(RequestError, match="neither text nor token ids"):
+            await async_llm.submit({})
+        with pytest.raises(RequestError, match="cache_salt is given twice"):
+            await async_llm.submit({"prompt": "x", "cache_salt": "a"}, cache_salt="b")
+        return outputs
+
+    outputs = asyncio.run(main())
+    for output in outputs:
+        assert output.prompt_token_ids == tuple(ids)
+        assert output.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+        assert len(output.prompt_logprobs) == len(ids)
+        assert output.metrics.time_in_queue > 0
+    assert outputs[1].prompt is None
+    assert outputs[2].prompt == "def f"
+    assert outputs[3].num_cached_tokens == 0
+
+
 def test_a_prompt_is_scored_as_transformers_scores_it(async_llm):
     text = "def add(a, b):\n    return a + b\n\n" * 20  # more than one chunk
 

@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -41,7 +42,10 @@ def chat(
         str | None, option("Sampling", "TEXT", "What the model is told beforehand.")
     ] = None,
     max_tokens: Annotated[int, option("Sampling", "N", "New tokens of an answer, at most.")] = 512,
-    temperature: Annotated[float, option("Sampling", "X", "0: always the likeliest.")] = 0.7,
+    temperature: Annotated[
+        float | None,
+        option("Sampling", "X", "0: always the likeliest. Without it, what the model recommends."),
+    ] = None,
     model: Annotated[
         str | None, option("Server", "NAME", "Which of the server's models; the first without it.")
     ] = None,
@@ -58,7 +62,9 @@ def chat(
 
     Ctrl-C ends an answer, Ctrl-D (or an empty line) the conversation.
     """
-    options = {"max_tokens": max_tokens, "temperature": temperature}
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
     console = Console(stderr=True, highlight=False)
     if target is not None and target.startswith(("http://", "https://")):
         key = api_key or os.environ.get("PAGETILE_API_KEY")
@@ -145,12 +151,11 @@ def _local(
 ) -> Answer:
     from ..engine.chat import render
     from ..engine.llm import LLM
-    from ..engine.sampling_params import SamplingParams
     from ..server.settings import read_template
 
     source = read_template(template, target)
     llm = LLM(target, device=device, max_num_seqs=1)
-    params = SamplingParams(**options)
+    params = replace(llm.get_default_sampling_params(), **options)
 
     def answer(messages: Messages) -> Iterator[str]:
         prompts = render(llm.engine.tokenizer, messages, source)

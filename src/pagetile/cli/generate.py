@@ -18,6 +18,7 @@ from .options import (
     DtypeName,
     MaxModelLen,
     Model,
+    NoGenerationConfig,
     flag,
     option,
 )
@@ -32,13 +33,14 @@ __all__ = ["EXAMPLES", "generate"]
 
 EXAMPLES = """
 [bold]Examples[/bold]
-  pagetile generate "def fibonacci(n):" --max-tokens 64
+  pagetile generate "def fibonacci(n):" --temperature 0.7
   pagetile generate --file draft.py --temperature 0 > longer.py
   git diff | pagetile generate --model my-checkpoint --stop END
   pagetile generate "import os" --n 3 --show-pages
 """
 
 SAMPLING = "Sampling"
+MAX_TOKENS = 128
 
 
 def generate(
@@ -60,20 +62,26 @@ def generate(
         flag(None, "--show-pages", "Draw which sequence held which block, at the fullest moment."),
     ] = False,
     n: Annotated[int, option(SAMPLING, "N", "Samples of each prompt.", "--n", "-n")] = 1,
-    max_tokens: Annotated[int, option(SAMPLING, "N", "New tokens at most.")] = 128,
-    temperature: Annotated[float, option(SAMPLING, "X", "0: always the likeliest.")] = 0.7,
+    max_tokens: Annotated[
+        int | None, option(SAMPLING, "N", "New tokens at most; 128 if nothing recommends more.")
+    ] = None,
+    temperature: Annotated[
+        float | None, option(SAMPLING, "X", "0: always the likeliest. 1 draws as the model says.")
+    ] = None,
     top_p: Annotated[
-        float, option(SAMPLING, "X", "Draw from the likeliest tokens that make up this share.")
-    ] = 0.95,
+        float | None,
+        option(SAMPLING, "X", "Draw from the likeliest tokens that make up this share."),
+    ] = None,
     top_k: Annotated[
-        int, option(SAMPLING, "N", "Draw from so many of the likeliest tokens; 0 is all.")
-    ] = 0,
+        int | None, option(SAMPLING, "N", "Draw from so many of the likeliest tokens; 0 is all.")
+    ] = None,
     min_p: Annotated[
-        float, option(SAMPLING, "X", "Leave out tokens less likely than this times the likeliest.")
-    ] = 0.0,
+        float | None,
+        option(SAMPLING, "X", "Leave out tokens less likely than this times the likeliest."),
+    ] = None,
     repetition_penalty: Annotated[
-        float, option(SAMPLING, "X", "Above 1, say less again that was said before.")
-    ] = 1.0,
+        float | None, option(SAMPLING, "X", "Above 1, say less again that was said before.")
+    ] = None,
     seed: Annotated[
         int | None, option(SAMPLING, "N", "The same seed draws the same text; another, another.")
     ] = None,
@@ -83,6 +91,7 @@ def generate(
     ignore_eos: Annotated[
         bool, flag(SAMPLING, "--ignore-eos", "Go on where the model would end.")
     ] = False,
+    no_generation_config: NoGenerationConfig = False,
     model: Model = None,
     dtype: Dtype = DtypeName.auto,
     kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
@@ -106,23 +115,28 @@ def generate(
     Without PROMPT and --file the prompt is what is piped in, all of it as one;
     without that, too, two lines of Python. Of a file or a pipe the last line
     break is left out.
+
+    Sampling options that are not given are those of the checkpoint's
+    generation_config.json, as with LLM and the server; otherwise temperature 1
+    and no cuts.
     """
     from ..engine.chat import render
+    from ..engine.generation_config import sampling_defaults
     from ..engine.sampling_params import SamplingParams
 
     texts = read_prompts(prompts or (), file)
-    params = SamplingParams(
-        n=n,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-    )
+    given: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    recommended = {} if no_generation_config else sampling_defaults(model)
+    values = {"max_tokens": MAX_TOKENS, **recommended}
+    values |= {name: value for name, value in given.items() if value is not None}
+    params = SamplingParams(n=n, seed=seed, stop=stop or (), ignore_eos=ignore_eos, **values)
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model (and compiling kernels, the first time)"):
         llm = _load(
@@ -135,12 +149,11 @@ def generate(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
-            generation_config="vllm",  # every request has parameters: the options above
         )
     spoken = [[{"role": "user", "content": text}] for text in texts]
     continued = render(llm.engine.tokenizer, spoken) if chat else texts
     deltas = llm.stream(continued, params)  # refuses what cannot be served
-    run = Run(llm.engine, texts, n, max_tokens=max_tokens, watch=show_pages)
+    run = Run(llm.engine, texts, n, max_tokens=int(values["max_tokens"]), watch=show_pages)
     deltas = run.measure(deltas)
     echo = not (no_echo or chat)
     if len(run.keys) == 1:

@@ -20,6 +20,7 @@ __all__ = [
     "ElementName",
     "MaxModelLen",
     "Model",
+    "NoGenerationConfig",
     "flag",
     "option",
     "parse_grid",
@@ -130,6 +131,14 @@ CacheDtype = Annotated[
 ]
 Element = Annotated[ElementName, option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype")]
 BlockSize = Annotated[int, option(MODEL, "N", "Tokens per cache block, 1 to 256.")]
+NoGenerationConfig = Annotated[
+    bool,
+    flag(
+        MODEL,
+        "--no-generation-config",
+        "Do not take sampling defaults from the checkpoint's generation_config.json.",
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     option(MODEL, "N", "The most tokens of a sequence. Without it, what the model allows."),

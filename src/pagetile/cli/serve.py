@@ -17,6 +17,7 @@ from .options import (
     Dtype,
     DtypeName,
     MaxModelLen,
+    NoGenerationConfig,
     flag,
     option,
 )
@@ -82,14 +83,7 @@ def serve(
     tool_call_parser: Annotated[
         str, option(HTTP, "NAME", "hermes, llama3_json, none; auto goes by the template.")
     ] = "auto",
-    no_generation_config: Annotated[
-        bool,
-        flag(
-            HTTP,
-            "--no-generation-config",
-            "Do not take sampling defaults from the checkpoint's generation_config.json.",
-        ),
-    ] = False,
+    no_generation_config: NoGenerationConfig = False,
     max_queued: Annotated[
         int, option(HTTP, "N", "Sequences that may wait; beyond, requests get a 503.")
     ] = 1024,

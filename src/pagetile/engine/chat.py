@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -9,35 +10,38 @@ from typing import Any
 from ..errors import RequestError
 from .numbers import is_list
 
-__all__ = ["Conversation", "render", "render_text"]
+__all__ = ["Conversation", "Tools", "as_template_message", "render", "render_text"]
 
 Conversation = SequenceOf[Mapping[str, Any]]
-"""Messages in turn: ``{"role": "user", "content": "…"}``."""
+"""Messages in turn, in OpenAI's form: ``{"role": "user", "content": "…"}``."""
+Tools = SequenceOf[Mapping[str, Any]]
+"""What the model may call: ``{"type": "function", "function": {"name": …, "parameters": …}}``."""
 
 
 def render(
     tokenizer: Any,
     messages: Conversation | SequenceOf[Conversation],
     chat_template: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> list[list[int]]:
     """The token ids of each conversation, up to where the model's answer begins.
 
     Args:
         tokenizer: The checkpoint's, from Transformers.
-        messages: One conversation, or a list of them. One that ends with the assistant's words
-            is continued, not answered.
+        messages: One conversation, or a list of them.
         chat_template: In the place of the tokenizer's own.
-        options: What else the template takes: ``{"enable_thinking": False}``, ``{"tools": […]}``.
+        **options: As for ``render_text``.
 
     Raises:
         RequestError: There is no template, it refuses the messages, or they are none.
     """
     _check_template(tokenizer, chat_template)
-    conversations = _listed(messages)
     return [
-        _render(tokenizer, conversation, f"conversation {number}", chat_template, options or {})
-        for number, conversation in enumerate(conversations)
+        tokenizer.encode(
+            _apply(tokenizer, conversation, f"conversation {number}", chat_template, **options),
+            add_special_tokens=False,
+        )
+        for number, conversation in enumerate(_listed(messages))
     ]
 
 
@@ -45,18 +49,73 @@ def render_text(
     tokenizer: Any,
     conversation: Conversation,
     chat_template: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> str:
     """One conversation as text; encoded without special tokens it gives ``render``'s ids.
+
+    Args:
+        tokenizer: The checkpoint's, from Transformers.
+        conversation: Its messages.
+        chat_template: In the place of the tokenizer's own.
+        **options: ``add_generation_prompt``: whether the text ends where an answer begins, True
+            by default; ``continue_final_message``: whether it ends within the last message, which
+            the model is to continue; ``tools``: what the model may call; ``template_options``:
+            what else the template takes, ``{"enable_thinking": False}``.
 
     Raises:
         RequestError: As ``render``.
     """
     _check_template(tokenizer, chat_template)
     [listed] = _listed(conversation)
-    options = {**(options or {}), "tokenize": False}
-    text: str = _apply(tokenizer, listed, "conversation 0", chat_template, options)
-    return text
+    return _apply(tokenizer, listed, "conversation 0", chat_template, **options)
+
+
+def as_template_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A message with its text in one piece, and the arguments of calls as objects.
+
+    Args:
+        message: In OpenAI's form.
+        name: What errors call it.
+
+    Raises:
+        RequestError: It has a part that is not text, or arguments that are no JSON object.
+    """
+    made = {key: value for key, value in message.items() if value is not None}
+    made["role"] = "system" if message["role"] == "developer" else message["role"]
+    made["content"] = _text(message.get("content"), name)
+    if made.pop("tool_calls", None):
+        made["tool_calls"] = [
+            _call(call, f"{name}.tool_calls.{place}")
+            for place, call in enumerate(message["tool_calls"])
+        ]
+    return made
+
+
+def _text(content: Any, name: str) -> str:
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        kinds = {part.get("type") for part in content}
+        if kinds <= {"text"}:
+            content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, (str, type(None))):
+        raise RequestError(f"{name} has content {content!r}, expected text, or parts of text")
+    return content or ""
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{name} is {call!r}, expected a call of a function with its name")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise RequestError(f"{name}.function.arguments is no JSON object")
+    named = {"id": call["id"]} if "id" in call else {}
+    function = {"name": function["name"], "arguments": dict(arguments)}
+    return {**named, "type": "function", "function": function}
 
 
 def _check_template(tokenizer: Any, chat_template: str | None) -> None:
@@ -71,7 +130,7 @@ def _check_template(tokenizer: Any, chat_template: str | None) -> None:
         )
 
 
-def _listed(messages: Any) -> list[list[Any]]:
+def _listed(messages: Any) -> list[list[dict[str, Any]]]:
     """Several conversations, or one: its elements are messages."""
     listed = list(messages) if is_list(messages) else None
     if not listed:
@@ -82,7 +141,13 @@ def _listed(messages: Any) -> list[list[Any]]:
     conversations = [listed] if isinstance(listed[0], Mapping) else listed
     for number, conversation in enumerate(conversations):
         _check(conversation, f"conversation {number}")
-    return [list(conversation) for conversation in conversations]
+    return [
+        [
+            as_template_message(message, f"conversation {number}: messages.{place}")
+            for place, message in enumerate(conversation)
+        ]
+        for number, conversation in enumerate(conversations)
+    ]
 
 
 def _check(conversation: Any, name: str) -> None:
@@ -99,36 +164,35 @@ def _check(conversation: Any, name: str) -> None:
             )
 
 
-def _render(
-    tokenizer: Any,
-    conversation: list[Any],
-    name: str,
-    chat_template: str | None,
-    options: Mapping[str, Any],
-) -> list[int]:
-    options = {**options, "tokenize": True}
-    token_ids: list[int] = _apply(tokenizer, conversation, name, chat_template, options)
-    return token_ids
-
-
 def _apply(
     tokenizer: Any,
-    conversation: list[Any],
+    conversation: list[dict[str, Any]],
     name: str,
     chat_template: str | None,
-    options: Mapping[str, Any],
-) -> Any:
-    is_begun = conversation[-1]["role"] == "assistant"
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Tools | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> str:
+    source = str(chat_template or tokenizer.chat_template)
+    if tools and "tools" not in source:
+        raise RequestError("tools: the chat template does not offer tools to the model")
+    if continue_final_message and conversation[-1]["role"] != "assistant":
+        raise RequestError(f"{name}: continue_final_message needs an assistant's last message")
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             conversation,
             chat_template=chat_template,
+            tools=list(tools) if tools else None,
+            tokenize=False,
             **{
-                "add_generation_prompt": not is_begun,
-                "continue_final_message": is_begun,
-                **options,
+                **(template_options or {}),
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+                "continue_final_message": continue_final_message,
                 "return_dict": False,
             },
         )
+        return text
     except Exception as error:  # a template is a program, and says no in its own ways
         raise RequestError(f"{name}: the chat template refuses it: {error}") from error

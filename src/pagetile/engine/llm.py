@@ -13,7 +13,7 @@ import torch
 
 from ..errors import RequestError, UnsupportedError
 from .cache_size import cache_dtype, make_cache
-from .chat import Conversation, render
+from .chat import Conversation, Tools, render
 from .core import Engine
 from .generation_config import sampling_defaults
 from .input_processor import parse_prompt
@@ -231,26 +231,45 @@ class LLM:
         *,
         use_tqdm: bool = True,
         chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations, written down as the model was taught to read them.
 
+        Prompts are those that the server makes of the same messages.
+
         Args:
             messages: One conversation, ``[{"role": "user", "content": "Hello!"}]``, or a list of
-                them. One that ends with the assistant's words is continued.
+                them, in OpenAI's form.
             sampling_params: As for ``generate``.
             use_tqdm: As there.
             chat_template: A Jinja template in the place of the tokenizer's own.
+            add_generation_prompt: Whether the prompt ends where an answer begins.
+            continue_final_message: Whether it ends within the last message, the assistant's,
+                which the model continues. Nothing is added to it then.
+            tools: What the model may call, in OpenAI's form. Calls are found in the text of the
+                output, written as the model was taught.
             chat_template_kwargs: What else the template takes, ``{"enable_thinking": False}``.
 
         Returns:
             As ``generate``; ``prompt`` is None, and ``prompt_token_ids`` what the template made.
 
         Raises:
-            RequestError: There is no template, or it refuses the messages; or as ``generate``.
+            RequestError: There is no template, it refuses the messages, or it knows no tools; or
+                as ``generate``.
         """
         with self._turn:
-            prompts = render(self.engine.tokenizer, messages, chat_template, chat_template_kwargs)
+            prompts = render(
+                self.engine.tokenizer,
+                messages,
+                chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_options=chat_template_kwargs,
+            )
             return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(

@@ -100,17 +100,18 @@ class ChatTemplate:
                 "/v1/completions, or start the server with --chat-template",
                 param="messages",
             )
-        chosen: dict[str, Any] = {
-            **(options or {}),
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            "continue_final_message": continue_final_message,
-        }
-        if tools is not None:
-            chosen["tools"] = tools
 
         def work() -> str:
             template = chat_template or self._config.chat_template
-            return render_text(self._tokenizer, messages, template, chosen)
+            return render_text(
+                self._tokenizer,
+                messages,
+                template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_options=options,
+            )
 
         try:
             text = await self._within(work, self._config.limits.template_seconds)
