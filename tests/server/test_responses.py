@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from pagetile.errors import GenerationError
+from pagetile.server.response_items import ResponseItems
+from pagetile.server.tool_parsers import Call
 
 from .test_structured import SCHEMA
 
@@ -53,6 +55,115 @@ def test_messages_with_parts_are_the_same_as_text(client):
     more = {"role": "user", "content": "go on"}
     again = client.responses.create(**ASKED, input=[question, *plain.output, more])
     assert again.usage.input_tokens > plain.usage.input_tokens
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def test_log_probabilities_are_those_of_the_chat_whole_and_streamed(client):
+    messages = [{"role": "user", "content": "x = 1"}]
+    chat = client.chat.completions.create(
+        model="pagetile-demo", temperature=0, max_tokens=12, messages=messages,
+        logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    wanted = [(e.token, e.logprob) for e in chat.choices[0].logprobs.content]
+    response = client.responses.create(**ASKED, **LOGPROBS, input="x = 1")
+    [item] = response.output
+    found = item.content[0].logprobs
+    assert [e.token for e in found] == [token for token, _ in wanted]
+    assert [e.logprob for e in found] == pytest.approx([p for _, p in wanted], abs=1e-4)
+    assert all(len(e.top_logprobs) == 2 for e in found)
+    assert "".join(e.token for e in found) == response.output_text
+    events = list(client.responses.create(**ASKED, **LOGPROBS, input="x = 1", stream=True))
+    streamed = [
+        e for event in events if event.type == "response.output_text.delta" for e in event.logprobs
+    ]
+    assert [e.token for e in streamed] == [e.token for e in found]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [e.logprob for e in done.logprobs] == [e.logprob for e in streamed]
+    plain = client.responses.create(**ASKED, input="x = 1")
+    assert plain.output[0].content[0].logprobs == []
+
+
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a place.",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"type": "string", "pattern": "^[a-z]{1,8}$"}},
+        "required": ["place"],
+        "additionalProperties": False,
+    },
+    "strict": None,
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_forced_call_is_an_item_of_the_output(client, choice):
+    asked = {"model": "pagetile-demo", "input": "x = 1", "temperature": 0, "tools": [WEATHER],
+             "tool_choice": choice, "parallel_tool_calls": False}  # fmt: skip
+    response = client.responses.create(**asked)
+    [call] = response.output
+    assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments).keys() == {"place"}
+    assert response.output_text == ""
+    assert response.tools[0].name == "weather"
+    events = list(client.responses.create(**asked, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    num_deltas = kinds.count("function_call_arguments.delta")
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        *["function_call_arguments.delta"] * num_deltas,
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == events[-3].arguments == call.arguments
+    assert events[-1].response.output[0].arguments == call.arguments
+    # The call and its result can be sent back.
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    question = {"role": "user", "content": "x = 1"}
+    again = client.responses.create(**ASKED, input=[question, *response.output, result])
+    assert again.output[0].type == "message"
+
+
+def test_text_and_calls_of_an_answer_become_items_in_order():
+    entries = {7: {"token": "a"}, 8: {"token": "b"}, 9: {"token": "c"}}
+    ids = iter(range(9))
+    items = ResponseItems(
+        lambda kind: f"{kind}-{next(ids)}", lambda tokens: [entries[i] for i in tokens]
+    )
+    events = items.add("Yes.", [7], [])
+    events += items.add("", [8], [Call(0, "f", "{", "call-0")])
+    events += items.add("", [9], [Call(0, None, "}"), Call(1, "g", "{}", "call-1")])
+    events += items.finish("completed")
+    assert [(kind, fields["output_index"]) for kind, fields in events] == [
+        ("output_item.added", 0),
+        ("content_part.added", 0),
+        ("output_text.delta", 0),
+        ("output_item.added", 1),
+        ("function_call_arguments.delta", 1),
+        ("function_call_arguments.delta", 1),
+        ("function_call_arguments.done", 1),
+        ("output_item.done", 1),
+        ("output_item.added", 2),
+        ("function_call_arguments.delta", 2),
+        ("output_text.delta", 0),
+        ("output_text.done", 0),
+        ("content_part.done", 0),
+        ("output_item.done", 0),
+        ("function_call_arguments.done", 2),
+        ("output_item.done", 2),
+    ]
+    message, first, second = items.output
+    assert message["content"][0]["text"] == "Yes."
+    assert message["content"][0]["logprobs"] == list(entries.values())
+    assert (first["name"], first["arguments"], first["call_id"]) == ("f", "{}", "call-0")
+    assert (second["name"], second["arguments"], second["status"]) == ("g", "{}", "completed")
 
 
 def test_a_stream_has_the_events_of_the_api_in_order(client):
@@ -103,7 +214,12 @@ def test_text_formats_are_followed(client):
         ("input", []),
         ("input", ""),
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
-        ("input", [{"type": "function_call_output", "call_id": "c", "output": "x"}]),
+        ("input", [{"type": "function_call_output", "output": "x"}]),
+        ("input", [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]),
+        ("top_logprobs", 2),
+        ("include", ["reasoning.encrypted_content"]),
+        ("tool_choice", {"type": "function", "name": "f"}),
+        ("tools.0.strict", True),
         ("max_output_tokens", 0),
         ("temperature", -1.0),
         ("top_p", 7.0),
@@ -116,6 +232,8 @@ def test_text_formats_are_followed(client):
 )
 def test_what_cannot_be_honoured_is_a_400_that_names_the_field(post, field, value):
     given = {"text": {"format": value}} if field == "text.format" else {field: value}
+    if field == "tools.0.strict":
+        given = {"tools": [{**WEATHER, "strict": True}]}
     status, body = post("/v1/responses", **{"input": "x", **given})
     assert status == 400, body
     assert body["error"]["message"].startswith(field), body

@@ -106,7 +106,7 @@ class ChatCompletion:
         return response
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
-        parser = self._parser()
+        parser = self.parser()
         first, last = parser.feed(sample.text), parser.finish()
         text, calls = self._echo + first.text + last.text, [*first.calls, *last.calls]
         message: dict[str, Any] = {
@@ -115,7 +115,7 @@ class ChatCompletion:
             "refusal": None,
         }
         if calls:
-            message["tool_calls"] = [_whole(call) for call in self._kept(calls)]
+            message["tool_calls"] = [_whole(call) for call in self.kept(calls)]
         choice: dict[str, Any] = {
             "index": sample.index,
             "message": message,
@@ -134,7 +134,7 @@ class ChatCompletion:
         body, stream, n = self.body, self.stream, self.body.n or 1
         options = body.stream_options
         head = json.dumps(self._head("chat.completion.chunk"))[:-1]
-        parsers = [self._parser() for _ in range(n)]
+        parsers = [self.parser() for _ in range(n)]
         num_calls, num_reported, counts = [0] * n, [0] * n, [0] * n
         has_begun = False
         usage = Usage()
@@ -156,7 +156,7 @@ class ChatCompletion:
                     logprobs = self._logprobs(index, num_reported[index])
                     if logprobs is not None:
                         num_reported[index] += len(logprobs["content"])
-                    calls = self._kept(parsed.calls)
+                    calls = self.kept(parsed.calls)
                     num_calls[index] += len(calls)
                     has_news = parsed.text or calls or reason or (logprobs or {}).get("content")
                     if not (has_news or body.return_token_ids):
@@ -203,7 +203,8 @@ class ChatCompletion:
             "model": self.body.model or self.server.model_name,
         }
 
-    def _parser(self) -> ToolParser:
+    def parser(self) -> ToolParser:
+        """What finds calls in a sample's text."""
         body, tools = self.body, self.body.tools or []
         if not tools or body.tool_choice == "none":
             return TextOnly()
@@ -216,8 +217,8 @@ class ChatCompletion:
         assert kind is not None  # _check_tools has refused the request otherwise
         return kind(names)
 
-    def _kept(self, calls: list[Call]) -> list[Call]:
-        """Without ``parallel_tool_calls`` the first call only."""
+    def kept(self, calls: list[Call]) -> list[Call]:
+        """Those of the calls to report: without ``parallel_tool_calls`` the first one."""
         if self.body.parallel_tool_calls is False:
             return [call for call in calls if call.index == 0]
         return calls

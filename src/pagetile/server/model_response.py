@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 
+from ..engine.logprobs import TokenLogprobs
 from ..engine.request import RequestOutput
 from ..errors import RequestError
 from .chat_completion import ChatCompletion
 from .errors import ApiError, to_api_error
 from .generation import Usage, note_usage
+from .logprobs import chat_logprobs
 from .logs import log
+from .response_items import Event, ResponseItems
 from .schemas.responses import ResponsesRequest
+from .tool_parsers import Parsed
 
 __all__ = ["ModelResponse"]
 
@@ -37,8 +42,13 @@ class ModelResponse:
     def __init__(self, body: ResponsesRequest, completion: ChatCompletion) -> None:
         self.body, self.completion = body, completion
         server = completion.server
-        self._id, self._item_id = server.new_id("resp"), server.new_id("msg")
+        self._id = server.new_id("resp")
         self._created = server.created_now()
+        self._offers_tools = bool(body.tools) and body.tool_choice != "none"
+        self._parser = completion.parser()
+        describe = self._describe if body.asks_for_logprobs else None
+        self._items = ResponseItems(server.new_id, describe)
+        self._num_reported = 0
         self._num_events = 0
 
     @classmethod
@@ -58,54 +68,59 @@ class ModelResponse:
     async def answer(self) -> dict[str, Any]:
         """The whole response."""
         output = await self.completion.stream.result()
+        self._take(output.outputs[0].text, is_last=True)
+        self._items.finish(_item_status(output))
         return self._finished(output)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events."""
         stream, request = self.completion.stream, self.completion.request
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        text, has_begun = "", False
+        has_begun = False
         try:
             while deltas := await stream.take():
+                events: list[Event] = []
                 if not has_begun:
                     has_begun = True
-                    yield self._opening(place)
-                if piece := "".join(delta.text for delta in deltas):
-                    text += piece
-                    yield self._event(
-                        "response.output_text.delta", **place, delta=piece, logprobs=[]
-                    )
-            response = self._finished(await stream.result())
-            [item] = response["output"]
-            yield b"".join(
-                (
-                    self._event("response.output_text.done", **place, text=text, logprobs=[]),
-                    self._event("response.content_part.done", **place, part=_part(text)),
-                    self._event("response.output_item.done", output_index=0, item=item),
-                    self._event(f"response.{response['status']}", response=response),
-                )
-            )
+                    opening = {"response": self._response("in_progress", [])}
+                    events += [("created", opening), ("in_progress", opening)]
+                    if not self._offers_tools:
+                        events += self._items.open_message()
+                text = "".join(delta.text for delta in deltas)
+                is_last = any(delta.finish_reason is not None for delta in deltas)
+                events += self._take(text, is_last)
+                if events:
+                    yield self._encode(events)
+            output = await stream.result()
+            events = self._items.finish(_item_status(output))
+            response = self._finished(output)
+            yield self._encode([*events, (response["status"], {"response": response})])
         except Exception as error:
             if not has_begun:
                 raise  # nothing was sent yet: an ordinary response reports it
             log.error("stream failed", request=request.scope, exc=error)
             failure = _failure(to_api_error(error).message)
             response = self._response("failed", [], error=failure)
-            yield self._event("response.failed", response=response)
+            yield self._encode([("failed", {"response": response})])
         finally:
             stream.close()
 
-    def _opening(self, place: dict[str, Any]) -> bytes:
-        response = self._response("in_progress", [])
-        item = self._item("in_progress")
-        return b"".join(
-            (
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._event("response.content_part.added", **place, part=_part("")),
-            )
-        )
+    def _take(self, text: str, is_last: bool) -> list[Event]:
+        """Take in what came next of the answer's text and of its tokens."""
+        parsed = self._parser.feed(text) if text else Parsed()
+        if is_last:
+            rest = self._parser.finish()
+            parsed = Parsed(parsed.text + rest.text, [*parsed.calls, *rest.calls])
+        tokens = self.completion.stream.logprobs[0][self._num_reported :]
+        self._num_reported += len(tokens)
+        return self._items.add(parsed.text, tokens, self.completion.kept(parsed.calls))
+
+    def _describe(self, tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        words, num_top = self.completion.server.words, self.body.top_logprobs or 0
+        content: list[dict[str, Any]] = chat_logprobs(words, tokens, num_top=num_top)["content"]
+        return content
+
+    def _encode(self, events: Sequence[Event]) -> bytes:
+        return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in events)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._num_events, **fields}
@@ -122,11 +137,9 @@ class ModelResponse:
             status, details = "incomplete", {"reason": "max_output_tokens"}
         elif sample.finish_reason != "stop":
             status, error = "failed", _failure("the request was aborted: the server is stopping")
-        # An item of output has no status for a failure.
-        item_status = "completed" if status == "completed" else "incomplete"
         return self._response(
             status,
-            [self._item(item_status, _part(sample.text))],
+            self._items.output,
             error=error,
             incomplete_details=details,
             usage={
@@ -157,41 +170,42 @@ class ModelResponse:
             "metadata": body.metadata or {},
             "model": body.model or self.completion.server.model_name,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
             "text": {"format": shown},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": _shown(body.tool_choice) or ("auto" if body.tools else "none"),
+            "tools": [_shown(tool) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
             **more,
         }
 
-    def _item(self, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": list(parts),
-        }
+
+def _item_status(output: RequestOutput) -> str:
+    """Of an item of output, which has no status for a failure."""
+    return "completed" if output.outputs[0].finish_reason == "stop" else "incomplete"
 
 
 def _renamed(error: ApiError) -> ApiError:
     """The error with the name that its field has in this API."""
     for name, own in _NAMES.items():
-        if error.param == name or (error.param is None and name in error.message):
+        field = (error.param or "").split(".")[0]
+        if field == name or (error.param is None and name in error.message):
             error.message, error.param = error.message.replace(name, own, 1), own
             break
+    if error.param is not None and error.param.startswith("tools."):
+        error.message = error.message.replace(".function", "", 1)
+        error.param = error.param.replace(".function", "")
     return error
+
+
+def _shown(value: BaseModel | str | None) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def _failure(message: str) -> dict[str, str]:
     return {"code": "server_error", "message": message}
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

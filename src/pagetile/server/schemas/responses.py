@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ..errors import ApiError
 from .chat import ChatRequest, JsonObjectFormat, TextFormat
@@ -19,7 +19,12 @@ class ContentPart(Body):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+    """Those of an earlier response may come back; they are not read."""
+
+
+def _joined(content: str | list[ContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class InputMessage(Body):
@@ -34,9 +39,63 @@ class InputMessage(Body):
     @property
     def text(self) -> str:
         """The content in one piece."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return _joined(self.content)
+
+
+class FunctionCallItem(Body):
+    """A call that the model made in an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class FunctionCallOutput(Body):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ContentPart]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+def _kind(item: Any) -> str:
+    """What an item of the input is; one without a type is a message."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return _TAGS.get(kind, "input-message") if isinstance(kind, str) else "input-message"
+
+
+# With a hyphen, which tells errors that they are no fields of the body.
+_TAGS = {"function_call": "function-call", "function_call_output": "function-call-output"}
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("input-message")]
+    | Annotated[FunctionCallItem, Tag("function-call")]
+    | Annotated[FunctionCallOutput, Tag("function-call-output")],
+    Discriminator(_kind),
+]
+
+
+class FunctionTool(Body):
+    """A function that the model may call; other tools are refused."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class NamedSchemaFormat(Body):
@@ -62,7 +121,7 @@ class TextOptions(Body):
 class ResponsesRequest(Body):
     """Answer a text or a conversation. The server keeps no response after it is sent."""
 
-    input: str | list[InputMessage]
+    input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
     """A system message before the input."""
@@ -71,6 +130,14 @@ class ResponsesRequest(Body):
     top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    """Log-probabilities of the message's tokens; of calls' tokens, too, where there are both."""
+    top_logprobs: int | None = Field(None, ge=0)
+    """How many of the likeliest alternatives come with each token."""
     metadata: (
         dict[
             Annotated[str, Field(max_length=64)],
@@ -105,16 +172,28 @@ class ResponsesRequest(Body):
             )
         if not self.input:
             raise ApiError(400, "input is empty: give text or at least one message", param="input")
+        if self.top_logprobs is not None and not self.asks_for_logprobs:
+            raise ApiError(
+                400,
+                "top_logprobs needs include=['message.output_text.logprobs']",
+                param="top_logprobs",
+            )
+
+    @property
+    def asks_for_logprobs(self) -> bool:
+        """Whether log-probabilities are to be reported."""
+        return bool(self.include)
 
     def as_chat(self) -> ChatRequest:
         """The chat request that has the same answer."""
-        messages = []
+        messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:
-            messages += [{"role": item.role, "content": item.text} for item in self.input]
+            for item in self.input:
+                _add_item(messages, item)
         return ChatRequest.model_validate(
             {
                 "model": self.model,
@@ -124,8 +203,20 @@ class ResponsesRequest(Body):
                 "top_p": self.top_p,
                 "stream": self.stream,
                 "response_format": self._response_format(),
+                "logprobs": True if self.asks_for_logprobs else None,
+                "top_logprobs": self.top_logprobs,
+                "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
+                **self._tools(),
             }
         )
+
+    def _tools(self) -> dict[str, Any]:
+        choice: Any = self.tool_choice if self.tools or self.tool_choice != "auto" else None
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        functions = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
+        tools = [{"type": "function", "function": function} for function in functions]
+        return {"tools": tools or None, "tool_choice": choice}
 
     def _response_format(self) -> dict[str, Any] | None:
         format_ = self.text.format if self.text is not None else None
@@ -135,3 +226,20 @@ class ResponsesRequest(Body):
             return {"type": format_.type}
         schema = format_.model_dump(by_alias=True, exclude={"type"})
         return {"type": "json_schema", "json_schema": schema}
+
+
+def _add_item(
+    messages: list[dict[str, Any]], item: InputMessage | FunctionCallItem | FunctionCallOutput
+) -> None:
+    """Add an item of the input to a chat's messages; calls belong to the message before them."""
+    if isinstance(item, InputMessage):
+        messages.append({"role": item.role, "content": item.text})
+    elif isinstance(item, FunctionCallOutput):
+        content = _joined(item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    else:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)

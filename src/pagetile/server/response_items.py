@@ -1,0 +1,140 @@
+"""The items of a response's output, and the events that tell a stream's reader of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..engine.logprobs import TokenLogprobs
+from .tool_parsers import Call
+
+__all__ = ["Event", "ResponseItems"]
+
+Event = tuple[str, dict[str, Any]]
+"""Its type, without ``response.``, and its fields."""
+
+
+class ResponseItems:
+    """One message and any number of function calls, which grow piece by piece.
+
+    A message holds all the text and the log-probabilities of all tokens; it begins with the first
+    text. A call ends when the next one begins. All end with ``finish``.
+
+    Args:
+        new_id: Makes an id with a prefix.
+        describe: Log-probabilities in the form of the API; ``None``: they were not asked for.
+
+    Attributes:
+        output: The items so far, as the response lists them.
+    """
+
+    def __init__(
+        self,
+        new_id: Callable[[str], str],
+        describe: Callable[[Sequence[TokenLogprobs]], list[dict[str, Any]]] | None,
+    ) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._new_id, self._describe = new_id, describe
+        self._message: int | None = None
+        self._call: int | None = None
+        self._held: list[dict[str, Any]] = []  # log-probabilities that no event has had
+
+    def open_message(self) -> list[Event]:
+        """Begin the message, if it has not begun."""
+        if self._message is not None:
+            return []
+        item = {
+            "id": self._new_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        self._message = len(self.output)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        events = [
+            self._begin(item),
+            ("content_part.added", {**self._place(item), "part": {**part, "logprobs": []}}),
+        ]
+        item["content"] = [part]
+        return events
+
+    def add(self, text: str, tokens: Sequence[TokenLogprobs], calls: Sequence[Call]) -> list[Event]:
+        """Take in what came next: text, the tokens of all that came, and pieces of calls."""
+        if self._describe is not None:
+            self._held += self._describe(tokens)
+        events = self._add_text(text) if text else []
+        for call in calls:
+            events += self._add_call(call)
+        return events
+
+    def finish(self, status: str) -> list[Event]:
+        """End all items: ``completed``, or ``incomplete`` if the answer was cut off."""
+        events = [] if self.output else self.open_message()
+        if self._message is not None:
+            if self._held:  # of tokens without text: the end of the answer
+                events += self._add_text("")
+            item = self.output[self._message]
+            [part] = item["content"]
+            item["status"] = status
+            place = self._place(item)
+            shown = {"text": part["text"], "logprobs": part["logprobs"]}
+            events += [
+                ("output_text.done", {**place, **shown}),
+                ("content_part.done", {**place, "part": part}),
+                self._end(item),
+            ]
+        return events + self._end_call(status)
+
+    def _add_text(self, text: str) -> list[Event]:
+        events = self.open_message()
+        assert self._message is not None
+        item = self.output[self._message]
+        [part] = item["content"]
+        logprobs, self._held = self._held, []
+        part["text"] += text
+        part["logprobs"] += logprobs
+        fields = {**self._place(item), "delta": text, "logprobs": logprobs}
+        return [*events, ("output_text.delta", fields)]
+
+    def _add_call(self, call: Call) -> list[Event]:
+        events = []
+        if call.name is not None:
+            events = self._end_call("completed")
+            item = {
+                "id": self._new_id("fc"),
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+            self._call = len(self.output)
+            events.append(self._begin(item))
+        if call.arguments:
+            assert self._call is not None
+            item = self.output[self._call]
+            item["arguments"] += call.arguments
+            fields = {"item_id": item["id"], "output_index": self._call, "delta": call.arguments}
+            events.append(("function_call_arguments.delta", fields))
+        return events
+
+    def _end_call(self, status: str) -> list[Event]:
+        if self._call is None:
+            return []
+        item, at, self._call = self.output[self._call], self._call, None
+        item["status"] = status
+        fields = {"item_id": item["id"], "output_index": at, "name": item["name"]}
+        done = {**fields, "arguments": item["arguments"]}
+        return [("function_call_arguments.done", done), self._end(item)]
+
+    def _begin(self, item: dict[str, Any]) -> Event:
+        self.output.append(item)
+        return "output_item.added", {"output_index": len(self.output) - 1, "item": dict(item)}
+
+    def _end(self, item: dict[str, Any]) -> Event:
+        return "output_item.done", {"output_index": self.output.index(item), "item": dict(item)}
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        at = self.output.index(item)
+        return {"item_id": item["id"], "output_index": at, "content_index": 0}
