@@ -88,6 +88,18 @@ def test_version():
     assert re.fullmatch(r"pagetile \d+\.\d+\.\d+\S*\n", result.stdout)
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("pagetile gen", "generate"), ("pagetile generate --temp", "--temperature")],
+)
+def test_a_shell_completes_commands_and_options(typed, completed, monkeypatch, capsys):
+    monkeypatch.setenv("_PAGETILE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert main([]) == 0
+    assert capsys.readouterr().out.split() == [completed]
+
+
 def test_torch_s_threads_are_told_not_to_spin_before_torch_is_there():
     code = (
         "import os, sys; from pagetile.cli import main; main(['generate', '--help']);"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -22,11 +23,14 @@ from .serve import serve
 
 __all__ = ["app", "run"]
 
+COMPLETE = "_PAGETILE_COMPLETE"
+"""Environment variable by which a shell asks for completions of what is typed so far."""
+
 app = typer.Typer(
     name="pagetile",
     help="Text from a Hugging Face checkpoint, over a KV cache that is kept in pages.",
-    epilog="Each command has its own help: [bold]pagetile generate --help[/bold].",
-    add_completion=False,
+    epilog="Each command has its own help: [bold]pagetile generate --help[/bold]. "
+    "[bold]pagetile --install-completion[/bold] lets the shell complete commands and options.",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -69,6 +73,10 @@ def run(args: Sequence[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot
     command = typer.main.get_command(app)
+    if instruction := os.environ.get(COMPLETE):
+        from typer.completion import shell_complete
+
+        return shell_complete(command, {}, "pagetile", COMPLETE, instruction)
     try:
         with command.make_context("pagetile", list(args)) as context:
             command.invoke(context)

@@ -134,7 +134,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }
     recommended = {} if no_generation_config else sampling_defaults(model)
-    values = {"max_tokens": MAX_TOKENS, **recommended}
+    values: dict[str, Any] = {"max_tokens": MAX_TOKENS, **recommended}
     values |= {name: value for name, value in given.items() if value is not None}
     params = SamplingParams(n=n, seed=seed, stop=stop or (), ignore_eos=ignore_eos, **values)
     console = Console(stderr=True, highlight=False)

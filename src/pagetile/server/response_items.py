@@ -43,7 +43,7 @@ class ResponseItems:
         """Begin the message, if it has not begun."""
         if self._message is not None:
             return []
-        item = {
+        item: dict[str, Any] = {
             "id": self._new_id("msg"),
             "type": "message",
             "role": "assistant",
@@ -51,7 +51,8 @@ class ResponseItems:
             "content": [],
         }
         self._message = len(self.output)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
+        part["logprobs"] = []
         events = [
             self._begin(item),
             ("content_part.added", {**self._place(item), "part": {**part, "logprobs": []}}),
@@ -98,10 +99,10 @@ class ResponseItems:
         return [*events, ("output_text.delta", fields)]
 
     def _add_call(self, call: Call) -> list[Event]:
-        events = []
+        events: list[Event] = []
         if call.name is not None:
             events = self._end_call("completed")
-            item = {
+            item: dict[str, Any] = {
                 "id": self._new_id("fc"),
                 "type": "function_call",
                 "call_id": call.id,
