@@ -214,7 +214,8 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
-        sequence.request.finished_time = time.perf_counter()
+        if sequence.request.is_finished:
+            sequence.request.finished_time = time.perf_counter()
         if sequence.row >= 0 and sequence.last_step <= self._completed:
             self._release(sequence)
 
