@@ -383,6 +383,7 @@ class Machine:
             presence_penalty=rng.choice([0.0, 0.0, 0.7]),
             min_tokens=rng.choice([0, 0, 3]),
             logprobs=rng.choice([None, None, 2]),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
             n=rng.choice([1, 1, 3]),
             stop=rng.choice([(), (), ("a", "Q7"), ("zz",)]),
             stop_token_ids=rng.choice([(), (30, 40, 50, 60, 70, 80)]),
@@ -440,6 +441,9 @@ class Machine:
             for one in output.outputs:
                 key = request_id, one.index
                 wanted = expected.outputs[one.index]
+                if one.finish_reason == "error":
+                    assert "its prompt's scores failed: Injected" in one.error
+                    continue
                 assert tuple(self.tokens.get(key, ())) == one.token_ids
                 if one.finish_reason == "abort":
                     assert request_id in self.aborted
@@ -449,6 +453,12 @@ class Machine:
                 assert is_same(one, wanted), (prompt, params, one, wanted)
                 if request.makes_text_early:
                     assert self.texts[key] == one.text
+                if params.prompt_logprobs is not None:
+                    found, scores = (o.prompt_logprobs.tokens[1:] for o in (output, expected))
+                    assert len(found) == len(prompt) - 1
+                    assert [t.logprob for t in found] == pytest.approx(
+                        [t.logprob for t in scores], abs=1e-4
+                    )
 
 
 @pytest.mark.parametrize("group", range(4))
