@@ -179,6 +179,16 @@ def test_a_prompt_whose_scores_fail_fails_alone(llm: LLM, monkeypatch) -> None:
     llm.engine.check()
 
 
+def test_a_request_that_is_aborted_before_it_is_scored_is_done(llm: LLM) -> None:
+    request_id = llm.engine.add_request(PROMPTS[0], replace(GREEDY, prompt_logprobs=0))
+    assert llm.engine.has_unfinished
+    llm.engine.abort(request_id)
+    assert not llm.engine.has_unfinished
+    output = llm.engine.take_output(request_id)
+    assert [sample.finish_reason for sample in output.outputs] == ["abort"]
+    assert output.prompt_logprobs is None
+
+
 def test_metrics_tell_when_a_request_was_served(llm: LLM) -> None:
     before = time.time()
     outputs = llm.generate(PROMPTS[:2], replace(GREEDY, max_tokens=4), use_tqdm=False)

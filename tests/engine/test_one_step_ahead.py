@@ -438,6 +438,8 @@ class Machine:
             output = engine.take_output(request_id)
             expected = alone(prompt, params)
             assert output.finished
+            reasons = {one.finish_reason for one in output.outputs}
+            assert ("abort" in reasons) == (request_id in self.aborted)
             for one in output.outputs:
                 key = request_id, one.index
                 wanted = expected.outputs[one.index]
