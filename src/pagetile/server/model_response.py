@@ -68,8 +68,8 @@ class ModelResponse:
     async def answer(self) -> dict[str, Any]:
         """The whole response."""
         output = await self.completion.stream.result()
-        self._take(output.outputs[0].text, is_last=True)
-        self._items.finish(_item_status(output))
+        self._take(output.outputs[0].text)
+        self._end(output)
         return self._finished(output)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -85,13 +85,11 @@ class ModelResponse:
                     events += [("created", opening), ("in_progress", opening)]
                     if not self._offers_tools:
                         events += self._items.open_message()
-                text = "".join(delta.text for delta in deltas)
-                is_last = any(delta.finish_reason is not None for delta in deltas)
-                events += self._take(text, is_last)
+                events += self._take("".join(delta.text for delta in deltas))
                 if events:
                     yield self._encode(events)
             output = await stream.result()
-            events = self._items.finish(_item_status(output))
+            events = self._end(output)
             response = self._finished(output)
             yield self._encode([*events, (response["status"], {"response": response})])
         except Exception as error:
@@ -104,12 +102,15 @@ class ModelResponse:
         finally:
             stream.close()
 
-    def _take(self, text: str, is_last: bool) -> list[Event]:
+    def _take(self, text: str) -> list[Event]:
         """Take in what came next of the answer's text and of its tokens."""
-        parsed = self._parser.feed(text) if text else Parsed()
-        if is_last:
-            rest = self._parser.finish()
-            parsed = Parsed(parsed.text + rest.text, [*parsed.calls, *rest.calls])
+        return self._add(self._parser.feed(text)) if text else []
+
+    def _end(self, output: RequestOutput) -> list[Event]:
+        """Take in what the parser held back, and end the items."""
+        return self._add(self._parser.finish()) + self._items.finish(_item_status(output))
+
+    def _add(self, parsed: Parsed) -> list[Event]:
         tokens = self.completion.stream.logprobs[0][self._num_reported :]
         self._num_reported += len(tokens)
         return self._items.add(parsed.text, tokens, self.completion.kept(parsed.calls))
