@@ -18,6 +18,8 @@ from .options import (
     DtypeName,
     MaxModelLen,
     Model,
+    NumSpeculativeTokens,
+    Speculative,
     flag,
     option,
 )
@@ -97,6 +99,8 @@ def generate(
     no_prefix_caching: Annotated[
         bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
     ] = False,
+    speculative: Speculative = None,
+    num_speculative_tokens: NumSpeculativeTokens = 7,
 ) -> None:
     """Continue text.
 
@@ -135,6 +139,8 @@ def generate(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
+            speculative=speculative and speculative.value,
+            num_speculative_tokens=num_speculative_tokens,
             generation_config="vllm",  # every request has parameters: the options above
         )
     spoken = [[{"role": "user", "content": text}] for text in texts]

@@ -20,6 +20,9 @@ __all__ = [
     "ElementName",
     "MaxModelLen",
     "Model",
+    "NumSpeculativeTokens",
+    "Speculative",
+    "SpeculativeName",
     "flag",
     "option",
     "parse_grid",
@@ -96,6 +99,12 @@ class CacheDtypeName(str, Enum):
     int8 = "int8"
 
 
+class SpeculativeName(str, Enum):
+    """Where drafts of the next tokens come from."""
+
+    ngram = "ngram"
+
+
 class ElementName(str, Enum):
     """Element types of tensors that no checkpoint comes with."""
 
@@ -134,3 +143,13 @@ MaxModelLen = Annotated[
     int | None,
     option(MODEL, "N", "The most tokens of a sequence. Without it, what the model allows."),
 ]
+Speculative = Annotated[
+    SpeculativeName | None,
+    option(
+        MODEL,
+        "HOW",
+        "ngram: draft what followed the last tokens before, and verify it: the same text, faster "
+        "where it repeats.",
+    ),
+]
+NumSpeculativeTokens = Annotated[int, option(MODEL, "N", "The most tokens of a draft, 1 to 15.")]

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
+from .ngram import NgramProposer
 from .sampling_params import SamplingParams
 
 __all__ = ["CompletionOutput", "Grammar", "Request", "RequestOutput", "Sequence", "Status"]
@@ -102,6 +103,8 @@ class Sequence:
     end_token_ids: frozenset[int]
     """Tokens that end it."""
     grammar: Grammar | None = None
+    proposer: NgramProposer | None = None
+    """What drafts its next tokens, if anything does."""
     status: Status = Status.WAITING
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once the launched steps are done."""
