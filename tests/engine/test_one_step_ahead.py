@@ -71,9 +71,15 @@ def finish(engine: Engine) -> list[Any]:
 
 
 @cache
+def reference() -> Engine:
+    """An engine of a large pool, a step after the other."""
+    return make_engine(is_ahead=False, enable_prefix_caching=False)
+
+
+@cache
 def alone(prompt: tuple[int, ...], params: SamplingParams) -> Any:
-    """What an engine of a large pool makes of a request by itself, a step after the other."""
-    engine = make_engine(is_ahead=False, enable_prefix_caching=False)
+    """What the reference makes of a request by itself."""
+    engine = reference()
     request_id = engine.add_request(prompt, params)
     finish(engine)
     return engine.take_output(request_id)
@@ -326,13 +332,14 @@ class Injected(Exception):
 class Machine:
     """Drives an engine at random and remembers what it should have done."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         self.rng = rng = random.Random(seed)
         self.engine = make_engine(
             num_blocks=rng.choice([10, 14, 30]),
             is_ahead=rng.random() < 0.8,
             max_num_batched_tokens=rng.choice([8, 12, 64]),
             enable_prefix_caching=rng.random() < 0.8,
+            **options,
         )
         self.asked: dict[Any, tuple[tuple[int, ...], SamplingParams]] = {}
         self.texts: dict[tuple[Any, int], str] = {}

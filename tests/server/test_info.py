@@ -78,6 +78,9 @@ def test_metrics_count_what_was_served(http, async_llm):
     states = [after["pagetile:blocks", state] for state in ("free", "cached", "held")]
     assert sum(states) == async_llm.engine.pool.num_blocks
     assert after["pagetile:num_requests_running",] == 0
+    for what in ("drafts", "draft_tokens", "accepted_tokens"):
+        count = getattr(async_llm.engine.counts, what)
+        assert after[f"pagetile:spec_decode_num_{what}_total",] == count
 
 
 def test_metrics_of_a_running_request(async_llm, http):

@@ -19,6 +19,8 @@ from .options import (
     MaxModelLen,
     Model,
     NoGenerationConfig,
+    NumSpeculativeTokens,
+    Speculative,
     flag,
     option,
 )
@@ -106,6 +108,8 @@ def generate(
     no_prefix_caching: Annotated[
         bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
     ] = False,
+    speculative: Speculative = None,
+    num_speculative_tokens: NumSpeculativeTokens = 7,
 ) -> None:
     """Continue text.
 
@@ -149,6 +153,8 @@ def generate(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
+            speculative=speculative and speculative.value,
+            num_speculative_tokens=num_speculative_tokens,
         )
     spoken = [[{"role": "user", "content": text}] for text in texts]
     continued = render(llm.engine.tokenizer, spoken) if chat else texts

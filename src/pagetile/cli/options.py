@@ -21,6 +21,9 @@ __all__ = [
     "MaxModelLen",
     "Model",
     "NoGenerationConfig",
+    "NumSpeculativeTokens",
+    "Speculative",
+    "SpeculativeName",
     "flag",
     "option",
     "parse_grid",
@@ -97,6 +100,12 @@ class CacheDtypeName(str, Enum):
     int8 = "int8"
 
 
+class SpeculativeName(str, Enum):
+    """Where drafts of the next tokens come from."""
+
+    ngram = "ngram"
+
+
 class ElementName(str, Enum):
     """Element types of tensors that no checkpoint comes with."""
 
@@ -143,3 +152,13 @@ MaxModelLen = Annotated[
     int | None,
     option(MODEL, "N", "The most tokens of a sequence. Without it, what the model allows."),
 ]
+Speculative = Annotated[
+    SpeculativeName | None,
+    option(
+        MODEL,
+        "HOW",
+        "ngram: draft what followed the last tokens before, and verify it: the same text, faster "
+        "where it repeats.",
+    ),
+]
+NumSpeculativeTokens = Annotated[int, option(MODEL, "N", "The most tokens of a draft, 1 to 15.")]

@@ -111,6 +111,10 @@ def cache_report(engine: Engine, run: Run) -> Text:
         "output": _rate(run.num_output_tokens, run.seconds),
         "first token": _first_token(list(run.first_tokens.values())),
     }
+    if counts.draft_tokens:
+        rows["speculated"] = (
+            f"{counts.accepted_tokens:,} of {counts.draft_tokens:,} drafted tokens accepted"
+        )
     if run.num_cut:
         rows["cut short"] = f"{run.num_cut:,} by max_model_len={engine.max_model_len:,}"
     return aligned(rows)

@@ -18,6 +18,8 @@ from .options import (
     DtypeName,
     MaxModelLen,
     NoGenerationConfig,
+    NumSpeculativeTokens,
+    Speculative,
     flag,
     option,
 )
@@ -116,6 +118,8 @@ def serve(
     no_prefix_caching: Annotated[
         bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
     ] = False,
+    speculative: Speculative = None,
+    num_speculative_tokens: NumSpeculativeTokens = 7,
     seed: Annotated[int, option(MODEL, "N", "Seeds requests that come without a seed.")] = 0,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API does.
@@ -168,6 +172,8 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
+            speculative=speculative and speculative.value,
+            num_speculative_tokens=num_speculative_tokens,
             generation_config="vllm" if no_generation_config else "auto",
             seed=seed,
         )

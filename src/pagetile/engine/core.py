@@ -24,6 +24,7 @@ from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
+from .ngram import NgramProposer
 from .output_processor import Delta, OutputProcessor
 from .prompt_logprobs import score_prompt
 from .request import Grammar, Request, RequestOutput, Sequence, Status
@@ -55,6 +56,9 @@ class Engine:
         enforce_eager: On a GPU, launch the kernels of decode steps one by one, not as graphs.
         async_scheduling: Whether a step is launched before the one before it is read. ``None``:
             where that gains time, on a GPU. The tokens are the same.
+        num_speculative_tokens: The most tokens that a step drafts for a sequence, by n-gram
+            look-up in its own tokens, and verifies. With any ``async_scheduling`` is off: drafts
+            need the last tokens. The tokens are the same.
         seed: Where the seeds of requests without one come from.
 
     Attributes:
@@ -76,6 +80,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
+        num_speculative_tokens: int = 0,
         seed: int = 0,
     ) -> None:
         most = model.max_step_tokens
@@ -117,7 +122,8 @@ class Engine:
             enforce_eager=enforce_eager,
         )
         is_ahead = model.device.type == "cuda" if async_scheduling is None else async_scheduling
-        self._most_in_flight = 2 if is_ahead else 1
+        self._most_in_flight = 2 if is_ahead and not num_speculative_tokens else 1
+        self._num_speculative_tokens = num_speculative_tokens
         self._in_flight: deque[LaunchedStep] = deque()
         self._deltas: list[Delta] = []
         """Of completed steps; those of a step that fails half-way are returned by the next."""
@@ -393,11 +399,16 @@ class Engine:
         tokens = self._runner.read(launched)
         self._in_flight.popleft()
         self._record_time(launched)
+        kept: SequenceOf[int] = range(len(step.sampled))
+        if step.drafts:
+            kept = self.scheduler.verify(step, tokens.token_ids)
+            self._runner.accept(launched, tokens, kept)
         self.scheduler.complete(step)
         others, advance = tokens.others, self._output.advance
-        for at, (sequence, token_id) in enumerate(zip(step.sampled, tokens.token_ids, strict=True)):
+        for at in kept:
+            sequence, token_id = step.sampled[at], tokens.token_ids[at]
             if sequence.status is Status.FINISHED:
-                continue  # it ended a step ago: this token is one too many
+                continue  # it ended a step ago, or within its draft: this token is one too many
             token = others.get(at) if others else None
             if token is not None and token.error is not None:
                 self.scheduler.evict_from_prefix_cache(sequence)
@@ -409,8 +420,9 @@ class Engine:
     def _record_time(self, launched: LaunchedStep) -> None:
         """Tell the chunk sizer what a step took: since it was launched, or the last was read."""
         now, step = time.perf_counter(), launched.step
-        num_decode = step.num_tokens.count(1)
-        num_prompt = sum(step.num_tokens) - num_decode
+        num_decode = step.num_tokens.count(1) + len(step.drafts)
+        num_draft = sum(map(len, step.drafts.values()))
+        num_prompt = sum(step.num_tokens) - num_decode - num_draft
         seconds = now - max(self._last_read, launched.started)
         self.scheduler.chunks.record(seconds, num_decode, num_prompt)
         self._last_read = now
@@ -460,6 +472,8 @@ class Engine:
         if request.make_grammar is not None:
             sequence.grammar = request.make_grammar()
             self._num_grammars += 1
+        elif self._num_speculative_tokens:  # a grammar would have to be told of drafted tokens
+            sequence.proposer = NgramProposer(sequence.token_ids, self._num_speculative_tokens)
         request.sequences.append(sequence)
         return sequence
 

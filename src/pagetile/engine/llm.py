@@ -62,6 +62,11 @@ class LLM:
             recorded as CUDA graphs, and kernels compiled, before the first request.
         async_scheduling: Whether a step is launched before the tokens of the one before it are
             read. ``None``: where that gains time, on a GPU. The tokens are the same.
+        speculative: ``"ngram"``: what followed the last tokens when they came before is drafted to
+            follow again, and a step verifies the draft (prompt-lookup decoding). The tokens are
+            the same; text that repeats its prompt or itself is generated faster. With it
+            ``async_scheduling`` is off.
+        num_speculative_tokens: The most tokens of a draft, 1 to 15.
         generation_config: ``"auto"``: a request without ``sampling_params`` takes those of the
             checkpoint's generation_config.json; see ``get_default_sampling_params``. ``"vllm"``:
             it takes ``SamplingParams()``, as every request of a loaded model does.
@@ -108,6 +113,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
+        speculative: str | None = None,
+        num_speculative_tokens: int = 7,
         generation_config: str = "auto",
         seed: int = 0,
         use_tqdm: bool = False,
@@ -141,6 +148,9 @@ class LLM:
             ("async_scheduling", async_scheduling or False), ("use_tqdm", use_tqdm),
         ):  # fmt: skip
             check(isinstance(switch, bool), name, switch, "True or False")
+        allowed = "'ngram' or None"
+        check(speculative in (None, "ngram"), "speculative", speculative, allowed)
+        num_speculative_tokens = _size("num_speculative_tokens", num_speculative_tokens, most=15)
         cache_type = cache_dtype(kv_cache_dtype)
         is_path = isinstance(model, (str, os.PathLike))
         allowed = "'auto' or 'vllm'"
@@ -176,6 +186,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
+            num_speculative_tokens=num_speculative_tokens if speculative else 0,
             seed=seed,
         )
         if not enforce_eager:

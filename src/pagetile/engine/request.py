@@ -29,6 +29,7 @@ from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
 from .logprobs import LogprobDicts, TokenLogprobs
+from .ngram import NgramProposer
 from .sampling_params import SamplingParams
 
 __all__ = [
@@ -138,6 +139,8 @@ class Sequence:
     end_token_ids: frozenset[int]
     """Tokens that end it."""
     grammar: Grammar | None = None
+    proposer: NgramProposer | None = None
+    """What drafts its next tokens, if anything does."""
     status: Status = Status.WAITING
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once the launched steps are done."""

@@ -122,7 +122,8 @@ class Runner:
         else:
             found = self._compute(step, rows, masks)
             for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
-                sequence.is_decoding = step.sequences[at] is sequence
+                # What is accepted of drafts the host finds out: rows have to be told.
+                sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
         return self._send_back(step, rows, found, started)
 
     def read(self, launched: LaunchedStep) -> SampledTokens:
@@ -134,6 +135,13 @@ class Runner:
         assert tokens is not None
         assert best is not None
         return self.sampler.collect(tokens, best, logprobs, launched.rows)
+
+    @torch.inference_mode()
+    def accept(self, launched: LaunchedStep, tokens: SampledTokens, kept: list[int]) -> None:
+        """Tell the sampler which tokens of a step with drafts count."""
+        self.sampler.accept(
+            [launched.rows[at] for at in kept], [tokens.token_ids[at] for at in kept]
+        )
 
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
         """Record the decode steps of every size.
@@ -231,7 +239,8 @@ class Runner:
 
     def _compute(self, step: SchedulerOutput, rows: list[int], masks: Any) -> Any:
         """Launch a step whose tokens the host knows, but for those that are still unread."""
-        arrays = self._gather(step, rows)
+        assumed = step.find_assumed() if step.drafts else None
+        arrays = self._gather(step, rows, assumed)
         if self.device.type == "cuda":
             packed = pack(list(arrays.values()), self.device).to(self.device, non_blocking=True)
             tensors = dict(zip(arrays, unpack(packed, list(arrays.values())), strict=True))
@@ -241,41 +250,52 @@ class Runner:
         logits = self.model.forward(batch)
         if not rows:
             return None, None, None
-        return self.sampler.sample(logits, tensors["sampled_rows"], rows, masks)
+        return self.sampler.sample(logits, tensors["sampled_rows"], rows, masks, assumed)
 
-    def _gather(self, step: SchedulerOutput, sampled_rows: list[int]) -> dict[str, Any]:
+    def _gather(
+        self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
+    ) -> dict[str, Any]:
         token_ids: list[int] = []
         unread: list[tuple[int, int]] = []
         new_blocks: list[tuple[int, int, int]] = []
         rows = [sequence.row for sequence in step.sequences]
-        for sequence, chunk, end in zip(step.sequences, step.num_tokens, step.ends, strict=True):
-            known = sequence.token_ids[end - chunk : end]
+        for at, (sequence, chunk, end) in enumerate(
+            zip(step.sequences, step.num_tokens, step.ends, strict=True)
+        ):
+            known = sequence.token_ids[end - chunk : end] + step.drafts.get(at, [])
             token_ids += known
             if len(known) < chunk:
                 unread.append((len(token_ids), sequence.row))
                 token_ids.append(0)
             row, blocks = sequence.row, sequence.table.blocks
-            # The last block known may have been replaced by a copy of its own.
-            first = max(0, self._num_sent[row] - 1)
-            new_blocks += [(row, at, blocks[at]) for at in range(first, len(blocks))]
+            # The last block known may have been replaced by a copy of its own, and those past the
+            # tokens that were there by others, when a draft was not accepted.
+            first = min(max(0, self._num_sent[row] - 1), (end - chunk) // self.cache.block_size)
+            new_blocks += [(row, column, blocks[column]) for column in range(first, len(blocks))]
             self._num_sent[row] = len(blocks)
         query_lens = np.array(step.num_tokens, np.int32)
         seq_lens = np.array(step.ends, np.int32)
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(query_lens, out=starts[1:])
         shifts = np.repeat(seq_lens - starts[1:], query_lens)
+        logits_rows = starts[1:][step.logits_rows].astype(np.int64) - 1
+        sampled_lens = seq_lens[step.logits_rows]
+        if assumed is not None:
+            num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
+            sampled_lens -= np.array(num_drafted, np.int32)
+            logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
         unread_at, unread_rows = np.array(unread, np.int64).reshape(-1, 2).T
         block_rows, block_columns, block_ids = np.array(new_blocks, np.int64).reshape(-1, 3).T
         return {
             "token_ids": np.array(token_ids, np.int64),
             "positions": np.arange(starts[-1], dtype=np.int64) + shifts,
             "seq_of_token": np.repeat(np.arange(len(rows)), query_lens),
-            "logits_rows": starts[1:][step.logits_rows].astype(np.int64) - 1,
+            "logits_rows": logits_rows,
             "seq_lens": seq_lens,
             "starts": starts,
             "rows": np.array(rows, np.int64),
             "sampled_rows": np.array(sampled_rows, np.int64),
-            "sampled_lens": seq_lens[step.logits_rows],
+            "sampled_lens": sampled_lens,
             "unread_at": unread_at.copy(),
             "unread_rows": unread_rows.copy(),
             "block_rows": block_rows.copy(),

@@ -116,6 +116,15 @@ class SampledTokens(NamedTuple):
         return [self.others.get(at) or SampledToken(i) for at, i in enumerate(self.token_ids)]
 
 
+class _Draws(NamedTuple):
+    """A copy of rows with an entry for each draw: ``Sampler``'s attributes of the same names."""
+
+    last_tokens: Tensor
+    lengths: Tensor
+    ints: Tensor
+    floats: Tensor
+
+
 def find_features(params: SamplingParams) -> Feature:
     """What these parameters ask for; a grammar's ``MASK`` is the engine's to add."""
     features = Feature(0)
@@ -202,7 +211,12 @@ class Sampler:
         self.floats[where] = send(floats, self.device)
 
     def sample(
-        self, logits: Tensor, rows: Tensor, host_rows: Sequence[int], masks: Any = None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        host_rows: Sequence[int],
+        masks: Any = None,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Choose the next token of every row.
 
@@ -211,6 +225,8 @@ class Sampler:
             rows: int64 ``[n]``, on the device.
             host_rows: The same numbers.
             masks: Of rows with a grammar: pairs of a position in ``rows`` and its int32 mask.
+            drafts: For each entry of ``rows`` the tokens that are assumed to follow its last one.
+                Then a row may come several times, and none advances: that is ``accept``'s.
 
         Returns:
             Token ids int64 ``[n]``; the largest logits, float32 ``[n]``, finite where there is a
@@ -221,14 +237,14 @@ class Sampler:
         features = self.features[host_rows]
         present = Feature(int(np.bitwise_or.reduce(features)))
         shaped = logits
+        shifts = (
+            None if drafts is None else send(np.array([*map(len, drafts)], np.int32), self.device)
+        )
         if present & ~(PLAIN | Feature.LOGPROBS) or masks:
-            shaped = self._shape(logits.float(), rows, host_rows, features, masks)
-        tokens, best = self.draw(shaped, rows, features)
-        if present & Feature.PENALTY:
-            at = np.flatnonzero(features & Feature.PENALTY).tolist()
-            self._counts.add([host_rows[i] for i in at], tokens[_index(at, self.device)])
-        if present & Feature.BAN:
-            self._move_tails(tokens, host_rows)
+            shaped = self._shape(logits.float(), rows, host_rows, features, masks, drafts, shifts)
+        tokens, best = self.draw(shaped, rows, features, shifts)
+        if drafts is None:
+            self._remember(tokens, host_rows)
         if not present & Feature.LOGPROBS:
             return tokens, best, None
         at = np.flatnonzero(features & Feature.LOGPROBS).tolist()
@@ -239,7 +255,9 @@ class Sampler:
             return tokens, best, compute_logprobs(logits[where], tokens[where], num_top)
         return tokens, best, compute_logprobs(logits, tokens, num_top)
 
-    def draw(self, logits: Tensor, rows: Tensor, features: Any) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, rows: Tensor, features: Any, shifts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Steps 2, 3 and 6: token ids int64 ``[n]`` and the largest logits float32 ``[n]``.
 
         The rows advance by their token.
@@ -248,16 +266,42 @@ class Sampler:
             logits: ``[n, vocab_size]``.
             rows: int64 ``[n]``.
             features: int ``[n]``; rows that are greedy cost no more than that.
+            shifts: int32 ``[n]``: positions that each draw lies past its row's next one. With
+                them no row advances.
         """
+        state: Sampler | _Draws = self
+        if shifts is not None:
+            state = _Draws(
+                self.last_tokens[rows],
+                self.lengths[rows] + shifts,
+                self.ints[rows],
+                self.floats[rows],
+            )
+            rows = torch.arange(len(shifts), device=self.device)
         if self._draw is not None:
-            packed, n = self._draw(logits, rows, self), len(rows)
+            packed, n = self._draw(logits, rows, state), len(rows)
             return packed[: 2 * n].view(torch.int64), packed[2 * n :].view(torch.float32)
-        tokens, best = self._draw_on_host(logits, rows, features)
-        self.last_tokens[rows] = tokens
-        self.lengths[rows] += 1
+        tokens, best = self._draw_on_host(logits, rows, features, state)
+        state.last_tokens[rows] = tokens
+        state.lengths[rows] += 1
         return tokens, best
 
-    def _draw_on_host(self, logits: Tensor, rows: Tensor, features: Any) -> tuple[Tensor, Tensor]:
+    def accept(self, host_rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Take note of tokens that ``sample`` chose with drafts, in order; rows may come again."""
+        self._remember(self._send(token_ids), host_rows)
+
+    def _remember(self, tokens: Tensor, host_rows: Sequence[int]) -> None:
+        """Count the tokens of rows with penalties, and keep those that may begin bad words."""
+        features = self.features[host_rows]
+        if np.any(features & Feature.PENALTY):
+            at = np.flatnonzero(features & Feature.PENALTY).tolist()
+            self._counts.add([host_rows[i] for i in at], tokens[_index(at, self.device)])
+        if np.any(features & Feature.BAN):
+            self._move_tails(tokens, host_rows)
+
+    def _draw_on_host(
+        self, logits: Tensor, rows: Tensor, features: Any, state: Sampler | _Draws
+    ) -> tuple[Tensor, Tensor]:
         x = logits.float()
         best, tokens = x.max(dim=1)
         drawn = np.flatnonzero(features & Feature.RANDOM)
@@ -265,8 +309,8 @@ class Sampler:
             return tokens, best
         at = slice(None) if len(drawn) == len(rows) else _index(drawn, self.device)
         x, top, rows = x[at], best[at], rows[at]
-        scale = self.floats[rows, INVERSE].float()[:, None]
-        noise = _noise(self._tokens, self.ints[rows], self.lengths[rows])
+        scale = state.floats[rows, INVERSE].float()[:, None]
+        noise = _noise(self._tokens, state.ints[rows], state.lengths[rows])
         found = torch.sub(x, top[:, None]).mul_(scale).sub_(noise.log_()).argmax(dim=1)
         tokens[at] = found
         return tokens.where(torch.isfinite(best), 0), best
@@ -296,10 +340,19 @@ class Sampler:
     # --- step 1 and the cuts -------------------------------------------------------------
 
     def _shape(
-        self, x: Tensor, rows: Tensor, host_rows: list[int], features: Any, masks: Any
+        self,
+        x: Tensor,
+        rows: Tensor,
+        host_rows: list[int],
+        features: Any,
+        masks: Any,
+        drafts: Sequence[Sequence[int]] | None = None,
+        shifts: Tensor | None = None,
     ) -> Tensor:
         """The logits after steps 1, 4 and 5: what is not kept is -inf, NaN and +inf are left."""
         x = x.clone()
+        if len(self._flat) > _MOST_FLAT:
+            self._flat.clear()
 
         def having(feature: Feature) -> list[int]:
             return list(np.flatnonzero(features & feature).tolist())
@@ -309,9 +362,10 @@ class Sampler:
             x[where, token_ids] += values
         if at := having(Feature.PENALTY):
             picked = _index(at, self.device)
-            x[picked] = self._penalise(x[picked], rows[picked], [host_rows[i] for i in at])
+            assumed = [drafts[i] for i in at] if drafts is not None else ()
+            x[picked] = self._penalise(x[picked], rows[picked], [host_rows[i] for i in at], assumed)
         if at := having(Feature.BAN):
-            self._ban(x, rows, [(i, host_rows[i]) for i in at])
+            self._ban(x, rows, [(i, host_rows[i]) for i in at], drafts, shifts)
         if masks:
             at = [i for i, _ in masks]
             words = send(np.stack([mask for _, mask in masks]), self.device)
@@ -338,8 +392,14 @@ class Sampler:
             self._flat[key] = where, token_ids, send(columns[2].astype(np.float32), self.device)
         return self._flat[key]
 
-    def _penalise(self, x: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
+    def _penalise(
+        self, x: Tensor, rows: Tensor, host_rows: list[int], drafts: Sequence[Sequence[int]]
+    ) -> Tensor:
         in_output, in_prompt = self._counts.of(host_rows)
+        if assumed := [(i, token_id) for i, draft in enumerate(drafts) for token_id in draft]:
+            where, token_ids = self._send(assumed).T
+            one = torch.ones_like(where, dtype=torch.int32)
+            in_output.index_put_((where, token_ids), one, accumulate=True)
         repetition, presence, frequency = self.floats[rows, REPETITION:].T[:, :, None]
         wide = x.double()
         scaled = torch.where(x > 0, wide / repetition, wide * repetition)
@@ -347,21 +407,33 @@ class Sampler:
         penalised: Tensor = wide - presence * (in_output > 0) - frequency * in_output
         return penalised.float()
 
-    def _ban(self, x: Tensor, rows: Tensor, at: list[tuple[int, int]]) -> None:
+    def _ban(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        at: list[tuple[int, int]],
+        drafts: Sequence[Sequence[int]] | None,
+        shifts: Tensor | None,
+    ) -> None:
         """Rule out what is never allowed, end tokens that come too early, and bad words' ends."""
         key = "ban", tuple(n for pair in at for n in pair)
         if key not in self._flat:
             self._flat[key] = self._find_bans(at)
         where, token_ids, until, allowed_at, words = self._flat[key]
         position = self.lengths[rows] - self.ints[rows, PROMPT_LEN]
+        if shifts is not None:
+            position += shifts
         # Subtracting infinity, not writing it, leaves a NaN to be found.
         x[where, token_ids] -= torch.where(position[where] < until, math.inf, 0.0)
         if len(words):
             x[allowed_at] -= self._as_bans(words)
         for i, row in at:
+            tail = self._tails.get(row)
+            if tail is not None and drafts is not None and drafts[i]:
+                tail = torch.cat([tail, self._send(drafts[i])])
             for *before, last in self._inputs[row].bad_words:
-                if before:
-                    is_next = (self._tails[row][-len(before) :] == self._send(before)).all()
+                if before and tail is not None:
+                    is_next = (tail[-len(before) :] == self._send(before)).all()
                     x[i, last] -= torch.where(is_next, math.inf, 0.0)
 
     def _find_bans(self, at: list[tuple[int, int]]) -> tuple[Tensor, ...]:
@@ -389,7 +461,7 @@ class Sampler:
         bits = words[:, (self._tokens >> 5).long()] >> (self._tokens & 31)
         return torch.where((bits & 1) == 1, 0.0, math.inf)
 
-    def _send(self, token_ids: Sequence[int]) -> Tensor:
+    def _send(self, token_ids: Sequence[Any]) -> Tensor:
         return _index(token_ids, self.device)
 
 
@@ -462,7 +534,9 @@ class _Counts:
         return self._output[where], self._in_prompt[where]
 
     def add(self, rows: Sequence[int], tokens: Tensor) -> None:
-        self._output[self._where(rows), tokens] += 1
+        """Count one more token of each row; a row may come several times."""
+        flat = self._where(rows) * self._output.shape[1] + tokens
+        self._output.view(-1).index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
 
     def _where(self, rows: Sequence[int]) -> Tensor:
         return _index([self._slots[row] for row in rows], self._device)
@@ -476,7 +550,7 @@ def _count(token_ids: Sequence[int], like: Tensor) -> Tensor:
     return send(counts, like.device)
 
 
-def _index(numbers: Sequence[int] | npt.NDArray[Any], device: torch.device) -> Tensor:
+def _index(numbers: Sequence[Any] | npt.NDArray[Any], device: torch.device) -> Tensor:
     """Numbers to index with, on the device."""
     return send(np.array(numbers, np.int64), device)
 
@@ -537,6 +611,7 @@ _NO_TOKEN = (
     "the largest logit is {}, expected a finite one: -inf means that every token is forbidden; "
     "otherwise check the weights and the dtype (float16 overflows at 65504)"
 )
+_MOST_FLAT = 64  # drafts lay the same rows out in many ways
 
 
 # --- cuts -------------------------------------------------------------------------------------

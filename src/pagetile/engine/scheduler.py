@@ -14,12 +14,19 @@ A step may be scheduled while the one before is in flight::
 - Nothing is preempted while a step is in flight: ``schedule`` returns None and asks to complete it.
 - A sequence that ends keeps its row and its blocks until no step in flight computes it.
 - Blocks enter the prefix index in ``complete``: their tokens are known and their content is there.
+
+With speculation no step is in flight here. A sequence that decodes computes its draft too, and
+samples after each token of it; ``verify`` takes back what was not accepted::
+
+    token_ids     [… 7]          draft  [1 2 3]         computed [7 1 2 3], sampled [1 2 9 4]
+    after verify  [… 7 1 2] 9    num_computed - 1       blocks past the end are given back
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
@@ -44,9 +51,21 @@ class SchedulerOutput:
     """The sequences that get a token, forks included."""
     logits_rows: list[int] = field(default_factory=list)
     """For each of ``sampled``, the position in ``sequences`` of the one whose logits it uses."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Drafted tokens that are computed after a sequence's last one, by position in ``sequences``.
+    The sequence is in ``sampled`` once more for each, in their order."""
     is_decode: bool = True
     """Whether every sequence computes one token, which the device has, and samples the next."""
     number: int = 0
+
+    def find_assumed(self) -> list[list[int]]:
+        """For each of ``sampled``, the drafted tokens before the one that it gets."""
+        found, num_seen = [], dict.fromkeys(self.drafts, 0)
+        for at in self.logits_rows:
+            draft = self.drafts.get(at, [])[: num_seen.get(at, 0)]
+            num_seen[at] = len(draft) + 1
+            found.append(draft)
+        return found
 
 
 @dataclass
@@ -67,6 +86,10 @@ class CacheCounts:
     """Slots of held blocks, summed over steps."""
     unused_slots: int = 0
     """Those of them that hold no token."""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Draft tokens that were what the sampler chose."""
 
     @property
     def waste(self) -> float:
@@ -131,6 +154,7 @@ class Scheduler:
         """
         step = SchedulerOutput(number=self._num_scheduled)
         budget = self.max_num_batched_tokens
+        spare = budget - len(self.running)  # for drafts: every sequence gets its one token
         beside = self.chunks.limit(self.running, budget)
         if in_flight and self._would_preempt(budget, beside):
             return None
@@ -151,8 +175,10 @@ class Scheduler:
                 preempted |= self._make_room(sequence, chunk)
                 if sequence.row < 0:
                     continue
-            self._reserve(step, sequence, chunk)
-            budget -= chunk
+            draft = self._draft(sequence, min(spare, budget - 1)) if chunk == 1 else []
+            spare -= len(draft)
+            self._reserve(step, sequence, chunk, draft)
+            budget -= chunk + len(draft)
         budget = min(budget, beside)
         while budget and self.waiting and not preempted and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
@@ -162,6 +188,34 @@ class Scheduler:
         self._count(step)
         return step
 
+    def verify(self, step: SchedulerOutput, token_ids: list[int]) -> list[int]:
+        """Take drafted tokens back that were not sampled, when a step is read.
+
+        Args:
+            step: The step. Of its drafts what was accepted is left.
+            token_ids: The tokens of ``step.sampled``.
+
+        Returns:
+            The positions in ``step.sampled`` whose tokens count.
+        """
+        kept = [
+            at
+            for at, assumed in enumerate(step.find_assumed())
+            if token_ids[at - len(assumed) : at] == assumed
+        ]
+        num_kept = Counter(step.logits_rows[at] for at in kept)
+        for at, draft in step.drafts.items():
+            sequence, num_rejected = step.sequences[at], len(draft) + 1 - num_kept[at]
+            self.counts.drafts += 1
+            self.counts.draft_tokens += len(draft)
+            self.counts.accepted_tokens += num_kept[at] - 1
+            del draft[num_kept[at] - 1 :]
+            step.ends[at] -= num_rejected
+            sequence.num_tokens -= num_rejected
+            sequence.num_computed -= num_rejected
+            sequence.table.truncate(sequence.num_computed)
+        return kept
+
     def complete(self, step: SchedulerOutput) -> None:
         """Note that a step was computed, when its tokens are read and not yet appended.
 
@@ -169,10 +223,12 @@ class Scheduler:
         """
         size, index = self.block_size, self.index
         if index is not None:
-            for sequence, end in zip(step.sequences, step.ends, strict=True):
+            for at, (sequence, end) in enumerate(zip(step.sequences, step.ends, strict=True)):
                 num_full = end // size
                 if num_full > sequence.num_indexed and sequence.status is Status.RUNNING:
-                    sequence.block_hashes.extend(sequence.token_ids)
+                    accepted = step.drafts.get(at)
+                    known = sequence.token_ids
+                    sequence.block_hashes.extend(known + accepted if accepted else known)
                     index.insert(sequence.block_hashes, sequence.table.blocks, num_full)
                     sequence.num_indexed = num_full
         self._completed = step.number
@@ -231,7 +287,10 @@ class Scheduler:
 
     # --- one sequence ----------------------------------------------------------------------
 
-    def _reserve(self, step: SchedulerOutput, sequence: Sequence, chunk: int) -> None:
+    def _reserve(
+        self, step: SchedulerOutput, sequence: Sequence, chunk: int, draft: SequenceOf[int] = ()
+    ) -> None:
+        chunk, at = chunk + len(draft), len(step.sequences)
         copies = sequence.table.append(chunk)
         if copies:
             step.copies += copies
@@ -242,10 +301,24 @@ class Scheduler:
         sequence.last_step = step.number
         if not sequence.is_decoding:
             step.is_decode = False
-        if end == sequence.num_tokens:
-            sequence.num_tokens = end + 1
-            step.sampled.append(sequence)
-            step.logits_rows.append(len(step.sequences) - 1)
+        if end < sequence.num_tokens:
+            return
+        sequence.num_tokens = end + 1
+        step.sampled.append(sequence)
+        step.logits_rows.append(at)
+        if draft:
+            step.is_decode = False
+            step.drafts[at] = list(draft)
+            step.sampled += [sequence] * len(draft)
+            step.logits_rows += [at] * len(draft)
+
+    def _draft(self, sequence: Sequence, most: int) -> list[int]:
+        """Guess tokens that follow, as many as there is room for without preempting anyone."""
+        if sequence.proposer is None or not sequence.num_output_tokens:
+            return []  # with no output, others may yet fork from it
+        draft = sequence.proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
+        needed = sequence.table.blocks_needed(1 + len(draft))
+        return draft if self.pool.can_allocate(needed + len(self.running)) else []
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if a row and blocks for all its tokens are there."""
@@ -313,6 +386,7 @@ class Scheduler:
         sequence.table = BlockTable(self.pool)  # another: its row is stale
         sequence.num_computed = sequence.num_indexed = 0
         sequence.num_tokens, sequence.last_step = len(sequence.token_ids), -1
+        sequence.block_hashes.truncate(sequence.num_tokens)  # an accepted draft may be hashed
         sequence.is_decoding = False
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)

@@ -167,6 +167,9 @@ class _EngineCollector(Collector):
             "num_preemptions": ("Sequences that gave way.", counts.preemptions),
             "recomputed_tokens": ("Tokens computed again.", counts.recomputed_tokens),
             "copied_blocks": ("Blocks copied on write.", counts.copied_blocks),
+            "spec_decode_num_drafts": ("Drafts verified.", counts.drafts),
+            "spec_decode_num_draft_tokens": ("Tokens drafted.", counts.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafted tokens kept.", counts.accepted_tokens),
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(f"pagetile:{name}", text, value)

@@ -1,0 +1,78 @@
+"""Prompt-lookup speculation: drafts come from the sequence's own tokens, by n-gram look-up.
+
+What followed the last few tokens when they came before is drafted to follow them again. The next
+step computes the draft with the last token and samples after each; drafted tokens are accepted as
+long as they are what is sampled (``SchedulerOutput.find_kept``)::
+
+    tokens    … def add ( a , b ) …  … def add ( a          the last 4 tokens came before
+    draft                                        , b ) …
+    sampled                                      , c        "," is accepted, and "c" comes with it
+"""
+
+from __future__ import annotations
+
+__all__ = ["NgramProposer"]
+
+MAX_N = 4
+"""Longest n-gram that is compared; of places with as long a match the latest is taken."""
+MAX_PLACES = 16
+"""Most places that one look-up compares."""
+
+
+class NgramProposer:
+    """Drafts the continuation of one sequence from the latest place of its longest suffix n-gram.
+
+    Places of the same two tokens are chained, the latest first, so a look-up compares a few places
+    whatever the length of the sequence.
+
+    Args:
+        token_ids: The sequence's tokens: the live list, which only grows.
+        num_tokens: The most tokens of a draft.
+
+    Example:
+        >>> NgramProposer([7, 1, 2, 3, 4, 9, 2, 3], num_tokens=3).propose(3)
+        [4, 9, 2]
+    """
+
+    def __init__(self, token_ids: list[int], num_tokens: int) -> None:
+        self._token_ids, self._num_tokens = token_ids, num_tokens
+        self._latest: dict[tuple[int, int], int] = {}
+        """Two tokens to the position after their latest place."""
+        self._earlier = [0, 0]
+        """For a position, that after the place before of the same two tokens; 0 is none."""
+
+    def propose(self, most: int) -> list[int]:
+        """Draft at most ``most`` tokens; none if the last two tokens never came before."""
+        tokens, most = self._token_ids, min(most, self._num_tokens)
+        if most < 1 or len(tokens) < 3:
+            return []
+        self._index_new()
+        place = self._latest.get((tokens[-2], tokens[-1]), 0)
+        best = longest = 0
+        for _ in range(MAX_PLACES):
+            if not place or longest == MAX_N:
+                break
+            length = self._match(place)
+            if length > longest:
+                best, longest = place, length
+            place = self._earlier[place]
+        if not best:
+            return []
+        draft = tokens[best : best + most]
+        # Near the end it goes on with what it drafted: a loop stays a loop.
+        return (draft * -(-most // len(draft)))[:most]
+
+    def _index_new(self) -> None:
+        """Chain the places of all tokens but the last: no match is the suffix itself."""
+        tokens, latest, earlier = self._token_ids, self._latest, self._earlier
+        for position in range(len(earlier), len(tokens)):
+            pair = tokens[position - 2], tokens[position - 1]
+            earlier.append(latest.get(pair, 0))
+            latest[pair] = position
+
+    def _match(self, place: int) -> int:
+        """How many of the last tokens stand before ``place`` too: 2 to ``MAX_N``."""
+        tokens, most, n = self._token_ids, min(MAX_N, place), 2
+        while n < most and tokens[place - 1 - n] == tokens[-1 - n]:
+            n += 1
+        return n
