@@ -24,7 +24,7 @@ from .problem import Problem
 TILE = 64
 MOST_KEYS = 512  # of a tile, whose scores then stay in a second-level cache
 _FIRST_LEVEL = 6144  # numbers of transposed keys that stay in a first-level cache beside others
-_SMALL = 1 << 18  # scores that take a thread about as long as waking another
+_SMALL = 1 << 20  # multiply-adds that take a thread about as long as waking another
 
 ScoresCall = namedtuple(
     "ScoresCall",
@@ -168,7 +168,8 @@ def run(problem, q, k, softmax_scale):
         problem.head_size, width, columns, *q.stride()[:3], *k.stride()[:3],
         np.float32(softmax_scale), flat(q) if is_direct else np.empty(0, np.float32), is_direct,
     )  # fmt: skip
-    num_threads = DeviceInfo.of(q.device).num_workers if scores.numel() > _SMALL else 1
+    work = scores.numel() * problem.head_size
+    num_threads = DeviceInfo.of(q.device).num_workers if work > _SMALL else 1
     heads = problem.batch * problem.num_heads
     pieces = 1 if num_threads == 1 else -(-4 * num_threads // heads)
     chunk = -(-problem.q_len // (pieces * TILE)) * TILE
