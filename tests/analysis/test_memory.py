@@ -14,7 +14,7 @@ from pagetile.analysis.checkpoint import ELEMENT_BYTES, layer_kinds, read_checkp
 from pagetile.analysis.lengths import (
     GeometricLengths,
     GivenLengths,
-    Lengths,
+    LengthDistribution,
     UniformLengths,
     parse_lengths,
 )
@@ -153,7 +153,7 @@ def test_pages_never_hold_fewer_sequences_than_reservations(mean, longest, block
         ("1-2048", UniformLengths(1, 2048)),
     ],
 )
-def test_lengths_as_written(text: str, expected: Lengths):
+def test_lengths_as_written(text: str, expected: LengthDistribution):
     assert parse_lengths(text) == expected
 
 

@@ -78,13 +78,25 @@ def test_tiles_that_cannot_be_drawn_are_refused():
 def test_curves_are_what_was_counted_and_crossovers_are_marked(tmp_path):
     curves = io_curves(head_size=128, tiles_m=[48, 64, 128], longest=4096)
     figure = draw_io(curves)
-    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    lines = {line.get_label().split(":")[0]: line for line in figure.axes[0].lines}
     for curve in (curves.standard, *curves.tiled):
         assert tuple(lines[curve.name].get_ydata()) == curve.bytes
         assert tuple(lines[curve.name].get_xdata()) == curves.lengths
     words = texts(figure, tmp_path)
-    assert "from 145" in words
-    assert "up to 454 keys" in words
+    assert "tiles of 48 rows: over standard from 145" in words
+    assert "K and V fit on chip: up to 454 keys" in words
+
+
+def test_labels_cross_no_curve_and_no_label():
+    """Where tiles of all sizes lose from the first length on, as many labels as there can be."""
+    figure = draw_io(io_curves(head_size=192, v_head_size=128, group=8, tiles_m=[16, 32, 48, 64]))
+    figure.draw_without_rendering()
+    axes, [legend] = figure.axes[0], figure.legends
+    assert not axes.texts
+    assert len(legend.texts) == 7
+    plot, box = axes.get_tightbbox(), legend.get_window_extent()
+    assert box.y1 <= plot.y0
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,7 +119,7 @@ def test_a_crossover_against_a_scan_of_every_length(tile_m, causal):
 @pytest.mark.parametrize(("shortest", "longest"), [(2, 3), (64, 300), (500, 600), (64, 2**16)])
 def test_any_range_of_lengths_can_be_drawn(shortest, longest, tmp_path):
     curves = io_curves(head_size=128, tiles_m=[16], shortest=shortest, longest=longest)
-    notes = [word for word in texts(draw_io(curves), tmp_path) if word == "up to 454 keys"]
+    notes = [word for word in texts(draw_io(curves), tmp_path) if word.endswith("up to 454 keys")]
     assert len(notes) == (shortest < 454)
 
 

@@ -2,15 +2,58 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 from pagetile.tiles.cpu import threads
-from pagetile.tiles.cpu.threads import run_together
+from pagetile.tiles.cpu.compile import allocating, entry, inner
+from pagetile.tiles.cpu.simd import take_number
+from pagetile.tiles.cpu.threads import on_team, run_together
+
+
+@entry()
+def _count(parallel, num_threads, counter, done, size):
+    on_team(parallel, num_threads, _make_scratch, _take_items, (counter, done, size))
+
+
+@allocating()
+def _make_scratch(counter, done, size):
+    return np.zeros(size)
+
+
+@inner()
+def _take_items(counter, done, size, scratch):
+    """Write into ``done[i]`` how many items this call has taken when it takes item i."""
+    while True:
+        taken = take_number(counter)
+        if taken >= len(done):
+            return
+        scratch[0] += 1
+        done[taken] += scratch[0]
+
+
+@entry()
+def _meet(parallel, num_threads, arrived, turns, num_calls):
+    on_team(parallel, num_threads, _no_scratch, _wait_for_all, (arrived, turns, num_calls))
+
+
+@allocating()
+def _no_scratch(arrived, turns, num_calls):
+    return np.zeros(1)
+
+
+@inner()
+def _wait_for_all(arrived, turns, num_calls, scratch):
+    """Leave when ``num_calls`` calls are here at once, or after some seconds without them."""
+    take_number(arrived)
+    for _ in range(1 << 28):
+        take_number(turns)  # an atomic, after which numbers are read anew
+        if arrived[0] >= num_calls:
+            return
+    arrived[0] = -1
 
 
 @pytest.fixture(params=["torch's team", "plain threads"])
@@ -23,107 +66,55 @@ def run(request, monkeypatch):
     return run_together
 
 
-def test_one_thread_is_the_callers_own(run):
-    idents = []
-    run(lambda: idents.append(threading.get_ident()), 1)
-    assert idents == [threading.get_ident()]
+def test_one_thread_takes_all_items_in_order(run):
+    done = np.zeros(100)
+    run(_count, 1, np.zeros(1, np.int64), done, 1)
+    assert done.tolist() == list(range(1, 101))
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_as_many_threads_as_asked_for_take_part_and_the_caller_is_one(run, num_threads):
+def test_as_many_threads_as_asked_for_take_part(run, num_threads):
     if num_threads - 1 > (os.cpu_count() or 1):
         pytest.skip("more threads than a machine has cores are not promised")
-    idents, everyone = [], threading.Barrier(num_threads)
-
-    def meet():
-        idents.append(threading.get_ident())
-        everyone.wait(timeout=60)  # reached only while all of them are running
-
-    run(meet, num_threads)
-    assert len(set(idents)) == num_threads
-    assert threading.get_ident() in idents
-
-
-def test_all_calls_have_ended_when_it_returns(run):
-    for _ in range(50):
-        running = []
-
-        def work(running=running):
-            running.append(1)
-            time.sleep(0.001)
-            running.pop()
-
-        run(work, 2)
-        assert not running
+    arrived = np.zeros(1, np.int64)
+    run(_meet, num_threads, arrived, np.zeros(1, np.int64), num_threads)
+    assert arrived[0] == num_threads  # reached only while all of them are running
 
 
 def test_shared_work_is_done_once(run):
     for _ in range(100):
-        left, done, lock = list(range(200)), [], threading.Lock()
-
-        def work(left=left, done=done, lock=lock):
-            while True:
-                with lock:
-                    if not left:
-                        return
-                    done.append(left.pop())
-
-        run(work, 3)
-        assert sorted(done) == list(range(200))
+        done = np.zeros(2000)
+        run(_count, 3, np.zeros(1, np.int64), done, 1)
+        assert (done > 0).all()
+        assert (done == 1).sum() <= 3  # each call counts from one
 
 
-def test_an_error_is_raised_when_all_calls_have_ended(run):
-    ended, here = [], threading.get_ident()
-    both = threading.Barrier(2)
-
-    def fail_elsewhere():
-        both.wait(timeout=60)
-        if threading.get_ident() != here:
-            raise KeyError("elsewhere")
-        time.sleep(0.01)
-        ended.append(1)
-
-    with pytest.raises(KeyError, match="elsewhere"):
-        run(fail_elsewhere, 2)
-    assert ended
-
-    def fail():
-        raise ValueError("everywhere")
-
-    with pytest.raises(ValueError, match="everywhere"):
-        run(fail, 2)
-    with pytest.raises(ValueError, match="everywhere"):
-        run(fail, 1)
-    run(lambda: ended.append(2), 2)
-    assert 2 in ended
+def test_memory_that_cannot_be_had_is_an_error(run):
+    done = np.zeros(10)
+    with pytest.raises(MemoryError):
+        run(_count, 2, np.zeros(1, np.int64), done, 1 << 55)
+    assert not done.any()
+    run(_count, 2, np.zeros(1, np.int64), done, 1)
+    assert done.all()
 
 
 def test_many_callers_at_once_do_not_wait_for_each_other(run):
     """Each caller is enough to do its own work, whatever holds the other threads."""
 
     def call(number):
-        taken, numbers = [], iter(range(100))
-        lock = threading.Lock()
-
-        def work():
-            while True:
-                with lock:
-                    value = next(numbers, None)
-                if value is None:
-                    return
-                taken.append((number, value))
-
         for _ in range(20):
-            run(work, 3)
-        return taken
+            done = np.zeros(300)
+            run(_count, 3, np.zeros(1, np.int64), done, 1)
+            assert (done > 0).all()
+        return number
 
     with ThreadPoolExecutor(6) as callers:
-        for number, taken in enumerate(callers.map(call, range(6))):
-            assert sorted(taken) == [(number, value) for value in range(100)]
+        assert list(callers.map(call, range(6))) == list(range(6))
 
 
 FORK = """
-import multiprocessing, threading
+import multiprocessing
+import numpy
 import torch
 import pagetile
 
@@ -132,8 +123,8 @@ def meet():
 
     if {plain}:
         threads._openmp = lambda process: None
-    both = threading.Barrier(2)
-    threads.run_together(lambda: both.wait(timeout=60), 2)
+    q = torch.from_numpy(numpy.ones((1, 8, 300, 16), "f"))  # torch itself waits for its team
+    assert (pagetile.attention_scores(q, q, impl="cpu").numpy() == 16).all()
 
 torch.ones(1 << 20).sum()
 if {first}:

@@ -11,10 +11,16 @@ from typing import Protocol
 
 from ..errors import RequestError
 
-__all__ = ["GeometricLengths", "GivenLengths", "Lengths", "UniformLengths", "parse_lengths"]
+__all__ = [
+    "GeometricLengths",
+    "GivenLengths",
+    "LengthDistribution",
+    "UniformLengths",
+    "parse_lengths",
+]
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """How long sequences are, in tokens."""
 
     @property
@@ -140,7 +146,7 @@ class GeometricLengths:
         return f"geometric lengths, mean {self.mean_uncut:,g}, cut at {self.longest:,}"
 
 
-def parse_lengths(text: str) -> Lengths:
+def parse_lengths(text: str) -> LengthDistribution:
     """Lengths as they are written on a command line: ``"100,250,900"`` or ``"1-2048"``.
 
     Raises:

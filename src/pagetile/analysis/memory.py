@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from ..errors import OutOfBlocksError, RequestError, ShapeError
-from .lengths import Lengths
+from .lengths import LengthDistribution
 
 __all__ = ["LayerKind", "MemoryPlan", "Occupancy", "format_bytes", "parse_bytes", "plan_memory"]
 
@@ -127,7 +127,7 @@ class MemoryPlan:
         """
         return sum(self.layer_bytes(kind) * kind.num_visible(num_tokens) for kind in self.layers)
 
-    def occupancy(self, lengths: Lengths) -> Occupancy:
+    def occupancy(self, lengths: LengthDistribution) -> Occupancy:
         """How well sequences of these lengths fill the cache.
 
         Raises:

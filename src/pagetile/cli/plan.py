@@ -21,7 +21,7 @@ from .options import (
 from .output import aligned, make_table
 
 if TYPE_CHECKING:
-    from ..analysis.lengths import Lengths
+    from ..analysis.lengths import LengthDistribution
     from ..analysis.memory import MemoryPlan, Occupancy
 
 __all__ = ["EXAMPLES", "plan"]
@@ -111,7 +111,9 @@ def _free_memory() -> int:
     return available_memory(torch.device("cpu")) * 9 // 10
 
 
-def _choose_lengths(mean_len: float | None, lengths: str | None, longest: int) -> Lengths:
+def _choose_lengths(
+    mean_len: float | None, lengths: str | None, longest: int
+) -> LengthDistribution:
     from ..analysis.lengths import GeometricLengths, UniformLengths, parse_lengths
 
     if mean_len is not None and lengths is not None:

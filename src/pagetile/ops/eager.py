@@ -42,13 +42,13 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **arguments: _P.kwargs) -> _R:
     """Break the graph that is being compiled, and call the function eagerly.
 
     A compiler that traced into it would trace Numba's own code, and fail.
     """
     apart: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return apart(*args, **kwargs)
+    return apart(*args, **arguments)
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:

@@ -150,8 +150,10 @@ def _number_windows(axes: Any, grid: WindowGrid, *, is_rolled: bool, first_windo
     rows, columns = (_pieces(grid, axis, is_rolled=is_rolled) for axis in (0, 1))
     has_few = grid.num_windows <= MAX_NUMBERED
     last_row, last_column = (count - 1 for count in grid.windows)
-    part = 0.27 if is_rolled and not has_few else 0.5  # beside the padding, which has no box
+    part = 0.27 if is_rolled and not has_few else 0.5  # beside the padding
     box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
+    if not has_few:
+        box["boxstyle"] = "square,pad=0"
     for row, top, bottom in rows:
         for column, left, right in columns:
             wraps = row == last_row or column == last_column
@@ -161,7 +163,7 @@ def _number_windows(axes: Any, grid: WindowGrid, *, is_rolled: bool, first_windo
             axes.text(
                 left + part * (right - left), top + part * (bottom - top), str(number),
                 ha="center", va="center",
-                fontsize=9.0 if has_few else 5.5, color=INK, bbox=box if has_few else None,
+                fontsize=9.0 if has_few else 5.5, color=INK, bbox=box,
             )  # fmt: skip
 
 

@@ -85,12 +85,10 @@ def paged_attention_v1(
         True
     """
     _attend(
-        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
-        max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-        BlockSparse(
-            tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
-            blocksparse_head_sliding_step,
-        ),
+        (out,), query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+        block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
+        k_scale, v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+        blocksparse_block_size, blocksparse_head_sliding_step,
     )  # fmt: skip
 
 
@@ -138,18 +136,15 @@ def paged_attention_v2(  # noqa: D417 (the others are above)
         DTypeError: As there.
     """
     _attend(
-        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
-        max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-        BlockSparse(
-            tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
-            blocksparse_head_sliding_step,
-        ),
-        (exp_sum, max_logits, tmp_out),
+        (out, exp_sum, max_logits, tmp_out), query, key_cache, value_cache, num_kv_heads, scale,
+        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
+        k_scale, v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+        blocksparse_block_size, blocksparse_head_sliding_step,
     )  # fmt: skip
 
 
 def _attend(
-    out: Tensor,
+    outputs: tuple[Tensor, ...],
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -163,10 +158,10 @@ def _attend(
     kv_cache_dtype: str,
     k_scale: Tensor | float,
     v_scale: Tensor | float,
-    sparse: BlockSparse,
-    partitions: tuple[Tensor, Tensor, Tensor] | None = None,
+    *sparsity: int,
 ) -> None:
-    """Check a call, and run it where its query is."""
+    """Check a call, and run it where its query is; ``outputs``: its own, and partitions' if any."""
+    out, partitions, sparse = outputs[0], outputs[1:] or None, BlockSparse(*sparsity)
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
     value_cache = as_float8("value_cache", value_cache, kv_cache_dtype)
     scales: Any = None, None

@@ -16,12 +16,14 @@ result does not depend on the number of threads. All arithmetic is float32.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import numpy as np
 import torch
 
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat
-from ...tiles.cpu.compile import entry, inner
+from ...tiles.cpu.compile import allocating, entry, inner
 from ...tiles.cpu.simd import (
     LOG2_E,
     exp2,
@@ -39,7 +41,7 @@ from ...tiles.cpu.simd import (
     where_less,
     zeros,
 )
-from ...tiles.cpu.threads import run_together
+from ...tiles.cpu.threads import on_team, run_together
 from .checks import PARTITION_SIZE
 
 TILE = 64
@@ -150,26 +152,51 @@ def _exp2(x):
     return first_lane(exp2(splat(np.float32(x))))
 
 
+# Partitions' sums, maxima and sums of weights; the tensors; sizes, sparsity and strides.
+PartitionsCall = namedtuple(
+    "PartitionsCall",
+    "acc_parts m_parts l_parts counter q k v tables seq_lens slopes"
+    " num_seqs num_heads num_kv_heads head_size block_size x max_parts part_size scale"
+    " tp_rank local_blocks vert_stride sparse_size sliding_step"
+    " q_seq q_head k_block k_head v_block v_head table_stride",
+)
+
+
 @entry()
-def _attend(
-    acc_parts, m_parts, l_parts, counter, q, k, v, tables, seq_lens, slopes,
-    num_seqs, num_heads, num_kv_heads, head_size, block_size, x, max_parts, part_size, scale,
-    tp_rank, local_blocks, vert_stride, sparse_size, sliding_step,
-    q_seq, q_head, k_block, k_head, v_block, v_head, table_stride,
-):  # fmt: skip
+def _attend(parallel, num_threads, call):
+    on_team(parallel, num_threads, _make_scratch, _take_items, (call,))
+
+
+@allocating()
+def _make_scratch(call):
+    """A thread's queries, sums of a block, weights, state of its rows, and places of blocks."""
+    group = call.num_heads // call.num_kv_heads
+    per_tile = max(1, TILE // call.block_size)
+    return (
+        np.empty(group * call.head_size // call.x * 16, np.float32),
+        np.empty(group * call.block_size * call.x, np.float32),
+        np.empty(group * per_tile * call.block_size, np.float32),
+        np.empty(group * call.head_size * 16, np.float32),
+        np.empty(group, np.float32), np.empty(group, np.float32),
+        np.empty(group, np.int64), np.empty(per_tile, np.int64),
+    )  # fmt: skip
+
+
+@inner()
+def _take_items(call, scratch):
     """Take items (a sequence, a KV head, a partition) until there are none."""
+    (
+        acc_parts, m_parts, l_parts, counter, q, k, v, tables, seq_lens, slopes,
+        num_seqs, num_heads, num_kv_heads, head_size, block_size, x, max_parts, part_size, scale,
+        tp_rank, local_blocks, vert_stride, sparse_size, sliding_step,
+        q_seq, q_head, k_block, k_head, v_block, v_head, table_stride,
+    ) = call  # fmt: skip
+    queries, sums, p, acc, m, l, offsets, bases = scratch
     group = num_heads // num_kv_heads
     size = block_size * x
     q_stride = head_size // x * 16
     whole = head_size * block_size
-    per_tile = max(1, TILE // block_size)
-    tile = per_tile * block_size
-    queries = np.empty(group * q_stride, np.float32)
-    sums = np.empty(group * size, np.float32)
-    p = np.empty(group * tile, np.float32)
-    acc = np.empty(group * head_size * 16, np.float32)
-    m, l = np.empty(group, np.float32), np.empty(group, np.float32)
-    offsets, bases = np.empty(group, np.int64), np.empty(per_tile, np.int64)
+    tile = len(bases) * block_size
     num_items = num_seqs * num_kv_heads * max_parts
     while True:
         item = take_number(counter)
@@ -294,7 +321,7 @@ def run(
     work = acc.numel() // max_parts * longest * 2
     num_threads = DeviceInfo.of(query.device).num_workers if work > _SMALL else 1
     parts = acc.view(-1).numpy(), m.view(-1).numpy(), l.view(-1).numpy()
-    run_together(lambda: _attend(*parts, counter, *arrays, *numbers), num_threads)
+    run_together(_attend, num_threads, PartitionsCall(*parts, counter, *arrays, *numbers))
     if partitions is not None:
         _write_partitions(acc * factor, m, l, seq_lens, *partitions)
     highest = m.amax(-1, keepdim=True)

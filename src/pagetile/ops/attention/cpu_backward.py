@@ -26,7 +26,7 @@ import torch
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.block_mask import hidden_end, mask_fields, sees_blocks
-from ...tiles.cpu.compile import entry, folded, inner
+from ...tiles.cpu.compile import allocating, entry, folded, inner
 from ...tiles.cpu.gemm import load_rows, multiply, transpose
 from ...tiles.cpu.simd import (
     LOG2_E,
@@ -43,7 +43,7 @@ from ...tiles.cpu.simd import (
     tanh,
     where_less,
 )
-from ...tiles.cpu.threads import run_together
+from ...tiles.cpu.threads import on_team, run_together
 from .problem import Problem, strides_of
 
 TILE = 64  # queries, and keys, of a tile
@@ -63,8 +63,8 @@ GradientsScratch = namedtuple(
 GradientsItem = namedtuple("GradientsItem", "seq kv_head first_row end_row first_key end_key part")
 
 
-@entry()
-def _make_scratch(call):
+@allocating()
+def _make_scratch(call, num_seqs, num_kv_heads, num_chunks, counter):
     w, v = call.width * TILE, call.v_width * TILE
     return GradientsScratch(
         np.zeros(w, np.float32), np.zeros(v, np.float32),
@@ -76,13 +76,14 @@ def _make_scratch(call):
 
 
 @entry()
-def _take_items(call, num_seqs, num_kv_heads, num_chunks, counter):
-    """Take items until none is left. Every thread runs this once, with its own scratch."""
-    _work(call, num_seqs, num_kv_heads, num_chunks, counter, _make_scratch(call))
+def _differentiate(parallel, num_threads, call, num_seqs, num_kv_heads, num_chunks, counter):
+    arguments = call, num_seqs, num_kv_heads, num_chunks, counter
+    on_team(parallel, num_threads, _make_scratch, _take_items, arguments)
 
 
 @inner()
-def _work(call, num_seqs, num_kv_heads, num_chunks, counter, scratch):
+def _take_items(call, num_seqs, num_kv_heads, num_chunks, counter, scratch):
+    """Take items until none is left."""
     while True:
         taken = take_number(counter)
         if taken >= num_seqs * num_kv_heads * num_chunks:
@@ -292,7 +293,7 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
     )  # fmt: skip
     counter = np.zeros(1, np.int64)
     sizes = problem.num_seqs, problem.num_kv_heads, num_chunks
-    run_together(lambda: _take_items(call, *sizes, counter), num_threads)
+    run_together(_differentiate, num_threads, call, *sizes, counter)
     d_k, d_v = (d[0] if num_chunks == 1 else d.sum(dim=0) for d in (dk, dv))
     return tuple(
         d[..., : t.shape[-1]].to(t.dtype).contiguous().view(t.shape)

@@ -29,16 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import product_layout
+from ...tiles.hopper.record import record
 from ...tiles.hopper.ring import PipelineBarriers, make_barriers
+from ...tiles.hopper.softmax import Warpgroup
 from .hopper_walk import (
     ROWS,
     SWIZZLED,
     GradientsBatch,
     HopperGradientsConfig,
-    Warpgroup,
     advance,
     as_tile,
     find_walk,
@@ -54,17 +54,12 @@ from .hopper_wide_gradients import make_weights, walk_half_role
 __all__ = ["finish_kernel", "gradients_kernel"]
 
 
-@aggregate
+@record
 class Shares:
     """``dS`` of two tiles in shared memory, and its barriers."""
 
     ds: gl.shared_memory_descriptor  # [2 steps * 2 warpgroups, ROWS, TILE_M]
     barriers: PipelineBarriers
-
-    @gluon.constexpr_function
-    def __init__(self, ds, barriers):
-        self.ds = ds
-        self.barriers = barriers
 
 
 @gluon.jit

@@ -7,9 +7,9 @@ One warp of a program loads K and V first, then for each tile of queries Q, dO, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
-from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import product_layout, wide_rows
+from ...tiles.hopper.record import record
 from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "GradientsMemory",
     "HopperGradientsConfig",
     "QueryWalk",
-    "Warpgroup",
     "advance",
     "as_tile",
     "find_walk",
@@ -36,7 +35,7 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
 
-@aggregate
+@record
 class HopperGradientsConfig:
     """The constants that the gradient kernels are compiled for."""
 
@@ -49,19 +48,8 @@ class HopperGradientsConfig:
     HAS_WINDOW: gl.constexpr
     HAS_END: gl.constexpr  # the last keys of a tile may not exist
 
-    @gluon.constexpr_function
-    def __init__(self, HEAD_SIZE, WIDTH, KEYS, TILE_M, GROUP, CAUSAL, HAS_WINDOW, HAS_END):
-        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.KEYS = gl.constexpr(KEYS)
-        self.TILE_M = gl.constexpr(TILE_M)
-        self.GROUP = gl.constexpr(GROUP)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
-        self.HAS_END = gl.constexpr(HAS_END)
 
-
-@aggregate
+@record
 class GradientsBatch:
     """The sequences, all of one length."""
 
@@ -74,21 +62,8 @@ class GradientsBatch:
     section: gl.tensor  # pairs of sequence and KV head that are walked beside each other
     window: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(
-        self, num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
-    ):  # fmt: skip
-        self.num_seqs = num_seqs
-        self.num_kv_heads = num_kv_heads
-        self.query_len = query_len
-        self.pitch = pitch
-        self.seq_len = seq_len
-        self.key_tiles = key_tiles
-        self.section = section
-        self.window = window
 
-
-@aggregate
+@record
 class QueryWalk:
     """A program's keys, and the tiles of queries that see one of them, in their order."""
 
@@ -99,17 +74,8 @@ class QueryWalk:
     high: gl.tensor
     start: gl.tensor  # the first tile of the cycle
 
-    @gluon.constexpr_function
-    def __init__(self, seq, kv_head, first_key, low, high, start):
-        self.seq = seq
-        self.kv_head = kv_head
-        self.first_key = first_key
-        self.low = low
-        self.high = high
-        self.start = start
 
-
-@aggregate
+@record
 class GradientsMemory:
     """Tiles in shared memory, and their barriers."""
 
@@ -121,17 +87,6 @@ class GradientsMemory:
     lse2: gl.shared_memory_descriptor  # [stages, 1, TILE_M]
     delta: gl.shared_memory_descriptor
     barriers: PipelineBarriers
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, keys_barriers, q, d_out, lse2, delta, barriers):
-        self.k = k
-        self.v = v
-        self.keys_barriers = keys_barriers
-        self.q = q
-        self.d_out = d_out
-        self.lse2 = lse2
-        self.delta = delta
-        self.barriers = barriers
 
 
 @gluon.jit
@@ -152,17 +107,6 @@ def make_memory(k_desc, q_desc, lse2_desc, STAGES: gl.constexpr, config):
         gl.allocate_shared_memory(gl.float32, rows, lse2_desc.layout),
         make_barriers(1, STAGES, 1, 2),
     )
-
-
-@aggregate
-class Warpgroup:
-    """Which of the two computing warpgroups."""
-
-    INDEX: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, INDEX):
-        self.INDEX = gl.constexpr(INDEX)
 
 
 @gluon.jit

@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from ...tiles.hopper.layouts import product_layout, wide_rows
+from ...tiles.hopper.record import record
 from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 from .hopper_walk import (
     ROWS,
@@ -40,7 +40,7 @@ __all__ = ["make_weights", "walk_half_role"]
 HALF = gl.constexpr(128)  # columns of a warpgroup
 
 
-@aggregate
+@record
 class Weights:
     """``P`` and ``dS`` of two tiles in shared memory, and their barriers."""
 
@@ -48,13 +48,6 @@ class Weights:
     p_barriers: PipelineBarriers
     ds: gl.shared_memory_descriptor  # of the step before at ``use``, of this one at ``use + 1``
     ds_barriers: PipelineBarriers
-
-    @gluon.constexpr_function
-    def __init__(self, p, p_barriers, ds, ds_barriers):
-        self.p = p
-        self.p_barriers = p_barriers
-        self.ds = ds
-        self.ds_barriers = ds_barriers
 
 
 @gluon.jit

@@ -14,22 +14,22 @@ import torch
 
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
-from ...tiles.cpu.compile import entry, inner
+from ...tiles.cpu.compile import allocating, entry, inner
 from ...tiles.cpu.gemm import load_rows, multiply, transpose
 from ...tiles.cpu.microkernels import scores_4x4, store_4x4
 from ...tiles.cpu.simd import LANES, load, mul, splat, store, take_number
-from ...tiles.cpu.threads import run_together
+from ...tiles.cpu.threads import on_team, run_together
 from .problem import Problem
 
 TILE = 64
 MOST_KEYS = 512  # of a tile, whose scores then stay in a second-level cache
 _FIRST_LEVEL = 6144  # numbers of transposed keys that stay in a first-level cache beside others
-_SMALL = 1 << 18  # scores that take a thread about as long as waking another
+_SMALL = 1 << 20  # multiply-adds that take a thread about as long as waking another
 
 ScoresCall = namedtuple(
     "ScoresCall",
     "scores q k num_heads q_len k_len head_size width columns"
-    " q_batch q_head q_row k_batch k_head k_row scale is_direct",
+    " q_batch q_head q_row k_batch k_head k_row scale floats is_direct",
 )
 
 
@@ -45,19 +45,25 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 @entry()
-def _take_items(call, num_items, chunk, counter):
-    """Take items until none is left. Every thread runs this once, with its own scratch."""
-    _work(
-        call, num_items, chunk, counter,
-        np.zeros(TILE * call.width, np.float32),
-        np.zeros(call.columns * call.width, np.float32),
-        np.zeros(call.columns * call.width, np.float32),
-        np.zeros(TILE * call.columns, np.float32), np.zeros(4, np.int64),
+def _run(parallel, num_threads, call, num_items, chunk, counter):
+    on_team(parallel, num_threads, _make_scratch, _take_items, (call, num_items, chunk, counter))
+
+
+@allocating()
+def _make_scratch(call, num_items, chunk, counter):
+    """A thread's queries, keys, keys by columns, scores, and rows of four keys."""
+    return (
+        np.empty(TILE * call.width, np.float32),
+        np.empty(call.columns * call.width, np.float32),
+        np.empty(call.columns * call.width, np.float32),
+        np.empty(TILE * call.columns, np.float32), np.zeros(4, np.int64),
     )  # fmt: skip
 
 
 @inner()
-def _work(call, num_items, chunk, counter, q, k, k_turned, scores, key_rows):
+def _take_items(call, num_items, chunk, counter, scratch):
+    """Take items until none is left."""
+    q, k, k_turned, scores, key_rows = scratch
     chunks = (call.q_len + chunk - 1) // chunk
     while True:
         taken = take_number(counter)
@@ -111,7 +117,7 @@ def _write_rows(call, at, k_at, start, k_turned, rows, keys, to, key_rows):
         for block in range(0, rows, 4):
             r = min(block, rows - 4)
             s = scores_4x4(
-                call.q, at + r * call.q_row, call.q_row, call.k, 0, key_rows, key_rows, 0,
+                call.floats, at + r * call.q_row, call.q_row, call.k, 0, key_rows, key_rows, 0,
                 call.head_size,
             )  # fmt: skip
             store_4x4(call.scores, to + r * call.k_len + last, call.k_len, s)
@@ -156,16 +162,18 @@ def run(problem, q, k, softmax_scale):
         return scores
     width = -(-problem.head_size // LANES) * LANES
     columns = min(MOST_KEYS, -(-problem.k_len // LANES) * LANES)
+    is_direct = q.dtype == torch.float32 and softmax_scale == 1.0
     call = ScoresCall(  # type: ignore[call-arg]
         flat(scores), flat(q), flat(k), problem.num_heads, problem.q_len, problem.k_len,
         problem.head_size, width, columns, *q.stride()[:3], *k.stride()[:3],
-        np.float32(softmax_scale), q.dtype == torch.float32 and softmax_scale == 1.0,
+        np.float32(softmax_scale), flat(q) if is_direct else np.empty(0, np.float32), is_direct,
     )  # fmt: skip
-    num_threads = DeviceInfo.of(q.device).num_workers if scores.numel() > _SMALL else 1
+    work = scores.numel() * problem.head_size
+    num_threads = DeviceInfo.of(q.device).num_workers if work > _SMALL else 1
     heads = problem.batch * problem.num_heads
     pieces = 1 if num_threads == 1 else -(-4 * num_threads // heads)
     chunk = -(-problem.q_len // (pieces * TILE)) * TILE
     num_items = heads * -(-problem.q_len // chunk)
     counter = np.zeros(1, np.int64)
-    run_together(lambda: _take_items(call, num_items, chunk, counter), num_threads)
+    run_together(_run, num_threads, call, num_items, chunk, counter)
     return scores

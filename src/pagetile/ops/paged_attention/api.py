@@ -14,12 +14,12 @@ from ...device import DeviceInfo
 from ...errors import UnsupportedError
 from ...shapes import form, is_debugging
 from ...tiles.state import AttentionOutput
-from ..attention_checks import check_flag, default_scale, whole_window
+from ..attention_checks import as_number, check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
 from ..eager import call_uncompiled, needs_operator
 from . import operator, shared_prefixes
 from .batch import PagedBatch, SharedPrefixes
-from .checks import check_plan, check_types, validate
+from .checks import TENSORS, check_plan, check_types, validate
 from .plan import Plan
 from .problem import Arguments, CachedCall, CallForm, Problem, form_of
 
@@ -157,12 +157,15 @@ def paged_attention(
             call = _find_call(arguments, plan, impl, key)
     except (AttributeError, TypeError):  # types are checked only then: a call is to cost little
         check_types(
-            Arguments(q, k_cache, v_cache, batch, softmax_scale, *numbers, *optional)  # type: ignore[arg-type]
-        )
+            batch, q=q, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks,
+            k_scale=k_scale, v_scale=v_scale, visible_blocks=visible_blocks, out=out,
+        )  # fmt: skip
+        if softmax_scale is not None:
+            as_number("softmax_scale", softmax_scale)
         check_plan(plan, impl)
         raise
     if is_debugging() and q.is_cuda:
-        check_on_host(call.problem, batch, k_cache.shape[0])
+        check_on_host(call.problem, batch, call.num_blocks)
         if visible_blocks is not None:
             check_lists_on_host(call.problem, batch, visible_blocks)
     scale = call.softmax_scale if softmax_scale is None else softmax_scale
@@ -369,5 +372,6 @@ def _validate(
         options["softmax_scale"] = default_scale(q) if isinstance(q, Tensor) else 1.0
     options["sliding_window"] = whole_window(options.get("sliding_window"))
     arguments = Arguments(q, k_cache, v_cache, batch, **options)
-    check_types(arguments)
+    check_types(batch, **{name: getattr(arguments, name) for name in TENSORS})
+    as_number("softmax_scale", arguments.softmax_scale)
     return validate(form_of(arguments))

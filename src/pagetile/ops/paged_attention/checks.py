@@ -18,10 +18,20 @@ from ..attention_checks import as_number, check_flag, check_heads, check_options
 from ..scales import LARGEST_CODE, find_kind
 from .batch import PagedBatch, SharedPrefixes
 from .plan import CpuPlan, GpuPlan
-from .problem import Arguments, CallForm, Problem
+from .problem import CallForm, Problem
 
-_TENSORS = ("q", "k_cache", "v_cache")
-_OPTIONAL = ("alibi_slopes", "sinks", "k_scale", "v_scale", "visible_blocks", "out")
+TENSORS = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "alibi_slopes",
+    "sinks",
+    "k_scale",
+    "v_scale",
+    "visible_blocks",
+    "out",
+)
+_OF_BATCH = ("block_tables", "seq_lens", "cu_seqlens_q")
 _CONTIGUOUS = (
     "q",
     "k_cache",
@@ -32,16 +42,17 @@ _CONTIGUOUS = (
 )  # in their last dimension
 
 
-def check_types(arguments: Arguments) -> None:
-    """Raise DTypeError for an argument whose form cannot be described."""
-    batch: Any = arguments.batch
+def check_types(batch: Any, **arguments: Any) -> None:
+    """Raise DTypeError for an argument whose form cannot be described.
+
+    Args:
+        batch: The batch.
+        **arguments: A call's ``TENSORS``; those after the caches may be None.
+    """
     if not isinstance(batch, PagedBatch):
         raise DTypeError(f"batch is of type {type(batch).__name__}, expected a PagedBatch")
-    check_tensors(
-        **{name: getattr(arguments, name) for name in _TENSORS},
-        **{name: getattr(batch, name) for name in ("block_tables", "seq_lens", "cu_seqlens_q")},
-        **given(**{name: getattr(arguments, name) for name in _OPTIONAL}),
-    )
+    check_tensors(**{name: arguments.pop(name) for name in TENSORS[:3]}, **given(**arguments))
+    check_tensors(**{name: getattr(batch, name) for name in _OF_BATCH})
     shared: Any = batch.shared_prefixes
     if shared is not None:
         if not isinstance(shared, SharedPrefixes):
@@ -49,8 +60,6 @@ def check_types(arguments: Arguments) -> None:
                 f"shared_prefixes is of type {type(shared).__name__}, expected SharedPrefixes"
             )
         check_tensors(cu_group_seqs=shared.cu_group_seqs, prefix_lens=shared.prefix_lens)
-    if arguments.softmax_scale is not None:
-        as_number("softmax_scale", arguments.softmax_scale)
 
 
 def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
@@ -149,7 +158,7 @@ def _check_dtypes(form: CallForm) -> None:
     check_dtype("v_cache", form.v_cache, form.k_cache.dtype)
     if form.out is not None:
         check_dtype("out", form.out, form.q.dtype)
-    for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
+    for name in _OF_BATCH:
         check_dtype(name, getattr(form, name), torch.int32)
     if form.visible_blocks is not None:
         check_dtype("visible_blocks", form.visible_blocks, torch.int32)

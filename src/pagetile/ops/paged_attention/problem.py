@@ -157,7 +157,7 @@ class Problem:
 class CachedCall:
     """A form of calls that was validated, and the prepared function that runs them."""
 
-    __slots__ = ("_alignment", "_has_same_form", "problem", "run", "softmax_scale")
+    __slots__ = ("_alignment", "_has_same_form", "num_blocks", "problem", "run", "softmax_scale")
 
     def __init__(
         self, form: CallForm, problem: Problem, run: Callable[[Arguments], AttentionOutput]
@@ -165,6 +165,7 @@ class CachedCall:
         self._alignment = form.has_aligned_caches, form.is_aligned
         self._has_same_form: Callable[..., bool] | None = None
         self.problem, self.run, self.softmax_scale = problem, run, form.softmax_scale
+        self.num_blocks = form.k_cache.shape[0]
 
     def matches(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
         """Return whether a call that differs in these at most has this form.

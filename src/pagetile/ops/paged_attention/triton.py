@@ -13,7 +13,6 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...shapes import Form
-from ...tiles.memory import new_rows
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
 from ...tiles.triton.launch import (
@@ -36,6 +35,9 @@ _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 _PACKED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _OLDEST_E4M3 = (8, 9)
 _NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
+
+# As torch's compiled code allocates: without its dispatcher, in half of the host's time.
+_allocate: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -96,9 +98,9 @@ class PreparedLaunch:
             with torch.cuda.device(device):
                 return self(call, lse)
         if out is None:
-            out = new_rows(device, *self.out_rows, q.dtype)
+            out = _new_rows(device, *self.out_rows, q.dtype)
         if lse is None:
-            lse = new_rows(device, *self.lse_rows, torch.float32)
+            lse = _new_rows(device, *self.lse_rows, torch.float32)
         if not self.lse_rows[0][0]:  # no tokens
             return AttentionOutput(out, lse)
         if self.short is not None:
@@ -332,3 +334,17 @@ def _dot(problem: Problem) -> Any:
     if problem.kv_dtype.itemsize == 1:
         return tl.float32 if problem.q_dtype == torch.float32 else tl.float16
     return _DOTS[problem.q_dtype if problem.q_dtype == problem.kv_dtype else torch.float32]
+
+
+def _new_rows(
+    device: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A tensor of any content on the current GPU, or where ``device`` is -1 on the CPU.
+
+    ``device`` is a tensor's ``get_device()``.
+    """
+    if device >= 0 and _allocate is not None:
+        new: Tensor = _allocate(sizes, strides, dtype)
+        return new
+    kind = "cuda" if device >= 0 else "cpu"
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=kind)

@@ -37,11 +37,10 @@ from collections import namedtuple
 
 import numpy as np
 import torch
-from numba import njit
 
 from .arrays import flat
 from .block_mask import mask_fields, sees_keys
-from .compile import entry, folded, inner
+from .compile import allocating, entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
 from .online_softmax import (
     TILE_N,
@@ -62,7 +61,7 @@ from .simd import (
     store_half,
     take_number,
 )
-from .threads import run_together
+from .threads import on_team, run_together
 
 __all__ = ["attend", "make_call"]
 
@@ -137,8 +136,8 @@ def _pad_rows(rows):
     return 1 if rows == 1 else (rows + 3) // 4 * 4
 
 
-@njit
-def _make_scratch(items, call):
+@allocating()
+def _make_scratch(call, items, counter, parts):
     most = tile = 1
     for i in range(len(items)):
         rows = _pad_rows(items[i, 2] * call.group)
@@ -167,13 +166,13 @@ def _make_scratch(items, call):
 
 
 @entry()
-def _attend(call, items, counter, parts):
-    """Take items until none is left. Every thread runs this once, with its own scratch."""
-    _take_items(call, items, counter, parts, _make_scratch(items, call))
+def _attend(parallel, num_threads, call, items, counter, parts):
+    on_team(parallel, num_threads, _make_scratch, _take_items, (call, items, counter, parts))
 
 
 @inner()
 def _take_items(call, items, counter, parts, scratch):
+    """Take items until none is left."""
     while True:
         taken = take_number(counter)
         if taken >= len(items):
@@ -402,6 +401,6 @@ def attend(call, num_kv_heads, plan):
         np.empty(num_parts, np.float32),
     )
     counter = np.zeros(1, np.int64)
-    run_together(lambda: _attend(call, items, counter, parts), plan.num_threads)
+    run_together(_attend, plan.num_threads, call, items, counter, parts)
     if num_parts:
         _merge_parts(call, items, parts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from .compile import inner
 from .microkernels import store_64
-from .simd import fma, load, load_half, splat, store, store_transposed, zeros
+from .simd import fma, load, load_half, load_splat, store, store_transposed, zeros
 
 __all__ = ["load_rows", "multiply", "transpose"]
 
@@ -35,13 +35,13 @@ def _multiply_4x64(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps,
     for k in range(steps):
         n, j = b_at + k * b_step, k * a_step
         b0, b1, b2, b3 = load(b, n), load(b, n + 16), load(b, n + 32), load(b, n + 48)
-        w = splat(a[a0 + j])
+        w = load_splat(a, a0 + j)
         s00, s01, s02, s03 = fma(w, b0, s00), fma(w, b1, s01), fma(w, b2, s02), fma(w, b3, s03)
-        w = splat(a[a1 + j])
+        w = load_splat(a, a1 + j)
         s10, s11, s12, s13 = fma(w, b0, s10), fma(w, b1, s11), fma(w, b2, s12), fma(w, b3, s13)
-        w = splat(a[a2 + j])
+        w = load_splat(a, a2 + j)
         s20, s21, s22, s23 = fma(w, b0, s20), fma(w, b1, s21), fma(w, b2, s22), fma(w, b3, s23)
-        w = splat(a[a3 + j])
+        w = load_splat(a, a3 + j)
         s30, s31, s32, s33 = fma(w, b0, s30), fma(w, b1, s31), fma(w, b2, s32), fma(w, b3, s33)
     store_64(c, c0, s00, s01, s02, s03)
     store_64(c, c1, s10, s11, s12, s13)
@@ -58,8 +58,8 @@ def _multiply_4x16(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps,
         s0, s1, s2, s3 = load(c, c0), load(c, c1), load(c, c2), load(c, c3)
     for k in range(steps):
         x, j = load(b, b_at + k * b_step), k * a_step
-        s0, s1 = fma(splat(a[a0 + j]), x, s0), fma(splat(a[a1 + j]), x, s1)
-        s2, s3 = fma(splat(a[a2 + j]), x, s2), fma(splat(a[a3 + j]), x, s3)
+        s0, s1 = fma(load_splat(a, a0 + j), x, s0), fma(load_splat(a, a1 + j), x, s1)
+        s2, s3 = fma(load_splat(a, a2 + j), x, s2), fma(load_splat(a, a3 + j), x, s3)
     store(c, c0, s0)
     store(c, c1, s1)
     store(c, c2, s2)
@@ -77,10 +77,10 @@ def _multiply_8x16(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps,
         s6, s7 = load(c, c4 + 2 * c_row), load(c, c4 + 3 * c_row)
     for k in range(steps):
         x, j, i = load(b, b_at + k * b_step), a_at + k * a_step, a4 + k * a_step
-        s0, s1 = fma(splat(a[j]), x, s0), fma(splat(a[j + a_row]), x, s1)
-        s2, s3 = fma(splat(a[j + 2 * a_row]), x, s2), fma(splat(a[j + 3 * a_row]), x, s3)
-        s4, s5 = fma(splat(a[i]), x, s4), fma(splat(a[i + a_row]), x, s5)
-        s6, s7 = fma(splat(a[i + 2 * a_row]), x, s6), fma(splat(a[i + 3 * a_row]), x, s7)
+        s0, s1 = fma(load_splat(a, j), x, s0), fma(load_splat(a, j + a_row), x, s1)
+        s2, s3 = fma(load_splat(a, j + 2 * a_row), x, s2), fma(load_splat(a, j + 3 * a_row), x, s3)
+        s4, s5 = fma(load_splat(a, i), x, s4), fma(load_splat(a, i + a_row), x, s5)
+        s6, s7 = fma(load_splat(a, i + 2 * a_row), x, s6), fma(load_splat(a, i + 3 * a_row), x, s7)
     store(c, at, s0)
     store(c, at + c_row, s1)
     store(c, at + 2 * c_row, s2)

@@ -11,12 +11,21 @@ lie side by side: memory is read in its order, a few keys ahead. Sums are taken 
 
 from __future__ import annotations
 
-from numba import types
 from numba.extending import overload
 
 from .compile import inner
 from .simd import fma, load, mul, prefetch, splat, store, sum_each, zeros
-from .simd_pairs import dot_pairs, load_pairs, splat_pair, zip_high, zip_low
+from .simd_pairs import (
+    are_pairs,
+    dot,
+    dot_pairs,
+    load_as,
+    load_pairs,
+    size_of,
+    splat_pair,
+    zip_high,
+    zip_low,
+)
 
 __all__ = ["mix_heads", "score_heads"]
 
@@ -63,7 +72,7 @@ def _score_16(q, at, k, row, later, k_head, width):
 
 @inner()
 def _dot_row_of(i, q, at, k, row, later, k_head, width):
-    return dot_row(q, at + i * width, k, row + i * k_head, later + i * k_head, width)
+    return _dot_row(q, at + i * width, k, row + i * k_head, later + i * k_head, width)
 
 
 @inner()
@@ -89,12 +98,17 @@ def mix_heads(acc, decay, num_heads, p, tile_n, v, v_head, rows, ahead, num_keys
         mix_keys(acc, at, p, p_at, v, rows, whole, num_keys, column, width)
 
 
-# --- by the element type of queries and weights ----------------------------------------------
-
-
-def dot_row(q, at, k, row, later, width):
+@inner()
+def _dot_row(q, at, k, row, later, width):
     """The lanes whose sum is ``q · k[row]``; asks for the line at ``later``."""
-    raise NotImplementedError
+    s = zeros()
+    for d in range(0, width, size_of(q)):
+        prefetch(k, later + d)
+        s = dot(load_as(q, q, at + d), load_as(q, k, row + d), s)
+    return s
+
+
+# --- by the element type of weights ----------------------------------------------
 
 
 def mix_4_keys(acc, at, p, p_at, v, rows, n, later, m, column, width):
@@ -105,25 +119,6 @@ def mix_4_keys(acc, at, p, p_at, v, rows, n, later, m, column, width):
 def mix_keys(acc, at, p, p_at, v, rows, first, end, column, width):
     """``acc += Σ p[n] * v[rows[n]]`` for the keys from ``first`` up to ``end``."""
     raise NotImplementedError
-
-
-@overload(dot_row, jit_options={"_nrt": False})
-def _(q, at, k, row, later, width):
-    def of_float32(q, at, k, row, later, width):
-        s = zeros()
-        for d in range(0, width, 16):
-            prefetch(k, later + d)
-            s = fma(load(q, at + d), load(k, row + d), s)
-        return s
-
-    def of_pairs(q, at, k, row, later, width):
-        s = zeros()
-        for d in range(0, width, 32):
-            prefetch(k, later + d)
-            s = dot_pairs(s, load_pairs(q, at + d), load_pairs(k, row + d))
-        return s
-
-    return of_pairs if q.dtype == types.uint16 else of_float32
 
 
 @overload(mix_4_keys, jit_options={"_nrt": False})
@@ -152,7 +147,7 @@ def _(acc, at, p, p_at, v, rows, n, later, m, column, width):
             store(acc, to, dot_pairs(a0, w1, zip_low(left, right)))
             store(acc, to + 16, dot_pairs(a1, w1, zip_high(left, right)))
 
-    return of_pairs if p.dtype == types.uint16 else of_float32
+    return of_pairs if are_pairs(p) else of_float32
 
 
 @overload(mix_keys, jit_options={"_nrt": False})
@@ -174,4 +169,4 @@ def _(acc, at, p, p_at, v, rows, first, end, column, width):
                 store(acc, to, dot_pairs(load(acc, to), w, zip_low(left, right)))
                 store(acc, to + 16, dot_pairs(load(acc, to + 16), w, zip_high(left, right)))
 
-    return of_pairs if p.dtype == types.uint16 else of_float32
+    return of_pairs if are_pairs(p) else of_float32

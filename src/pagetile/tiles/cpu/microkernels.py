@@ -1,4 +1,4 @@
-"""The four inner loops of attention on a CPU, each holding its result in registers.
+"""The inner loops of attention on a CPU, each holding its result in registers.
 
 Scores and mixes come in two widths: four rows of queries at a time, and one row for the
 decode step of a model without grouped heads. Every sum is taken in the same order in both, so
@@ -11,16 +11,50 @@ name          computes                            in registers
 scores_4x4    4 queries · 4 keys                  16 vectors, one a pair, summed at the end
 scores_1x16   1 query · 16 keys                   the same
 mix           4 (or 1) rows of p · values         64 columns of 4 rows, or of 1
-…x16          the same for 16 columns             what is left of a head size
+…x16, …x32    the same for fewer columns          what is left of a head size
 ============  ==================================  ==========================================
+
+The left side, queries or weights, says how numbers are multiplied (``simd_pairs``). Where it is
+float32, keys and values become float32 as they are loaded. Where it is bfloat16, two products are
+an instruction (AVX512-BF16), of neighbouring columns in scores and of neighbouring keys in mixes:
+half the multiplications and no conversion, so a decode step becomes bound by memory. Weights are
+rounded to bfloat16 then, as they are wherever matrix units mix values; the softmax's sum is not.
 
 A key or value is found at ``base + rows[n]``: a page's slots and a contiguous tile look the same.
 """
 
 from __future__ import annotations
 
+from numba.extending import overload
+
 from .compile import inner
-from .simd import add, fma, load, mul, prefetch, splat, store, store_quarter, sum_each, zeros
+from .simd import (
+    add,
+    fma,
+    load,
+    load_splat,
+    mul,
+    prefetch,
+    splat,
+    store,
+    store_quarter,
+    sum_each,
+    zeros,
+)
+from .simd_pairs import (
+    are_pairs,
+    dot,
+    dot_pairs,
+    keys_of,
+    load_as,
+    load_pairs,
+    load_values,
+    load_weights,
+    size_of,
+    splat_pair,
+    zip_high,
+    zip_low,
+)
 
 
 @inner()
@@ -33,18 +67,19 @@ def scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     s10 = s11 = s12 = s13 = zeros()
     s20 = s21 = s22 = s23 = zeros()
     s30 = s31 = s32 = s33 = zeros()
-    for d in range(0, width, 16):
+    for d in range(0, width, size_of(q)):
         for n in range(key, key + 4):
             prefetch(k, base + ahead[n] + d)
-        a0, a1, a2, a3 = load(q, q0 + d), load(q, q1 + d), load(q, q2 + d), load(q, q3 + d)
-        b = load(k, k0 + d)
-        s00, s10, s20, s30 = fma(a0, b, s00), fma(a1, b, s10), fma(a2, b, s20), fma(a3, b, s30)
-        b = load(k, k1 + d)
-        s01, s11, s21, s31 = fma(a0, b, s01), fma(a1, b, s11), fma(a2, b, s21), fma(a3, b, s31)
-        b = load(k, k2 + d)
-        s02, s12, s22, s32 = fma(a0, b, s02), fma(a1, b, s12), fma(a2, b, s22), fma(a3, b, s32)
-        b = load(k, k3 + d)
-        s03, s13, s23, s33 = fma(a0, b, s03), fma(a1, b, s13), fma(a2, b, s23), fma(a3, b, s33)
+        a0, a1 = load_as(q, q, q0 + d), load_as(q, q, q1 + d)
+        a2, a3 = load_as(q, q, q2 + d), load_as(q, q, q3 + d)
+        b = load_as(q, k, k0 + d)
+        s00, s10, s20, s30 = dot(a0, b, s00), dot(a1, b, s10), dot(a2, b, s20), dot(a3, b, s30)
+        b = load_as(q, k, k1 + d)
+        s01, s11, s21, s31 = dot(a0, b, s01), dot(a1, b, s11), dot(a2, b, s21), dot(a3, b, s31)
+        b = load_as(q, k, k2 + d)
+        s02, s12, s22, s32 = dot(a0, b, s02), dot(a1, b, s12), dot(a2, b, s22), dot(a3, b, s32)
+        b = load_as(q, k, k3 + d)
+        s03, s13, s23, s33 = dot(a0, b, s03), dot(a1, b, s13), dot(a2, b, s23), dot(a3, b, s33)
     return sum_each(
         (s00, s01, s02, s03, s10, s11, s12, s13, s20, s21, s22, s23, s30, s31, s32, s33)
     )
@@ -63,18 +98,18 @@ def _scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     k14, k15 = base + rows[key + 14], base + rows[key + 15]
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zeros()
     s8 = s9 = s10 = s11 = s12 = s13 = s14 = s15 = zeros()
-    for d in range(0, width, 16):
+    for d in range(0, width, size_of(q)):
         for n in range(key, key + 16):
             prefetch(k, base + ahead[n] + d)
-        a = load(q, q_at + d)
-        s0, s1 = fma(a, load(k, k0 + d), s0), fma(a, load(k, k1 + d), s1)
-        s2, s3 = fma(a, load(k, k2 + d), s2), fma(a, load(k, k3 + d), s3)
-        s4, s5 = fma(a, load(k, k4 + d), s4), fma(a, load(k, k5 + d), s5)
-        s6, s7 = fma(a, load(k, k6 + d), s6), fma(a, load(k, k7 + d), s7)
-        s8, s9 = fma(a, load(k, k8 + d), s8), fma(a, load(k, k9 + d), s9)
-        s10, s11 = fma(a, load(k, k10 + d), s10), fma(a, load(k, k11 + d), s11)
-        s12, s13 = fma(a, load(k, k12 + d), s12), fma(a, load(k, k13 + d), s13)
-        s14, s15 = fma(a, load(k, k14 + d), s14), fma(a, load(k, k15 + d), s15)
+        a = load_as(q, q, q_at + d)
+        s0, s1 = dot(a, load_as(q, k, k0 + d), s0), dot(a, load_as(q, k, k1 + d), s1)
+        s2, s3 = dot(a, load_as(q, k, k2 + d), s2), dot(a, load_as(q, k, k3 + d), s3)
+        s4, s5 = dot(a, load_as(q, k, k4 + d), s4), dot(a, load_as(q, k, k5 + d), s5)
+        s6, s7 = dot(a, load_as(q, k, k6 + d), s6), dot(a, load_as(q, k, k7 + d), s7)
+        s8, s9 = dot(a, load_as(q, k, k8 + d), s8), dot(a, load_as(q, k, k9 + d), s9)
+        s10, s11 = dot(a, load_as(q, k, k10 + d), s10), dot(a, load_as(q, k, k11 + d), s11)
+        s12, s13 = dot(a, load_as(q, k, k12 + d), s12), dot(a, load_as(q, k, k13 + d), s13)
+        s14, s15 = dot(a, load_as(q, k, k14 + d), s14), dot(a, load_as(q, k, k15 + d), s15)
     return sum_each((s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15))
 
 
@@ -101,11 +136,10 @@ def store_4x4(scores, at, stride, s):
 
 
 @inner()
-def _prefetch_64(v, at):
-    prefetch(v, at + 0)
-    prefetch(v, at + 16)
-    prefetch(v, at + 32)
-    prefetch(v, at + 48)
+def _prefetch_64(p, v, ahead, n, column):
+    for i in range(n, n + keys_of(p)):
+        for c in range(0, 64, size_of(p)):
+            prefetch(v, ahead[i] + column + c)
 
 
 @inner()
@@ -121,18 +155,19 @@ def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, colu
     a30, a31 = mul(d3, load(acc, at3)), mul(d3, load(acc, at3 + 16))
     a32, a33 = mul(d3, load(acc, at3 + 32)), mul(d3, load(acc, at3 + 48))
     p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
-    for n in range(num_keys):
-        _prefetch_64(v, ahead[n] + column)
-        b = rows[n] + column
-        b0, b1, b2, b3 = load(v, b), load(v, b + 16), load(v, b + 32), load(v, b + 48)
-        w = splat(p[p0 + n])
-        a00, a01, a02, a03 = fma(w, b0, a00), fma(w, b1, a01), fma(w, b2, a02), fma(w, b3, a03)
-        w = splat(p[p1 + n])
-        a10, a11, a12, a13 = fma(w, b0, a10), fma(w, b1, a11), fma(w, b2, a12), fma(w, b3, a13)
-        w = splat(p[p2 + n])
-        a20, a21, a22, a23 = fma(w, b0, a20), fma(w, b1, a21), fma(w, b2, a22), fma(w, b3, a23)
-        w = splat(p[p3 + n])
-        a30, a31, a32, a33 = fma(w, b0, a30), fma(w, b1, a31), fma(w, b2, a32), fma(w, b3, a33)
+    for n in range(0, num_keys, keys_of(p)):
+        _prefetch_64(p, v, ahead, n, column)
+        first, last = rows[n] + column, rows[n + keys_of(p) - 1] + column
+        b0, b1 = load_values(p, v, first, last)
+        b2, b3 = load_values(p, v, first + 32, last + 32)
+        w = load_weights(p, p0 + n)
+        a00, a01, a02, a03 = dot(w, b0, a00), dot(w, b1, a01), dot(w, b2, a02), dot(w, b3, a03)
+        w = load_weights(p, p1 + n)
+        a10, a11, a12, a13 = dot(w, b0, a10), dot(w, b1, a11), dot(w, b2, a12), dot(w, b3, a13)
+        w = load_weights(p, p2 + n)
+        a20, a21, a22, a23 = dot(w, b0, a20), dot(w, b1, a21), dot(w, b2, a22), dot(w, b3, a23)
+        w = load_weights(p, p3 + n)
+        a30, a31, a32, a33 = dot(w, b0, a30), dot(w, b1, a31), dot(w, b2, a32), dot(w, b3, a33)
     store_64(acc, at0, a00, a01, a02, a03)
     store_64(acc, at1, a10, a11, a12, a13)
     store_64(acc, at2, a20, a21, a22, a23)
@@ -144,12 +179,14 @@ def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     d = splat(decay)
     a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
     a2, a3 = mul(d, load(acc, at + 32)), mul(d, load(acc, at + 48))
-    for n in range(num_keys):
-        _prefetch_64(v, ahead[n] + column)
-        b = rows[n] + column
-        w = splat(p[p_at + n])
-        a0, a1 = fma(w, load(v, b), a0), fma(w, load(v, b + 16), a1)
-        a2, a3 = fma(w, load(v, b + 32), a2), fma(w, load(v, b + 48), a3)
+    for n in range(0, num_keys, keys_of(p)):
+        _prefetch_64(p, v, ahead, n, column)
+        first, last = rows[n] + column, rows[n + keys_of(p) - 1] + column
+        w = load_weights(p, p_at + n)
+        b0, b1 = load_values(p, v, first, last)
+        a0, a1 = dot(w, b0, a0), dot(w, b1, a1)
+        b2, b3 = load_values(p, v, first + 32, last + 32)
+        a2, a3 = dot(w, b2, a2), dot(w, b3, a3)
     store_64(acc, at, a0, a1, a2, a3)
 
 
@@ -163,40 +200,18 @@ def store_64(acc, at, a0, a1, a2, a3):
 
 
 @inner()
-def _mix_4x16(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
-    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
-    a0, a1 = mul(splat(decay[r]), load(acc, at0)), mul(splat(decay[r + 1]), load(acc, at1))
-    a2, a3 = mul(splat(decay[r + 2]), load(acc, at2)), mul(splat(decay[r + 3]), load(acc, at3))
-    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
-    for n in range(num_keys):
-        prefetch(v, ahead[n] + column)
-        b = load(v, rows[n] + column)
-        a0, a1 = fma(splat(p[p0 + n]), b, a0), fma(splat(p[p1 + n]), b, a1)
-        a2, a3 = fma(splat(p[p2 + n]), b, a2), fma(splat(p[p3 + n]), b, a3)
-    store(acc, at0, a0)
-    store(acc, at1, a1)
-    store(acc, at2, a2)
-    store(acc, at3, a3)
-
-
-@inner()
-def _mix_1x16(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
-    a = mul(splat(decay), load(acc, at))
-    for n in range(num_keys):
-        prefetch(v, ahead[n] + column)
-        a = fma(splat(p[p_at + n]), load(v, rows[n] + column), a)
-    store(acc, at, a)
-
-
-@inner()
 def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
-    """``acc[r] = decay[r] * acc[r] + Σ_n p[r, n] * v[base + rows[n]]``, ``num_keys`` terms."""
+    """``acc[r] = decay[r] * acc[r] + Σ_n p[r, n] * v[base + rows[n]]``, ``num_keys`` terms.
+
+    Where weights are multiplied in pairs and ``num_keys`` is odd, the next weight must be 0 and its
+    row readable.
+    """
     wide = width - width % 64
     if num_rows == 1:
         for column in range(0, wide, 64):
             _mix_1x64(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
-        for column in range(wide, width, 16):
-            _mix_1x16(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
+        for column in range(wide, width, size_of(p)):
+            _mix_1_narrow(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
         return
     for r in range(0, num_rows, 4):
         for column in range(0, wide, 64):
@@ -205,9 +220,9 @@ def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, 
                 acc, start, stride, decay, r, p, r * tile_n, tile_n,
                 v, rows, ahead, base + column, num_keys,
             )  # fmt: skip
-        for column in range(wide, width, 16):
+        for column in range(wide, width, size_of(p)):
             start = at + r * stride + column
-            _mix_4x16(
+            _mix_4_narrow(
                 acc, start, stride, decay, r, p, r * tile_n, tile_n,
                 v, rows, ahead, base + column, num_keys,
             )  # fmt: skip
@@ -220,3 +235,100 @@ def add_scaled(acc, at, scale, other, other_at, other_scale, width):
     for d in range(0, width, 16):
         scaled = mul(a, load(acc, at + d))
         store(acc, at + d, add(scaled, mul(b, load(other, other_at + d))))
+
+
+# --- the columns that are left: sixteen of float32, or thirty-two of pairs -------------------
+
+
+def _mix_4_narrow(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
+    """``_mix_4x64`` for fewer columns."""
+    raise NotImplementedError
+
+
+def _mix_1_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
+    """``_mix_1x64`` for fewer columns."""
+    raise NotImplementedError
+
+
+@overload(_mix_4_narrow, jit_options={"_nrt": False})
+def _(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
+    return (_mix_4x32 if are_pairs(p) else _mix_4x16).py_func
+
+
+@overload(_mix_1_narrow, jit_options={"_nrt": False})
+def _(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
+    return (_mix_1x32 if are_pairs(p) else _mix_1x16).py_func
+
+
+@inner()
+def _mix_4x16(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
+    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
+    a0, a1 = mul(splat(decay[r]), load(acc, at0)), mul(splat(decay[r + 1]), load(acc, at1))
+    a2, a3 = mul(splat(decay[r + 2]), load(acc, at2)), mul(splat(decay[r + 3]), load(acc, at3))
+    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
+    for n in range(num_keys):
+        prefetch(v, ahead[n] + column)
+        b = load(v, rows[n] + column)
+        a0, a1 = fma(load_splat(p, p0 + n), b, a0), fma(load_splat(p, p1 + n), b, a1)
+        a2, a3 = fma(load_splat(p, p2 + n), b, a2), fma(load_splat(p, p3 + n), b, a3)
+    store(acc, at0, a0)
+    store(acc, at1, a1)
+    store(acc, at2, a2)
+    store(acc, at3, a3)
+
+
+@inner()
+def _mix_1x16(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
+    a = mul(splat(decay), load(acc, at))
+    for n in range(num_keys):
+        prefetch(v, ahead[n] + column)
+        a = fma(load_splat(p, p_at + n), load(v, rows[n] + column), a)
+    store(acc, at, a)
+
+
+@inner()
+def _mix_4x32(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
+    d0, d1, d2, d3 = splat(decay[r]), splat(decay[r + 1]), splat(decay[r + 2]), splat(decay[r + 3])
+    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
+    a00, a01 = mul(d0, load(acc, at0)), mul(d0, load(acc, at0 + 16))
+    a10, a11 = mul(d1, load(acc, at1)), mul(d1, load(acc, at1 + 16))
+    a20, a21 = mul(d2, load(acc, at2)), mul(d2, load(acc, at2 + 16))
+    a30, a31 = mul(d3, load(acc, at3)), mul(d3, load(acc, at3 + 16))
+    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
+    for n in range(0, num_keys, 2):
+        prefetch(v, ahead[n] + column)
+        prefetch(v, ahead[n + 1] + column)
+        left, right = load_pairs(v, rows[n] + column), load_pairs(v, rows[n + 1] + column)
+        b0, b1 = zip_low(left, right), zip_high(left, right)
+        w = splat_pair(p, p0 + n)
+        a00, a01 = dot_pairs(a00, w, b0), dot_pairs(a01, w, b1)
+        w = splat_pair(p, p1 + n)
+        a10, a11 = dot_pairs(a10, w, b0), dot_pairs(a11, w, b1)
+        w = splat_pair(p, p2 + n)
+        a20, a21 = dot_pairs(a20, w, b0), dot_pairs(a21, w, b1)
+        w = splat_pair(p, p3 + n)
+        a30, a31 = dot_pairs(a30, w, b0), dot_pairs(a31, w, b1)
+    _store_32(acc, at0, a00, a01)
+    _store_32(acc, at1, a10, a11)
+    _store_32(acc, at2, a20, a21)
+    _store_32(acc, at3, a30, a31)
+
+
+@inner()
+def _mix_1x32(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
+    d = splat(decay)
+    a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
+    for n in range(0, num_keys, 2):
+        prefetch(v, ahead[n] + column)
+        prefetch(v, ahead[n + 1] + column)
+        w = splat_pair(p, p_at + n)
+        left, right = load_pairs(v, rows[n] + column), load_pairs(v, rows[n + 1] + column)
+        a0 = dot_pairs(a0, w, zip_low(left, right))
+        a1 = dot_pairs(a1, w, zip_high(left, right))
+    _store_32(acc, at, a0, a1)
+
+
+@inner()
+def _store_32(acc, at, a0, a1):
+    store(acc, at, a0)
+    store(acc, at + 16, a1)

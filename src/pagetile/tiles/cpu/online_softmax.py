@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
 
-from .compile import inner
+from .compile import allocating, inner
 from .microkernels import add_scaled
 from .simd import (
     add,
@@ -40,7 +39,7 @@ TILE_N = 64
 State = namedtuple("State", "acc m l")
 
 
-@njit
+@allocating()
 def make_state(rows, width):
     """Memory for the states of some rows, ``width`` columns each."""
     return State(

@@ -1,44 +1,25 @@
 """The two products of attention over one tile of keys, by the element type of the left side.
 
-Weights and queries in float32 take the float32 micro-kernels, whatever the keys are stored as.
-With bfloat16 on both sides, on a machine that multiplies it, they travel as they are.
+Weights and queries in float32 are multiplied in float32, whatever the keys are stored as. With
+bfloat16 on both sides, on a machine that multiplies it, they travel as they are.
 """
 
 from __future__ import annotations
 
-from numba import types
 from numba.extending import overload
 
-from . import bf16_microkernels, microkernels
 from .gemm import multiply
+from .microkernels import mix_tile, score_tile
 from .online_softmax import TILE_N
 from .simd import fma, load, splat, store, zeros
+from .simd_pairs import are_pairs
 
 __all__ = ["mix_tile", "score_tile", "score_turned"]
-
-
-def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
-    """``scores[r, n] = q[r] · k[base + rows[n]]``; called from compiled code only."""
-    raise NotImplementedError
 
 
 def score_turned(scores, q, q_at, num_rows, keys, num_keys, width):
     """``scores[r, n] = Σ_d q[r, d] · keys[d, n]``, keys by columns; compiled code only."""
     raise NotImplementedError
-
-
-def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
-    """``acc[r] = decay[r] * acc[r] + Σ_n p[r, n] * v[base + rows[n]]``; compiled code only."""
-    raise NotImplementedError
-
-
-def _microkernels_for(array):
-    return bf16_microkernels if array.dtype == types.uint16 else microkernels
-
-
-@overload(score_tile)
-def _(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n, width):
-    return _microkernels_for(q).score_tile.py_func
 
 
 @overload(score_turned, jit_options={"_nrt": False})
@@ -59,9 +40,4 @@ def _(scores, q, q_at, num_rows, keys, num_keys, width):
     def of_pairs(scores, q, q_at, num_rows, keys, num_keys, width):
         pass  # these are summed over lanes
 
-    return of_pairs if q.dtype == types.uint16 else of_float32
-
-
-@overload(mix_tile)
-def _(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
-    return _microkernels_for(p).mix_tile.py_func
+    return of_pairs if are_pairs(q) else of_float32

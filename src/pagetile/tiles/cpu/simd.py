@@ -126,6 +126,18 @@ def load_one(typingctx, array, index):
 
 
 @intrinsic
+def load_splat(typingctx, array, index):
+    """``array[index]`` in every lane, as ``load_one`` loads it."""
+
+    def codegen(context, builder, sig, args):
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
+        one = load_lanes(builder, sig.args[0].dtype, pointer, 1)
+        return _splat(builder, builder.extract_element(one, ir.Constant(_I32, 0)))
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
 def store_one(typingctx, array, index, value):
     """``array[index] = value``, rounded to the array's element type."""
 

@@ -1,4 +1,8 @@
-"""Thirty-two bfloat16 lanes as a Numba value: the sixteen pairs that AVX512-BF16 multiplies."""
+"""Thirty-two bfloat16 lanes as a Numba value: the sixteen pairs that AVX512-BF16 multiplies.
+
+Below, products by the type of their left side: an array of bfloat16 (uint16) stands for pairs, any
+other for float32.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from .formats import BFLOATS, SHORTS, load_bf16_bits
-from .simd import LANES, VECTOR, f32x16, pointer_to
+from .formats import BFLOATS, SHORTS, load_bf16_bits, load_lanes
+from .simd import LANES, VECTOR, _muladd, _splat, f32x16, pointer_to
 
 _I32 = ir.IntType(32)
 
@@ -46,23 +50,27 @@ def splat_pair(typingctx, array, index):
     """The pair ``array[index : index + 2]`` (uint16) sixteen times."""
 
     def codegen(context, builder, sig, args):
-        two = ir.VectorType(ir.IntType(16), 2)
-        pair = builder.load(
-            pointer_to(context, builder, sig.args[0], args[0], args[1], two), align=2
-        )
-        return builder.shuffle_vector(
-            pair, pair, ir.Constant(ir.VectorType(_I32, 32), [0, 1] * LANES)
-        )
+        return _splat_pair(context, builder, sig.args[0], *args)
 
     return bf16x32(array, types.intp), codegen
 
 
-def _zip_halves(name, first, doc):
-    order = [lane for i in range(first, first + LANES) for lane in (i, 2 * LANES + i)]
+def _splat_pair(context, builder, array_type, array, index):
+    two = ir.VectorType(ir.IntType(16), 2)
+    pair = builder.load(pointer_to(context, builder, array_type, array, index, two), align=2)
+    return builder.shuffle_vector(pair, pair, ir.Constant(ir.VectorType(_I32, 32), [0, 1] * LANES))
 
+
+def _zip(builder, a, b, first):
+    """The pairs (a[i], b[i]) for sixteen numbers i from ``first`` on."""
+    order = [lane for i in range(first, first + LANES) for lane in (i, 2 * LANES + i)]
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, 32), order))
+
+
+def _zip_halves(name, first, doc):
     def op(typingctx, a, b):
         def codegen(context, builder, sig, args):
-            return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(_I32, 32), order))
+            return _zip(builder, args[0], args[1], first)
 
         return bf16x32(bf16x32, bf16x32), codegen
 
@@ -79,12 +87,99 @@ def dot_pairs(typingctx, acc, a, b):
     """Lane i: ``acc[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]``; needs AVX512-BF16."""
 
     def codegen(context, builder, sig, args):
-        fn = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(VECTOR, [VECTOR, BFLOATS, BFLOATS]),
-            "llvm.x86.avx512bf16.dpbf16ps.512",
-        )
         acc, a, b = args
-        return builder.call(fn, [acc, builder.bitcast(a, BFLOATS), builder.bitcast(b, BFLOATS)])
+        return _dot_pairs(builder, a, b, acc)
 
     return f32x16(f32x16, bf16x32, bf16x32), codegen
+
+
+def _dot_pairs(builder, a, b, acc):
+    fn = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(VECTOR, [VECTOR, BFLOATS, BFLOATS]),
+        "llvm.x86.avx512bf16.dpbf16ps.512",
+    )
+    return builder.call(fn, [acc, builder.bitcast(a, BFLOATS), builder.bitcast(b, BFLOATS)])
+
+
+# --- by the type of the left side ------------------------------------------------------------
+
+
+def are_pairs(left):
+    """Whether products with an array of this Numba type are of pairs."""
+    return left.dtype == types.uint16
+
+
+def _constant_of(name, of_pairs, of_float32, doc):
+    def op(typingctx, left):
+        number = of_pairs if are_pairs(left) else of_float32
+        return types.intp(left), lambda context, builder, sig, args: ir.IntType(64)(number)
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    return intrinsic(op)
+
+
+size_of = _constant_of("size_of", 2 * LANES, LANES, "Numbers in one vector of the left side.")
+keys_of = _constant_of("keys_of", 2, 1, "Keys whose weights are multiplied at once.")
+
+
+@intrinsic
+def load_as(typingctx, left, array, index):
+    """``array[index]`` and the numbers after it, as products with ``left`` take them."""
+    of_pairs = are_pairs(left)
+
+    def codegen(context, builder, sig, args):
+        return _load(context, builder, of_pairs, sig.args[1], args[1], args[2])
+
+    return (bf16x32 if of_pairs else f32x16)(left, array, types.intp), codegen
+
+
+@intrinsic
+def load_values(typingctx, p, v, first, last):
+    """Thirty-two columns of a key's values, or of two keys' in pairs: two vectors."""
+    of_pairs = are_pairs(p)
+    vector = bf16x32 if of_pairs else f32x16
+
+    def codegen(context, builder, sig, args):
+        array, (_, v, first, last) = sig.args[1], args
+        if not of_pairs:
+            last = builder.add(first, first.type(LANES))
+        left, right = (
+            _load(context, builder, of_pairs, array, v, index) for index in (first, last)
+        )
+        if of_pairs:
+            left, right = (_zip(builder, left, right, half) for half in (0, LANES))
+        return context.make_tuple(builder, sig.return_type, (left, right))
+
+    return types.UniTuple(vector, 2)(p, v, types.intp, types.intp), codegen
+
+
+def _load(context, builder, of_pairs, array_type, array, index):
+    pointer = pointer_to(context, builder, array_type, array, index)
+    if of_pairs:
+        return load_bf16_bits(builder, array_type.dtype, pointer)
+    return load_lanes(builder, array_type.dtype, pointer, LANES)
+
+
+@intrinsic
+def load_weights(typingctx, p, index):
+    """``p[index]`` in every lane, or ``p[index]`` and ``p[index + 1]`` in every pair."""
+    of_pairs = are_pairs(p)
+
+    def codegen(context, builder, sig, args):
+        if of_pairs:
+            return _splat_pair(context, builder, sig.args[0], *args)
+        return _splat(builder, builder.load(pointer_to(context, builder, sig.args[0], *args)))
+
+    return (bf16x32 if of_pairs else f32x16)(p, types.intp), codegen
+
+
+@intrinsic
+def dot(typingctx, a, b, total):
+    """``a * b + total``, or the sum of both products of each pair and ``total``."""
+    multiply = _dot_pairs if a == bf16x32 else _muladd
+
+    def codegen(context, builder, sig, args):
+        return multiply(builder, *args)
+
+    return f32x16(a, a, f32x16), codegen

@@ -1,10 +1,19 @@
-"""One function on several threads at once, on the threads that torch already has.
+"""One kernel on several threads at once, on the threads that torch already has.
 
 Torch's products run on a team of OpenMP threads, which keep spinning for milliseconds after
 their work is done. A second set of threads beside them would wait for cores that are busy doing
-nothing: attention between two linear layers took twice as long that way. So kernels, which are
-compiled with ``nogil=True``, are handed to the same team. Where torch brings no libgomp (macOS,
-Windows), and in a forked child, where the team is gone, plain threads do it.
+nothing: attention between two linear layers took twice as long that way. So a kernel enters the
+parallel region of the same team itself: through Python, whose lock each thread would take in turn,
+a call started 20 µs later. Where torch brings no libgomp (macOS, Windows), and in a forked child,
+where the team is gone, plain threads do it.
+
+::
+
+    @entry()
+    def _run(parallel, num_threads, call, counter):
+        on_team(parallel, num_threads, _make_scratch, _take_items, (call, counter))
+
+    run_together(_run, num_threads, call, counter)
 """
 
 from __future__ import annotations
@@ -16,46 +25,35 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
 from ...process import HOME
 
-__all__ = ["run_together"]
+__all__ = ["on_team", "run_together"]
 
 
-def run_together(function: Callable[[], object], num_threads: int) -> None:
-    """Call ``function()`` on ``num_threads`` threads, this one included, and wait for all.
+def run_together(kernel: Callable[..., object], num_threads: int, *arguments: Any) -> None:
+    """Call ``kernel(parallel, num_threads, *arguments)``, an entry that is one ``on_team``.
 
-    The calls share their work by an atomic counter, so it does no harm if one starts late or
-    never. May itself be called from several threads at once.
+    The kernel's threads share their work by an atomic counter, so it does no harm if one starts
+    late or never. May itself be called from several threads at once.
 
     Raises:
-        Exception: The first that a call raised, when all have ended.
+        MemoryError: A thread's scratch memory could not be had.
     """
-    if num_threads <= 1:
-        function()
-        return
-    errors: list[BaseException] = []
-
-    def guarded(_: object = None) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    parallel = _openmp(os.getpid())
-    if parallel is not None:
-        parallel(_Call(guarded), None, num_threads, 0)
+    parallel = _openmp(os.getpid()) if num_threads > 1 else 0
+    if parallel is None:
+        _run_on_workers(lambda: kernel(0, 1, *arguments), num_threads)
     else:
-        _run_on_workers(guarded, num_threads)
-    if errors:
-        raise errors[0]
-
-
-_Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        kernel(parallel, num_threads, *arguments)
 
 
 @functools.lru_cache(maxsize=1)
-def _openmp(process: int) -> Any:
-    """``GOMP_parallel(function, data, num_threads, flags)`` of the libgomp that torch runs on."""
+def _openmp(process: int) -> int | None:
+    """The address of ``GOMP_parallel(function, data, num_threads, flags)`` of torch's libgomp."""
     if process != HOME:
         return None  # forked: libgomp would wait for ever for threads that are gone
     try:
@@ -65,21 +63,87 @@ def _openmp(process: int) -> Any:
         parallel = ctypes.CDLL(max(paths, key=lambda path: "torch" in path)).GOMP_parallel
     except (OSError, ValueError, AttributeError):
         return None
-    parallel.argtypes = [_Call, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    parallel.restype = None
-    return parallel
+    return ctypes.cast(parallel, ctypes.c_void_p).value
 
 
-def _run_on_workers(function: Callable[[], None], num_threads: int) -> None:
+def _run_on_workers(function: Callable[[], object], num_threads: int) -> None:
     others = [_workers(os.getpid()).submit(function) for _ in range(num_threads - 1)]
-    function()
-    for other in others:
-        # A call that has not begun by now has nothing left to do.
-        if not other.cancel():
-            other.result()
+    try:
+        function()
+    finally:
+        for other in others:
+            # A call that has not begun by now has nothing left to do.
+            if not other.cancel():
+                other.result()
 
 
 @functools.lru_cache(maxsize=1)
 def _workers(process: int) -> ThreadPoolExecutor:
     """A process's own threads: a forked child has none of its parent's."""
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="pagetile")
+
+
+# --- in compiled code ----------------------------------------------------------------------
+
+_BYTES = ir.IntType(8).as_pointer()
+_I32 = ir.IntType(32)
+_REGION = ir.FunctionType(ir.VoidType(), [_BYTES])
+_PARALLEL = ir.FunctionType(ir.VoidType(), [_REGION.as_pointer(), _BYTES, _I32, _I32])
+
+
+@intrinsic
+def on_team(typingctx, parallel, num_threads, make_scratch, work, arguments):
+    """``work(*arguments, make_scratch(*arguments))`` on each thread of a team, for compiled code.
+
+    Returns when all have ended. ``parallel`` is the address of libgomp's ``GOMP_parallel``; with 0
+    there is one call, on this thread. Raises MemoryError if a call failed.
+    """
+    made = typingctx.resolve_function_type(make_scratch, tuple(arguments), {})
+    worked = typingctx.resolve_function_type(work, (*arguments, made.return_type), {})
+
+    def codegen(context, builder, sig, args):
+        values = [builder.extract_value(args[4], i) for i in range(len(arguments))]
+        members = [_I32(0), *values]  # whether a call failed, and what it is given
+        shared = cgutils.alloca_once_value(
+            builder, cgutils.pack_struct(builder, members), name="shared"
+        )
+        calls = [(make_scratch.dispatcher, made), (work.dispatcher, worked)]
+        region = _make_region(context, builder.module, calls, shared.type)
+        data = builder.bitcast(shared, _BYTES)
+        alone = builder.icmp_unsigned("==", args[0], args[0].type(0))
+        with builder.if_else(alone) as (here, together):
+            with here:
+                builder.call(region, [data])
+            with together:
+                start = builder.inttoptr(args[0], _PARALLEL.as_pointer())
+                builder.call(start, [region, data, builder.trunc(args[1], _I32), _I32(0)])
+        failed = builder.load(cgutils.gep_inbounds(builder, shared, 0, 0))
+        with cgutils.if_unlikely(builder, cgutils.is_not_null(builder, failed)):
+            context.call_conv.return_user_exc(builder, MemoryError, ("a kernel found no memory",))
+        return context.get_dummy_value()
+
+    return types.void(parallel, num_threads, make_scratch, work, arguments), codegen
+
+
+def _make_region(context, module, calls, shared):
+    """The function that each thread of the team calls with a pointer to what they share."""
+    region = ir.Function(module, _REGION, module.get_unique_name("region"))
+    region.linkage = "internal"
+    builder = ir.IRBuilder(region.append_basic_block())
+    data = builder.bitcast(region.args[0], shared)
+    given = cgutils.unpack_tuple(builder, builder.load(data))[1:]
+    for dispatcher, signature in calls:
+        compiled = dispatcher.get_compile_result(signature)
+        context.active_code_library.add_linking_library(compiled.library)
+        function = context.declare_function(module, compiled.fndesc)
+        status, result = context.call_conv.call_function(
+            builder, function, signature.return_type, signature.args, given
+        )
+        with cgutils.if_unlikely(builder, status.is_error):
+            builder.store(_I32(1), cgutils.gep_inbounds(builder, data, 0, 0))
+            builder.ret_void()
+        given = [*given, result]
+    scratch = calls[0][1].return_type
+    context.nrt.decref(builder, scratch, given[-2])
+    builder.ret_void()
+    return region

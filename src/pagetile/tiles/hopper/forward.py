@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from .finish import finish, times
 from .gather import GATHERING_WARPS, make_pages
@@ -53,6 +52,7 @@ from .schedule import LIST_FIELDS, Batch, TileLists, make_tile_metadata
 from .softmax import (
     LOG2_E,
     Scoring,
+    Warpgroup,
     add_alibi,
     apply_mask,
     cap,
@@ -65,17 +65,6 @@ from .softmax import (
 )
 
 __all__ = ["forward_kernel"]
-
-
-@aggregate
-class Warpgroup:
-    """Which of the computing warpgroups."""
-
-    INDEX: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, INDEX):
-        self.INDEX = gl.constexpr(INDEX)
 
 
 @gluon.jit

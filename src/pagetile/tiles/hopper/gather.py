@@ -16,10 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.core import _aggregate as aggregate
 
 from .layouts import num_parts, part_of, part_size, part_start
 from .names import barrier
+from .record import record
 
 __all__ = ["GATHERING_WARPS", "Pages", "gather_tiles", "make_pages"]
 
@@ -27,7 +27,7 @@ GATHERING_WARPS = gl.constexpr(2)  # of a role: one for keys, one for values
 UNIT = gl.constexpr(8)  # elements of a copy, 16 bytes
 
 
-@aggregate
+@record
 class Pages:
     """Keys or values of all blocks, and room for where a tile's rows begin."""
 
@@ -36,14 +36,6 @@ class Pages:
     slot: gl.tensor
     head: gl.tensor
     places: gl.shared_memory_descriptor  # uint32 or int64 [TILE_N], in units
-
-    @gluon.constexpr_function
-    def __init__(self, base, block, slot, head, places):
-        self.base = base
-        self.block = block
-        self.slot = slot
-        self.head = head
-        self.places = places
 
 
 @gluon.jit

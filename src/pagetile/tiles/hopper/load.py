@@ -9,10 +9,10 @@ would be small, rows are copied by two warps each instead of one (``gather``).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language.core import _aggregate as aggregate
 
 from .gather import gather_tiles
 from .names import barrier
+from .record import record
 from .schedule import (
     LIST_FIELDS,
     OUT_OF_BOUNDS,
@@ -39,7 +39,7 @@ HEAD = gl.constexpr(7)
 RECORD = gl.constexpr(8)  # where the tile's list begins, if SPARSE
 
 
-@aggregate
+@record
 class KernelConfig:
     """The constants that the forward kernel is compiled for."""
 
@@ -60,45 +60,6 @@ class KernelConfig:
     STAGED: gl.constexpr
     PINGPONG: gl.constexpr
     SPARSE: gl.constexpr  # tiles of keys are those on a list
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        HEAD_SIZE,
-        V_SIZE,
-        BLOCK_SIZE,
-        BOX,
-        ATOMS,
-        GATHER,
-        PACK,
-        WARPGROUPS,
-        CAUSAL,
-        HAS_WINDOW,
-        HAS_CAP,
-        HAS_ALIBI,
-        HAS_SINKS,
-        UNIFORM,
-        STAGED,
-        PINGPONG,
-        SPARSE,
-    ):
-        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
-        self.V_SIZE = gl.constexpr(V_SIZE)
-        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
-        self.BOX = gl.constexpr(BOX)
-        self.ATOMS = gl.constexpr(ATOMS)
-        self.GATHER = gl.constexpr(GATHER)
-        self.PACK = gl.constexpr(PACK)
-        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
-        self.HAS_CAP = gl.constexpr(HAS_CAP)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.UNIFORM = gl.constexpr(UNIFORM)
-        self.STAGED = gl.constexpr(STAGED)
-        self.PINGPONG = gl.constexpr(PINGPONG)
-        self.SPARSE = gl.constexpr(SPARSE)
 
 
 @gluon.jit

@@ -13,7 +13,8 @@ Use number ``n`` of a ring of ``S`` slots is slot ``n % S`` for the ``n // S``-t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
+
+from .record import record
 
 __all__ = ["PipelineBarriers", "Ring", "make_barriers", "make_ring"]
 
@@ -31,19 +32,13 @@ def _atoms(rows, columns):
     return gl.SharedLinearLayout(bases, [], 1024)
 
 
-@aggregate
+@record
 class PipelineBarriers:
     """A full and an empty barrier for each slot of each stream."""
 
     full: gl.shared_memory_descriptor  # [STREAMS * STAGES, 1]
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, full, empty, STAGES):
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def slot(self, stream, use):
@@ -101,19 +96,13 @@ def make_barriers(
     return PipelineBarriers(full, empty, STAGES)
 
 
-@aggregate
+@record
 class Ring:
     """``STAGES`` slots of ``PARTS`` tiles each."""
 
     tiles: gl.shared_memory_descriptor  # [STAGES * PARTS, rows, columns]
     barriers: PipelineBarriers
     PARTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, barriers, PARTS):
-        self.tiles = tiles
-        self.barriers = barriers
-        self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
     def tile(self, use, PART: gl.constexpr):

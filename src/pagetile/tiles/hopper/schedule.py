@@ -11,7 +11,8 @@ many pairs of sequence and head as have keys that fit in the second-level cache 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from .record import record
 
 __all__ = [
     "Batch",
@@ -27,7 +28,7 @@ LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has
 
 
-@aggregate
+@record
 class TileLists:
     """Records of the tiles of keys that block-sparse attention visits, one a tile of queries.
 
@@ -40,20 +41,13 @@ class TileLists:
     head_stride: gl.tensor
     pitch: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, lists, seq_stride, head_stride, pitch):
-        self.lists = lists
-        self.seq_stride = seq_stride
-        self.head_stride = head_stride
-        self.pitch = pitch
-
     @gluon.jit
     def find(self, seq, head, rank):
         """Where the record of a rank begins."""
         return (seq * self.seq_stride + head * self.head_stride + rank) * self.pitch
 
 
-@aggregate
+@record
 class Batch:
     """The sequences, and how they are cut into tiles of queries."""
 
@@ -71,39 +65,6 @@ class Batch:
     short: gl.tensor  # sequences with up to so many queries are another kernel's
     window: gl.tensor
     tile_lists: TileLists
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        cu_seqlens_q,
-        lengths,
-        block_tables,
-        table_stride,
-        num_seqs,
-        block_rows,
-        num_tiles,
-        seq_tiles,
-        section,
-        num_heads,
-        group,
-        short,
-        window,
-        tile_lists,
-    ):
-        self.cu_seqlens_q = cu_seqlens_q
-        self.lengths = lengths
-        self.block_tables = block_tables
-        self.table_stride = table_stride
-        self.num_seqs = num_seqs
-        self.block_rows = block_rows
-        self.num_tiles = num_tiles
-        self.seq_tiles = seq_tiles
-        self.section = section
-        self.num_heads = num_heads
-        self.group = group
-        self.short = short
-        self.window = window
-        self.tile_lists = tile_lists
 
 
 @gluon.jit
@@ -190,19 +151,13 @@ def listed_tiles(record, seq_len, TILE_N: gl.constexpr):
     return num_tiles, num_right, num_tiles - 1 - num_right, origin, num_keys
 
 
-@aggregate
+@record
 class TileMetadata:
     """Numbers of each tile in shared memory, from the loading warp to the computing warpgroups."""
 
     fields: gl.shared_memory_descriptor  # [STAGES * FIELDS, 1] int32
     STAGES: gl.constexpr
     FIELDS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, fields, STAGES, FIELDS):
-        self.fields = fields
-        self.FIELDS = gl.constexpr(FIELDS)
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def write(self, use, FIELD: gl.constexpr, value):

@@ -2,11 +2,13 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from .record import record
 
 __all__ = [
     "LOG2_E",
     "Scoring",
+    "Warpgroup",
     "add_alibi",
     "apply_mask",
     "cap",
@@ -21,7 +23,14 @@ __all__ = [
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
-@aggregate
+@record
+class Warpgroup:
+    """Which of the computing warpgroups."""
+
+    INDEX: gl.constexpr
+
+
+@record
 class Scoring:
     """The numbers that turn products into scores."""
 
@@ -30,14 +39,6 @@ class Scoring:
     inner: gl.tensor  # of products under a cap
     slopes: gl.tensor  # pointer to [num_heads] float32
     lists: gl.tensor  # pointer to the lists of tiles, of block-sparse attention
-
-    @gluon.constexpr_function
-    def __init__(self, window, scale, inner, slopes, lists):
-        self.window = window
-        self.scale = scale
-        self.inner = inner
-        self.slopes = slopes
-        self.lists = lists
 
 
 # (2 ** x - 1) / (2 ** x + 1) for eight numbers, as they lie in a thread: two columns, the same of

@@ -66,8 +66,7 @@ def forward(problem, x):
     inputs, num_threads = _kernel_inputs(problem, x)
     out = _empty_rows(problem, problem.dtype)
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32)
-    arrays = flat(out), flat(lse)
-    run_together(lambda: attend(*arrays, inputs), num_threads)
+    run_together(attend, num_threads, flat(out), flat(lse), inputs)
     return AttentionOutput(out.transpose(1, 2), lse)
 
 
@@ -83,7 +82,7 @@ def backward(problem, x, out, lse, dout, dlse):
     gradients = GradientArrays(*(flat(t) for t in (dq, dk, dv, dtable, dscale)))
     out, dout = out.transpose(1, 2).contiguous(), _with_rows(dout)
     saved = SavedForward(flat(out), flat(lse), flat(dout), dout.stride()[:3], _float_array(dlse))
-    run_together(lambda: differentiate(gradients, saved, inputs), num_threads)
+    run_together(differentiate, num_threads, gradients, saved, inputs)
     table = bias = scale = None
     if x.bias_table is not None:
         table = dtable.sum(dim=0).T.to(x.bias_table.dtype)

@@ -10,8 +10,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from ....tiles.cpu.compile import entry, folded, inner
+from ....tiles.cpu.compile import allocating, entry, folded, inner
 from ....tiles.cpu.simd import LN_2, LOG2_E, take_number
+from ....tiles.cpu.threads import on_team
 from .forward_kernel import (
     load_bias,
     load_keys,
@@ -183,18 +184,9 @@ def _differentiate_part(item, gradients, saved, x, z, w):
         _scatter_bias_gradient(gradients.dtable, w.dbias, x, item, held, z.block, z.width)
 
 
-@inner()
-def _differentiate_parts(gradients, saved, x, z, w):
-    while True:
-        item = take_number(x.counter)
-        if item >= x.num_heads * x.parts:
-            return
-        _differentiate_part(item, gradients, saved, x, z, w)
-
-
-@entry()
-def differentiate(gradients, saved, x):
-    """Compute the gradients of work items until none is left."""
+@allocating()
+def _make_scratch(gradients, saved, x):
+    """The sizes of tiles and blocks, and a thread's scratch arrays."""
     z = sizes_of(x, 4)
     room = z.group * z.depth * z.width
     runs = np.empty(x.num_tokens + 1, np.int64)
@@ -220,4 +212,21 @@ def differentiate(gradients, saved, x):
         np.empty(ROWS, np.float32),
         np.empty(16, np.float32),
     )
-    _differentiate_parts(gradients, saved, x, z, w)
+    return z, w
+
+
+@inner()
+def _differentiate_parts(gradients, saved, x, scratch):
+    """Compute the gradients of work items until none is left."""
+    z, w = scratch
+    while True:
+        item = take_number(x.counter)
+        if item >= x.num_heads * x.parts:
+            return
+        _differentiate_part(item, gradients, saved, x, z, w)
+
+
+@entry()
+def differentiate(parallel, num_threads, gradients, saved, x):
+    """The gradients of all work items, on a team of threads."""
+    on_team(parallel, num_threads, _make_scratch, _differentiate_parts, (gradients, saved, x))

@@ -6,8 +6,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from ....tiles.cpu.compile import entry, folded, inner
+from ....tiles.cpu.compile import allocating, entry, folded, inner
 from ....tiles.cpu.simd import LN_2, LOG2_E, add, load, log2, mul, splat, store, take_number
+from ....tiles.cpu.threads import on_team
 from .rows import (
     NO_NORM,
     ROWS,
@@ -172,18 +173,9 @@ def _attend_part(item, out, lse, x, z, w):
                     _finish(out, lse, x, w.stats, w.result, depth, window, head, first, num_rows)
 
 
-@inner()
-def _attend_parts(out, lse, x, z, w):
-    while True:
-        item = take_number(x.counter)
-        if item >= x.num_heads * x.parts:
-            return
-        _attend_part(item, out, lse, x, z, w)
-
-
-@entry()
-def attend(out, lse, x):
-    """Compute work items until none is left."""
+@allocating()
+def _make_scratch(out, lse, x):
+    """The sizes of tiles and blocks, and a thread's scratch arrays."""
     z = sizes_of(x, 2)
     runs = np.empty(x.num_tokens + 1, np.int64)
     w = Scratch(
@@ -200,4 +192,21 @@ def attend(out, lse, x):
         np.empty(ROWS * (z.depth + 16), np.float32),
         np.ones(48, np.float32),
     )
-    _attend_parts(out, lse, x, z, w)
+    return z, w
+
+
+@inner()
+def _attend_parts(out, lse, x, scratch):
+    """Compute work items until none is left."""
+    z, w = scratch
+    while True:
+        item = take_number(x.counter)
+        if item >= x.num_heads * x.parts:
+            return
+        _attend_part(item, out, lse, x, z, w)
+
+
+@entry()
+def attend(parallel, num_threads, out, lse, x):
+    """All work items, on a team of threads."""
+    on_team(parallel, num_threads, _make_scratch, _attend_parts, (out, lse, x))

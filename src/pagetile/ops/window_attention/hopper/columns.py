@@ -44,8 +44,8 @@ from .tiles import (
     ONLINE_TILE,
     PIECE,
     Bias,
-    Stream,
     StreamConfig,
+    StreamIndex,
     advance_steps,
     apply_region_mask,
     build_bias_tile,
@@ -379,8 +379,8 @@ def column_gradients(
     if STREAMS == 2:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [WARPS, 1],
@@ -389,9 +389,9 @@ def column_gradients(
     elif STREAMS == 3:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(2),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [WARPS, WARPS, 1],
@@ -400,10 +400,10 @@ def column_gradients(
     else:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(2),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(3),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(3),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [WARPS, WARPS, WARPS, 1],

@@ -46,8 +46,8 @@ from .tiles import (
     ONE_HOT_COLUMNS,
     PIECE,
     Bias,
-    Stream,
     StreamConfig,
+    StreamIndex,
     advance_steps,
     build_bias_tile,
     locate_work,
@@ -387,8 +387,8 @@ def attend(
     if STREAMS == 2:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [WARPS, 1],
@@ -397,9 +397,9 @@ def attend(
     elif STREAMS == 3:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(2),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [WARPS, WARPS, 1],
@@ -408,10 +408,10 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(2),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(3),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(3),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [WARPS, WARPS, WARPS, 1],

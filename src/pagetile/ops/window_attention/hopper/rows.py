@@ -54,7 +54,7 @@ from .tiles import (
     PIECE,
     SUM_KEYS,
     Bias,
-    Stream,
+    StreamIndex,
     apply_region_mask,
     build_bias_tile,
     locate_work,
@@ -465,9 +465,9 @@ def row_gradients(
     if SPLITS == 3:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(2),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [4, 4, 1],
@@ -476,10 +476,10 @@ def row_gradients(
     else:
         gl.warp_specialize(
             [
-                (_compute_role, work + (Stream(0),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(1),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(2),)),  # noqa: RUF005
-                (_compute_role, work + (Stream(3),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
+                (_compute_role, work + (StreamIndex(3),)),  # noqa: RUF005
                 (_load_role, load),
             ],
             [4, 4, 4, 1],

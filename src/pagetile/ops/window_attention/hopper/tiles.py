@@ -30,8 +30,8 @@ __all__ = [
     "PIECE",
     "SUM_KEYS",
     "Bias",
-    "Stream",
     "StreamConfig",
+    "StreamIndex",
     "Windows",
     "advance_steps",
     "apply_region_mask",
@@ -113,7 +113,7 @@ class StreamConfig:
 
 
 @record
-class Stream:
+class StreamIndex:
     """The number of a stream, as a constant."""
 
     INDEX: gl.constexpr
