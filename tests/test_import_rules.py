@@ -60,6 +60,7 @@ OPTIONAL = {
     "safetensors": (),
     "fastapi": ("server",),
     "uvicorn": ("server",),
+    "uvloop": (),
     "prometheus_client": ("server",),
     "llguidance": (),
     "typer": ("cli",),

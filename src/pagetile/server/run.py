@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,11 +22,28 @@ from fastapi import FastAPI
 from ..engine.async_llm import AsyncLLM
 from ..errors import RequestError
 from .logs import log
+from .streaming import DirectWrites
 
-__all__ = ["serve"]
+__all__ = ["run_in_loop", "serve"]
+
+T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 5
 DEVICE_LOST = 3  # the exit code when the engine died
+
+
+def run_in_loop(main: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine: on uvloop where it is installed, else on asyncio's own loop.
+
+    Asyncio lets go of the interpreter's lock for every piece that it sends, and each time waits
+    until the engine's thread gives it back; uvloop keeps it.
+    """
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    result: T = uvloop.run(main)
+    return result
 
 
 class _Server(uvicorn.Server):
@@ -67,7 +84,7 @@ async def serve(
     """
     listener = _listen(host, port)
     config = uvicorn.Config(
-        app,
+        DirectWrites(app),
         http="h11",  # it limits the size of headers, which httptools does not
         ws="none",
         lifespan="off",
