@@ -55,6 +55,7 @@ async def three():
     for number in range(3):
         await asyncio.sleep(0)
         yield b"data: %d\n\n" % number
+        yield b""
 
 
 def test_pieces_pass_no_wrapper_of_send(address):

@@ -66,7 +66,8 @@ class DirectWrites:
                 """Write a chunk, unless the client is behind."""
                 if cycle.flow.write_paused or cycle.disconnected:
                     return False
-                cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+                if data:  # an empty chunk would end the body
+                    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
                 return True
 
             scope.setdefault("extensions", {})[_WRITE] = write
