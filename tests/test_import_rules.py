@@ -60,7 +60,6 @@ OPTIONAL = {
     "safetensors": (),
     "fastapi": ("server",),
     "uvicorn": ("server",),
-    "uvloop": (),
     "prometheus_client": ("server",),
     "llguidance": (),
     "typer": ("cli",),

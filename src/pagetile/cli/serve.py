@@ -128,6 +128,8 @@ def serve(
     lists every path and field, /pages shows the cache live, /metrics is for
     Prometheus. SIGTERM and Ctrl-C let running requests finish.
     """
+    import asyncio
+
     if log_format not in ("text", "json"):
         raise RequestError(f"--log-format {log_format}: expected text or json")
     if tool_call_parser not in ("auto", "hermes", "llama3_json", "none"):
@@ -142,7 +144,6 @@ def serve(
     from ..server.app import create_app
     from ..server.demo_traffic import DemoTraffic
     from ..server.logs import log
-    from ..server.run import run_in_loop
     from ..server.settings import model_name, read_keys, read_template
 
     log.as_json, log.is_on = log_format == "json", not quiet
@@ -193,7 +194,7 @@ def serve(
             background=traffic,
         )
 
-    code = run_in_loop(run())
+    code = asyncio.run(run())
     if code:
         raise typer.Exit(code)
 

@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,26 +25,10 @@ from ..errors import RequestError
 from .logs import log
 from .streaming import DirectWrites
 
-__all__ = ["run_in_loop", "serve"]
-
-T = TypeVar("T")
+__all__ = ["serve"]
 
 KEEP_ALIVE_SECONDS = 5
 DEVICE_LOST = 3  # the exit code when the engine died
-
-
-def run_in_loop(main: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine: on uvloop where it is installed, else on asyncio's own loop.
-
-    Asyncio lets go of the interpreter's lock for every piece that it sends, and each time waits
-    until the engine's thread gives it back; uvloop keeps it.
-    """
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    result: T = uvloop.run(main)
-    return result
 
 
 class _Server(uvicorn.Server):
@@ -125,6 +110,10 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     beside: asyncio.Task[None] | None = None
+    # What is loaded by now stays. To look through it for garbage takes tenths of a second, in which
+    # every stream waits.
+    gc.collect()
+    gc.freeze()
     try:
         if on_start is not None:
             shown = f"[{host}]" if ":" in host else host
@@ -133,6 +122,7 @@ async def serve(
             beside = loop.create_task(background())
         await server.serve(sockets=[listener])
     finally:
+        gc.unfreeze()
         if beside is not None:
             beside.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
