@@ -153,7 +153,7 @@ class ChatCompletion:
                 for item in deltas:
                     index, reason = item.index, item.finish_reason
                     if is_plain and reason is None:
-                        if item.text:  # json.dumps of every part takes five times as long
+                        if item.text:  # json.dumps of every part takes much longer
                             pieces.append(
                                 f'data: {head}, "choices": [{{"index": {index}, "delta": '
                                 f'{{"content": {json.dumps(item.text)}}}, "logprobs": null, '

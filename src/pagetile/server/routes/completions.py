@@ -163,7 +163,7 @@ class _Completion:
                     sample = delta.index
                     text = delta.text
                     if is_plain and has_begun[number][sample] and delta.finish_reason is None:
-                        if text:  # json.dumps of a whole choice takes five times as long
+                        if text:  # json.dumps of a whole choice takes ten times as long
                             pieces.append(
                                 f'data: {prefix}{{"index": {number * n + sample}, "text": '
                                 f'{json.dumps(text)}, "logprobs": null, '
