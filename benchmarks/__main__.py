@@ -277,6 +277,28 @@ def tune_tiles(
         tune(kind, case, console)
 
 
+@app.command("http")
+def compare_http(
+    streams: Annotated[int, typer.Option(min=1, help="Connections at once.")] = 64,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
+    new: Annotated[int, typer.Option(min=2, help="New tokens of a stream.")] = 128,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each, after one to warm up.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="How long requests come at half of the saturating rate.")
+    ] = 10.0,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint; without it, the shipped one.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+) -> None:
+    """Compare streams over HTTP with LLM.generate on the same prompts, in turns."""
+    from .http import Workload, compare
+
+    found = compare(Workload(streams, prompt, new, model, device), turns, seconds)
+    for name, value in found.items():
+        console.print(f"{name:36} {value if isinstance(value, list) else f'{value:,.4g}'}")
+
+
 def _find(names: list[str] | None) -> list[Case]:
     try:
         return find_cases(names or [])

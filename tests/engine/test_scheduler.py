@@ -195,6 +195,19 @@ def test_chunks_are_as_long_as_the_stretch_of_a_step_allows() -> None:
     assert chunks.limit(streams(1), 8192) == 16, "never less than is worth a step"
 
 
+def test_chunks_grow_with_the_streams_that_wait() -> None:
+    """Of 64 prompts at once the first may not hold up the others for the sake of its own tokens."""
+    chunks = ChunkSizer(stretch=2.5, least=16)
+    for _ in range(50):
+        chunks.record(0.002, num_decode=1, num_prompt=0)
+        chunks.record(0.010, num_decode=64, num_prompt=0)
+        chunks.record(0.002 + 500 * 2e-5, num_decode=1, num_prompt=500)
+    alone, beside_many = (chunks.limit(streams(1), 8192, waiting) for waiting in (0, 63))
+    assert alone == pytest.approx(2.5 * 100 - 100, abs=1)
+    assert beside_many == pytest.approx(2.5 * 500 - 100, abs=1)
+    assert chunks.limit(streams(*[1] * 64), 8192) == pytest.approx(750, abs=1)
+
+
 def test_time_between_tokens_stays_within_the_stretch() -> None:
     """A machine of 2 ms a step and 30 µs a prompt token; long prompts arrive beside two streams."""
     steps = Steps(4000, max_num_seqs=16, max_num_batched_tokens=2048)

@@ -14,6 +14,7 @@ from pagetile.engine.async_llm import AsyncLLM
 from pagetile.engine.llm import LLM
 from pagetile.server import ServerConfig, create_app
 from pagetile.server.logs import log
+from pagetile.server.streaming import DirectWrites
 from pagetile.server.templates import built_in_template
 
 log.is_on = False
@@ -55,9 +56,8 @@ def opened(llm, **options):
 def serving(async_llm, config=None):
     """The URL of a server that runs on a thread of this process."""
     app = create_app(async_llm, config or chatty())
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http="h11", ws="none", lifespan="off", log_level="critical")
-    )
+    options = {"http": "h11", "ws": "none", "lifespan": "off", "log_level": "critical"}
+    server = uvicorn.Server(uvicorn.Config(DirectWrites(app), port=0, **options))
     server.install_signal_handlers = lambda: None
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -12,11 +13,12 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx2
 import pytest
 
-from pagetile.server import Limits
+from pagetile.server import Limits, serve
 
 from .conftest import chatty, opened, serving
 from .test_completions import PROMPT
@@ -276,6 +278,30 @@ def process():
         if server.poll() is None:
             server.kill()
         server.communicate()
+
+
+def test_what_is_loaded_is_not_looked_through_for_garbage_while_it_serves():
+    class Idle:
+        num_requests, death, thread = 0, None, SimpleNamespace()
+
+        async def drain(self, timeout):
+            return True
+
+        async def close(self):
+            pass
+
+    async def app(scope, receive, send):
+        raise AssertionError("no request was sent")
+
+    counts = []
+
+    def on_start(url):
+        counts.append(gc.get_freeze_count())
+        signal.raise_signal(signal.SIGTERM)
+
+    assert asyncio.run(serve(app, Idle(), host="127.0.0.1", port=0, on_start=on_start)) == 0
+    assert counts[0] > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish(process):

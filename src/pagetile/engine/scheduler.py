@@ -155,7 +155,8 @@ class Scheduler:
         step = SchedulerOutput(number=self._num_scheduled)
         budget = self.max_num_batched_tokens
         spare = budget - len(self.running)  # for drafts: every sequence gets its one token
-        beside = self.chunks.limit(self.running, budget)
+        num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
+        beside = self.chunks.limit(self.running, budget, num_waiting)
         if in_flight and self._would_preempt(budget, beside):
             return None
         self._num_scheduled += 1

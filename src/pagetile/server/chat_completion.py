@@ -136,6 +136,10 @@ class ChatCompletion:
         head = json.dumps(self._head("chat.completion.chunk"))[:-1]
         parsers = [self.parser() for _ in range(n)]
         num_calls, num_reported, counts = [0] * n, [0] * n, [0] * n
+        counts_usage = options is not None and options.continuous_usage_stats
+        is_plain = isinstance(parsers[0], TextOnly) and not (
+            body.logprobs or body.return_token_ids or counts_usage
+        )
         has_begun = False
         usage = Usage()
         try:
@@ -148,6 +152,14 @@ class ChatCompletion:
                         pieces.append(_chunk(head, index, opening, None, None, ""))
                 for item in deltas:
                     index, reason = item.index, item.finish_reason
+                    if is_plain and reason is None:
+                        if item.text:  # json.dumps of every part takes much longer
+                            pieces.append(
+                                f'data: {head}, "choices": [{{"index": {index}, "delta": '
+                                f'{{"content": {json.dumps(item.text)}}}, "logprobs": null, '
+                                '"finish_reason": null}]}\n\n'
+                            )
+                        continue
                     counts[index] += item.token_id is not None
                     parsed = parsers[index].feed(item.text) if item.text else Parsed()
                     if reason is not None:
@@ -174,7 +186,7 @@ class ChatCompletion:
                         token_ids = [] if item.token_id is None else [item.token_id]
                         tail += f', "token_ids": {json.dumps(token_ids)}'
                     usage_now = ""
-                    if options is not None and options.continuous_usage_stats:
+                    if counts_usage:
                         now = Usage(len(stream.prompt_token_ids), sum(counts))
                         usage_now = f', "usage": {json.dumps(now.report())}'
                     pieces.append(_chunk(head, index, delta, logprobs, reason, tail, usage_now))

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from fastapi import FastAPI
 from ..engine.async_llm import AsyncLLM
 from ..errors import RequestError
 from .logs import log
+from .streaming import DirectWrites
 
 __all__ = ["serve"]
 
@@ -67,7 +69,7 @@ async def serve(
     """
     listener = _listen(host, port)
     config = uvicorn.Config(
-        app,
+        DirectWrites(app),
         http="h11",  # it limits the size of headers, which httptools does not
         ws="none",
         lifespan="off",
@@ -108,6 +110,10 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     beside: asyncio.Task[None] | None = None
+    # What is loaded by now stays. To look through it for garbage takes tenths of a second, in which
+    # every stream waits.
+    gc.collect()
+    gc.freeze()
     try:
         if on_start is not None:
             shown = f"[{host}]" if ":" in host else host
@@ -116,6 +122,7 @@ async def serve(
             beside = loop.create_task(background())
         await server.serve(sockets=[listener])
     finally:
+        gc.unfreeze()
         if beside is not None:
             beside.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -154,12 +154,22 @@ class _Completion:
         offsets = [[0] * n for _ in self.streams]
         counts: list[list[int]] = [[0] * n for _ in self.streams]
         has_begun = [[False] * n for _ in self.streams]
+        counts_usage = options is not None and options.continuous_usage_stats
+        is_plain = not (body.logprobs is not None or body.return_token_ids or counts_usage)
         try:
             async for number, deltas in merged(self.streams):
                 stream, pieces = self.streams[number], []
                 for delta in deltas:
                     sample = delta.index
                     text = delta.text
+                    if is_plain and has_begun[number][sample] and delta.finish_reason is None:
+                        if text:  # json.dumps of a whole choice takes ten times as long
+                            pieces.append(
+                                f'data: {prefix}{{"index": {number * n + sample}, "text": '
+                                f'{json.dumps(text)}, "logprobs": null, '
+                                '"finish_reason": null}]}\n\n'
+                            )
+                        continue
                     counts[number][sample] += delta.token_id is not None
                     if not has_begun[number][sample]:
                         has_begun[number][sample] = True
@@ -195,7 +205,7 @@ class _Completion:
                     if body.return_token_ids:
                         choice["token_ids"] = [] if delta.token_id is None else [delta.token_id]
                     tail = "]"
-                    if options is not None and options.continuous_usage_stats:
+                    if counts_usage:
                         now = Usage(len(stream.prompt_token_ids), counts[number][sample])
                         tail += ', "usage": ' + json.dumps(now.report())
                     pieces.append(f"data: {prefix}{json.dumps(choice)}{tail}}}\n\n")

@@ -1,0 +1,67 @@
+"""The load generator of ``python -m benchmarks http``, against a server of one made-up response."""
+
+import socket
+import threading
+import time
+
+import pytest
+from benchmarks.http import Stream, Workload, compare, send
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+EVENTS = (
+    b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n',
+    b'data: {"choices": [{"index": 0, "text": "b"}]}\n\n'
+    b'data: {"choices": [{"index": 0, "text": "c"}]}\n\n',
+    b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\n',
+    b"data: [DONE]\n\n",
+)
+
+
+@pytest.fixture
+def serve():
+    """Answers every connection with the same bytes; returns the address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def start(events):
+        def accept():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(HEAD + b"".join(events))
+
+        threading.Thread(target=accept, daemon=True).start()
+        return listener.getsockname()
+
+    yield start
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def test_requests_are_sent_when_they_are_due_and_read_to_the_end(serve):
+    address, start = serve(EVENTS), time.perf_counter()
+    streams = send(address, [b"a", b"b"], [0.0, 0.1])
+    assert streams[1].sent - start >= 0.1
+    for stream in streams:
+        assert stream.body == HEAD + b"".join(EVENTS)
+        assert stream.num_tokens == 3
+        assert stream.sent < stream.times[0] <= stream.times[1] == stream.times[2]
+
+
+def test_a_response_that_breaks_off_has_no_tokens(serve):
+    assert send(serve(EVENTS[:-1]), [b"a"], [0.0])[0].num_tokens == 0
+
+
+def test_events_have_the_time_of_their_read():
+    pieces = [(1.0, HEAD), (2.0, EVENTS[0]), (3.0, EVENTS[1]), (4.0, EVENTS[2] + EVENTS[3])]
+    assert Stream(0.5, pieces).times == [2.0, 3.0, 3.0]
+
+
+@pytest.mark.slow
+def test_the_server_and_the_engine_do_the_same_work():
+    found = compare(Workload(num_streams=2, num_prompt=8, num_new=4), turns=1, seconds=0.5)
+    assert found["share of LLM.generate"] > 0
+    assert found["ms to the first token, p50"] > 0
