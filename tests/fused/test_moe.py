@@ -111,11 +111,15 @@ def test_a_token_does_not_see_the_others(impl, mirror):
         [run(x[t : t + 1], chosen[t : t + 1], weights[t : t + 1], expert, impl, mirror)
          for t in range(9)]
     )  # fmt: skip
-    assert torch.equal(run(x, chosen, weights, expert, impl, mirror), alone)
+    # NumPy's products, which the interpreter takes, may round a row by its place in a tile.
+    rounded = impl == "triton" and not torch.cuda.is_available()
+    error = 1e-6 if rounded else 0
+    found = run(x, chosen, weights, expert, impl, mirror)
+    torch.testing.assert_close(found, alone, rtol=error, atol=error)
     x[4] = math.nan
     out = run(x, chosen, weights, expert, impl, mirror)
     others = [t for t in range(9) if t != 4]
-    assert torch.equal(out[others], alone[others])
+    torch.testing.assert_close(out[others], alone[others], rtol=error, atol=error)
     assert out[4].isnan().all()
 
 

@@ -82,10 +82,12 @@ COMPILED = [
     (replace(IMAGE, dtype=F32), 576),
     (replace(IMAGE, head_size=30, num_tokens=64), 128),
     (replace(IMAGE, head_size=8, num_tokens=27), 0),
-    (replace(IMAGE, num_tokens=100, cosine=True), 512),
     (replace(IMAGE, table_size=None, num_biases=2, has_regions=False, mask_dtype=F32), 192),
+    pytest.param(replace(IMAGE, num_tokens=100, cosine=True), 512, marks=pytest.mark.slow),
     (replace(VOLUME, num_heads=12, num_windows=8, head_size=10), 848),
-    (replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048),
+    pytest.param(
+        replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048, marks=pytest.mark.slow
+    ),
 ]
 
 
