@@ -126,6 +126,14 @@ def test_a_stop_token_ends_the_output_but_not_before_min_tokens(llm: LLM) -> Non
     assert stop not in output.outputs[0].token_ids[:10]
 
 
+def test_a_stop_token_is_no_text_even_if_text_is_made_early(llm: LLM) -> None:
+    [free] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    stop = replace(GREEDY, stop_token_ids=[free.outputs[0].token_ids[5]])
+    [whole] = llm.generate(PROMPTS[0], stop, use_tqdm=False)
+    assert whole.outputs[0].finish_reason == "stop"
+    assert "".join(delta.text for delta in llm.stream(PROMPTS[0], stop)) == whole.outputs[0].text
+
+
 def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     [output] = llm.generate(PROMPTS[0], replace(GREEDY, logprobs=2, max_tokens=4), use_tqdm=False)
     [sample] = output.outputs
