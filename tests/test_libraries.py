@@ -125,7 +125,7 @@ def test_every_library_is_handed_the_same_problem(monkeypatch, decode, cap):
         torch.testing.assert_close(call(), expected)
 
 
-def test_what_is_not_installed_takes_no_part(monkeypatch):
+def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
     install(monkeypatch, {"flash_attn": FlashAttention2})
     inputs = Inputs(LENGTHS, SHAPE, decode=True, device="cpu")
     assert list(libraries.find_libraries(inputs)) == ["flash_attn"]

@@ -155,7 +155,7 @@ def test_a_graph_replays_with_another_routing():
     check(out.cpu(), by_hand(given[0], other, given[2], given[3], "silu"), BF16)
 
 
-def test_what_cannot_run_is_told():
+def test_a_refusal_gives_its_reason():
     x, chosen, weights, expert = problem(3, 2, (4, 24, 16))
     with pytest.raises(ShapeError, match=r"down is \[4, 16, 24\], expected \[4, 24, 16\]"):
         moe_experts(x, chosen, weights, expert._replace(down=expert.down.mT))

@@ -108,7 +108,7 @@ def test_reshape_and_cache_stores_sixteen_bytes_of_a_key_at_a_time(
     dtype, cache_dtype, size, tmp_path
 ):
     ptx = compile_and_count(
-        triton_cache.make_launcher(dtype, cache_dtype, size, 16, True), tmp_path
+        triton_cache.make_launcher(dtype, cache_dtype, size, 16, is_aligned=True), tmp_path
     )
     assert "st.global.v4.b32" in ptx
 

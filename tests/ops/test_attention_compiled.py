@@ -35,7 +35,7 @@ H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 
 
 def launchers(dtype, size, *, group=1, causal=True, length=16384, device=H200, **features):
-    problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, False)
+    problem = Problem(1, length, length, length, 8 * group, 8, size, size, dtype, is_ragged=False)
     config = {"is_ragged": False, "has_cap": False, "has_alibi": False}
     config = backward.GradientsConfig(
         dtype, group, size, size, is_causal=causal, is_aligned=True, **{**config, **features}
@@ -180,7 +180,7 @@ def test_gradients_on_hopper(size, group, causal, window, end, spilled, tmp_path
 
 
 def test_hoppers_gradients_are_left_to_others_where_bits_have_to_be_equal():
-    plain = Problem(2, 512, 256, 256, 8, 2, 128, 128, BF16, False)
+    plain = Problem(2, 512, 256, 256, 8, 2, 128, 128, BF16, is_ragged=False)
     assert chosen(plain) == "hopper_backward"
     assert chosen(plain, "hopper") == "hopper_backward"
     assert chosen(plain, "triton") == "triton_backward"

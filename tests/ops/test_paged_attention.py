@@ -302,7 +302,7 @@ def test_boundary_cases_match_the_oracle(attend, case):
     assert_matches(attend(inputs), inputs)
 
 
-BLOCKS = 25  # of cases, so that a report has lines and not thousands of them
+BLOCKS = 12  # of cases, so that a report has lines and not thousands of them
 
 
 @pytest.mark.usefixtures("_poisoned_memory")

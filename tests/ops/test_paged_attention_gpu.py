@@ -86,7 +86,7 @@ def on_hopper(case, dtype):
     return make_inputs(replace(case, dtype=dtype, kv_dtype=kv_dtype))
 
 
-def test_hopper_takes_what_it_is_for():
+def test_hopper_supports_its_own_problems():
     """An implementation that refuses more would skip below."""
     H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
     problems = [on_hopper(case, BF16).problem for case in CASES]

@@ -103,12 +103,14 @@ def launchers(problem):
     first, last = plan.groups[0], plan.groups[-1]
     yield kernels._forward_launcher(problem, plan, types)
     if plan.one_tile_stages:
-        yield kernels._one_tile_launcher(problem, plan, types, True)
+        yield kernels._one_tile_launcher(problem, plan, types, has_dlse=True)
         return
-    yield kernels._row_launcher(problem, plan, types, first, 0, len(plan.groups) == 1, False)
+    yield kernels._row_launcher(
+        problem, plan, types, first, 0, is_last=len(plan.groups) == 1, has_dlse=False
+    )
     if len(plan.groups) > 1:
         done = sum(itertools.chain(*plan.groups[:-1]))
-        yield kernels._row_launcher(problem, plan, types, last, done, True, True)
+        yield kernels._row_launcher(problem, plan, types, last, done, is_last=True, has_dlse=True)
     yield kernels._column_launcher(problem, plan, types)
 
 
