@@ -6,7 +6,9 @@ QUICK := tests/kv_cache tests/ops/test_paged_attention_checks.py tests/ops/test_
 
 demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
 	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 40 --show-pages < /dev/null
-test: check  ## everything that must hold, two files at a time
+test: .venv/ready  ## everything that must hold: the check beside the tests, two files at a time
+	@$(MAKE) -j 2 check suite
+suite: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/test_import_rules.py
 test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU, then random problems
 	$(BIN)/python -m pytest -n 8 -m "gpu or interpret" tests
@@ -33,4 +35,4 @@ clean:  ## forget the environment and every cache
 	$(PYTHON) -m venv .venv-swin && .venv-swin/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[swin-test]' && touch .venv-swin/ready
 .venv/docs-ready: .venv/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch .venv/docs-ready
-.PHONY: demo test quick test-gpu test-swin check docs format bench fuzz clean
+.PHONY: demo test suite quick test-gpu test-swin check docs format bench fuzz clean

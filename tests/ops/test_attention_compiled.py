@@ -126,7 +126,7 @@ def test_block_sparse_kernels_stay_in_registers(size, dtype, has_blocks, tmp_pat
     assert_fits(found.keys, tmp_path, (16 if size == 64 else 400) if dtype == BF16 else 256)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F16, *rarely((F32,))], ids=str)
 def test_gradients_with_every_feature(dtype):
     features = dict.fromkeys(("is_ragged", "has_cap", "has_alibi"), True)
     found = launchers(dtype, 72, group=3, **features)
@@ -141,12 +141,12 @@ def test_gradients_with_every_feature(dtype):
 HOPPER_GRADIENTS = [
     # head size, group, causal, sliding window, keys end within a tile; most spilled words that
     # the loop loads and stores
-    (128, 1, False, False, False, 0),
     (128, 4, True, False, False, 8),
     (80, 3, False, True, True, 8),
     (64, 8, True, False, False, 40),
     (256, 1, True, False, False, 2),
     *rarely(
+        (128, 1, False, False, False, 0),
         (128, 1, True, False, False, 8),
         (64, 1, False, False, False, 8),
         (192, 4, False, True, True, 0),

@@ -389,7 +389,7 @@ def test_a_prompt_alone_and_among_others(size, cap):
 @pytest.mark.parametrize("impl", MIXING)
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_bits_do_not_depend_on_unused_slots(impl, cap):
-    inputs = make_inputs(PagedCase((1, 40, 70), (150, 50, 77), dtype=F16, logits_soft_cap=cap))
+    inputs = make_inputs(PagedCase((1, 40, 7), (70, 50, 37), dtype=F16, logits_soft_cap=cap))
     expected = attend(inputs, impl)
     for number in (0.0, 3.0, torch.inf):
         changed = {
