@@ -6,11 +6,15 @@ QUICK := tests/kv_cache tests/ops/test_paged_attention_checks.py tests/ops/test_
 
 demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
 	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 40 --show-pages < /dev/null
-test: check  ## everything that must hold, two files at a time
+test: .venv/ready  ## everything that must hold: the check beside the tests, two files at a time
+	@$(MAKE) -j 2 check suite
+suite: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/test_import_rules.py
 test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU, then random problems
 	$(BIN)/python -m pytest -n 8 -m "gpu or interpret" tests
 	$(BIN)/python tools/fuzz.py --device cuda --processes 8 --cases 5000
+test-swin: .venv-swin/ready  ## Swin models of timm and torchvision too, in an environment that has them
+	.venv-swin/bin/python -m pytest -rs tests/integrations/test_swin_*.py
 check: .venv/ready  ## style, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest tests/test_import_rules.py
 quick: .venv/ready  ## most contracts in a minute: no kernel is compiled
@@ -24,9 +28,11 @@ bench: .venv/ready  ## kernels and engine beside their peers
 fuzz: .venv/ready  ## 50 000 random attention problems against float64
 	$(BIN)/python tools/fuzz.py --cases 50000
 clean:  ## forget the environment and every cache
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv .venv-swin .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch .venv/ready
+.venv-swin/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-swin && .venv-swin/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[swin-test]' && touch .venv-swin/ready
 .venv/docs-ready: .venv/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch .venv/docs-ready
-.PHONY: demo test quick test-gpu check docs format bench fuzz clean
+.PHONY: demo test suite quick test-gpu test-swin check docs format bench fuzz clean

@@ -19,7 +19,14 @@ import pytest
 # Tests share their cores, and spinning threads do not.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-LONGEST = ("tests/test_interpreter.py", "tests/ops/test_paged_attention.py")
+# By the CPU time that they take with no kernel compiled beforehand; the others take 40 s at most.
+LONGEST = (
+    "tests/test_interpreter.py",
+    "tests/ops/test_paged_attention.py",
+    "tests/ops/test_hopper_compile.py",
+    "tests/ops/test_paged_attention_compiled.py",
+    "tests/ops/test_attention_compiled.py",
+)
 LEFT_OUT = pytest.StashKey[dict]()
 REASONS = {
     "slow": "they take minutes; run them with -m slow",
@@ -63,12 +70,13 @@ def pytest_collection_modifyitems(config, items):
         (kept if is_wanted else left).append(item)
         if not is_wanted:
             reasons[next(filter(item.get_closest_marker, REASONS), "compiled")] += 1
-    # Two files run at a time: those that take minutes begin first, and one that would compile the
-    # same kernels as another comes last.
+    # Two files run at a time: the longest begin first, and one that would compile the same kernels
+    # as another comes last.
+    places = {path: at for at, path in enumerate(LONGEST)}
     kept.sort(
         key=lambda item: (
-            not item.nodeid.startswith(LONGEST),
             item.nodeid.startswith(COMPILED_ELSEWHERE),
+            places.get(item.nodeid.partition("::")[0], len(places)),
         )
     )
     items[:] = kept

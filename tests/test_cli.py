@@ -212,7 +212,7 @@ def test_a_truncated_checkpoint_is_one_line(run, tmp_path):
     assert "model.safetensors" in err
 
 
-def test_what_nobody_foresaw_is_one_line_too(run, monkeypatch):
+def test_an_unexpected_error_is_one_line(run, monkeypatch):
     def fail(*args: object) -> None:
         raise ZeroDivisionError("first line\nsecond line")
 
@@ -435,7 +435,7 @@ def test_ctrl_c():
     assert out.endswith(b"\n")
 
 
-def test_what_had_no_room_is_said_to_be_cut_short(run):
+def test_an_output_without_room_is_reported_as_cut_short(run):
     code, _, err = run("generate", "x", *GREEDY, "--max-tokens", "40", "--max-model-len", "10")
     assert code == 0
     assert "cut short        1 by max_model_len=10" in err

@@ -42,7 +42,7 @@ def test_help_is_narrow_and_has_examples(command):
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_without_a_command_there_is_help(run):
+def test_a_missing_command_prints_the_help(run):
     code, out, err = run("bench")
     assert (code, err) == (0, "")
     for command in RUNS:

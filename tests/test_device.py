@@ -19,7 +19,7 @@ def test_a_container_s_limits_count(tmp_path):
     assert _left_by_limits(tmp_path, "0::/pod/one\n") == [750]
 
 
-def test_so_do_those_of_the_first_version(tmp_path):
+def test_limits_of_the_first_version_of_control_groups_count_the_same(tmp_path):
     stat = "inactive_file 1\ntotal_inactive_file 100\n"
     write(tmp_path / "memory", limit_in_bytes="900", usage_in_bytes="1200", stat=stat)
     # Seen from within, the path is the host's.

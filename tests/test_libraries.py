@@ -118,37 +118,30 @@ def test_every_library_is_handed_the_same_problem(monkeypatch, decode, cap):
     install(monkeypatch, STAND_INS)
     shape = replace(SHAPE, logits_soft_cap=cap)
     inputs = Inputs(LENGTHS, shape, decode=decode, device="cpu")
-    found = libraries.find_libraries(inputs)
+    found, _ = libraries.find_libraries(inputs)
     assert found.keys() == STAND_INS.keys()
     expected = inputs.attend(impl="reference").out
     for call in found.values():
         torch.testing.assert_close(call(), expected)
 
 
-def test_what_is_not_installed_takes_no_part(monkeypatch):
+def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
     install(monkeypatch, {"flash_attn": FlashAttention2})
     inputs = Inputs(LENGTHS, SHAPE, decode=True, device="cpu")
-    assert list(libraries.find_libraries(inputs)) == ["flash_attn"]
+    found, absent = libraries.find_libraries(inputs)
+    assert list(found) == ["flash_attn"]
+    assert absent["flashinfer"] == "not installed"
 
 
-def test_a_library_that_refuses_or_is_wrong_takes_no_part_and_a_warning_says_why(monkeypatch):
-    class Wrong:
-        @staticmethod
-        def flash_attn_with_kvcache(q, *_, **__):
-            return torch.zeros_like(q)
+def test_a_library_that_refuses_is_named_with_its_reason(monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("blocks of 8 are too small")
 
-    class Refusing:
-        @staticmethod
-        def unified_attention(**_):
-            raise ValueError("blocks of 8 are too small")
-
-    install(monkeypatch, {"flash_attn": Wrong, "vllm triton": Refusing})
-    inputs = Inputs(LENGTHS, SHAPE, decode=True, device="cpu")
-    with pytest.warns(UserWarning, match="takes no part") as warnings:
-        assert libraries.find_libraries(inputs) == {}
-    messages = [str(warning.message) for warning in warnings]
-    assert any("flash_attn takes no part: its result is" in message for message in messages)
-    assert "vllm triton takes no part: blocks of 8 are too small" in messages
+    refusing = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=refuse)
+    install(monkeypatch, {"flashinfer": refusing})
+    found, absent = libraries.find_libraries(Inputs(LENGTHS, SHAPE, decode=True, device="cpu"))
+    assert found == {}
+    assert absent["flashinfer"] == "unsupported: blocks of 8 are too small"
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -156,7 +149,7 @@ def test_one_is_handed_caches_of_eight_bits_without_scales(monkeypatch, decode):
     install(monkeypatch, STAND_INS)
     shape = Shape(4, 2, 32, 8, torch.float8_e4m3fn, "head")
     inputs = Inputs(LENGTHS, shape, decode=decode, device="cpu")
-    ((name, call),) = libraries.find_libraries(inputs).items()
+    ((name, call),) = libraries.find_libraries(inputs)[0].items()
     assert name == "flashinfer"
     scales = inputs.scales["v_scale"].repeat_interleave(2)[:, None]
     expected = inputs.attend(impl="reference").out
@@ -166,4 +159,6 @@ def test_one_is_handed_caches_of_eight_bits_without_scales(monkeypatch, decode):
 def test_scales_of_tokens_have_no_peers(monkeypatch):
     install(monkeypatch, STAND_INS)
     shape = Shape(4, 2, 32, 8, torch.float8_e4m3fn, "token")
-    assert libraries.find_libraries(Inputs(LENGTHS, shape, decode=True, device="cpu")) == {}
+    found, absent = libraries.find_libraries(Inputs(LENGTHS, shape, decode=True, device="cpu"))
+    assert found == {}
+    assert set(absent.values()) == {"unsupported: a scale for each token"}

@@ -10,10 +10,9 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_a_python_block_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_python_block_runs_and_asserts_something(block: str) -> None:
+    assert "assert " in block
     exec(compile(block, "README.md", "exec"), {})
-    if "print" in block:
-        assert capsys.readouterr().out.strip()
 
 
 def test_the_paths_it_names_exist() -> None:

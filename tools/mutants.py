@@ -5,8 +5,9 @@
     python tools/mutants.py --list
 
 Each mutant replaces one piece of text of one file (tools/mutants.toml) in a copy of the tree and
-runs the tests named for it. A mutant that passes all of them survives: a test is missing. Exits
-with 1 if one survives, or if its text is no longer in the file.
+runs the tests named for it, under Triton's interpreter where it says "interpreted". A mutant that
+passes all of them survives: a test is missing. Exits with 1 if one survives, or if its text is no
+longer in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from tqdm import tqdm
 
@@ -36,13 +39,14 @@ LIMIT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: what it replaces, and the tests that should notice."""
+    """A bug: what it replaces, and the tests that should notice (under Triton's interpreter)."""
 
     name: str
     file: str
     before: str
     after: str
     tests: tuple[str, ...]
+    interpreted: bool = False
 
     @property
     def is_applicable(self) -> bool:
@@ -54,38 +58,61 @@ def read_mutants() -> list[Mutant]:
     """Return all mutants of ``mutants.toml``."""
     listed = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text(encoding="utf-8"))
     return [
-        Mutant(name, one["file"], one["before"], one["after"], tuple(one["tests"]))
+        Mutant(
+            name,
+            one["file"],
+            one["before"],
+            one["after"],
+            tuple(one["tests"]),
+            one.get("interpreted", False),
+        )
         for name, one in listed.items()
     ]
 
 
-def run_mutant(mutant: Mutant) -> str:
-    """Return ``"caught"``, ``"survived"`` or why it could not be tried."""
+def copy_tree(folder: Path) -> None:
+    """Copy what the tests need, compiled kernels aside."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(source, folder / name, ignore=ignore)
+        else:
+            shutil.copy2(source, folder)
+
+
+def run_mutant(mutant: Mutant, copies: SimpleQueue[Path]) -> str:
+    """Return ``"caught"``, ``"survived"`` or why it could not be tried.
+
+    A copy serves one mutant after another: kernels that a mutant does not touch are compiled once.
+    """
     if not mutant.is_applicable:
         return "stale: its text is not in the file exactly once"
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                ignore = shutil.ignore_patterns("__pycache__", "results")
-                shutil.copytree(source, Path(folder) / name, ignore=ignore)
-            else:
-                shutil.copy(source, folder)
-        target = Path(folder) / mutant.file
-        text = target.read_text(encoding="utf-8")
+    folder = copies.get()
+    target = folder / mutant.file
+    text = target.read_text(encoding="utf-8")
+    written = target.stat()
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    if mutant.interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    try:
         target.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(Path(folder) / "src")}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        try:
-            done = subprocess.run(
-                [*command, *mutant.tests], cwd=folder, env=environment, timeout=LIMIT_SECONDS,
-                capture_output=True, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return "caught"  # it hangs
-        if done.returncode in (0, 5):
-            return "survived"
+        done = subprocess.run(
+            [*command, *mutant.tests], cwd=folder, env=environment, timeout=LIMIT_SECONDS,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "caught"  # it hangs
+    finally:
+        target.write_text(text, encoding="utf-8")
+        os.utime(target, ns=(written.st_atime_ns, written.st_mtime_ns))
+        copies.put(folder)
+    if done.returncode == 0:
+        return "survived"
+    if done.returncode == 1 or done.returncode < 0:  # a test failed, or the process died
         return "caught"
+    return f"not tried: pytest exited with {done.returncode}\n{done.stdout[-1000:]}"
 
 
 def main() -> int:
@@ -104,8 +131,16 @@ def main() -> int:
         print(*(f"{mutant.name}: {mutant.file}" for mutant in chosen), sep="\n")
         return 0
     start = time.perf_counter()
-    with ThreadPoolExecutor(options.processes) as pool:
-        results = list(tqdm(pool.map(run_mutant, chosen), total=len(chosen), unit="mutant"))
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        ThreadPoolExecutor(options.processes) as pool,
+    ):
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.processes):
+            copies.put(Path(folder) / str(number))
+            copy_tree(Path(folder) / str(number))
+        run = partial(run_mutant, copies=copies)
+        results = list(tqdm(pool.map(run, chosen), total=len(chosen), unit="mutant"))
     for mutant, result in zip(chosen, results, strict=True):
         if result != "caught":
             print(f"{mutant.name}: {result}")

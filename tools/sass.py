@@ -34,8 +34,12 @@ Labels = dict[str, int]
 
 def dump(compiled: Any, tmp_path: Path, option: str, tool: str = "cuobjdump") -> str:
     """The output of one of Triton's tools for a compiled kernel."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
+    return _dump(compiled.asm["cubin"], tmp_path / "kernel.cubin", option, tool)
+
+
+@functools.lru_cache(maxsize=4)
+def _dump(content: bytes, cubin: Path, option: str, tool: str) -> str:
+    cubin.write_bytes(content)
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     command = [os.fspath(path), option, os.fspath(cubin)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -201,10 +205,16 @@ def _ends(code: list[str], at: int, register: str) -> bool:
 
 
 def disassemble(compiled: Any, tmp_path: Path) -> list[tuple[int, str]]:
-    """Addresses and instructions of a kernel."""
-    text = dump(compiled, tmp_path, "-sass")
+    """Addresses and instructions of a kernel; jumps name addresses."""
+    text = dump(compiled, tmp_path, "-c", "nvdisasm")
+    label = r"^\s*(\.L_x_\d+):(?=(?:\s*\.L_x_\d+:)*\s*/\*([0-9a-f]+)\*/)"
+    labels = re.findall(label, text, re.MULTILINE)
+    places = {f"`({name})": f"0x{address.lstrip('0') or '0'}" for name, address in labels}
     lines = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
-    return [(int(address, 16), instruction) for address, instruction in lines]
+    return [
+        (int(address, 16), re.sub(r"`\(\.L_x_\d+\)", lambda found: places[found[0]], instruction))
+        for address, instruction in lines
+    ]
 
 
 def loops_with(instruction: str, code: list[tuple[int, str]]) -> list[list[str]]:

@@ -235,7 +235,7 @@ def test_the_notebooks_own_table_shows_no_gain():
     assert [round(gain, 2) for gain in gains] == [1.2, 1.11, 1.06, 1.03, 1.02, 1.01]
 
 
-def test_what_stays_on_chip():
+def test_the_counts_of_bytes_that_stay_on_chip():
     shape = AttentionShape(1, 64)
     assert tile_bytes(shape, 64, 64) == tile_bytes(AttentionShape(8192, 64), 64, 64) == 74_240
     assert tile_bytes(AttentionShape(1, 128), 64, 64) > tile_bytes(shape, 64, 64)

@@ -30,7 +30,7 @@ def errors(contest: Contest) -> dict[str, float]:
         AttentionShape(40, 8, num_heads=2, sliding_window=7),
     ],
 )
-def test_everybody_computes_the_same_attention(shape):
+def test_all_peers_compute_the_same_attention(shape):
     contest = attention_contest(shape, dtype=torch.float32, device=CPU)
     assert next(iter(contest.contestants)) == "pagetile.attention"
     assert max(errors(contest).values()) < 2e-6
@@ -51,7 +51,7 @@ def test_the_expected_attention_is_sdpas_in_float64():
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])
-def test_everybody_computes_the_same_windows(grid, num_images, backward):
+def test_all_peers_compute_the_same_windows(grid, num_images, backward):
     options = {"num_images": num_images, "num_heads": 2, "head_size": 8, "backward": backward}
     contest = windows_contest(grid, **options, dtype=torch.float32, device=CPU)
     assert max(errors(contest).values()) < 3e-6
@@ -69,7 +69,7 @@ def test_expected_gradients_are_autograds_over_all_windows_at_once():
         torch.testing.assert_close(mine, exact)
 
 
-def test_everybody_computes_the_same_scores():
+def test_all_peers_compute_the_same_scores():
     contest = scores_contest(2, 3, 50, 16, dtype=torch.float32, device=CPU)
     assert max(errors(contest).values()) < 1e-5
     assert contest.expected[0].dtype == torch.float64
@@ -122,7 +122,7 @@ def test_a_nan_in_any_result_is_the_error():
         assert math.isnan(own.error)
 
 
-def test_who_cannot_run_says_why_and_the_others_run():
+def test_an_implementation_that_cannot_run_gives_its_reason_and_others_run():
     def fail():
         raise RuntimeError("no kernel\nmany lines")
 

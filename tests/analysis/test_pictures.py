@@ -241,7 +241,7 @@ def test_the_same_picture_is_the_same_file(name, tmp_path):
     assert first.startswith(b"\x89PNG" if name.lower().endswith("png") else b"<?xml")
 
 
-def test_our_style_stays_ours():
+def test_our_style_does_not_change_matplotlibs_defaults():
     from matplotlib import rcParams
 
     before = dict(rcParams)

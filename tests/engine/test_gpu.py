@@ -146,9 +146,9 @@ def test_a_step_that_waits_for_the_device_is_not_recorded() -> None:
         return numbers[:size]
 
     graphs = DecodeGraphs(step, 4)
-    assert not graphs.ensure(2, True)
+    assert not graphs.ensure(2, samples=True)
     assert "waits for the device" in graphs.reason
-    assert not graphs.ensure(2, True)
+    assert not graphs.ensure(2, samples=True)
     assert graphs.recorded_sizes == []
 
 

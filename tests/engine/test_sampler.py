@@ -414,6 +414,16 @@ def test_a_mask_of_bits_rules_tokens_out_for_one_step():
     assert [masked[0], masked[2]] == [free[0], free[2]]
 
 
+def test_an_end_may_come_after_min_tokens_and_no_earlier():
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    params = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=None)
+    ends = [
+        sample(logits, [SamplingInput(params, (2, 2), output, 0, 0, (1,))])[0].token_id
+        for output in ((), (2,), (2, 2), (2, 2, 2))
+    ]
+    assert ends == [2, 2, 1, 1]
+
+
 def test_a_bad_word_is_ruled_out_where_it_would_be_complete():
     logits = torch.zeros(1, 10)
     logits[0, 7], logits[0, 4] = 2.0, 1.0
@@ -428,6 +438,7 @@ def test_a_bad_word_is_ruled_out_where_it_would_be_complete():
     assert next_token([], [(7,)]) == 4
     assert next_token([3, 5], [(2, 5, 7)]) == 7
     assert next_token([2, 5], [(2, 5, 7), (4,)]) == 0
+    assert next_token([2, 6], [(2, 5, 7)]) == 7
 
 
 def test_counts_and_tails_follow_what_is_drawn():

@@ -111,11 +111,15 @@ def test_a_token_does_not_see_the_others(impl, mirror):
         [run(x[t : t + 1], chosen[t : t + 1], weights[t : t + 1], expert, impl, mirror)
          for t in range(9)]
     )  # fmt: skip
-    assert torch.equal(run(x, chosen, weights, expert, impl, mirror), alone)
+    # NumPy's products, which the interpreter takes, may round a row by its place in a tile.
+    rounded = impl == "triton" and not torch.cuda.is_available()
+    error = 1e-6 if rounded else 0
+    found = run(x, chosen, weights, expert, impl, mirror)
+    torch.testing.assert_close(found, alone, rtol=error, atol=error)
     x[4] = math.nan
     out = run(x, chosen, weights, expert, impl, mirror)
     others = [t for t in range(9) if t != 4]
-    assert torch.equal(out[others], alone[others])
+    torch.testing.assert_close(out[others], alone[others], rtol=error, atol=error)
     assert out[4].isnan().all()
 
 
@@ -151,7 +155,7 @@ def test_a_graph_replays_with_another_routing():
     check(out.cpu(), by_hand(given[0], other, given[2], given[3], "silu"), BF16)
 
 
-def test_what_cannot_run_is_told():
+def test_a_refusal_gives_its_reason():
     x, chosen, weights, expert = problem(3, 2, (4, 24, 16))
     with pytest.raises(ShapeError, match=r"down is \[4, 16, 24\], expected \[4, 24, 16\]"):
         moe_experts(x, chosen, weights, expert._replace(down=expert.down.mT))

@@ -123,7 +123,7 @@ def test_no_rows_are_no_launch(impl, mirror):
     assert run(x[:, :0], weight, "rounded", impl, mirror).shape == (1, 0, 72)
 
 
-def test_what_has_a_gradient_gets_the_references():
+def test_gradients_come_from_the_reference():
     x, weight = problem((1, 5, 72))
     (grad,) = torch.autograd.grad(rms_norm(x.requires_grad_(), weight, eps=EPS).sum(), x)
     assert grad.shape == x.shape
@@ -140,13 +140,13 @@ def test_what_has_a_gradient_gets_the_references():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_kernel_does_not_take_it_refuses(x, weight, reason):
+def test_the_kernel_refuses_unsupported_problems_with_a_reason(x, weight, reason):
     with pytest.raises(UnsupportedError, match=reason):
         rms_norm(*place(x, weight), eps=EPS, impl="triton")
 
 
 @pytest.mark.interpret
-def test_what_has_a_gradient_the_kernel_refuses():
+def test_the_kernel_refuses_arguments_that_want_gradients():
     x, weight = place(*problem((1, 5, 72)))
     with pytest.raises(UnsupportedError, match="a gradient is wanted; the reference has one"):
         rms_norm(x.requires_grad_(), weight, eps=EPS, impl="triton")

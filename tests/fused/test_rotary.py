@@ -37,12 +37,12 @@ def by_hand(x, cos, sin, is_shared):
     return torch.cat((x * cos[:, None] + half * sin[:, None], rest), -1)
 
 
-def run(tensors, is_shared, impl, mirror):
+def run(tensors, impl, mirror, *, is_shared=False):
     with mirror(*tensors, impl=impl) as there:
         return [x.cpu() for x in rotate(*there, is_shared=is_shared, impl=impl)]
 
 
-def check(found, tensors, is_shared):
+def check(found, tensors, *, is_shared=False):
     """No further from float64 than twice the formula in the same type, and a band of rounding."""
     *given, cos, sin = tensors
     for computed, x in zip(found, given, strict=True):
@@ -70,7 +70,7 @@ def check(found, tensors, is_shared):
 )
 def test_every_head_is_turned_by_the_formula(impl, size, n, is_shared, dtype, mirror):
     tensors = problem(size=size, n=n, dtype=dtype)
-    check(run(tensors, is_shared, impl, mirror), tensors, is_shared)
+    check(run(tensors, impl, mirror, is_shared=is_shared), tensors, is_shared=is_shared)
 
 
 @pytest.mark.gpu
@@ -78,14 +78,14 @@ def test_every_head_is_turned_by_the_formula(impl, size, n, is_shared, dtype, mi
 @pytest.mark.parametrize("num_tokens", [1, 700])
 def test_large_models_heads_are_turned_by_the_formula(num_tokens, dtype, mirror):
     tensors = problem(num_tokens, (32, 8), 128, 128, dtype)
-    check(run(tensors, False, "triton", mirror), tensors, False)
+    check(run(tensors, "triton", mirror), tensors)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (3, 3), (2, 5)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 33])
 def test_any_number_of_heads_and_tokens(impl, num_tokens, heads, mirror):
     tensors = problem(num_tokens, heads, 16, 16)
-    check(run(tensors, False, impl, mirror), tensors, False)
+    check(run(tensors, impl, mirror), tensors)
 
 
 def test_any_strides(impl, mirror):
@@ -98,27 +98,27 @@ def test_any_strides(impl, mirror):
         (q.contiguous(), odd, *angles.chunk(2, -1)),
         (q, k, cos[:, :1].expand(cos.shape), sin),
     ):
-        check(run(tensors, False, impl, mirror), tensors, False)
+        check(run(tensors, impl, mirror), tensors)
 
 
 @pytest.mark.interpret
-def test_what_comes_out_lies_token_by_token(mirror):
+def test_the_output_is_contiguous_token_by_token(mirror):
     q, k, cos, sin = problem()
-    for x in run((q.contiguous(), k, cos, sin), False, "triton", mirror):
+    for x in run((q.contiguous(), k, cos, sin), "triton", mirror):
         assert x.squeeze(0).transpose(0, 1).is_contiguous()  # as attend() passes it on
 
 
 def test_a_token_does_not_see_another(impl, mirror):
     tensors = problem()
-    expected = run(tensors, False, impl, mirror)
+    expected = run(tensors, impl, mirror)
     tensors[0][:, :, 2] = tensors[1][:, :, 2] = math.nan
-    for computed, before in zip(run(tensors, False, impl, mirror), expected, strict=True):
+    for computed, before in zip(run(tensors, impl, mirror), expected, strict=True):
         others = [0, 1, 3, 4]
         assert torch.equal(computed[:, :, others], before[:, :, others])
 
 
 def test_no_tokens_are_no_launch(impl, mirror):
-    q, k = run(problem(num_tokens=0), False, impl, mirror)
+    q, k = run(problem(num_tokens=0), impl, mirror)
     assert (q.shape, k.shape) == ((1, 4, 0, 32), (1, 2, 0, 32))
 
 
@@ -130,7 +130,7 @@ def test_no_tokens_are_no_launch(impl, mirror):
         (lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2), "not contiguous"),
     ],
 )
-def test_what_the_kernel_does_not_take_it_refuses(change, reason):
+def test_the_kernel_refuses_unsupported_problems_with_a_reason(change, reason):
     with pytest.raises(UnsupportedError, match=reason):
         rotate(*map(change, place(*problem())), impl="triton")
 

@@ -90,7 +90,7 @@ def test_rows_of_tiles(impl, size, num_columns, num_rows, dtype, mirror):
 @pytest.mark.parametrize("num_rows", [1, 3, 7])
 @pytest.mark.parametrize("activation", ["", "silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("has", [{"bias": True}, {"residual": True, "bias": True}], ids=str)
-def test_what_follows_the_product(impl, has, activation, num_rows, mirror):
+def test_bias_activation_and_residual_follow_the_product(impl, has, activation, num_rows, mirror):
     check(problem(num_rows, 64, 24, F16, activation, **has), activation, "", impl, mirror)
 
 
@@ -105,7 +105,10 @@ def test_a_norm_before_the_product(impl, num_rows, size, kind, dtype, mirror):
 def test_a_row_longer_than_a_tile_is_read_in_parts(mirror):
     for num_rows in (1, 4):
         tensors = problem(num_rows, 9216, 3, F32, "silu", "rounded", residual=True)
-        assert plan.make_plan(Problem(num_rows, 9216, 3, F32, True, True)).tile_k < 9216
+        assert (
+            plan.make_plan(Problem(num_rows, 9216, 3, F32, is_gated=True, has_norm=True)).tile_k
+            < 9216
+        )
         check(tensors, "silu", "rounded", "triton", mirror)
 
 
@@ -135,7 +138,7 @@ def test_large_models_products(size, num_columns, activation, num_rows, mirror):
     assert torch.equal(*again)
 
 
-def test_what_the_kernel_does_not_take():
+def test_the_kernel_names_the_reason_of_each_refusal():
     hopper = DeviceInfo("cuda", 132, capability=(9, 0))
     triton = pytest.importorskip("pagetile.fused.small_linear.triton")
     fits = Problem(4, 64, 8, F32)

@@ -49,7 +49,7 @@ def block_of(model, index):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_block_in_somebody_elses_layer_takes_what_it_is_given(index, attentions):
+def test_a_block_in_a_foreign_layer_takes_its_arguments(index, attentions):
     """A dense mask is the caller's, and no mask is none, whatever the shift."""
     model = monai().double().eval()
     block = block_of(model, index)
@@ -210,7 +210,7 @@ def test_a_norm_that_is_exchanged_later_is_obeyed(norms):
 
 
 @pytest.mark.parametrize("watched", ["norm1", "norm3", "lrelu"])
-def test_whoever_hooks_a_norm_is_called(watched):
+def test_a_hook_on_a_norm_is_called(watched):
     block, x = residual_block(), torch.randn(2, 3, 9, 7)
     swin.patch(block)
     seen = []
@@ -221,7 +221,7 @@ def test_whoever_hooks_a_norm_is_called(watched):
     torch.testing.assert_close(block(x), found)
 
 
-def test_whoever_watches_all_modules_sees_the_norms():
+def test_global_module_hooks_see_the_norms():
     block, x = residual_block(), torch.randn(2, 3, 9, 7)
     swin.patch(block)
     seen = set()

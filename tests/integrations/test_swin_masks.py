@@ -104,7 +104,7 @@ def test_a_grid_is_known_by_its_numbers():
     assert not memory.of_grid(*GRID, CPU).is_meta
 
 
-def test_what_only_a_mode_can_use_is_not_kept():
+def test_regions_made_under_a_mode_are_not_kept():
     from torch._subclasses import FakeTensorMode
 
     memory = RegionMemory()

@@ -119,7 +119,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named_and_nothing_is_written(name):
+def test_a_wrong_argument_is_named_and_nothing_is_written(name):
     changes, message = BAD[name]
     call = arguments(**changes)
     with pytest.raises(PagetileError, match=message):

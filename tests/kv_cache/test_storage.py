@@ -67,7 +67,7 @@ def test_layers_may_come_one_by_one():
     ],
     ids=["dtype name", "int32", "no pool", "large blocks", "small heads"],
 )
-def test_what_is_no_cache_is_named(changes, error, message):
+def test_an_argument_that_is_no_cache_is_named(changes, error, message):
     with pytest.raises(error, match=message):
         KVCache(**{"layers": LAYERS, "pool": BlockPool(2, 16), **changes})
 

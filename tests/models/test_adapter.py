@@ -258,7 +258,7 @@ def test_two_paged_models_of_one_model_keep_apart():
         assert row_errors(logits, expected[rows]).max() < 1e-5
 
 
-def test_nobody_looks_for_padding_during_a_forward():
+def test_a_forward_does_not_search_for_padding():
     model = tiny_model("gpt2", pad_token_id=0)
     seen = []
     model.transformer.register_forward_pre_hook(

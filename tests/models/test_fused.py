@@ -183,7 +183,7 @@ def test_a_weight_is_read_when_it_is_used(impl):
 
 
 @torch.no_grad()
-def test_what_the_kernel_refuses_the_module_computes(impl):
+def test_the_module_computes_calls_that_the_kernel_refuses(impl):
     norm = Norm().half()
     [(_, _, forward)] = find_replacements(norm, [], impl)
     for x in (torch.randn(3, 24), torch.randn(2, 3, 4, 48).half()[:, :2, :3, ::2]):
@@ -285,7 +285,7 @@ def test_a_failure_within_a_replacement_leaves_nothing_behind(impl, monkeypatch)
     assert model.config._attn_implementation != "pagetile"
 
 
-def test_what_somebody_puts_on_a_module_later_is_theirs(impl):
+def test_a_forward_that_is_set_on_a_module_later_is_used(impl):
     model = tiny_model("llama")
     paged = load_model(model)
     norm, seen = model.model.norm, []
@@ -301,7 +301,7 @@ def test_what_somebody_puts_on_a_module_later_is_theirs(impl):
     assert norm.forward is forward
 
 
-def test_hooks_see_what_they_saw(impl):
+def test_hooks_see_the_models_own_output(impl):
     model = tiny_model("llama")
     seen = []
     model.model.norm.register_forward_hook(lambda module, args, out: seen.append(out))

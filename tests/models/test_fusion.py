@@ -17,6 +17,7 @@ from pagetile.testing.models import tiny_model
 
 EPS = torch.finfo(torch.float32).eps
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "gpt_oss")
+LIKE_LLAMA = ("llama", "qwen2", "qwen3", "mistral", "gemma2")  # others have all that these have
 
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
@@ -82,6 +83,8 @@ def test_a_layer_that_shares_keys_is_not_fused(reference):
 
 @pytest.mark.parametrize("family", FUSED)
 def test_logits_stay_the_models_own(family, impl):
+    if impl == "triton" and family in LIKE_LLAMA and not torch.cuda.is_available():
+        pytest.skip("seconds under the interpreter, for kernels that another family runs")
     model = tiny_model(family)
     paged = load_model(model)
     assert set(paged.fused_layers.values()) == {None}
@@ -235,7 +238,7 @@ def test_nothing_is_held_twice(reference):
                 assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
-def test_weights_that_are_loaded_later_count(impl):
+def test_weights_that_are_loaded_later_count(reference):
     model, other = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     paged = load_model(model)
     model.load_state_dict(other.state_dict())

@@ -259,7 +259,7 @@ def test_missing_layers(directory):
     refused(directory, "weight model.layers.3.", "is missing (and 17 more)")
 
 
-def test_weights_that_nobody_uses_are_told(directory, capfd):
+def test_unused_weights_are_reported(directory, capfd):
     change_config(directory, num_hidden_layers=2)
     with pytest.warns(UserWarning, match=r"weight model\.layers\.2\..* is not used \(and 8 more\)"):
         load_model(directory)

@@ -89,7 +89,7 @@ def test_a_model_without_a_head_is_refused():
         load_model(tiny_model("llama").model)
 
 
-def test_something_else_is_no_model():
+def test_an_argument_that_is_no_model_is_refused():
     with pytest.raises(RequestError, match="model is a Linear, expected a directory or"):
         load_model(torch.nn.Linear(2, 2))
 
@@ -325,7 +325,7 @@ def test_loading_leaves_the_model_as_it_was(head_size, runs):
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "llama"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_rounding_alone_refuses_nobody(family, dtype, seed):
+def test_rounding_alone_refuses_no_model(family, dtype, seed):
     load_model(tiny_model(family, seed, dtype))
 
 

@@ -157,7 +157,7 @@ def test_a_scale_that_wants_a_gradient_is_refused(call):
         ),
     ],
 )
-def test_what_is_no_tensor_is_named(call, name):
+def test_an_argument_that_is_no_tensor_is_named(call, name):
     with pytest.raises(DTypeError, match=f"^{name} is of type .*, expected a torch.Tensor"):
         call()
 

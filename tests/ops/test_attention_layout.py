@@ -59,7 +59,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("q", "k", "v", "options", "message"), WRONG, ids=lambda x: None)
-def test_what_is_wrong_is_named(q, k, v, options, message):
+def test_a_wrong_argument_is_named(q, k, v, options, message):
     with pytest.raises(ShapeError, match=message):
         attention(q, k, v, **options)
 

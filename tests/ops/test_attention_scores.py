@@ -130,7 +130,7 @@ def test_more_of_a_batch_than_an_axis_of_a_grid_on_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("q_len", "k_len"), [(343, 343), (49, 200), (200, 49)])
-def test_what_later_programs_read_is_prefetched_on_a_gpu(q_len, k_len):
+def test_keys_of_later_programs_are_prefetched_on_a_gpu(q_len, k_len):
     for is_flat in (True, False):
         q, k = (
             torch.randn(2000, n, 3, 16, dtype=F16, device="cuda").transpose(1, 2)
@@ -165,7 +165,7 @@ def test_lines_that_the_copy_engine_takes(shape, as_on_hopper):
 @pytest.mark.skipif(ON_GPU, reason="what a GPU prefetches cannot be seen")
 @pytest.mark.parametrize("is_flat", [True, False], ids=["one head after another", "side by side"])
 @pytest.mark.parametrize(("q_len", "k_len"), [(70, 70), (5, 70), (70, 5)])
-def test_what_the_next_batch_reads_is_prefetched(
+def test_keys_of_the_next_batch_are_prefetched(
     q_len, k_len, is_flat, as_on_hopper, memory_for_the_interpreter, monkeypatch
 ):
     monkeypatch.setattr(as_on_hopper, "_ROWS_AT_ONCE", 0)
@@ -287,7 +287,7 @@ def test_it_is_computed_as_autocast_computes_products():
         assert attention_scores(q.double(), k.double()).dtype == torch.float64
 
 
-def test_whoever_watches_sees_operations_that_they_know():
+def test_observers_see_torchs_operations():
     q, k = torch.randn(2, 3, 1, 2, 5, 16)
     found = torch.func.vmap(attention_scores)(q, k)
     torch.testing.assert_close(found, torch.stack([attention_scores(*x) for x in zip(q, k)]))  # noqa: B905

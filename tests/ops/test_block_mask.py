@@ -279,7 +279,7 @@ def test_explain_says_what_runs():
     assert "cpu: yes" in explain_attention(Q, Q, Q, block_mask=BlockMask(mask(1, 1, 1, 1)))
 
 
-def test_it_compiles_as_one_node():
+def test_attention_compiles_as_one_node():
     leaves = [torch.randn(1, 20, 4, 16, requires_grad=True) for _ in range(3)]
     block_mask = BlockMask(torch.rand(1, 4, 3, 3) < 0.6, 8, 8)
 

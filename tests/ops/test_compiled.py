@@ -40,6 +40,11 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
+def rarely(*cases):
+    """Parameters for ``pytest -m slow``: each of their features is compiled by another case."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def check_registers(compiled, tmp_path):
     """ptxas has written code that reads what nothing was written to."""
     listing = list_instructions(compiled, tmp_path)
@@ -132,7 +137,9 @@ def test_copy_blocks_moves_words_of_the_width_that_it_is_given(word, tmp_path):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_merge_states(dtype, width, tmp_path):
     factor = 16 // dtype.itemsize
-    ptx = assert_fits(merge_states.make_launcher(dtype, 8, width, factor, True), tmp_path)
+    ptx = assert_fits(
+        merge_states.make_launcher(dtype, 8, width, factor, is_aligned=True), tmp_path
+    )
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
 
@@ -163,7 +170,7 @@ def test_write_kv_of_other_sizes(size, v_size, block_size, tmp_path):
 @pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("size", [6, 36, 288])
 def test_rows_of_a_map_move_sixteen_bytes_at_a_time(size, fills, tmp_path):
-    ptx = assert_fits(gather_rows.make_launcher(torch.int64, size, fills, True), tmp_path)
+    ptx = assert_fits(gather_rows.make_launcher(torch.int64, size, fills, is_wide=True), tmp_path)
     assert "ld.global.v2.b64" in ptx
     assert "st.global.v2.b64" in ptx
 
@@ -171,7 +178,7 @@ def test_rows_of_a_map_move_sixteen_bytes_at_a_time(size, fills, tmp_path):
 @pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_rows_of_a_map_of_any_width(word, tmp_path):
     for size in (1, 3, 1100):
-        assert_fits(gather_rows.make_launcher(word, size, True, False), tmp_path)
+        assert_fits(gather_rows.make_launcher(word, size, fills=True, is_wide=False), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +201,7 @@ def test_instance_norm(chunks, dtype, residual, tmp_path):
 )
 def test_rms_norm(dtype, kind, size, tmp_path):
     factor = 16 // dtype.itemsize
-    ptx = assert_fits(rms_norm.make_launcher(dtype, size, kind, factor, True), tmp_path)
+    ptx = assert_fits(rms_norm.make_launcher(dtype, size, kind, factor, is_aligned=True), tmp_path)
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
 
@@ -204,8 +211,17 @@ def test_rms_norm(dtype, kind, size, tmp_path):
     [((2 * 768 * 2048, 2048, 1), (0, 0)), ((2 * 768 * 2048, 2, 2 * 768), (2 * 768, 2))],
     ids=["rows", "columns"],
 )
-@pytest.mark.parametrize("tile_m", [16, 32, 64])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tile_m"),
+    [
+        (F32, 64),
+        (F16, 16),
+        (BF16, 32),
+        (BF16, 64),
+        *rarely((F32, 16), (F32, 32), (F16, 32), (F16, 64), (BF16, 16)),
+    ],
+    ids=str,
+)
 def test_moe(dtype, tile_m, strides, bias, tmp_path):
     sizes = 2048, 768
     activation = "silu" if bias == (0, 0) else "clamped"
@@ -224,7 +240,7 @@ def test_moe(dtype, tile_m, strides, bias, tmp_path):
 
 
 def test_rms_norm_at_any_address(tmp_path):
-    assert_fits(rms_norm.make_launcher(BF16, 77, "rounded", 1, False), tmp_path)
+    assert_fits(rms_norm.make_launcher(BF16, 77, "rounded", 1, is_aligned=False), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -233,46 +249,72 @@ def test_rms_norm_at_any_address(tmp_path):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_rotary(dtype, size, half, is_shared, tmp_path):
     factor = 16 // dtype.itemsize
-    launcher = rotary.make_launcher(dtype, (16, 8), size, half, is_shared, factor, True)
+    launcher = rotary.make_launcher(dtype, (16, 8), size, half, is_shared, factor, is_aligned=True)
     ptx = assert_fits(launcher, tmp_path)
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
 
 
 def test_rotary_at_any_address(tmp_path):
-    assert_fits(rotary.make_launcher(BF16, (7, 1), 1024, 511, False, 1, False), tmp_path)
+    assert_fits(
+        rotary.make_launcher(BF16, (7, 1), 1024, 511, is_shared=False, factor=1, is_aligned=False),
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "rounded"), ("shifted", "shifted")])
 @pytest.mark.parametrize("size", [72, 1024, 5120, 16384])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_add_norm(dtype, size, before, after, tmp_path):
-    launcher = add_norm.make_launcher(dtype, size, before, after, True, True)
+    launcher = add_norm.make_launcher(dtype, size, before, after, is_aligned=True, is_early=True)
     ptx = assert_fits(launcher, tmp_path, spilled=128 if size == 16384 else 0)
     assert "ld.global.v4.b32" in ptx
     assert "griddepcontrol.wait" in ptx
-    assert_fits(add_norm.make_launcher(dtype, 77, before, after, False, False), tmp_path)
+    assert_fits(
+        add_norm.make_launcher(dtype, 77, before, after, is_aligned=False, is_early=False), tmp_path
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_gated_activation(dtype, activation, tmp_path):
-    ptx = assert_fits(gated_activation.make_launcher(dtype, 3072, activation, True, True), tmp_path)
+    ptx = assert_fits(
+        gated_activation.make_launcher(dtype, 3072, activation, is_aligned=True, is_early=True),
+        tmp_path,
+    )
     assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
-    assert_fits(gated_activation.make_launcher(dtype, 77, activation, False, False), tmp_path)
+    assert_fits(
+        gated_activation.make_launcher(dtype, 77, activation, is_aligned=False, is_early=False),
+        tmp_path,
+    )
 
 
-@pytest.mark.parametrize("norms", [("", ""), ("rounded", "rounded"), ("shifted", "shifted")])
-@pytest.mark.parametrize(
-    ("sizes", "half", "angles"),
-    [((16, 8, 128, 128), 64, "own"), ((32, 8, 80, 80), 16, "own"), ((8, 4, 256, 256), 128, "own"),
-     ((64, 8, 64, 64), 32, "shared"), ((4, 4, 128, 64), 64, "")],
-)  # fmt: skip
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+ROTARY_WRITES = [
+    # sizes, half, angles
+    ((16, 8, 128, 128), 64, "own"),
+    ((32, 8, 80, 80), 16, "own"),
+    ((8, 4, 256, 256), 128, "own"),
+    ((64, 8, 64, 64), 32, "shared"),
+    ((4, 4, 128, 64), 64, ""),
+]
+
+
+def draw_rotary_writes():
+    """Every size with two of the norms and types, each of those with some sizes; rarely, all."""
+    norms = [("", ""), ("rounded", "rounded"), ("shifted", "shifted")]
+    others = [*itertools.product((F32, BF16), norms)]
+    for at, case in enumerate(ROTARY_WRITES):
+        for number, (dtype, norm) in enumerate(others):
+            is_drawn = (number - at) % 3 == 0
+            values = (dtype, *case, norm)
+            yield values if is_drawn else rarely(values)[0]
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "half", "angles", "norms"), [*draw_rotary_writes()])
 def test_rotary_write(dtype, sizes, half, angles, norms, tmp_path):
     factors = (16 // dtype.itemsize,) * 2
     launcher = rotary_write.make_launcher(
-        (dtype, dtype), sizes, half, 16, norms, angles, factors, True, True
+        (dtype, dtype), sizes, half, 16, norms, angles, factors, is_aligned=True, is_early=True
     )
     ptx = assert_fits(launcher, tmp_path)
     assert re.search(r"ld.global.v[24].b", ptx)
@@ -284,13 +326,20 @@ PRODUCTS = [(1024, 4096, ""), (2048, 1024, ""), (1024, 3072, "silu"), (3072, 102
             (18944, 3584, ""), (1024, 151936, ""), (64, 24, "")]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 32, 64])
-@pytest.mark.parametrize(("size", "num_columns", "activation"), PRODUCTS)
+def draw_rows():
+    """Every product with two numbers of rows, every number with some products; rarely, all."""
+    numbers = [1, 2, 4, 8, 32, 64]
+    for at, (product, rows) in enumerate(itertools.product(PRODUCTS, numbers)):
+        is_drawn = (at // len(numbers) - at) % 3 == 0
+        yield (*product, rows) if is_drawn else rarely((*product, rows))[0]
+
+
+@pytest.mark.parametrize(("size", "num_columns", "activation", "num_rows"), [*draw_rows()])
 def test_products_of_few_rows(size, num_columns, activation, num_rows, tmp_path):
     problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation))
     plan = small_linear_plan.make_plan(problem)
     launcher = small_linear.make_launcher(
-        plan, BF16, num_rows, size, "", activation, False, not activation
+        plan, BF16, num_rows, size, "", activation, has_residual=not activation
     )
     compiled = launcher.compile(HOPPER)
     used = resources(compiled, tmp_path)
@@ -301,13 +350,21 @@ def test_products_of_few_rows(size, num_columns, activation, num_rows, tmp_path)
     assert "griddepcontrol.wait" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("kind", ["rounded", "scaled", "shifted"])
-@pytest.mark.parametrize(("size", "num_columns", "activation"), PRODUCTS)
+def draw_norms():
+    """Every product with one kind of norm, every kind with some products; rarely, all."""
+    kinds = ["rounded", "scaled", "shifted"]
+    for at, product in enumerate(PRODUCTS):
+        for kind in kinds:
+            is_drawn = kind == kinds[at % 3]
+            yield (*product, kind) if is_drawn else rarely((*product, kind))[0]
+
+
+@pytest.mark.parametrize(("size", "num_columns", "activation", "kind"), [*draw_norms()])
 def test_products_of_few_rows_with_a_norm(size, num_columns, activation, kind, tmp_path):
     for num_rows in (1, 2):
         if not small_linear_plan.is_faster(num_rows, num_columns, size, BF16, has_norm=True):
             continue
-        problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation), True)
+        problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation), has_norm=True)
         plan = small_linear_plan.make_plan(problem)
         launcher = small_linear.make_launcher(plan, BF16, num_rows, size, kind, activation)
         ptx = assert_fits(launcher, tmp_path)
@@ -316,6 +373,6 @@ def test_products_of_few_rows_with_a_norm(size, num_columns, activation, kind, t
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_products_of_few_rows_in_float32(num_rows, tmp_path):
-    plan = small_linear_plan.make_plan(SmallLinear(num_rows, 1024, 3072, F32, True))
+    plan = small_linear_plan.make_plan(SmallLinear(num_rows, 1024, 3072, F32, is_gated=True))
     assert plan.kind == "few"
     assert_fits(small_linear.make_launcher(plan, F32, num_rows, 1024, "", "silu"), tmp_path)

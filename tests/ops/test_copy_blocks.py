@@ -223,7 +223,7 @@ def test_layers_of_different_shapes_and_types_are_copied_together():
 
 
 @pytest.mark.gpu
-def test_caches_on_the_gpu_and_on_the_host_are_copied_together_and_nobody_waits():
+def test_caches_on_the_gpu_and_on_the_host_are_copied_together_without_waiting():
     def make():
         pinned = [blocks(seed=seed).pin_memory() for seed in (4, 5)]
         here, there, back = (blocks(seed=seed).cuda() for seed in (1, 2, 3))
@@ -301,6 +301,6 @@ def test_pairs_may_be_a_list_as_tables_return_it(pairs):
     ],
     ids=str,
 )
-def test_what_is_no_list_of_caches_or_no_pairs_is_named(caches, pairs, error, message):
+def test_arguments_that_are_no_caches_or_no_pairs_are_named(caches, pairs, error, message):
     with pytest.raises(error, match=message):
         copy_blocks(caches, pairs)

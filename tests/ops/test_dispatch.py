@@ -16,7 +16,9 @@ PACKAGE = "pagetile.ops.merge_states"
 def choose(device, dtype=torch.float16):
     dispatch.choose.cache_clear()
     dispatch._warn_once.cache_clear()
-    return dispatch.choose(PACKAGE, IMPLEMENTATIONS, Problem(dtype, False), device, "auto")
+    return dispatch.choose(
+        PACKAGE, IMPLEMENTATIONS, Problem(dtype, needs_gradient=False), device, "auto"
+    )
 
 
 def test_a_gpu_that_is_too_old_is_warned_of_once():
@@ -24,7 +26,9 @@ def test_a_gpu_that_is_too_old_is_warned_of_once():
     with pytest.warns(RuntimeWarning, match=r"V100.*7\.0; 8\.0 and later run; the reference"):
         assert choose(old).__name__.endswith("reference")
     # Not again: warnings are errors here.
-    dispatch.choose(PACKAGE, IMPLEMENTATIONS, Problem(torch.bfloat16, False), old, "auto")
+    dispatch.choose(
+        PACKAGE, IMPLEMENTATIONS, Problem(torch.bfloat16, needs_gradient=False), old, "auto"
+    )
 
 
 def test_a_gpu_without_triton_is_warned_of(monkeypatch):

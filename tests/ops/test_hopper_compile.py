@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import HOPPER, SLACK, check_registers  # noqa: E402
+from test_compiled import HOPPER, SLACK, check_registers, rarely  # noqa: E402
 from tools.sass import disassemble, loops_that_multiply, loops_with, resources  # noqa: E402
 
 from pagetile.device import DeviceInfo  # noqa: E402
@@ -39,21 +39,10 @@ SHARED_MEMORY = 227 << 10  # that a program may have
 CONFIGS = [
     # (config, most bytes of memory that a thread keeps between tiles)
     (ForwardConfig(BF16, 128, 16, causal=True, uniform=True), 0),
-    (ForwardConfig(F16, 128, 8, causal=True), 0),
-    (ForwardConfig(BF16, 128, 0, uniform=True), 0),
     (ForwardConfig(BF16, 128, 256, causal=True, has_window=True, pack=4), 8),
-    (ForwardConfig(BF16, 256, 16, causal=True, uniform=True), 16),
     (ForwardConfig(BF16, 256, 16, causal=True, has_window=True, has_cap=True), 16),
-    (ForwardConfig(BF16, 192, 64, causal=True, pack=2), 16),
-    (ForwardConfig(BF16, 80, 64, causal=True, pack=8), 24),
     (ForwardConfig(BF16, 80, 16, causal=True, pack=8), 24),
-    (ForwardConfig(BF16, 96, 128, causal=True, uniform=True), 0),
-    (ForwardConfig(F16, 96, 0, has_window=True), 24),
     (ForwardConfig(F16, 48, 16, causal=True, uniform=True), 96),
-    (ForwardConfig(F16, 192, 16, uniform=True), 16),
-    (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
-    (ForwardConfig(BF16, 64, 16, causal=True, uniform=True), 72),
-    (ForwardConfig(F16, 64, 0, uniform=True), 40),
     (ForwardConfig(BF16, 64, 64, causal=True, has_window=True, has_cap=True, has_sinks=True), 80),
     (ForwardConfig(BF16, 64, 16, causal=True, uniform=True, has_alibi=True), 72),
     (
@@ -64,10 +53,7 @@ CONFIGS = [
     ),
     # values of another width than keys
     (ForwardConfig(BF16, 192, 0, causal=True, uniform=True, v_head_size=128), 16),
-    (ForwardConfig(BF16, 192, 16, causal=True, pack=4, v_head_size=128), 16),
-    (ForwardConfig(F16, 64, 0, uniform=True, v_head_size=128), 0),
     # lists of tiles
-    (ForwardConfig(BF16, 128, 0, uniform=True, is_sparse=True), 0),
     (
         ForwardConfig(
             BF16, 128, 0, causal=True, has_window=True, uniform=True, is_sparse=True, has_cap=True
@@ -81,10 +67,26 @@ CONFIGS = [
         ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64),
         80,
     ),  # takes the most shared memory
-    (ForwardConfig(BF16, 128, 1, causal=True, uniform=True), 0),
     (ForwardConfig(BF16, 256, 12, uniform=True), 16),
-    (ForwardConfig(BF16, 64, 4, causal=True, uniform=True), 72),
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 24),
+]
+OTHER_CONFIGS = [
+    (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
+    (ForwardConfig(F16, 96, 0, has_window=True), 24),
+    (ForwardConfig(BF16, 128, 0, uniform=True), 0),
+    (ForwardConfig(F16, 128, 8, causal=True), 0),
+    (ForwardConfig(BF16, 256, 16, causal=True, uniform=True), 16),
+    (ForwardConfig(BF16, 192, 64, causal=True, pack=2), 16),
+    (ForwardConfig(BF16, 80, 64, causal=True, pack=8), 24),
+    (ForwardConfig(BF16, 96, 128, causal=True, uniform=True), 0),
+    (ForwardConfig(F16, 192, 16, uniform=True), 16),
+    (ForwardConfig(BF16, 64, 16, causal=True, uniform=True), 72),
+    (ForwardConfig(F16, 64, 0, uniform=True), 40),
+    (ForwardConfig(BF16, 192, 16, causal=True, pack=4, v_head_size=128), 16),
+    (ForwardConfig(F16, 64, 0, uniform=True, v_head_size=128), 0),
+    (ForwardConfig(BF16, 128, 0, uniform=True, is_sparse=True), 0),
+    (ForwardConfig(BF16, 128, 1, causal=True, uniform=True), 0),
+    (ForwardConfig(BF16, 64, 4, causal=True, uniform=True), 72),
     (ForwardConfig(F16, 40, 16, causal=True, has_window=True, uniform=True), 112),
 ]
 
@@ -95,7 +97,7 @@ def check_products_overlap(code):
     assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA")
 
 
-@pytest.mark.parametrize(("config", "memory"), CONFIGS, ids=str)
+@pytest.mark.parametrize(("config", "memory"), [*CONFIGS, *rarely(*OTHER_CONFIGS)], ids=str)
 def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
     compiled = make_launcher(config).compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
@@ -201,8 +203,14 @@ SHIFTED = {"num_masks": 1, "has_regions": True}
     [
         (SHIFTED, 200),
         ({"num_tokens": 512, "head_size": 32, "dtype": BF16}, 64),
-        (SHIFTED | {"num_tokens": 417, "head_size": 32}, 64),  # 264 bytes of memory are left
-        (SHIFTED | {"num_tokens": 1024, "head_size": 24, "table_size": None, "num_biases": 1}, 64),
+        *rarely(
+            (SHIFTED | {"num_tokens": 417, "head_size": 32}, 64),  # 264 bytes of memory are left
+            (
+                SHIFTED
+                | {"num_tokens": 1024, "head_size": 24, "table_size": None, "num_biases": 1},
+                64,
+            ),
+        ),
     ],
     ids=str,
 )
@@ -243,9 +251,11 @@ WALKS = {
     "change",
     [
         SHIFTED | {"num_tokens": 49, "head_size": 32},
-        SHIFTED | {"num_tokens": 64, "head_size": 64, "dtype": BF16},
         {"num_tokens": 36, "head_size": 24, "table_size": None},
-        {"num_tokens": 48, "head_size": 32, "dtype": BF16},
+        *rarely(
+            (SHIFTED | {"num_tokens": 64, "head_size": 64, "dtype": BF16},),
+            ({"num_tokens": 48, "head_size": 32, "dtype": BF16},),
+        ),
     ],
     ids=str,
 )
@@ -254,7 +264,7 @@ def test_windows_of_one_tile_share_a_multiprocessor(change, tmp_path):
     for is_backward in (False, True):
         plan = replace(make_one_tile_plan(problem, H200, is_backward), chunks=1)
         if is_backward:
-            launcher = one_tile.make_gradients_launcher(problem, plan, "*fp32", True)
+            launcher = one_tile.make_gradients_launcher(problem, plan, "*fp32", has_dlse=True)
         else:
             launcher = one_tile.make_launcher(problem, plan, "*fp32")
         compiled = launcher.compile(HOPPER)
@@ -271,10 +281,12 @@ def test_windows_of_one_tile_share_a_multiprocessor(change, tmp_path):
         (SHIFTED, "columns", 136),
         (SHIFTED, "rows", 72),
         ({"num_tokens": 256, "head_size": 32, "dtype": BF16}, "columns", 216),
-        (SHIFTED | {"num_tokens": 512, "head_size": 32, "dtype": BF16}, "rows", 184),
         ({"num_tokens": 576, "head_size": 24}, "rows", 80),
-        (SHIFTED | {"num_tokens": 144, "head_size": 32}, "columns", 0),
-        (SHIFTED | {"num_tokens": 81, "head_size": 32}, "rows", 0),
+        *rarely(
+            (SHIFTED | {"num_tokens": 512, "head_size": 32, "dtype": BF16}, "rows", 184),
+            (SHIFTED | {"num_tokens": 144, "head_size": 32}, "columns", 0),
+            (SHIFTED | {"num_tokens": 81, "head_size": 32}, "rows", 0),
+        ),
     ],
     ids=str,
 )

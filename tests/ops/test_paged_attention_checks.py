@@ -274,7 +274,7 @@ def test_a_named_implementation_never_falls_back():
     assert inputs.attend().out.dtype == torch.float64
 
 
-def test_explain_says_who_can_run_a_call_and_why_not():
+def test_explain_gives_each_implementations_reason():
     inputs = inputs_with()
     arguments = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
     lines = explain_paged_attention(*arguments, **inputs.options).splitlines()
@@ -311,7 +311,7 @@ def test_a_gpu_s_values_are_checked_on_the_host_when_debugging():
     "name",
     ["q", "k_cache", "v_cache", "block_tables", "seq_lens", "cu_seqlens_q", "out"],
 )
-def test_what_is_no_tensor_is_named(name):
+def test_an_argument_that_is_no_tensor_is_named(name):
     with pytest.raises(DTypeError, match=f"{name} is of type list, expected a torch.Tensor"):
         inputs_with(**{name: lambda _: [1, 2]}).attend()
     if name != "out":
@@ -319,7 +319,7 @@ def test_what_is_no_tensor_is_named(name):
             inputs_with(**{name: lambda _: None}).attend()
 
 
-def test_what_is_no_batch_is_named():
+def test_an_argument_that_is_no_batch_is_named():
     with pytest.raises(DTypeError, match="batch is of type tuple, expected a PagedBatch"):
         paged_attention(torch.zeros(1, 2, 8), torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), ())
 
@@ -359,7 +359,7 @@ def test_a_wrong_option_is_named_whatever_was_asked_before(options, error, messa
     ],
     ids=str,
 )
-def test_what_is_no_option_is_named(options, message):
+def test_an_unknown_option_is_named(options, message):
     inputs = make_inputs(CASE)
     call = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch)
     paged_attention(*call, causal=True)  # 1 is equal to it

@@ -47,7 +47,7 @@ def test_every_plan_can_be_carried_out(device):
         assert 1 <= plan.num_threads <= device.num_workers
 
 
-def test_what_shows_in_the_bits_does_not_depend_on_the_problem():
+def test_tiles_that_change_the_bits_do_not_depend_on_the_problem():
     for device in (SMALL_CPU, LARGE_CPU):
         plans = [make_plan(problem, device) for problem in PROBLEMS]
         assert {(plan.split_size, plan.bf16_dot) for plan in plans} == {

@@ -122,7 +122,7 @@ def test_lists_have_a_shape_and_a_type():
         paged_attention(q, k_cache, v_cache, batch, visible_blocks=[[0]])
 
 
-def test_explain_says_who_takes_lists():
+def test_explain_names_the_implementations_that_take_lists():
     q, k_cache, v_cache, batch, lists = listed_call([0, 2])
     lines = explain_paged_attention(q, k_cache, v_cache, batch, visible_blocks=lists).splitlines()
     assert lines[3:] == ["cpu: yes", "reference: yes"]

@@ -263,7 +263,7 @@ def test_no_maps():
 
 
 @pytest.mark.filterwarnings("error")
-def test_compiled_it_takes_a_map_of_another_size():
+def test_a_compiled_call_takes_a_map_of_another_size():
     compiled = torch.compile(shifted_window_attention, fullgraph=True, backend="aot_eager")
     for grid in ((5, 4), (7, 6), (8, 6)):
         qkv = torch.randn(1, *grid, 3, 2, 8)
@@ -273,7 +273,7 @@ def test_compiled_it_takes_a_map_of_another_size():
     torch._dynamo.reset()
 
 
-def test_compiled_it_is_one_piece():
+def test_torch_compile_makes_one_graph():
     for case in (CASES[3], CASES[10]):
         inputs = Inputs(case)
         torch._dynamo.reset()
@@ -315,7 +315,7 @@ def test_under_autocast_the_map_is_cast_and_parameters_keep_their_types():
     assert not torch.equal(found["padding"], found["padding"].to(BF16).to(F32))  # summed in float32
 
 
-def test_what_a_mode_leaves_behind_serves_no_later_call():
+def test_a_layout_made_under_a_mode_serves_no_later_call():
     from torch._subclasses import FakeTensorMode
 
     layout.__globals__["_make"].cache_clear()

@@ -655,7 +655,7 @@ def test_a_second_derivative_is_refused():
         dq.sum().backward()
 
 
-def test_compiled_it_is_one_piece():
+def test_torch_compile_makes_one_graph():
     inputs = Inputs(Case())
     compiled = torch.compile(window_attention, fullgraph=True, backend="aot_eager")
     found = inputs.attend("auto", attend=compiled)

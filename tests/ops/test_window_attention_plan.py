@@ -82,10 +82,12 @@ COMPILED = [
     (replace(IMAGE, dtype=F32), 576),
     (replace(IMAGE, head_size=30, num_tokens=64), 128),
     (replace(IMAGE, head_size=8, num_tokens=27), 0),
-    (replace(IMAGE, num_tokens=100, cosine=True), 512),
     (replace(IMAGE, table_size=None, num_biases=2, has_regions=False, mask_dtype=F32), 192),
+    pytest.param(replace(IMAGE, num_tokens=100, cosine=True), 512, marks=pytest.mark.slow),
     (replace(VOLUME, num_heads=12, num_windows=8, head_size=10), 848),
-    (replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048),
+    pytest.param(
+        replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048, marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -101,12 +103,14 @@ def launchers(problem):
     first, last = plan.groups[0], plan.groups[-1]
     yield kernels._forward_launcher(problem, plan, types)
     if plan.one_tile_stages:
-        yield kernels._one_tile_launcher(problem, plan, types, True)
+        yield kernels._one_tile_launcher(problem, plan, types, has_dlse=True)
         return
-    yield kernels._row_launcher(problem, plan, types, first, 0, len(plan.groups) == 1, False)
+    yield kernels._row_launcher(
+        problem, plan, types, first, 0, is_last=len(plan.groups) == 1, has_dlse=False
+    )
     if len(plan.groups) > 1:
         done = sum(itertools.chain(*plan.groups[:-1]))
-        yield kernels._row_launcher(problem, plan, types, last, done, True, True)
+        yield kernels._row_launcher(problem, plan, types, last, done, is_last=True, has_dlse=True)
     yield kernels._column_launcher(problem, plan, types)
 
 

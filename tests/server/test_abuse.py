@@ -215,7 +215,7 @@ def test_a_log_line_cannot_be_forged(capsys):
     assert json.loads(capsys.readouterr().err)["path"] == "/x\ny"
 
 
-def test_what_a_prompt_says_is_not_logged(async_llm, capsys):
+def test_the_text_of_a_prompt_is_not_logged(async_llm, capsys):
     from pagetile.server.logs import log
 
     log.is_on = True

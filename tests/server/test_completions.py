@@ -188,7 +188,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_a_400_that_says_why(http, async_llm, name):
+def test_a_request_that_cannot_be_served_is_a_400_with_the_reason(http, async_llm, name):
     fields, words = REFUSED[name]
     text = json.dumps({"prompt": PROMPT, **fields})
     headers = {"content-type": "application/json"}

@@ -230,7 +230,7 @@ def test_text_formats_are_followed(client):
         ("text.format", {"type": "json_schema", "name": "s", "schema": {"type": "nonsense"}}),
     ],
 )
-def test_what_cannot_be_honoured_is_a_400_that_names_the_field(post, field, value):
+def test_an_unsupported_field_is_a_400_that_names_it(post, field, value):
     given = {"text": {"format": value}} if field == "text.format" else {field: value}
     if field == "tools.0.strict":
         given = {"tools": [{**WEATHER, "strict": True}]}

@@ -51,6 +51,21 @@ def test_each_form_is_followed(post, seed):
     assert get(grammar='start: "x" /[0-9]{2}/')[0] == "x"
 
 
+def test_json_without_white_space(post, llm):
+    spaces = llm.engine.tokenizer.encode(" ", add_special_tokens=False)
+    likely = {str(token_id): 30.0 for token_id in spaces}
+    spaced, dense = (
+        text_of(
+            post, structured_outputs={"json": SCHEMA, "disable_any_whitespace": is_dense},
+            logit_bias=likely,
+        )
+        for is_dense in (False, True)
+    )  # fmt: skip
+    assert json.loads(spaced).keys() == json.loads(dense).keys() == {"a", "b"}
+    assert " " in spaced
+    assert " " not in dense
+
+
 def test_response_formats(post):
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     assert json.loads(text_of(post, response_format=schema)).keys() == {"a", "b"}
