@@ -7,6 +7,7 @@ does not know, or are no schemas at all; these may be refused, and must not take
 
 from __future__ import annotations
 
+import decimal
 import functools
 import json
 import random
@@ -250,26 +251,23 @@ def _broken(draw, schema):
 
 
 def follows(schema, text):
-    """Why a text does not follow a schema; ``None`` where it does."""
+    """Why a text does not follow a schema; ``None`` where it does.
+
+    Numbers are read as doubles, as most readers do, or exactly: 1e300 may be written with all of
+    its digits, and 1000000.0000000000000001 is more than a million.
+    """
     try:
-        value = json.loads(text, parse_int=_integer_or_double)
+        as_doubles = json.loads(text, parse_int=lambda t: int(t) if len(t) < 17 else float(t))
+        exact = json.loads(text, parse_float=decimal.Decimal)
     except ValueError as error:
         return f"no JSON: {error}"
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError:
-        return None  # of what is no schema no more can be said
-    validator = jsonschema.Draft202012Validator(schema, format_checker=FORMAT_CHECKER)
-    try:
-        error = next(validator.iter_errors(value), None)
-    except RecursionError:
-        return None  # a schema that refers to itself without end accepts what it likes
-    return None if error is None else f"{list(error.absolute_path)}: {error.message[:200]}"
-
-
-def _integer_or_double(digits):
-    """A number as JSON's readers have it: 1e300 may be written with all of its digits."""
-    return int(digits) if len(digits) < 17 else float(digits)
+        validator = jsonschema.Draft202012Validator(schema, format_checker=FORMAT_CHECKER)
+        errors = [next(validator.iter_errors(value), None) for value in (as_doubles, exact)]
+    except (jsonschema.SchemaError, RecursionError):
+        return None  # no schema, or one that refers to itself without end: any output will do
+    return None if None in errors else f"{list(errors[0].absolute_path)}: {errors[0].message[:200]}"
 
 
 def matches(regex, text):

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from pagetile.server import Limits
+from pagetile.server.logs import log
 
 from .conftest import chatty, opened, serving
 from .test_completions import PROMPT
@@ -68,6 +69,20 @@ def test_a_client_that_leaves_ends_its_request_within_two_steps(url, async_llm, 
         assert pool.num_free == pool.num_blocks
     finally:
         async_llm.thread.observers.pop()
+
+
+def test_a_client_that_has_left_is_no_failure_of_the_server(async_llm, capsys):
+    log.is_on = True
+    try:  # until the server has stopped: a line is written after its response
+        with serving(async_llm) as url:
+            with pytest.raises(httpx2.TimeoutException):
+                httpx2.post(f"{url}/v1/completions", json=LONG, timeout=0.3)
+            wait_for(lambda: async_llm.num_requests == 0)
+    finally:
+        log.is_on = False
+    written = capsys.readouterr().err
+    assert "status=499" in written
+    assert "failed" not in written
 
 
 def test_beyond_the_queue_comes_a_503_that_says_when_to_try_again(llm):

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -136,7 +137,7 @@ class StructuredOutputs:
 
         # Fuel is counted in steps of the compiler: these take it 0.1 to 1 s.
         limits = LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=500_000)
-        _check_bounds(form)
+        _check_schemas(form)
         try:
             matcher = _on_a_large_stack(
                 lambda: LLMatcher(words, _source(form), log_level=0, limits=limits)
@@ -244,14 +245,11 @@ def _on_a_large_stack(work: Callable[[], T]) -> T:
     return result.result()
 
 
-def _check_bounds(form: StructuredOutputsParams) -> None:
-    """Refuse bounds of numbers that llguidance, which keeps them as doubles, gets wrong.
-
-    Bounds of integers at or below -2**63 make it recurse until the process dies; other whole
-    numbers that no double equals would be rounded.
+def _check_schemas(form: StructuredOutputsParams) -> None:
+    """Refuse schemas that llguidance compiles into something else, or that end the process.
 
     Raises:
-        RequestError: There is such a bound in a schema, or in one inside of a Lark grammar.
+        RequestError: There is one, as the form or inside of a Lark grammar.
     """
     schemas = []
     try:
@@ -261,24 +259,70 @@ def _check_bounds(form: StructuredOutputsParams) -> None:
             schemas.append(json_module.JSONDecoder().raw_decode(str(form.grammar), found.end())[0])
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs has a schema that is no JSON: {error}") from None
-    while schemas:
-        part = schemas.pop()
-        if isinstance(part, list):
-            schemas += part
-        elif isinstance(part, dict):
-            schemas += part.values()
-            for name in _BOUNDS:
-                if isinstance(bound := part.get(name), (int, float)) and not _is_bound(bound):
-                    raise RequestError(
-                        f"structured_outputs has a schema with {name}={bound}: expected a number "
-                        "between -2**63 and 2**63 that a double holds exactly; leave it out"
-                    )
+    for schema in schemas:
+        parts = [schema]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, list):
+                parts += part
+            elif isinstance(part, dict):
+                parts += part.values()
+                _check_bounds(part)
+                _check_reference(schema, part)
+
+
+def _check_bounds(part: dict[str, Any]) -> None:
+    """Refuse bounds of numbers that llguidance gets wrong.
+
+    It keeps them as doubles. Bounds of integers at or below -2**63 make it recurse until the
+    process dies. An exclusive bound is taken for an inclusive one where it has the same whole
+    part as all that it allows, as 0 < x <= 0.25.
+    """
+    bounds = {name: part[name] for name in _BOUNDS if isinstance(part.get(name), (int, float))}
+    for name, bound in bounds.items():
+        if not _is_bound(bound):
+            raise RequestError(
+                f"structured_outputs has a schema with {name}={bound}: expected a number "
+                "between -2**63 and 2**63 that a double holds exactly; leave it out"
+            )
+    for sign, name, others in (
+        (1, "exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+        (-1, "exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    ):
+        bound = bounds.get(name, 0.5)
+        width = min((sign * (bounds[other] - bound) for other in others if other in bounds),
+                    default=1)  # fmt: skip
+        if bound == int(bound) and sign * bound >= 0 and width < 1:
+            raise RequestError(
+                f"structured_outputs has a schema with {name}={bound} of a range less than 1 wide, "
+                "which is not supported: give a bound that is included"
+            )
 
 
 def _is_bound(value: float) -> bool:
     if value == 2**63 - 1:  # it becomes 2**63, and then the largest integer of 64 bits again
         return True
     return -(2**63) < value < 2**63 and int(value) == int(float(value))
+
+
+def _check_reference(schema: Any, part: Any) -> None:
+    """Refuse a reference that leads to itself and to nothing else."""
+    seen = []
+    while isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
+        if reference in seen:
+            raise RequestError(
+                f"structured_outputs has a schema whose {reference!r} only refers to itself"
+            )
+        seen.append(reference)
+        part = _find(schema, reference)
+
+
+def _find(schema: Any, reference: str) -> Any:
+    """What a reference within a schema leads to; ``None`` where that is not to be found."""
+    for key in reference.removeprefix("#").split("/")[1:]:
+        key = unquote(key).replace("~1", "/").replace("~0", "~")
+        schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema if reference.startswith("#") else None
 
 
 def _dump(value: Any) -> str:
