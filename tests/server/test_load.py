@@ -130,6 +130,9 @@ def test_keys_open_every_path_but_health(llm):
     config = chatty(api_keys=("alpha", "beta"))
     with opened(llm) as async_llm, clients_of(async_llm, config) as http:
         routes = http.get("/openapi.json", headers=bearer("alpha")).json()["paths"]
+        assert [path for path in routes if routes[path].get("get", {}).get("security") == []] == [
+            "/health"
+        ]
         paths = [*routes, "/docs", "/openapi.json", "/redoc", "/", "/nowhere"]
         assert "/v1/chat/completions" in paths
         for path in paths:
