@@ -15,6 +15,8 @@ test-gpu: .venv/ready  ## the kernels and the engine on this machine's GPU, then
 	$(BIN)/python tools/fuzz.py --device cuda --processes 8 --cases 5000
 test-swin: .venv-swin/ready  ## Swin models of timm and torchvision too, in an environment that has them
 	.venv-swin/bin/python -m pytest -rs tests/integrations/test_swin_*.py
+test-clients: .venv-clients/ready  ## LangChain, instructor, lm-eval, guidellm and schemathesis against the server
+	.venv-clients/bin/python -m pytest -W default tests/clients
 check: .venv/ready  ## style, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest tests/test_import_rules.py
 quick: .venv/ready  ## most contracts in a minute: no kernel is compiled
@@ -28,11 +30,13 @@ bench: .venv/ready  ## kernels and engine beside their peers
 fuzz: .venv/ready  ## 50 000 random attention problems against float64
 	$(BIN)/python tools/fuzz.py --cases 50000
 clean:  ## forget the environment and every cache
-	rm -rf .venv .venv-swin .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv .venv-swin .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch .venv/ready
 .venv-swin/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-swin && .venv-swin/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[swin-test]' && touch .venv-swin/ready
 .venv/docs-ready: .venv/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch .venv/docs-ready
-.PHONY: demo test suite quick test-gpu test-swin check docs format bench fuzz clean
+.venv-clients/ready: pyproject.toml constraints-clients.txt
+	$(PYTHON) -m venv .venv-clients && .venv-clients/bin/python -m pip install -q --disable-pip-version-check -c constraints-clients.txt -e '.[clients]' && touch .venv-clients/ready
+.PHONY: demo test suite quick test-gpu test-swin test-clients check docs format bench fuzz clean

@@ -261,6 +261,23 @@ def test_log_prompts_writes_at_most_2000_characters_of_a_prompt(async_llm, capsy
     assert "my secret" in chat
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [0], "min_tokens": 3},
+        {"allowed_token_ids": [5], "structured_outputs": {"regex": "[0-9]+"}},
+        {"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}},
+        {"structured_outputs": {"grammar": 'start: "a" x\nx: x "b"'}, "max_tokens": 60},
+        {"repetition_penalty": 1e-320},
+    ],
+    ids=str,
+)
+def test_parameters_that_leave_no_token_are_a_400(http, fields):
+    answer = http.post("/v1/completions", json={"prompt": "x", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "no_token_left"
+
+
 def test_a_form_that_compiles_too_slowly_is_a_400(async_llm, monkeypatch):
     from pagetile.engine.structured_outputs import StructuredOutputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -12,13 +13,16 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 
 import httpx2
+import psutil
 import pytest
 
 from pagetile.server import Limits, serve
+from pagetile.server.logs import log
 
 from .conftest import chatty, opened, serving
 from .test_completions import PROMPT
@@ -68,6 +72,20 @@ def test_a_client_that_leaves_ends_its_request_within_two_steps(url, async_llm, 
         async_llm.thread.observers.pop()
 
 
+def test_a_client_that_has_left_is_no_failure_of_the_server(async_llm, capsys):
+    log.is_on = True
+    try:  # until the server has stopped: a line is written after its response
+        with serving(async_llm) as url:
+            with pytest.raises(httpx2.TimeoutException):
+                httpx2.post(f"{url}/v1/completions", json=LONG, timeout=0.3)
+            wait_for(lambda: async_llm.num_requests == 0)
+    finally:
+        log.is_on = False
+    written = capsys.readouterr().err
+    assert "status=499" in written
+    assert "failed" not in written
+
+
 def test_beyond_the_queue_comes_a_503_that_says_when_to_try_again(llm):
     with opened(llm, max_queued_seqs=0) as async_llm, clients_of(async_llm) as http:
         long = {**LONG, "n": 16, "stream": True}
@@ -113,6 +131,9 @@ def test_keys_open_every_path_but_health(llm):
     config = chatty(api_keys=("alpha", "beta"))
     with opened(llm) as async_llm, clients_of(async_llm, config) as http:
         routes = http.get("/openapi.json", headers=bearer("alpha")).json()["paths"]
+        assert [path for path in routes if routes[path].get("get", {}).get("security") == []] == [
+            "/health"
+        ]
         paths = [*routes, "/docs", "/openapi.json", "/redoc", "/", "/nowhere"]
         assert "/v1/chat/completions" in paths
         for path in paths:
@@ -198,12 +219,15 @@ def test_sizes_are_limited(llm):
             assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_a_storm(llm):
-    """Of 200 requests 30 % leave early, 10 % are invalid, 5 read slowly; all others are whole."""
+def storm(async_llm, url, num_requests, num_connections, seconds):
+    """Of the requests 30 % leave early, 10 % are invalid, 5 read slowly; all others are whole.
+
+    Returns what became of each; the requests come within ``seconds``.
+    """
     draw = random.Random(7)
 
     async def one(http, number):
-        await asyncio.sleep(draw.uniform(0, 3))
+        await asyncio.sleep(draw.uniform(0, seconds))
         kind = draw.random()
         body = {
             "prompt": [draw.randrange(1, 4096) for _ in range(draw.randint(1, 60))],
@@ -212,22 +236,22 @@ def test_a_storm(llm):
             "ignore_eos": True,
             "stream": draw.random() < 0.7,
         }
-        if kind < 0.1:
+        if number >= 5 and kind < 0.1:
             body[draw.choice(("top_p", "n", "max_tokens"))] = -7
             response = await http.post("/v1/completions", json=body)
             return "invalid" if response.status_code == 400 else response.text
-        if kind < 0.4:
+        if number >= 5 and kind < 0.4:
             try:
-                async with asyncio.timeout(draw.uniform(0.0, 0.3)):
+                async with asyncio.timeout(draw.uniform(0.0, seconds / 10)):
                     await http.post("/v1/completions", json={**body, "max_tokens": 1500})
             except TimeoutError:
                 return "left"
             return "left"
-        if not body["stream"]:
+        if not body["stream"] and number >= 5:
             response = await http.post("/v1/completions", json=body)
             count = response.json()["usage"]["completion_tokens"]
         else:
-            body["stream_options"] = {"include_usage": True}
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
             lines = []
             async with http.stream("POST", "/v1/completions", json=body) as response:
                 async for line in response.aiter_lines():
@@ -238,20 +262,65 @@ def test_a_storm(llm):
             count = json.loads(lines[-4][6:])["usage"]["completion_tokens"]
         return "whole" if count == body["max_tokens"] * body["n"] else f"{count} of {body}"
 
-    async def main(url):
-        limits = httpx2.Limits(max_connections=300)
-        async with httpx2.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
-            return await asyncio.gather(*(one(http, number) for number in range(200)))
+    async def main():
+        limits = httpx2.Limits(max_connections=num_connections)
+        async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+            return await asyncio.gather(*(one(http, number) for number in range(num_requests)))
 
+    found = asyncio.run(main())
+    engine = async_llm.engine
+    wait_for(lambda: async_llm.num_requests == 0)
+    wait_for(lambda: not in_engine(async_llm, lambda: engine.has_unfinished))
+    assert engine.pool.num_free == engine.pool.num_blocks
+    in_engine(async_llm, engine.check)
+    assert engine._requests == {}
+    return Counter(found)
+
+
+def test_a_storm(llm):
     with opened(llm, max_queued_seqs=1000) as async_llm, serving(async_llm) as url:
-        found = asyncio.run(main(url))
-        assert set(found) == {"whole", "left", "invalid"}
-        assert found.count("left") > 40
-        wait_for(lambda: async_llm.num_requests == 0)
-        wait_for(lambda: not in_engine(async_llm, lambda: llm.engine.has_unfinished))
-        assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
-        in_engine(async_llm, llm.engine.check)
-        assert llm.engine._requests == {}
+        found = storm(async_llm, url, num_requests=200, num_connections=300, seconds=3)
+    assert set(found) == {"whole", "left", "invalid"}
+    assert found["left"] > 40
+
+
+@pytest.mark.slow
+def test_a_storm_beside_a_thousand_open_connections_leaves_nothing_behind(llm):
+    """1000 connections stay half-way through a request's headers until the storm is over."""
+    resource = pytest.importorskip("resource")
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(limit, 8192)), most))
+    with (
+        opened(llm, max_queued_seqs=6000) as async_llm,
+        serving(async_llm) as url,
+        ExitStack() as connections,
+    ):
+        host, port = url.removeprefix("http://").split(":")
+        storm(async_llm, url, num_requests=500, num_connections=1000, seconds=10)
+        before = resident_bytes()
+        waiting = []
+        for _ in range(1000):
+            client = connections.enter_context(socket.create_connection((host, int(port))))
+            client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+            waiting.append(client)
+        found = storm(async_llm, url, num_requests=2000, num_connections=1000, seconds=40)
+        for client in waiting:
+            client.sendall(b"\r\n")
+            client.settimeout(30)
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        connections.close()
+        after = resident_bytes()
+    assert set(found) == {"whole", "left", "invalid"}
+    assert found["left"] > 500
+    assert found["invalid"] > 150
+    assert abs(after - before) < 0.05 * before, (before, after)
+
+
+def resident_bytes():
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not of every C library
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
 
 
 @pytest.fixture

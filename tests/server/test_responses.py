@@ -45,6 +45,14 @@ def test_a_text_has_the_answer_of_the_same_conversation(client):
     assert response.instructions == "Write Python."
 
 
+def test_stop_and_ignore_eos_are_vllms(client):
+    whole = client.responses.create(**ASKED, input="x = 1").output_text
+    asked = {"stop": whole[4], "ignore_eos": True}
+    stopped = client.responses.create(**ASKED, input="x = 1", extra_body=asked)
+    assert stopped.output_text == whole.partition(whole[4])[0]
+    assert stopped.status == "completed"
+
+
 def test_messages_with_parts_are_the_same_as_text(client):
     parts = [{"type": "input_text", "text": "x "}, {"type": "input_text", "text": "= 1"}]
     plain = client.responses.create(**ASKED, input="x = 1")

@@ -40,6 +40,7 @@ from .logprobs import TokenLogprobs, compute_logprobs, descending_order, read_lo
 from .sampling_params import SamplingParams
 
 __all__ = [
+    "NO_TOKEN",
     "Feature",
     "SampledToken",
     "SampledTokens",
@@ -48,6 +49,9 @@ __all__ = [
     "find_features",
     "sample",
 ]
+
+NO_TOKEN = "the request's parameters leave no token"
+"""How the error of a token begins for which the request itself is to blame, not the model."""
 
 ONE = 2**40  # units of the likeliest token: 2**23 tokens still sum below 2**63
 DIGIT_BITS = 11  # three digits cover the 32 bits of a float's order
@@ -329,7 +333,8 @@ class Sampler:
         if not torch.isfinite(best).all():
             for i, top in enumerate(best.tolist()):
                 if not math.isfinite(top):
-                    others[i] = SampledToken(0, error=_NO_TOKEN.format(top))
+                    params = self._inputs[host_rows[i]].params
+                    others[i] = SampledToken(0, error=_why_no_token(params, top))
         return SampledTokens(ids, others)
 
     def _move_tails(self, tokens: Tensor, host_rows: Sequence[int]) -> None:
@@ -607,10 +612,6 @@ def _signed(word: int) -> int:
 _MIX_A, _MIX_B = 0x7FEB352D, _signed(0x846CA68B)
 _GOLDEN, _STEP = _signed(0x9E3779B9), _signed(0x85EBCA6B)
 _ALWAYS = 2**31 - 1
-_NO_TOKEN = (
-    "the largest logit is {}, expected a finite one: -inf means that every token is forbidden; "
-    "otherwise check the weights and the dtype (float16 overflows at 65504)"
-)
 _MOST_FLAT = 64  # drafts lay the same rows out in many ways
 
 
@@ -656,6 +657,22 @@ def _is_kept(logits: Tensor, amounts: Tensor, need: Tensor) -> Tensor:
         edge = first + reached - 1
         first = edge << DIGIT_BITS
     return order <= edge.int()
+
+
+def _why_no_token(params: SamplingParams, best: float) -> str:
+    """Whether the request's own parameters or the model are to blame for ``best``."""
+    restricts = params.structured_outputs or params.allowed_token_ids or params.bad_words
+    if best == -math.inf and restricts:
+        return (
+            f"{NO_TOKEN}: structured_outputs, allowed_token_ids, bad_words and min_tokens "
+            "together forbid every token"
+        )
+    if best == math.inf and params.repetition_penalty != 1.0:
+        return f"{NO_TOKEN}: repetition_penalty={params.repetition_penalty} makes logits infinite"
+    return (
+        f"the largest logit is {best}, expected a finite one: -inf means that every token is "
+        "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
+    )
 
 
 def _pack_bits(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[Any]:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import numpy as np
 
 from ..errors import RequestError, UnsupportedError
 
@@ -23,6 +28,15 @@ KEPT = 256  # compiled forms
 # What white space a model may write between the parts of JSON: without a bound, small ones never
 # stop writing it.
 _WHITE_SPACE = r"[ \n\t]{0,16}"
+
+# llguidance follows references by recursion in native code, where a stack overflow ends the
+# process. The deepest chain that fits into MAX_BYTES needs less than this.
+_STACK_BYTES = 256 << 20
+_STACK_LOCK = threading.Lock()
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +135,21 @@ class StructuredOutputs:
         words = self._load()
         from llguidance import LLMatcher, LLParserLimits
 
+        # Fuel is counted in steps of the compiler: these take it 0.1 to 1 s.
+        limits = LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=500_000)
+        _check_schemas(form)
         try:
-            source = _source(form)
-            # Fuel is counted in steps of the compiler: these take it 0.1 to 1 s.
-            limits = LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=500_000)
-            matcher = LLMatcher(words, source, log_level=0, limits=limits)
-            error = matcher.get_error() if matcher.is_error() else ""
+            matcher = _on_a_large_stack(
+                lambda: LLMatcher(words, _source(form), log_level=0, limits=limits)
+            )
+            grammar = _Grammar(matcher, self._vocab_size)
+            error = matcher.get_error() or grammar.copy().find_no_beginning()
         except (ValueError, RecursionError) as reason:
             error = str(reason)
         if error:
             line = " ".join(error.split())[:500]
             raise RequestError(f"structured_outputs cannot be compiled: {line}")
-        return _Grammar(matcher, self._vocab_size)
+        return grammar
 
     def _load(self) -> Any:
         if self._tokenizer is None:
@@ -165,6 +182,12 @@ class _Grammar:
     def copy(self) -> _Grammar:
         """A walk that stands where this one does."""
         return _Grammar(self._matcher.deep_copy(), self._vocab_size)
+
+    def find_no_beginning(self) -> str:
+        """Why no output can begin, as where a schema only refers to itself; empty where one can."""
+        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+        self.fill_mask(mask)
+        return "" if mask.any() else self._matcher.get_error() or "no output has this form"
 
     def fill_mask(self, mask: Any) -> None:
         """Write the tokens that may come as bits; none, once the form has become too complex."""
@@ -200,6 +223,106 @@ def _source(form: StructuredOutputsParams) -> str:
     if not form.disable_any_whitespace:
         options["whitespace_pattern"] = _WHITE_SPACE  # type: ignore[assignment]
     return str(LLMatcher.grammar_from_json_schema(schema, defaults=options))
+
+
+def _on_a_large_stack(work: Callable[[], T]) -> T:
+    """The result of ``work`` on a thread of its own with a stack of ``_STACK_BYTES``."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="compile-form", daemon=True)
+    with _STACK_LOCK:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return result.result()
+
+
+def _check_schemas(form: StructuredOutputsParams) -> None:
+    """Refuse schemas that llguidance compiles into something else, or that end the process.
+
+    Raises:
+        RequestError: There is one, as the form or inside of a Lark grammar.
+    """
+    schemas = []
+    try:
+        if form.json is not None:
+            schemas.append(json_module.loads(str(form.json)))
+        for found in re.finditer(r"%json\s*", form.grammar or ""):
+            schemas.append(json_module.JSONDecoder().raw_decode(str(form.grammar), found.end())[0])
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs has a schema that is no JSON: {error}") from None
+    for schema in schemas:
+        parts = [schema]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, list):
+                parts += part
+            elif isinstance(part, dict):
+                parts += part.values()
+                _check_bounds(part)
+                _check_reference(schema, part)
+
+
+def _check_bounds(part: dict[str, Any]) -> None:
+    """Refuse bounds of numbers that llguidance gets wrong.
+
+    It keeps them as doubles. Bounds of integers at or below -2**63 make it recurse until the
+    process dies. An exclusive bound is taken for an inclusive one where it has the same whole
+    part as all that it allows, as 0 < x <= 0.25.
+    """
+    bounds = {name: part[name] for name in _BOUNDS if isinstance(part.get(name), (int, float))}
+    for name, bound in bounds.items():
+        if not _is_bound(bound):
+            raise RequestError(
+                f"structured_outputs has a schema with {name}={bound}: expected a number "
+                "between -2**63 and 2**63 that a double holds exactly; leave it out"
+            )
+    for sign, name, others in (
+        (1, "exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+        (-1, "exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    ):
+        bound = bounds.get(name, 0.5)
+        width = min((sign * (bounds[other] - bound) for other in others if other in bounds),
+                    default=1)  # fmt: skip
+        if bound == int(bound) and sign * bound >= 0 and width < 1:
+            raise RequestError(
+                f"structured_outputs has a schema with {name}={bound} of a range less than 1 wide, "
+                "which is not supported: give a bound that is included"
+            )
+
+
+def _is_bound(value: float) -> bool:
+    if value == 2**63 - 1:  # it becomes 2**63, and then the largest integer of 64 bits again
+        return True
+    return -(2**63) < value < 2**63 and int(value) == int(float(value))
+
+
+def _check_reference(schema: Any, part: Any) -> None:
+    """Refuse a reference that leads to itself and to nothing else."""
+    seen = []
+    while isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
+        if reference in seen:
+            raise RequestError(
+                f"structured_outputs has a schema whose {reference!r} only refers to itself"
+            )
+        seen.append(reference)
+        part = _find(schema, reference)
+
+
+def _find(schema: Any, reference: str) -> Any:
+    """What a reference within a schema leads to; ``None`` where that is not to be found."""
+    for key in reference.removeprefix("#").split("/")[1:]:
+        key = unquote(key).replace("~1", "/").replace("~0", "~")
+        schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema if reference.startswith("#") else None
 
 
 def _dump(value: Any) -> str:

@@ -86,6 +86,8 @@ def described(
             "content": {"application/json": {}, "text/event-stream": {}},
         }
     options: dict[str, Any] = {"responses": responses}
+    if is_open:
+        options["openapi_extra"] = {"security": []}
     if body is not None:
         reference = {"$ref": _REFERENCE.format(model=body.__name__)}
         content = {"application/json": {"schema": reference}}

@@ -20,10 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .config import Limits
 from .errors import ApiError, to_api_error
 from .logs import log
+from .streaming import ClientGone
 
 __all__ = ["ApiKeys", "Gate"]
 
 OPEN_PATHS = ("/health",)
+CLIENT_GONE = 499  # nginx's, for the log: the client has closed its connection before an answer
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -121,6 +123,8 @@ class Gate:
         try:
             self._check(scope, headers, state)
             await self._app(scope, self._limited(receive), send_with_id)
+        except ClientGone:
+            status = CLIENT_GONE
         except Exception as error:
             found = to_api_error(error)
             if found.status >= 500:

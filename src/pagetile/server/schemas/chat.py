@@ -160,7 +160,8 @@ class ChatRequest(GenerationFields):
     """False: at most one call."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Given to the chat template, if that knows it."""
-    store: Literal[False] | None = None
+    store: bool | None = None
+    """Only false: the server keeps no answers."""
     service_tier: Literal["auto", "default"] | None = None
 
     add_generation_prompt: bool = True
@@ -207,6 +208,8 @@ class ChatRequest(GenerationFields):
                 "continue_final_message and add_generation_prompt exclude each other",
                 param="continue_final_message",
             )
+        if self.store:
+            raise ApiError(400, "store=true: this server keeps no answers", param="store")
         if self.echo and not self.continue_final_message:
             raise ApiError(400, "echo needs continue_final_message=true", param="echo")
         if self.stream and self.prompt_logprobs is not None:

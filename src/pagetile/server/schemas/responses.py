@@ -151,6 +151,10 @@ class ResponsesRequest(Body):
     previous_response_id: str | None = None
     """Only null."""
 
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    """vLLM's; guidellm asks for answers of one length by it."""
+
     def check(self) -> None:
         """Refuse what needs a store of responses, and an input without messages.
 
@@ -202,6 +206,8 @@ class ResponsesRequest(Body):
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "stream": self.stream,
+                "stop": self.stop,
+                "ignore_eos": self.ignore_eos,
                 "response_format": self._response_format(),
                 "logprobs": True if self.asks_for_logprobs else None,
                 "top_logprobs": self.top_logprobs,
