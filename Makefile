@@ -4,8 +4,9 @@ QUICK := tests/kv_cache tests/ops/test_paged_attention_checks.py tests/ops/test_
 	tests/ops/test_window_geometry.py tests/engine/test_sampling_params.py tests/engine/test_detokenizer.py tests/engine/test_sampler.py \
 	tests/analysis tests/test_device.py tests/test_public_api.py tests/test_import_rules.py tests/test_words.py tests/engine/test_scheduler.py tests/ops/test_paged_attention_plan.py
 
-demo: .venv/ready  ## generate text with the shipped checkpoint and show the pages
-	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 40 --show-pages < /dev/null
+demo: .venv/ready  ## continue two prompts with a common beginning, and show who holds which block
+	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 24 --block-size 4 --num-blocks 64 --show-pages \
+		"def read_json(path, default=None):" "def read_json(path, default=None, encoding=None):"
 test: .venv/ready  ## everything that must hold: the check beside the tests, two files at a time
 	@$(MAKE) -j 2 check suite
 suite: .venv/ready

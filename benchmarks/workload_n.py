@@ -3,6 +3,10 @@
 ``python -m benchmarks.workload_n`` runs workload N and small batches on one GPU and prints JSON:
 256 prompts of 100 to 1024 random tokens, 100 to 1024 new tokens each, temperature 0.6, over a model
 of Qwen3-0.6B's sizes with random weights.
+
+``chats`` and ``long`` are two more workloads, whose requests arrive one after the other: many short
+chats, of which a third share one of a few system prompts; and a few prompts of tens of thousands of
+tokens beside short chats.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +26,16 @@ from pagetile import LLM, SamplingParams
 
 from .generators import QWEN3
 
-__all__ = ["Requests", "draw_n", "generate", "time_per_token"]
+__all__ = [
+    "Arrival",
+    "Requests",
+    "draw_chats",
+    "draw_long",
+    "draw_n",
+    "generate",
+    "serve",
+    "time_per_token",
+]
 
 Requests = list[tuple[list[int], int]]
 """Prompts as token ids, and how many new tokens each gets."""
@@ -35,6 +49,122 @@ def draw_n(num_prompts: int = 256, vocab_size: int = 10000) -> Requests:
         for _ in range(num_prompts)
     ]
     return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+class Arrival(NamedTuple):
+    """A request of a workload that goes on for a while."""
+
+    seconds: float
+    """Since the start."""
+    prompt: list[int]
+    num_new: int
+
+
+def draw_chats(
+    num_chats: int = 600,
+    *,
+    per_second: float = 60.0,
+    num_systems: int = 4,
+    system_lens: tuple[int, int] = (1000, 2000),
+    lens: tuple[int, int] = (20, 200),
+    vocab_size: int = 10000,
+) -> list[Arrival]:
+    """Many short chats, of which a third begin with one of a few system prompts.
+
+    Args:
+        num_chats: How many.
+        per_second: How many arrive in a second, on average.
+        num_systems: How many system prompts.
+        system_lens: Fewest and most tokens of a system prompt.
+        lens: Fewest and most tokens of what a user says, and of the answer.
+        vocab_size: Of the model, or less.
+    """
+    rng = random.Random(31)
+    systems = [_draw(rng, system_lens, vocab_size) for _ in range(num_systems)]
+    now, arrivals = 0.0, []
+    for _ in range(num_chats):
+        head = rng.choice(systems) if rng.random() < 1 / 3 else []
+        arrivals.append(Arrival(now, head + _draw(rng, lens, vocab_size), rng.randint(*lens)))
+        now += rng.expovariate(per_second)
+    return arrivals
+
+
+def draw_long(
+    num_long: int = 6,
+    num_chats: int = 200,
+    *,
+    per_second: float = 20.0,
+    long_lens: tuple[int, int] = (20_000, 35_000),
+    lens: tuple[int, int] = (20, 200),
+    vocab_size: int = 10000,
+) -> list[Arrival]:
+    """A few long prompts, evenly spread, beside short chats."""
+    rng = random.Random(32)
+    now, arrivals = 0.0, []
+    for number in range(num_chats):
+        arrivals.append(Arrival(now, _draw(rng, lens, vocab_size), rng.randint(*lens)))
+        if num_long * number // num_chats != num_long * (number + 1) // num_chats:
+            arrivals.append(Arrival(now, _draw(rng, long_lens, vocab_size), rng.randint(*lens)))
+        now += rng.expovariate(per_second)
+    return arrivals
+
+
+def _draw(rng: random.Random, lens: tuple[int, int], vocab_size: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(rng.randint(*lens))]
+
+
+def serve(llm: LLM, arrivals: Sequence[Arrival]) -> dict[str, float]:
+    """Stream the answers to requests as they arrive.
+
+    Returns:
+        Tokens a second; median and 99th percentile, in milliseconds, of the time from a request's
+        arrival to its first token, and between two of its tokens; the part of prompt tokens that
+        was found in the cache.
+    """
+    engine, waiting = llm.engine, deque(sorted(arrivals))
+    counts = engine.counts
+    found, asked = counts.cached_tokens, counts.prompt_tokens
+    last: dict[Hashable, float] = {}  # when its last token came, or when it arrived
+    is_first: set[Hashable] = set()
+    first: list[float] = []
+    between: list[float] = []
+    num_tokens = 0
+    start = time.perf_counter()
+    while waiting or engine.has_unfinished:
+        now = time.perf_counter() - start
+        while waiting and waiting[0].seconds <= now:
+            arrival = waiting.popleft()
+            params = SamplingParams(max_tokens=arrival.num_new, temperature=0.6, ignore_eos=True)
+            request_id = engine.add_request(arrival.prompt, params, stream=True)
+            last[request_id] = arrival.seconds
+            is_first.add(request_id)
+        if not engine.has_unfinished:
+            time.sleep(max(0.0, waiting[0].seconds - now))
+            continue
+        deltas = engine.step()
+        now = time.perf_counter() - start
+        for delta in deltas:
+            times = first if delta.request_id in is_first else between
+            is_first.discard(delta.request_id)
+            times.append(now - last[delta.request_id])
+            last[delta.request_id] = now
+            if delta.finish_reason is not None:
+                engine.take_output(delta.request_id)
+        num_tokens += len(deltas)
+    return {
+        "tokens/s": num_tokens / now,
+        **_percentiles("ms to the first token", first),
+        **_percentiles("ms between tokens", between),
+        "cached": (counts.cached_tokens - found) / max(1, counts.prompt_tokens - asked),
+    }
+
+
+def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        f"{name}, {label}": 1e3 * ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+        for label, part in (("median", 0.5), ("p99", 0.99))
+    }
 
 
 def generate(llm: LLM, requests: Requests, **options: Any) -> float:
@@ -136,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         QWEN3.load(torch.bfloat16, "cuda"),
         device="cuda",
         max_num_seqs=256,
-        max_model_len=4096,
+        max_model_len=40960 if "long" in asked.parts else 4096,
         enforce_eager=asked.eager,
     )
     _print("start", seconds=time.perf_counter() - start, device=torch.cuda.get_device_name())
@@ -155,6 +285,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "profile" in asked.parts:
         llm.reset_prefix_cache()
         _print("profile", **profile(llm, requests))
+    if "chats" in asked.parts:
+        llm.reset_prefix_cache()
+        _print("chats", **serve(llm, draw_chats()))
+    if "long" in asked.parts:
+        llm.reset_prefix_cache()
+        _print("long", **serve(llm, draw_long()))
     if "variants" in asked.parts:
         variants: dict[str, dict[str, Any]] = {
             "logprobs": {"logprobs": 1},

@@ -23,6 +23,7 @@ from benchmarks.tiles import ScoresCase, TiledCase
 from benchmarks.vllm_ops import VllmOpsCase
 from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
+from benchmarks.workload_n import draw_chats, draw_long, serve
 from typer.testing import CliRunner
 
 from pagetile import BlockMask, attention_scores
@@ -603,3 +604,22 @@ def test_a_table_of_cases_that_were_not_run_is_refused():
     page = "<!-- table: h200-decode nothing- | GB/s -->\n<!-- end -->"
     with pytest.raises(ValueError, match="h200-decode has no case whose name begins with nothing-"):
         fill(page, command_line.RESULTS)
+
+
+def test_workloads_of_chats_are_served_and_measured():
+    from pagetile import LLM
+    from pagetile.testing.models import tiny_model
+
+    llm = LLM(tiny_model("llama"), max_model_len=120, num_blocks=200)
+    sizes = {"per_second": 1000.0, "lens": (2, 6), "vocab_size": 96}
+    chats = draw_chats(12, system_lens=(40, 60), **sizes)
+    beside = draw_long(2, 8, long_lens=(80, 100), **sizes)
+    assert len(beside) == 10
+    assert sum(len(arrival.prompt) > 70 for arrival in beside) == 2
+    for arrivals in (chats, beside):
+        measured = serve(llm, arrivals)
+        assert measured["tokens/s"] > 0
+        for name in ("ms to the first token", "ms between tokens"):
+            assert 0 < measured[f"{name}, median"] <= measured[f"{name}, p99"]
+        llm.reset_prefix_cache()
+    assert serve(llm, chats)["cached"] > 0.1, "system prompts are found"

@@ -7,9 +7,10 @@
 
 On a CPU every case runs on the CPU path as this machine plans it, on three threads; with bfloat16
 also on the float32 route of machines that cannot multiply it; every eighth case also on the
-reference. On a GPU it runs on whatever "auto" chooses and on every implementation that supports
-it, and a lot of cases in a row share their kernels: other lengths, numbers and places, the same
-sizes and types.
+reference. Sequences that share their first blocks are run once more with ``shared_prefixes``, as
+the CPU path shares them and in the two passes that a GPU makes. On a GPU it runs on whatever "auto"
+chooses and on every implementation that supports it, and a lot of cases in a row share their
+kernels: other lengths, numbers and places, the same sizes and types.
 
 Prints the worst error, as a part of what is allowed, by implementation and element types, and a
 line that reproduces each failing case. Exits with 1 if there is one.
@@ -25,13 +26,16 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from pagetile.device import DeviceInfo
 from pagetile.errors import UnsupportedError
-from pagetile.ops.paged_attention import make_plan
+from pagetile.ops.attention_checks import default_scale
+from pagetile.ops.paged_attention import make_plan, paged_attention, shared_prefixes
+from pagetile.ops.paged_attention.problem import Arguments
 from pagetile.testing import (
     PagedCase,
     PagedInputs,
@@ -192,8 +196,25 @@ def _on_cpu(inputs: PagedInputs, number: int) -> _Calls:
     if here.bf16_dot and inputs.q.dtype == inputs.k_cache.dtype == torch.bfloat16:
         there = make_plan(inputs.problem, replace(here, bf16_dot=False))
         yield "cpu without bf16_dot", lambda: inputs.attend(impl="cpu", plan=there)
+    if inputs.case.shares_prefix and "visible_blocks" not in inputs.options:
+        shared = inputs.share()
+        yield "cpu, shared", lambda: shared.attend(impl="cpu")
+        if inputs.case.sliding_window is None:
+            yield "cpu, two passes", lambda: _in_two_passes(shared)
     if number % REFERENCE_EVERY == 0:
         yield "reference", lambda: inputs.attend(impl="reference")
+
+
+def _in_two_passes(inputs: PagedInputs) -> AttentionOutput:
+    def attend(call: Arguments) -> AttentionOutput:
+        options: dict[str, Any] = call._asdict()
+        return paged_attention(**options)
+
+    options = dict(inputs.options)
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = default_scale(inputs.q)
+    call = Arguments(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, **options)
+    return shared_prefixes.run(inputs.problem, attend, call)
 
 
 def _on_gpu(inputs: PagedInputs) -> _Calls:
@@ -205,6 +226,9 @@ def _on_gpu(inputs: PagedInputs) -> _Calls:
 
     for impl in GPU_IMPLEMENTATIONS:
         yield impl, partial(attend, impl)
+    has_prefix = inputs.case.shares_prefix and "visible_blocks" not in inputs.options
+    if has_prefix and inputs.case.sliding_window is None:
+        yield "two passes", partial(_in_two_passes, there.share())
 
 
 def _types(case: PagedCase) -> str:

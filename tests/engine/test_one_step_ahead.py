@@ -2,7 +2,8 @@
 
 Each rule of ``scheduler.py`` has a test, and a random machine mixes all that can happen: arrivals,
 forks, aborts, preemption, failures, ends by length, token and string. After every step the pool,
-the index and the steps in flight are checked.
+the index and the steps in flight are checked. A storm is the same machine with many requests, some
+of them invalid and many aborted, in a pool that hardly holds one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagetile import SamplingParams
+from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
@@ -37,8 +38,10 @@ class Letters:
         return "".join(chr(32 + token_id) for token_id in token_ids)
 
 
-def make_engine(num_blocks: int = 64, is_ahead: bool = True, **options: Any) -> Engine:
-    model = load_model(tiny_model("llama"))
+def make_engine(
+    num_blocks: int = 64, is_ahead: bool = True, num_layers: int = 3, **options: Any
+) -> Engine:
+    model = load_model(tiny_model("llama", num_hidden_layers=num_layers))
     cache = KVCache(model.layers, BlockPool(num_blocks, BLOCK_SIZE))
     for layer in (*cache.k, *cache.v):
         layer.fill_(torch.nan)  # unwritten memory spoils any row that reads it
@@ -71,15 +74,15 @@ def finish(engine: Engine) -> list[Any]:
 
 
 @cache
-def reference() -> Engine:
-    """An engine of a large pool, a step after the other."""
-    return make_engine(is_ahead=False, enable_prefix_caching=False)
+def quiet_engine(num_layers: int) -> Engine:
+    """An engine of a large pool that computes a step after the other, and shares nothing."""
+    return make_engine(is_ahead=False, enable_prefix_caching=False, num_layers=num_layers)
 
 
 @cache
-def alone(prompt: tuple[int, ...], params: SamplingParams) -> Any:
-    """What the reference makes of a request by itself."""
-    engine = reference()
+def alone(prompt: tuple[int, ...], params: SamplingParams, num_layers: int = 3) -> Any:
+    """What an undisturbed engine makes of a request by itself."""
+    engine = quiet_engine(num_layers)
     request_id = engine.add_request(prompt, params)
     finish(engine)
     return engine.take_output(request_id)
@@ -332,16 +335,20 @@ class Injected(Exception):
 class Machine:
     """Drives an engine at random and remembers what it should have done."""
 
+    num_layers = 3
+    lengths = (3, 9, 15)
+    failing = 0.06
+    """Part of the steps that fail."""
+    compared = 1.0
+    """Part of the undisturbed requests that are compared with a run alone."""
+
     def __init__(self, seed: int, **options: Any) -> None:
-        self.rng = rng = random.Random(seed)
+        self.rng = random.Random(seed)
         self.engine = make_engine(
-            num_blocks=rng.choice([10, 14, 30]),
-            is_ahead=rng.random() < 0.8,
-            max_num_batched_tokens=rng.choice([8, 12, 64]),
-            enable_prefix_caching=rng.random() < 0.8,
-            **options,
+            num_layers=self.num_layers, **{**self.choose_options(), **options}
         )
         self.asked: dict[Any, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.live: list[Any] = []
         self.texts: dict[tuple[Any, int], str] = {}
         self.tokens: dict[tuple[Any, int], list[int]] = {}
         self.aborted: set[Any] = set()
@@ -373,6 +380,15 @@ class Machine:
         engine._runner.read = watched_read  # type: ignore[method-assign]
         engine.model.forward = watched_forward  # type: ignore[method-assign]
 
+    def choose_options(self) -> dict[str, Any]:
+        rng = self.rng
+        return {
+            "num_blocks": rng.choice([10, 14, 30]),
+            "is_ahead": rng.random() < 0.8,
+            "max_num_batched_tokens": rng.choice([8, 12, 64]),
+            "enable_prefix_caching": rng.random() < 0.8,
+        }
+
     def fail_if(self, where: str) -> None:
         if self.is_failing == where:
             self.is_failing, self.num_failures = "", self.num_failures + 1
@@ -395,23 +411,24 @@ class Machine:
             stop=rng.choice([(), (), ("a", "Q7"), ("zz",)]),
             stop_token_ids=rng.choice([(), (30, 40, 50, 60, 70, 80)]),
             ignore_eos=rng.random() < 0.5,
-            max_tokens=rng.choice([3, 9, 15]),
+            max_tokens=rng.choice(self.lengths),
         )
         stream = rng.random() < 0.5
         request_id = self.engine.add_request(
             prompt, params, stream=stream, priority=rng.choice([0, 0, 1])
         )
         self.asked[request_id] = prompt, params
+        self.live.append(request_id)
 
     def abort(self) -> None:
-        live = [i for i in self.asked if not self.engine.is_finished(i)]
-        if live:
-            request_id = self.rng.choice(live)
+        self.live = [i for i in self.live if not self.engine.is_finished(i)]
+        if self.live:
+            request_id = self.rng.choice(self.live)
             self.engine.abort(request_id)
             self.aborted.add(request_id)
 
     def step(self) -> None:
-        if self.rng.random() < 0.06:
+        if self.rng.random() < self.failing:
             self.is_failing = self.rng.choice(["before", "after", "read", "forward"])
         try:
             deltas = self.engine.step()
@@ -432,7 +449,7 @@ class Machine:
                 assert held.issuperset(blocks), "a step in flight writes what others may take"
 
     def finish(self) -> None:
-        for _ in range(3000):
+        for _ in range(3000 + len(self.asked)):
             if not self.engine.has_unfinished:
                 break
             self.step()
@@ -443,10 +460,13 @@ class Machine:
         for request_id, (prompt, params) in self.asked.items():
             request = engine._requests[request_id]
             output = engine.take_output(request_id)
-            expected = alone(prompt, params)
             assert output.finished
             reasons = {one.finish_reason for one in output.outputs}
             assert ("abort" in reasons) == (request_id in self.aborted)
+            assert reasons <= {"stop", "length", "abort", "error"}
+            if self.rng.random() >= self.compared:
+                continue
+            expected = alone(prompt, params, self.num_layers)
             for one in output.outputs:
                 key = request_id, one.index
                 wanted = expected.outputs[one.index]
@@ -485,6 +505,63 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> No
         preemptions += machine.engine.counts.preemptions
         failures += machine.num_failures
     assert min(preemptions, failures, late) > 5, "the machine mixes all of it"
+
+
+class Storm(Machine):
+    """Many short requests for nine blocks: as many as one of them may need."""
+
+    num_layers = 1
+    lengths = (3, 4, 6)
+    failing = 0.01
+    compared = 0.1
+
+    def choose_options(self) -> dict[str, Any]:
+        return {"num_blocks": 9, "max_num_batched_tokens": 24}
+
+    def add_invalid(self) -> None:
+        engine = self.engine
+        num_waiting, num_free = len(engine.scheduler.waiting), engine.pool.num_free
+        wrong: list[tuple[Any, SamplingParams]] = [
+            ([], GREEDY),
+            ([5, 96], GREEDY),
+            ([5, -1], GREEDY),
+            ([5.5], GREEDY),
+            ([7] * 36, GREEDY),
+            ([7] * 400, replace(GREEDY, max_tokens=1)),
+            ([5], replace(GREEDY, n=9)),
+            ([5], replace(GREEDY, stop_token_ids=[96])),
+            ([5], replace(GREEDY, logit_bias={96: 1.0})),
+        ]
+        with pytest.raises(RequestError):
+            engine.add_request(*self.rng.choice(wrong))
+        assert len(engine._requests) == len(self.asked)
+        assert len(engine.scheduler.waiting) == num_waiting
+        assert engine.pool.num_free == num_free
+
+    def run(self, num_requests: int) -> None:
+        rng, scheduler, num_invalid = self.rng, self.engine.scheduler, 0
+        for number in range(num_requests):
+            if number % 10 == 9:
+                self.add_invalid()
+                num_invalid += 1
+            else:
+                self.add()
+            if rng.random() < 0.36:
+                self.abort()
+            while len(scheduler.waiting) > 12 or rng.random() < 0.5:
+                self.step()
+                self.check()
+        self.finish()
+        assert len(self.asked) + num_invalid == num_requests
+        assert len(self.aborted) >= num_requests // 4
+        assert scheduler.counts.preemptions > num_requests // 20
+        assert scheduler.counts.cached_tokens > num_requests
+        assert self.num_failures
+
+
+@pytest.mark.parametrize("num_requests", [300, pytest.param(5000, marks=pytest.mark.slow)])
+def test_a_storm_loses_no_block_and_leaves_no_request_unanswered(num_requests: int) -> None:
+    Storm(num_requests).run(num_requests)
 
 
 def test_warming_up_leaves_no_trace(engine: Engine) -> None:

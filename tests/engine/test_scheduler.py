@@ -28,9 +28,16 @@ class Steps:
         self.scheduler = Scheduler(self.pool, self.index if sharing else None, **options)
         self.next_id = 0
 
-    def add(self, num_tokens: int, max_new: int = 100, priority: int = 0, **options: Any) -> Any:
+    def add(
+        self,
+        num_tokens: int,
+        max_new: int = 100,
+        priority: int = 0,
+        head: tuple[int, ...] = (),
+        **options: Any,
+    ) -> Any:
         params = SamplingParams(max_tokens=max_new, **options)
-        prompt = [1000 * self.next_id + at for at in range(num_tokens)]
+        prompt = [*head, *(1000 * self.next_id + at for at in range(len(head), num_tokens))]
         request = Request(self.next_id, None, tuple(prompt), params, 0, priority=priority)
         sequence = Sequence(
             request, 0, prompt, BlockTable(self.pool), self.index.block_hashes(),
@@ -146,15 +153,114 @@ def test_lower_priorities_are_admitted_first_and_equals_by_arrival() -> None:
     assert order == [added[4], added[1], added[3], added[0], added[2]]
 
 
+# --- a common beginning ------------------------------------------------------------------------
+
+HEAD = tuple(range(-34, 0))  # eight blocks and two tokens
+
+
+def test_prompts_that_arrive_together_compute_a_common_beginning_once() -> None:
+    steps = Steps(64, sharing=True)
+    sequences = [steps.add(40, head=HEAD) for _ in range(3)]
+    assert steps.step().num_tokens == [40]
+    step = steps.step()
+    assert step.sequences == sequences
+    assert step.num_tokens == [1, 8, 8]
+    assert steps.scheduler.counts.cached_tokens == 2 * 32
+    assert sequences[1].table.blocks[:8] == sequences[0].table.blocks[:8]
+
+
+def test_later_prompts_pass_one_that_is_held_if_enough_is_left_for_it() -> None:
+    steps = Steps(30, sharing=True, max_num_seqs=3)
+    first, held, small = steps.add(40, head=HEAD), steps.add(40, head=HEAD), steps.add(8)
+    fourth = steps.add(8)
+    step = steps.step()
+    assert step.sequences == [first, small]
+    assert list(steps.scheduler.waiting) == [held, fourth], "a row is left for the one that is held"
+    assert steps.step().sequences == [first, small, held]
+
+    steps = Steps(19, sharing=True)
+    first, held, large = steps.add(40, head=HEAD), steps.add(60, head=HEAD), steps.add(8)
+    assert steps.step().sequences == [first]
+    assert list(steps.scheduler.waiting) == [held, large], (
+        "nine are free: seven for it, one for the first"
+    )
+
+
+@pytest.mark.parametrize("event", ["abort", "failure", "eviction"])
+def test_a_held_prompt_goes_on_if_what_it_waits_for_is_never_indexed(event: str) -> None:
+    steps = Steps(64, sharing=True)
+    scheduler, first, second = steps.scheduler, steps.add(40, head=HEAD), steps.add(40, head=HEAD)
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.sequences == [first]
+    if event == "failure":
+        scheduler.restart()
+        assert steps.step().sequences == [first], "it is computed again, and the other held"
+        assert steps.step().sequences == [first, second]
+        return
+    scheduler.finish(first, "abort")
+    scheduler.complete(step)
+    if event == "eviction":
+        scheduler.evict_from_prefix_cache(first)
+    assert steps.step().num_tokens == [40]
+    assert second.request.num_cached_tokens == 0
+
+
+def test_a_held_prompt_is_admitted_while_the_step_after_is_in_flight() -> None:
+    steps = Steps(64, sharing=True)
+    first, second = steps.add(40, head=HEAD), steps.add(40, head=HEAD)
+    one = steps.scheduler.schedule()
+    two = steps.scheduler.schedule(in_flight=True)
+    assert one is not None
+    assert two is not None
+    assert (one.sequences, two.sequences) == ([first], [first]), "its content is not written yet"
+    steps.scheduler.complete(one)
+    first.token_ids.append(7)
+    three = steps.scheduler.schedule(in_flight=True)
+    assert three is not None
+    assert (three.sequences, three.num_tokens) == ([first, second], [1, 8])
+
+
+def test_a_prompt_is_not_held_for_another_salt_or_without_an_index() -> None:
+    for sharing in (True, False):
+        steps = Steps(64, sharing=sharing)
+        steps.add(30, head=HEAD[:30])
+        other = steps.add(30, head=HEAD[:30])
+        if sharing:
+            other.block_hashes = steps.index.block_hashes(cache_salt="other")
+        assert steps.step().num_tokens == [30, 30]
+
+
+def test_admission_matches_a_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, matched = Steps(64, sharing=True), []
+    match = steps.index.match
+    monkeypatch.setattr(steps.index, "match", lambda *args: matched.append(args) or match(*args))
+    for _ in range(3):
+        steps.add(20)
+    steps.step()
+    assert len(matched) == 3
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_nothing_starves_over_ten_thousand_random_steps(seed: int) -> None:
     rng = random.Random(seed)
+    heads = [(), *[tuple(range(-60 * n, -60 * n + 60)) for n in (1, 2)]]
     steps = Steps(24, sharing=True, max_num_seqs=5, max_num_batched_tokens=16)
     waiting_since: dict[Any, int] = {}
     longest = num_finished = 0
+    coming: list[int] = []
+    adopt = steps.scheduler._adopt_prefix
+
+    def watched(sequence: Any) -> int:
+        coming.append(adopt(sequence))
+        return coming[-1]
+
+    steps.scheduler._adopt_prefix = watched  # type: ignore[method-assign]
     for now in range(10_000):
         if len(waiting_since) < 12 and rng.random() < 0.3:
-            sequence = steps.add(rng.randint(1, 60), max_new=rng.randint(1, 30))
+            length = rng.randint(1, 60)
+            head = rng.choice(heads)[: rng.randint(0, length)]
+            sequence = steps.add(length, max_new=rng.randint(1, 30), head=head)
             waiting_since[sequence] = now
         for sequence in steps.step().sequences:
             longest = max(longest, now - waiting_since[sequence])
@@ -164,6 +270,7 @@ def test_nothing_starves_over_ten_thousand_random_steps(seed: int) -> None:
             num_finished += 1
     assert steps.scheduler.counts.preemptions > 100
     assert num_finished > 1000
+    assert sum(map(bool, coming)) > 10
     # Twelve sequences of at most 90 tokens: none waits for much more than all others' tokens.
     assert max([longest, *(10_000 - since for since in waiting_since.values())]) < 12 * 90
 

@@ -397,3 +397,12 @@ def test_a_chain_goes_on_after_a_rollback(num_tokens):
     index.check()
     with pytest.raises(ValueError, match=r"truncate\(-1\)"):
         hashes.truncate(-1)
+
+
+@pytest.mark.parametrize("num_equal", range(6))
+def test_common_blocks_are_those_of_a_common_beginning(num_equal):
+    index = make(2)
+    one = hashes_of(index, [*range(10), 10])
+    other = hashes_of(index, [*range(2 * num_equal), *range(50, 60)])
+    assert one.num_common(other) == other.num_common(one) == num_equal
+    assert one.num_common(hashes_of(index, range(10), salt="other")) == 0

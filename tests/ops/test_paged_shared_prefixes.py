@@ -133,6 +133,14 @@ def test_wrong_groups_are_refused(groups, prefixes, message):
         replace(inputs, batch=batch).attend(impl="cpu")
 
 
+def test_a_sequence_of_more_new_tokens_than_keys_may_be_in_a_group_without_a_prefix():
+    inputs = make_inputs(PagedCase((1, 9, 1), (70, 5, 70), shares_prefix=True)).share()
+    batch = inputs.batch
+    assert (batch.seq_lens - batch.cu_seqlens_q.diff()).min() < 0
+    out, lse = inputs.attend()
+    assert_matches(AttentionOutput(out, lse), inputs)
+
+
 def test_prefixes_that_differ_are_refused():
     inputs = make_shared(*CASES[0])
     inputs.batch.block_tables[1, 0] = inputs.batch.block_tables[0, 1]

@@ -14,6 +14,8 @@ A step may be scheduled while the one before is in flight::
 - Nothing is preempted while a step is in flight: ``schedule`` returns None and asks to complete it.
 - A sequence that ends keeps its row and its blocks until no step in flight computes it.
 - Blocks enter the prefix index in ``complete``: their tokens are known and their content is there.
+  A prompt that waits is held back while one that runs computes its next blocks: of prompts with a
+  common beginning that arrive together, the first computes it and the others adopt it.
 
 With speculation no step is in flight here. A sequence that decodes computes its draft too, and
 samples after each token of it; ``verify`` takes back what was not accepted::
@@ -180,12 +182,8 @@ class Scheduler:
             spare -= len(draft)
             self._reserve(step, sequence, chunk, draft)
             budget -= chunk + len(draft)
-        budget = min(budget, beside)
-        while budget and self.waiting and not preempted and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            chunk = min(sequence.num_pending, budget)
-            self._reserve(step, sequence, chunk)
-            budget -= chunk
+        if not preempted:
+            self._admit_waiting(step, min(budget, beside))
         self._count(step)
         return step
 
@@ -241,7 +239,7 @@ class Scheduler:
         """Let ``child`` sample from the logits of ``parent``, and run on with its blocks."""
         child.table, child.block_hashes = parent.table.fork(), parent.block_hashes.fork()
         child.num_computed, child.num_indexed = parent.num_computed, parent.num_indexed
-        self._start(child, after=parent)
+        self._give_row(child, after=parent)
         step.sampled.append(child)
         step.logits_rows.append(step.sequences.index(parent))
         step.is_decode = False
@@ -321,35 +319,58 @@ class Scheduler:
         needed = sequence.table.blocks_needed(1 + len(draft))
         return draft if self.pool.can_allocate(needed + len(self.running)) else []
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Start a waiting sequence if a row and blocks for all its tokens are there."""
-        rows = 1 if sequence.request.is_forked else sequence.request.params.n
-        if self._rows_left() < rows:
-            return False
-        most_cached = (len(sequence.token_ids) - 1) // self.block_size  # the last is computed
-        cached = []
-        if self.index is not None:
-            sequence.block_hashes.extend(sequence.token_ids)
-            cached = self.index.match(sequence.block_hashes, most_cached)
-        needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
-        idle = sum(self.pool.ref_count(block) == 0 for block in cached)
-        # Running sequences will ask for a block now and then: leave them a few.
-        spare = len(self.running)
-        holds = bool(self.running or self.ended)
-        if holds and not self.pool.can_allocate(needed + idle + spare):
-            return False
-        if self.index is not None:
-            sequence.table.adopt_prefix(self.index, sequence.block_hashes, max_blocks=most_cached)
-        sequence.num_computed = sequence.table.num_tokens
-        sequence.num_indexed = len(cached)
-        if sequence.request.num_cached_tokens is None:
-            sequence.request.num_cached_tokens = sequence.num_computed
-            sequence.request.first_scheduled_time = time.perf_counter()
-            self.counts.cached_tokens += sequence.num_computed
-        self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.num_computed)
-        sequence.num_lost = 0
-        self._start(sequence)
-        return True
+    def _admit_waiting(self, step: SchedulerOutput, budget: int) -> None:
+        """Start waiting sequences, in their order, while rows, blocks and the budget last.
+
+        One whose next block is being computed by a running sequence is held back: it keeps its
+        place, and adopts the block when that is done. Those behind it may pass, as far as rows and
+        blocks for it are left. Nothing is held for long: the budget lasts until here only in steps
+        that compute the prompts of all that run to their ends.
+        """
+        rows, held, set_aside = self._rows_left(), [], 0
+        while budget and self.waiting:
+            sequence = self.waiting[0]
+            rows -= 1 if sequence.request.is_forked else sequence.request.params.n
+            if rows < 0:
+                break
+            num_coming = self._adopt_prefix(sequence)
+            table = sequence.table
+            needed = table.blocks_needed(len(sequence.token_ids) - table.num_tokens)
+            # Running sequences will ask for a block now and then: leave them a few.
+            spare = len(self.running) + set_aside
+            if num_coming:
+                set_aside += needed - num_coming
+                table.free()
+                held.append(self.waiting.popleft())
+            elif (self.running or self.ended) and not self.pool.can_allocate(needed + spare):
+                table.free()
+                break
+            else:
+                self._start(self.waiting.popleft())
+                chunk = min(sequence.num_pending, budget)
+                self._reserve(step, sequence, chunk)
+                budget -= chunk
+        self.waiting.extendleft(reversed(held))
+
+    def _adopt_prefix(self, sequence: Sequence) -> int:
+        """Give a waiting sequence the blocks of its longest cached prefix.
+
+        Returns:
+            How many of its next blocks are being computed by a running sequence.
+        """
+        if self.index is None:
+            return 0
+        hashes, table = sequence.block_hashes, sequence.table
+        hashes.extend(sequence.token_ids)
+        most = (len(sequence.token_ids) - 1) // self.block_size  # the last token is computed
+        table.adopt_prefix(self.index, hashes, max_blocks=most)
+        num_cached = len(table.blocks)
+        for other in self.running if num_cached < most else ():
+            if other.num_indexed <= num_cached < len(other.block_hashes):
+                num_common = min(most, hashes.num_common(other.block_hashes))
+                if num_common > num_cached:
+                    return num_common - num_cached
+        return 0
 
     def _would_preempt(self, budget: int, beside: int) -> bool:
         """Whether the running sequences may need more blocks than are free."""
@@ -392,7 +413,19 @@ class Scheduler:
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
 
-    def _start(self, sequence: Sequence, after: Sequence | None = None) -> None:
+    def _start(self, sequence: Sequence) -> None:
+        """Let a waiting sequence run from the end of its cached prefix."""
+        sequence.num_computed, request = sequence.table.num_tokens, sequence.request
+        sequence.num_indexed = len(sequence.table.blocks)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = sequence.num_computed
+            request.first_scheduled_time = time.perf_counter()
+            self.counts.cached_tokens += sequence.num_computed
+        self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.num_computed)
+        sequence.num_lost = 0
+        self._give_row(sequence)
+
+    def _give_row(self, sequence: Sequence, after: Sequence | None = None) -> None:
         sequence.row, sequence.status = self._free_rows.pop(), Status.RUNNING
         at = len(self.running) if after is None else self.running.index(after) + 1
         self.running.insert(at, sequence)

@@ -13,6 +13,7 @@ with different salts share no block, so no tenant can learn from timing what ano
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
@@ -271,6 +272,18 @@ class BlockHashes:
             raise ValueError(f"truncate({num_tokens}), expected 0 or more tokens")
         del self._links[num_tokens // self._index._block_size :]
         self._num_inserted = min(self._num_inserted, len(self._links))
+
+    def num_common(self, other: BlockHashes) -> int:
+        """Return how many full blocks, from the first, have the same digests as ``other``'s.
+
+        A digest is that of a whole prefix, so a search by halves finds where they part.
+        """
+        mine, others = self._links, other._links
+        return bisect_left(
+            range(min(len(mine), len(others))),
+            True,
+            key=lambda at: mine[at].digest != others[at].digest,
+        )
 
     def fork(self) -> BlockHashes:
         """Return the hashes of a sequence that continues from the same tokens and blocks."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.paged_attention import PagedBatch, Problem, paged_attention
+from ..ops.paged_attention import PagedBatch, Problem, SharedPrefixes, paged_attention
 from ..ops.scales import LARGEST_CODE, bind_scales
 from ..tiles.state import AttentionOutput
 
@@ -184,6 +184,32 @@ class PagedInputs:
     def replace(self, **changes: Any) -> PagedInputs:
         """These inputs with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def share(self) -> PagedInputs:
+        """Return these inputs with ``shared_prefixes``: neighbours with common blocks are a group.
+
+        A group's prefix is as long as all its sequences allow.
+        """
+        tables, block_size = self.batch.block_tables.tolist(), self.k_cache.shape[1]
+        query_lens = self.batch.cu_seqlens_q.diff().tolist()
+        seq_lens = self.batch.seq_lens.tolist()
+        old = [max(0, n - new) // block_size for n, new in zip(seq_lens, query_lens, strict=True)]
+        starts, prefixes = [0], [old[0]]
+        for seq in range(1, len(tables)):
+            most = min(prefixes[-1], old[seq])
+            pairs = zip(tables[starts[-1]][:most], tables[seq][:most], strict=True)
+            common = next((at for at, (a, b) in enumerate(pairs) if a != b), most)
+            if common:
+                prefixes[-1] = common
+            else:
+                starts.append(seq)
+                prefixes.append(old[seq])
+        groups, lens = (
+            torch.tensor(numbers, dtype=torch.int32, device=self.batch.seq_lens.device)
+            for numbers in ([*starts, len(tables)], [n * block_size for n in prefixes])
+        )
+        shared = SharedPrefixes(groups, lens)
+        return self.replace(batch=dataclasses.replace(self.batch, shared_prefixes=shared))
 
     def to(self, device: torch.device | str) -> PagedInputs:
         """A copy of these inputs on a device, with the strides they have, poison between them."""

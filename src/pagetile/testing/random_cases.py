@@ -59,6 +59,8 @@ def random_case(rng: random.Random) -> PagedCase:
         visible_share=rng.choice(_VISIBLE) if rng.random() < 0.15 else None,
         seed=rng.randrange(1 << 31),
     )
+    if case.shares_prefix:
+        case = _lengthen(case, rng)
     if rng.random() < 0.75:
         return case
     scales = rng.choice(["tensor", "head", "token", "token"])
@@ -99,6 +101,16 @@ def vary(case: PagedCase, rng: random.Random) -> PagedCase:
         visible_share=None if case.visible_share is None else rng.choice(_VISIBLE),
         seed=rng.randrange(1 << 31),
     )
+
+
+def _lengthen(case: PagedCase, rng: random.Random) -> PagedCase:
+    """Give every sequence so many keys more, for prefixes long enough to be read once."""
+    more = rng.choice([0, 0, 512, 600, 1100])
+    work = case.num_heads * (case.head_size + case.value_size + _EXP)
+    if more * sum(case.query_lens) > _MOST_WORK // work:
+        return case
+    seq_lens = tuple(seq_len and seq_len + more for seq_len in case.seq_lens)
+    return dataclasses.replace(case, seq_lens=seq_lens)
 
 
 def _random_size(rng: random.Random) -> int:

@@ -133,7 +133,7 @@ def check_shared_prefixes(batch: PagedBatch, block_size: int) -> None:
             )
         tables = batch.block_tables[first:end, : prefix // block_size]
         for seq in range(first, end):
-            old = seq_lens[seq] - (starts[seq + 1] - starts[seq])
+            old = max(0, seq_lens[seq] - (starts[seq + 1] - starts[seq]))
             if prefix > old:
                 raise ShapeError(
                     f"prefix_lens[{group}] is {prefix}, but sequence {seq} has {old} keys before "
