@@ -44,7 +44,8 @@ def words_of(line: str) -> list[str]:
     """The arguments of ``pagetile`` in a line, or in the recipe of a target of make."""
     if line.startswith("make "):
         recipe = rf"^{line[5:]}:.*\n\t@\$\(BIN\)/python -m (.*)$"
-        line = re.findall(recipe, (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+        makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+        line = re.findall(recipe, makefile, re.MULTILINE)[0]
     words = shlex.split(line.partition("<")[0].replace("path/to/checkpoint", str(demo_path())))
     assert words[0] == "pagetile"
     return words[1:]

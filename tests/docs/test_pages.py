@@ -140,4 +140,4 @@ def test_every_picture_belongs_to_a_page():
         for name in re.findall(r"\(pictures/([^)]+)\)", (DOCS / f"{page}.md").read_text())
     }
     assert {path.name for path in (LEARN / "pictures").iterdir()} == shown
-    assert sum(path.stat().st_size for path in (LEARN / "pictures").iterdir()) < 500_000
+    assert sum(path.stat().st_size for path in (LEARN / "pictures").iterdir()) < 700_000
