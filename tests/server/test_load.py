@@ -296,7 +296,7 @@ def test_a_storm_beside_a_thousand_open_connections_leaves_nothing_behind(llm):
         ExitStack() as connections,
     ):
         host, port = url.removeprefix("http://").split(":")
-        storm(async_llm, url, num_requests=500, num_connections=1000, seconds=10)
+        storm(async_llm, url, num_requests=1000, num_connections=1000, seconds=15)
         before = resident_bytes()
         waiting = []
         for _ in range(1000):
