@@ -5,7 +5,7 @@ QUICK := tests/kv_cache tests/ops/test_paged_attention_checks.py tests/ops/test_
 	tests/analysis tests/test_device.py tests/test_public_api.py tests/test_import_rules.py tests/test_words.py tests/engine/test_scheduler.py tests/ops/test_paged_attention_plan.py
 
 demo: .venv/ready  ## continue two prompts with a common beginning, and show who holds which block
-	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 24 --block-size 4 --num-blocks 64 --show-pages \
+	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 24 --block-size 4 --num-blocks 64 --temperature 0.7 --show-pages \
 		"def read_json(path, default=None):" "def read_json(path, default=None, encoding=None):"
 test: .venv/ready  ## everything that must hold: the check beside the tests, two files at a time
 	@$(MAKE) -j 2 check suite
