@@ -96,7 +96,7 @@ class WallClock:
         return call
 
     def time(self, call: Callable[[], object]) -> list[float]:
-        """One call after a rest."""
+        """One call."""
         start = time.perf_counter()
         call()
         return [time.perf_counter() - start]

@@ -65,7 +65,10 @@ def generate(
     ] = False,
     n: Annotated[int, option(SAMPLING, "N", "Samples of each prompt.", "--n", "-n")] = 1,
     max_tokens: Annotated[
-        int | None, option(SAMPLING, "N", "New tokens at most; 128 if nothing recommends more.")
+        int | None,
+        option(
+            SAMPLING, "N", "New tokens at most. Without it, what the checkpoint recommends, or 128."
+        ),
     ] = None,
     temperature: Annotated[
         float | None, option(SAMPLING, "X", "0: always the likeliest. 1 draws as the model says.")

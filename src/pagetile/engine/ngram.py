@@ -2,7 +2,7 @@
 
 What followed the last few tokens when they came before is drafted to follow them again. The next
 step computes the draft with the last token and samples after each; drafted tokens are accepted as
-long as they are what is sampled (``SchedulerOutput.find_kept``)::
+long as they are what is sampled (``Scheduler.verify``)::
 
     tokens    … def add ( a , b ) …  … def add ( a          the last 4 tokens came before
     draft                                        , b ) …

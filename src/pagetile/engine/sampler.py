@@ -254,10 +254,9 @@ class Sampler:
         at = np.flatnonzero(features & Feature.LOGPROBS).tolist()
         asked = [self._inputs[host_rows[i]].params.logprobs or 0 for i in at]
         num_top = min(max(asked), self.vocab_size)
-        where = None if len(at) == len(features) else _index(at, self.device)
-        if where is not None:
-            return tokens, best, compute_logprobs(logits[where], tokens[where], num_top)
-        return tokens, best, compute_logprobs(logits, tokens, num_top)
+        # All rows are not indexed: that would copy the logits.
+        where = ... if len(at) == len(features) else _index(at, self.device)
+        return tokens, best, compute_logprobs(logits[where], tokens[where], num_top)
 
     def draw(
         self, logits: Tensor, rows: Tensor, features: Any, shifts: Tensor | None = None

@@ -78,8 +78,9 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """The extension field ``prompt_logprobs``: for each token, a dictionary by token id."""
     return [
-        token
-        and {
+        None
+        if token is None
+        else {
             str(token_id): {
                 "logprob": _finite(found.logprob),
                 "rank": found.rank,

@@ -51,11 +51,12 @@ class ResponseItems:
             "content": [],
         }
         self._message = len(self.output)
-        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
-        part["logprobs"] = []
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        # The item's own list grows; the event is encoded later and shows an empty one.
+        shown = {**part, "logprobs": []}
         events = [
             self._begin(item),
-            ("content_part.added", {**self._place(item), "part": {**part, "logprobs": []}}),
+            ("content_part.added", {**self._place(item), "part": shown}),
         ]
         item["content"] = [part]
         return events
