@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from pagetile.engine.cuda_graphs import padded_sizes
+from pagetile import BlockPool, KVCache
+from pagetile.engine.cuda_graphs import PromptBuffers, padded_sizes, prompt_sizes
 from pagetile.engine.sampler import Sampler, SamplingInput
 from pagetile.engine.sampling_params import SamplingParams
+from pagetile.models import load_model
+from pagetile.models.forward_batch import ForwardBatch
+from pagetile.ops.paged_attention import PagedBatch
+from pagetile.testing.models import tiny_model
 
 BLOCK_SIZE, WIDTH, NUM_ROWS, VOCAB_SIZE = 4, 9, 7, 5000
 
@@ -101,6 +106,69 @@ def test_every_number_of_sequences_has_a_padded_size_not_far_above_it(max_num_se
         size = min(size for size in sizes if size >= num_seqs)
         assert size < num_seqs + max(16, num_seqs)
         assert size < 2 * num_seqs
+
+
+@pytest.mark.parametrize("most", [1, 16, 40, 100, 2048, 8192])
+def test_every_number_of_prompt_tokens_has_a_padded_size_not_far_above_it(most):
+    sizes = prompt_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(most, 2048)
+    for num_tokens in range(16, sizes[-1] + 1):
+        assert min(size for size in sizes if size >= num_tokens) <= 1.5 * num_tokens
+
+
+def test_a_step_that_is_filled_up_has_the_same_logits_and_writes_the_same_keys():
+    model = load_model(tiny_model("gemma2"))
+    generator = torch.Generator().manual_seed(0)
+    buffers = PromptBuffers(32, 5, 4, 24, torch.device("cpu"))
+    # Sequences of other numbers of tokens leave other numbers in the buffers, the fewest last.
+    for counts, ends in [((9, 1, 13), (20, 5, 13)), ((1, 4), (9, 4)), ((0, 2), (0, 3))]:
+        starts = np.cumsum([0, *counts])
+        step = make_step(model.vocab_size, counts, ends, generator)
+        caches = []
+        for size in (starts[-1], 32, starts[-1] + 1):
+            cache = KVCache(model.layers, BlockPool(30, 4))
+            for blocks, seed in zip((*cache.k, *cache.v), range(99), strict=False):
+                blocks.normal_(generator=torch.Generator().manual_seed(seed))
+            model.bind(cache)
+            if size == starts[-1]:
+                expected = model.forward(step)
+            else:
+                buffers.fill(step, size)
+                computed = model.forward(buffers.batch(size))[: len(counts)]
+                torch.testing.assert_close(computed, expected)
+            caches.append(torch.stack([*cache.k, *cache.v]))
+        torch.testing.assert_close(caches[1], caches[0])
+        torch.testing.assert_close(caches[2], caches[0])
+
+
+def test_cleared_buffers_write_nothing():
+    model = load_model(tiny_model("qwen3"))
+    cache = KVCache(model.layers, BlockPool(30, 4))
+    model.bind(cache)
+    buffers = PromptBuffers(32, 5, 4, 24, torch.device("cpu"))
+    buffers.fill(make_step(model.vocab_size, (9, 1), (20, 5), torch.Generator().manual_seed(0)), 32)
+    buffers.clear(16)
+    before = torch.stack([*cache.k, *cache.v]).clone()
+    model.forward(buffers.batch(16))
+    assert torch.equal(torch.stack([*cache.k, *cache.v]), before)
+
+
+def make_step(vocab_size, counts, ends, generator):
+    """New tokens of sequences whose blocks of 4 follow each other."""
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    positions = torch.cat([torch.arange(end - n, end) for n, end in zip(counts, ends, strict=True)])
+    seqs = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    tables = torch.randperm(30, generator=generator)[: 6 * len(counts)].view(-1, 6).int()
+    return ForwardBatch(
+        token_ids=torch.randint(vocab_size, (int(starts[-1]),), generator=generator),
+        positions=positions,
+        batch=PagedBatch(
+            tables, torch.tensor(ends, dtype=torch.int32), starts.int(), max(counts), max(ends)
+        ),
+        slot_mapping=tables[seqs, positions // 4].long() * 4 + positions % 4,
+        logits_rows=(starts[1:] - 1).clamp(min=0),
+    )
 
 
 def test_packed_arrays_come_back_as_they_were():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from pagetile import LLM, SamplingParams, demo
-from pagetile.engine.cuda_graphs import DecodeGraphs
+from pagetile.engine.cuda_graphs import StepGraphs
 from pagetile.engine.sampler import SamplingInput, sample
 from pagetile.testing.models import tiny_model
 
@@ -96,8 +97,45 @@ def test_recorded_steps_generate_what_eager_ones_do(recorded: LLM, eager: LLM) -
             assert tokens(recorded, prompts, params) == tokens(eager, prompts, params)
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_prompts_beside_running_sequences_change_nothing(eager: LLM, num_drafts: int) -> None:
+    rng = random.Random(num_drafts)
+    prompts = [[rng.randrange(200) for _ in range(rng.choice((3, 40, 150)))] for _ in range(12)]
+    params = [replace(GREEDY, max_tokens=rng.randint(1, 60), detokenize=False) for _ in prompts]
+    options = {"speculative": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else {}
+    llm = LLM(
+        dtype="float32", device="cuda", num_blocks=256, max_num_seqs=8,
+        max_num_batched_tokens=64, **options,
+    )  # fmt: skip
+    replayed = []
+    replay = llm.engine._runner.prompt_graphs.replay
+    llm.engine._runner.prompt_graphs.replay = lambda size: replayed.append(size) or replay(size)
+    assert tokens(llm, prompts, params) == [
+        tokens(eager, [p], q)[0] for p, q in zip(prompts, params, strict=True)
+    ]
+    assert len(set(replayed)) > 1, "no step with a prompt was a graph replay"
+    llm.engine.check()
+
+
+def test_a_recording_leaves_the_rows_and_the_cache_as_they_are() -> None:
+    llm = LLM(dtype="float32", device="cuda", num_blocks=64, max_num_seqs=8, use_tqdm=False)
+    tokens(llm, PROMPTS[:3], GREEDY)
+    runner = llm.engine._runner
+    state = [
+        runner._tables, runner.sampler.lengths, runner.sampler.last_tokens,
+        *runner.cache.k, *runner.cache.v,
+    ]  # fmt: skip
+    before = [tensor.clone() for tensor in state]
+    with torch.inference_mode():
+        for size in runner.graphs.sizes:  # the inbox holds the rows of a step of another size
+            assert runner.graphs.ensure(size, False)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, state, before))
+
+
 def test_eager_engines_record_nothing(eager: LLM) -> None:
     assert eager.engine._runner.graphs is None
+    assert eager.engine._runner.prompt_graphs is None
 
 
 @pytest.mark.parametrize("kind", ["recorded", "eager"])
@@ -145,10 +183,10 @@ def test_a_step_that_waits_for_the_device_is_not_recorded() -> None:
         assert int(numbers.max()) >= 0
         return numbers[:size]
 
-    graphs = DecodeGraphs(step, 4)
-    assert not graphs.ensure(2, samples=True)
+    graphs = StepGraphs(step, lambda size: None, [1, 2, 4])
+    assert not graphs.ensure(2, True)
     assert "waits for the device" in graphs.reason
-    assert not graphs.ensure(2, samples=True)
+    assert not graphs.ensure(2, True)
     assert graphs.recorded_sizes == []
 
 
@@ -157,3 +195,6 @@ def test_all_sizes_are_recorded_before_the_first_request(recorded: LLM) -> None:
     assert graphs is not None
     assert graphs.reason is None
     assert graphs.recorded_sizes == graphs.sizes == [1, 2, 4, 8]
+    graphs = recorded.engine._runner.prompt_graphs
+    assert graphs.recorded_sizes == graphs.sizes
+    assert graphs.sizes[-1] == 2048

@@ -117,6 +117,7 @@ class Engine:
             model,
             cache,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             sampling_input=self._sampling_input,
             enforce_eager=enforce_eager,

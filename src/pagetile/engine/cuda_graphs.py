@@ -1,25 +1,34 @@
-"""Decode steps as CUDA graphs: a step is recorded once and replayed as one launch.
+"""Steps as CUDA graphs: a step is recorded once and replayed as one launch.
 
-Between two decode steps only numbers change, and a graph reads them where they lay when it was
-recorded. It is recorded for a number of sequences, so a step is filled up with rows of number -1,
-which see no key, write none and get no token, to the next such number::
+Between two steps only numbers change, and a graph reads them where they lay when it was recorded.
+It is recorded for a size: a number of sequences for decode steps, a number of tokens for steps
+that compute prompts. A step is filled up to the next size, decode steps by rows of number -1, which
+see no key, write none and get no token::
 
-    rows 3, 0, 7:   [3 0 7]  ->  [3 0 7 -1]  ->  graph of 4  ->  tokens [0:3]
+    decode     rows 3, 0, 7:   [3 0 7]  ->  [3 0 7 -1]  ->  graph of 4  ->  tokens [0:3]
+    prompts    21 tokens       ->  32 tokens            ->  graph of 32 ->  logits
 """
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..device import refusing_to_wait
+from ..models.forward_batch import ForwardBatch
+from ..ops.paged_attention import PagedBatch
 
-__all__ = ["DecodeGraphs", "padded_sizes"]
+__all__ = ["PromptBuffers", "StepGraphs", "padded_sizes", "prompt_sizes"]
 
 _STEP = 16
+_MOST_TOKENS = 2048
+"""Steps of more tokens keep a GPU busy for longer than their launches take."""
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
@@ -35,61 +44,176 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """Records decode steps, each size once, and replays them.
+def prompt_sizes(max_num_batched_tokens: int) -> list[int]:
+    """The numbers of tokens that graphs of steps with prompts are recorded for.
+
+    Example:
+        >>> prompt_sizes(200)
+        [16, 24, 32, 48, 64, 96, 128, 192, 200]
+    """
+    most = min(_MOST_TOKENS, max_num_batched_tokens)
+    sizes = [n for power in range(4, 11) for n in (2**power, 3 * 2 ** (power - 1))]
+    return [size for size in sizes if size < most] + [most]
+
+
+class PromptBuffers:
+    """The static inputs of steps that compute prompts.
+
+    A step is filled up by one more sequence, whose tokens are written nowhere::
+
+        21 tokens of 2 sequences, as 32 of 4:   starts [0 20 21 21 21 32]
 
     Args:
-        step: Runs a decode step of a size, with or without the draw, on what lies in its static
-            inputs. It is recorded when these hold no sequence at all.
-        max_num_seqs: The most sequences of a step.
+        num_tokens: The most tokens of a step.
+        num_seqs: The most sequences, and the most rows with logits.
+        block_size: Tokens of a block.
+        max_seq_len: The most tokens of a sequence.
+        device: A GPU.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        block_size: int,
+        max_seq_len: int,
+        device: torch.device,
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._longest = max(num_tokens, max_seq_len)
+        self._token_ids, self._positions, self._slots = zeros(3, num_tokens)
+        self._seq_lens = zeros(num_seqs + 1, dtype=torch.int32)
+        self._starts = zeros(num_seqs + 2, dtype=torch.int32)
+        width = -(-self._longest // block_size)
+        self._tables = zeros(num_seqs + 1, width, dtype=torch.int32)
+        self._logits_rows = zeros(num_seqs)
+
+    def takes(self, step: ForwardBatch) -> bool:
+        """Whether there is room for a step."""
+        return len(step.token_ids) <= len(self._token_ids) and len(step.logits_rows) <= len(
+            self._logits_rows
+        )
+
+    def clear(self, size: int) -> None:
+        """Hold ``size`` tokens of no sequence."""
+        self._slots.fill_(-1)
+        for numbers in (self._starts, self._seq_lens, self._logits_rows):
+            numbers.zero_()
+        self._fill_up(0, size)
+
+    def fill(self, step: ForwardBatch, size: int) -> None:
+        """Hold the sequences of a step, filled up to ``size`` tokens."""
+        num_tokens, num_rows = len(step.token_ids), len(step.logits_rows)
+        num_seqs, width = step.batch.block_tables.shape
+        self._token_ids[:num_tokens].copy_(step.token_ids)
+        self._positions[:num_tokens].copy_(step.positions)
+        self._slots[:num_tokens].copy_(step.slot_mapping)
+        self._slots[num_tokens:].fill_(-1)
+        self._seq_lens[:num_seqs].copy_(step.batch.seq_lens)
+        self._seq_lens[num_seqs:].zero_()
+        self._starts[: num_seqs + 1].copy_(step.batch.cu_seqlens_q)
+        self._starts[num_seqs + 1 :].fill_(num_tokens)
+        self._tables[:num_seqs, :width].copy_(step.batch.block_tables)
+        self._logits_rows[:num_rows].copy_(step.logits_rows)
+        self._logits_rows[num_rows:].zero_()
+        self._fill_up(num_tokens, size)
+
+    def _fill_up(self, num_tokens: int, size: int) -> None:
+        self._starts[-1:].fill_(size)
+        self._seq_lens[-1:].fill_(size - num_tokens)
+
+    def batch(self, size: int) -> ForwardBatch:
+        """What they hold, as a step of ``size`` tokens."""
+        return ForwardBatch(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            batch=PagedBatch(self._tables, self._seq_lens, self._starts, size, self._longest),
+            slot_mapping=self._slots[:size],
+            logits_rows=self._logits_rows,
+        )
+
+
+class StepGraphs:
+    """Records steps, each size once, and replays them.
+
+    Args:
+        step: Runs a step of a size on what lies in its static inputs. Further arguments choose
+            among its forms, of which each is recorded by itself.
+        clear: Makes the static inputs hold no sequence at all, before a size is recorded: what
+            they hold of the last step is no step of this size.
+        sizes: What steps are filled up to, ascending.
+        pool: The memory of another's graphs, to be shared; ``None``: of its own.
 
     Attributes:
         reason: Why nothing is recorded: the step makes the host wait for the device, as some
             models' routing of experts does. ``None`` as long as nothing speaks against it.
     """
 
-    def __init__(self, step: Callable[[int, bool], Tensor], max_num_seqs: int) -> None:
-        self._step = step
-        self.sizes = padded_sizes(max_num_seqs)
-        self._recorded: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(
+        self,
+        step: Callable[..., Tensor],
+        clear: Callable[[int], object],
+        sizes: list[int],
+        pool: Any = None,
+    ) -> None:
+        self._step, self._clear, self.sizes = step, clear, sizes
+        self._recorded: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self.reason: str | None = None
 
     @property
     def recorded_sizes(self) -> list[int]:
-        """The numbers of sequences that have a graph by now."""
-        return sorted({size for size, _ in self._recorded})
+        """The sizes that have a graph by now."""
+        return sorted({size for size, *_ in self._recorded})
 
-    def fit(self, num_seqs: int) -> int:
-        """The size of the graph that serves a number of sequences."""
-        return self.sizes[bisect_left(self.sizes, num_seqs)]
+    def fit(self, size: int) -> int:
+        """The size of the graph that serves a step."""
+        return self.sizes[bisect_left(self.sizes, size)]
 
-    def ensure(self, size: int, samples: bool) -> bool:
+    def ensure(self, size: int, *form: bool) -> bool:
         """Record a step unless it has been; False if the model cannot be recorded.
 
         To be called before the step's numbers are written to the static inputs.
         """
-        if self.reason is None and (size, samples) not in self._recorded:
-            self._record(size, samples)
+        if self.reason is None and (size, *form) not in self._recorded:
+            self._record(size, *form)
         return self.reason is None
 
-    def replay(self, size: int, samples: bool) -> Tensor:
+    def replay(self, size: int, *form: bool) -> Tensor:
         """Launch a recorded step; its result is valid until the next launch of any step."""
-        graph, result = self._recorded[size, samples]
+        graph, result = self._recorded[(size, *form)]
         graph.replay()
         return result
 
-    def _record(self, size: int, samples: bool) -> None:
-        self._step(size, samples)  # compiles kernels and takes workspaces
+    def _record(self, size: int, *form: bool) -> None:
+        self._clear(size)
+        self._step(size, *form)  # compiles kernels and takes workspaces
         try:
             with refusing_to_wait():
-                self._step(size, samples)
+                self._step(size, *form)
         except RuntimeError as error:
             if "synchronizing" not in str(error):
                 raise
             self.reason = f"its forward waits for the device: {error}"
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = self._step(size, samples)
-        self._recorded[size, samples] = graph, result
+        with (
+            torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            _without_garbage_collection(),
+        ):
+            result = self._step(size, *form)
+        self._recorded[(size, *form)] = graph, result
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Another engine's graphs, freed within a recording, would end it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

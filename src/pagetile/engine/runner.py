@@ -8,7 +8,9 @@ else is on the device already, and on a GPU the whole step is one graph replay::
     device                          ▼                                  │ pinned copy, event
              begin: last token · position · slot · table  ─► model ─► draw ─► rows
 
-Other steps bring their new tokens, and the blocks that are new, in one packed copy.
+Other steps bring their new tokens, and the blocks that are new, in one packed copy. On a GPU
+their forward is a graph replay as well, unless they compute so many tokens that launches do not
+count.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ..models.forward_batch import ForwardBatch
 from ..models.paged_model import PagedModel
 from ..ops.paged_attention import PagedBatch
 from ..transfer import pack, unpack
-from .cuda_graphs import DecodeGraphs
+from .cuda_graphs import PromptBuffers, StepGraphs, padded_sizes, prompt_sizes
 from .request import Sequence as OneSequence
 from .sampler import PLAIN, SampledTokens, Sampler, SamplingInput
 from .scheduler import SchedulerOutput
@@ -63,12 +65,14 @@ class Runner:
         model: The model; its attention layers are bound to ``cache`` here.
         cache: Keys and values.
         max_num_seqs: Rows.
+        max_num_batched_tokens: The most tokens of a step.
         max_model_len: The most tokens of a row.
         sampling_input: What a sequence asks of the sampler, when its row is loaded.
-        enforce_eager: On a GPU, launch the kernels of decode steps one by one, not as graphs.
+        enforce_eager: On a GPU, launch the kernels of steps one by one, not as graphs.
 
     Attributes:
         graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
+        prompt_graphs: The recorded forwards of other steps; likewise.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Runner:
         cache: KVCache,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         sampling_input: Callable[[OneSequence], SamplingInput],
         enforce_eager: bool = False,
@@ -90,7 +95,9 @@ class Runner:
         self._owners: list[Any] = [None] * max_num_seqs
         self._num_sent = [0] * max_num_seqs  # blocks
         self._begin: Any = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        self.prompt_graphs: StepGraphs | None = None
+        self._prompts: PromptBuffers | None = None
         if model.device.type == "cuda":
             from .triton import DecodeBuffers
 
@@ -99,7 +106,7 @@ class Runner:
             self._pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
             self._turn = 0
             if not enforce_eager:
-                self.graphs = DecodeGraphs(self._record_step, max_num_seqs)
+                self._make_graphs(max_num_seqs, max_num_batched_tokens)
         model.bind(cache)
 
     @torch.inference_mode()
@@ -144,17 +151,34 @@ class Runner:
         )
 
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
-        """Record the decode steps of every size.
+        """Record the steps of every size.
 
         Args:
-            show: Wraps the list of sizes, for a progress bar.
+            show: Wraps the list of recordings, for a progress bar.
         """
-        if self.graphs is None:
+        if self.graphs is None or self.prompt_graphs is None:
             return
+        decode = [(self.graphs, size, True) for size in self.graphs.sizes]
+        prompts = [(self.prompt_graphs, size) for size in self.prompt_graphs.sizes]
         with torch.inference_mode():
-            for size in show(self.graphs.sizes[::-1]):
-                if not self.graphs.ensure(size, True):
-                    break
+            for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
+                graphs.ensure(*form)
+
+    def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        inbox = self._begin.inbox
+        self.graphs = StepGraphs(
+            self._record_step, lambda size: inbox.fill_(-1), padded_sizes(max_num_seqs)
+        )
+        sizes = prompt_sizes(max_num_batched_tokens)
+        self._prompts = prompts = PromptBuffers(
+            sizes[-1], max_num_seqs, self.cache.block_size, self.max_model_len, self.device
+        )
+        self.prompt_graphs = StepGraphs(
+            lambda size: self.model.forward(prompts.batch(size)),
+            prompts.clear,
+            sizes,
+            self.graphs.pool,
+        )
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -247,10 +271,21 @@ class Runner:
         else:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch = self._place(tensors, max(step.num_tokens), max(step.ends))
-        logits = self.model.forward(batch)
+        logits = self._forward(batch)
         if not rows:
             return None, None, None
         return self.sampler.sample(logits, tensors["sampled_rows"], rows, masks, assumed)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of a step that is no decode step, valid until the next launch."""
+        graphs, buffers = self.prompt_graphs, self._prompts
+        if graphs is None or buffers is None or not buffers.takes(batch):
+            return self.model.forward(batch)
+        size = graphs.fit(len(batch.token_ids))
+        if not graphs.ensure(size):
+            return self.model.forward(batch)
+        buffers.fill(batch, size)
+        return graphs.replay(size)[: len(batch.logits_rows)]
 
     def _gather(
         self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
