@@ -72,6 +72,33 @@ def test_decode_comes_before_prefill_and_prompts_fill_the_budget() -> None:
     assert step.sampled == [first, second]
 
 
+def test_short_prompts_do_not_wait_for_a_long_one_before_them() -> None:
+    steps = Steps(256, max_num_batched_tokens=40)
+    long = steps.add(400)
+    assert steps.step().num_tokens == [40], "nobody waits"
+    short, other = steps.add(15), steps.add(30)
+    assert steps.step().num_tokens == [25, 15], "what the short one needs is left for it"
+    assert steps.step().num_tokens == [20, 1, 19], "and half of a step at most"
+    assert short.num_output_tokens == 2
+    assert steps.step().num_tokens == [28, 1, 11]
+    assert other.num_output_tokens == 1
+    assert steps.step().num_tokens == [38, 1, 1], "decoding comes first"
+    assert long.num_computed == 40 + 25 + 20 + 28 + 38
+
+
+@pytest.mark.parametrize("why", ["no rows", "no blocks", "held"])
+def test_a_long_prompt_leaves_nothing_to_those_that_cannot_start(why: str) -> None:
+    options = {"max_num_seqs": 1} if why == "no rows" else {}
+    num_blocks = 30 if why == "no blocks" else 256
+    steps = Steps(num_blocks, max_num_batched_tokens=20, sharing=why == "held", **options)
+    head = tuple(range(5000, 5100)) if why == "held" else ()
+    steps.add(100, head=head)
+    steps.step()
+    steps.add(101, head=head)
+    steps.step()  # finds out who is held
+    assert steps.step().num_tokens == [20]
+
+
 def test_the_victim_is_the_one_that_loses_the_fewest_tokens() -> None:
     steps = Steps(18)
     first, large, small, last = (steps.add(n, max_new=36) for n in (8, 16, 3, 12))

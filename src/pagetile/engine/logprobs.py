@@ -177,7 +177,7 @@ def read_logprobs(
         token_ids: The tokens that it was computed for.
         num_top: Alternatives to keep, of each row.
     """
-    k = packed.shape[1] // 2 - 1
+    packed, k = packed.cpu(), packed.shape[1] // 2 - 1
     numbers = packed[:, : k + 1].tolist()
     logprobs = packed[:, k + 1 :].view(torch.float32).tolist()
     rows = zip(token_ids, numbers, logprobs, num_top, strict=True)

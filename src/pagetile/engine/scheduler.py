@@ -129,6 +129,7 @@ class Scheduler:
         self.counts = CacheCounts()
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._num_scheduled = 0
+        self._num_held = 0  # of those that wait, the first: their next blocks are being computed
         self._completed = -1  # the last step that was
 
     @property
@@ -158,7 +159,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         spare = budget - len(self.running)  # for drafts: every sequence gets its one token
         num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
-        beside = self.chunks.limit(self.running, budget, num_waiting)
+        num_decoding = sum(s.num_tokens - s.num_computed == 1 for s in self.running)
+        beside = self.chunks.limit(self.running, budget - num_decoding, num_waiting)
         if in_flight and self._would_preempt(budget, beside):
             return None
         self._num_scheduled += 1
@@ -168,7 +170,8 @@ class Scheduler:
                 continue  # preempted in this very step, or its last token is on its way
             chunk = sequence.num_tokens - sequence.num_computed
             if chunk != 1:
-                chunk = min(chunk, beside)
+                if chunk > beside // 2:
+                    chunk = min(chunk, beside - self._others_share(sequence, beside // 2))
                 beside -= chunk
             if chunk > budget:
                 chunk = budget
@@ -311,6 +314,21 @@ class Scheduler:
             step.sampled += [sequence] * len(draft)
             step.logits_rows += [at] * len(draft)
 
+    def _others_share(self, sequence: Sequence, most: int) -> int:
+        """Prompt tokens that a step leaves to those behind a long prompt, up to ``most``.
+
+        Else a prompt of a few tokens would wait for all steps of a long one before it.
+        """
+        behind = self.running[self.running.index(sequence) + 1 :]
+        pending = sum(s.num_pending for s in behind if s.num_pending > 1)
+        if pending < most and len(self.waiting) > self._num_held:
+            first = self.waiting[self._num_held]
+            num_rows = 1 if first.request.is_forked else first.request.params.n
+            num_blocks = -(-len(first.token_ids) // self.block_size) + len(self.running)
+            if num_rows <= self._rows_left() and self.pool.can_allocate(num_blocks):
+                pending += len(first.token_ids)
+        return min(pending, most)
+
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         """Guess tokens that follow, as many as there is room for without preempting anyone."""
         if sequence.proposer is None or not sequence.num_output_tokens:
@@ -324,8 +342,8 @@ class Scheduler:
 
         One whose next block is being computed by a running sequence is held back: it keeps its
         place, and adopts the block when that is done. Those behind it may pass, as far as rows and
-        blocks for it are left. Nothing is held for long: the budget lasts until here only in steps
-        that compute the prompts of all that run to their ends.
+        blocks for it are left. Nothing is held for long: every step computes some of the prompt
+        that it waits for.
         """
         rows, held, set_aside = self._rows_left(), [], 0
         while budget and self.waiting:
@@ -351,6 +369,7 @@ class Scheduler:
                 self._reserve(step, sequence, chunk)
                 budget -= chunk
         self.waiting.extendleft(reversed(held))
+        self._num_held = len(held)
 
     def _adopt_prefix(self, sequence: Sequence) -> int:
         """Give a waiting sequence the blocks of its longest cached prefix.
