@@ -197,4 +197,4 @@ def test_all_sizes_are_recorded_before_the_first_request(recorded: LLM) -> None:
     assert graphs.recorded_sizes == graphs.sizes == [1, 2, 4, 8]
     graphs = recorded.engine._runner.prompt_graphs
     assert graphs.recorded_sizes == graphs.sizes
-    assert graphs.sizes[-1] == 2048
+    assert graphs.sizes[-1] == recorded.engine.scheduler.max_num_batched_tokens == 8192

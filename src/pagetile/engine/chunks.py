@@ -14,12 +14,11 @@ __all__ = ["ChunkSizer"]
 class ChunkSizer:
     """Sizes prefill chunks by measured step time, so that streams stay smooth.
 
-    A decode step of ``n`` sequences takes ``d(n)`` seconds, and ``t`` prompt tokens beside it
-    ``c(t) * t`` more. A mixed step may take ``stretch`` times the decode step that is to come, when
-    all that wait have begun: a stream will see that time between its tokens anyway. So it computes
-    as many prompt tokens as take ``stretch * d(all) - d(running)``. ``c`` and ``d``, between powers
-    of two, are running averages of what steps took: a mixed step costs something by itself, so a
-    token of a short chunk costs more than one of a long chunk.
+    A decode step of ``n`` sequences takes ``d(n)`` seconds and a prompt token beside it ``c`` more.
+    A mixed step may take ``stretch`` times the decode step that is to come, when all that wait
+    have begun: a stream will see that time between its tokens anyway. So it computes at most
+    ``(stretch * d(all) - d(running)) / c`` prompt tokens. ``c``, and ``d`` between powers of two,
+    are running averages of what steps took.
 
     Args:
         stretch: The longest step beside a stream, in decode steps.
@@ -29,7 +28,7 @@ class ChunkSizer:
     def __init__(self, stretch: float = 2.2, least: int = 32) -> None:
         self.stretch, self.least = stretch, least
         self._decode: dict[int, float] = {}  # by the number of sequences, in bits
-        self._token: dict[int, float] = {}  # by the number of prompt tokens, in bits
+        self._token = 0.0
 
     def record(self, seconds: float, num_decode: int, num_prompt: int) -> None:
         """Take note of what a step took from the one before it to its tokens."""
@@ -37,9 +36,8 @@ class ChunkSizer:
             size = num_decode.bit_length()
             self._decode[size] = _average(self._decode.get(size, 0.0), seconds)
         elif num_prompt >= self.least:
-            beside = _nearest(self._decode, num_decode) if num_decode else 0.0
-            size, cost = num_prompt.bit_length(), max(seconds - beside, 0.0) / num_prompt
-            self._token[size] = _average(self._token.get(size, 0.0), cost)
+            beside = self._decode_seconds(num_decode) if num_decode else 0.0
+            self._token = _average(self._token, max(seconds - beside, 0.0) / num_prompt)
 
     def limit(self, running: Collection[Sequence], budget: int, num_waiting: int = 0) -> int:
         """The most prompt tokens of the next step.
@@ -53,26 +51,17 @@ class ChunkSizer:
             return budget
         if not any(s.request.stream and s.num_pending <= 1 for s in running):
             return budget
-        now = _nearest(self._decode, len(running))
-        soon = max(now, _nearest(self._decode, len(running) + num_waiting))
-        fitting = self._fit(self.stretch * soon - now, budget)
-        return min(budget, max(self.least, fitting))
+        now = self._decode_seconds(len(running))
+        soon = max(now, self._decode_seconds(len(running) + num_waiting))
+        fitting = (self.stretch * soon - now) / self._token
+        return min(budget, max(self.least, int(fitting)))
 
-    def _fit(self, seconds: float, budget: int) -> int:
-        """The most prompt tokens that take so long."""
-        for size in range(budget.bit_length(), 0, -1):
-            least, most = 1 << size - 1, (1 << size) - 1
-            fitting = int(seconds / max(_nearest(self._token, least), 1e-9))
-            if fitting >= least:
-                return min(fitting, most)
-        return 0
-
-
-def _nearest(seconds: dict[int, float], number: int) -> float:
-    """What is known of a number's power of two, or of the nearest one below, or else above."""
-    size = number.bit_length()
-    smaller = [known for known in seconds if known <= size]
-    return seconds.get(max(smaller) if smaller else min(seconds, default=0), 0.0)
+    def _decode_seconds(self, num_seqs: int) -> float:
+        """What a decode step takes: of as many sequences, or of the nearest number known."""
+        size = num_seqs.bit_length()
+        smaller = [known for known in self._decode if known <= size]
+        nearest = max(smaller) if smaller else min(self._decode, default=0)
+        return self._decode.get(nearest, 0.0)
 
 
 def _average(average: float, value: float) -> float:

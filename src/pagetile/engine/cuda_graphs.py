@@ -27,8 +27,8 @@ from ..ops.paged_attention import PagedBatch
 __all__ = ["PromptBuffers", "StepGraphs", "padded_sizes", "prompt_sizes"]
 
 _STEP = 16
-_MOST_TOKENS = 2048
-"""Steps of more tokens keep a GPU busy for longer than their launches take."""
+_MOST_TOKENS = 8192
+"""At 8192 tokens the launches of Qwen3-0.6B's 28 layers still take longer (17 ms) than an H200."""
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
@@ -52,7 +52,7 @@ def prompt_sizes(max_num_batched_tokens: int) -> list[int]:
         [16, 24, 32, 48, 64, 96, 128, 192, 200]
     """
     most = min(_MOST_TOKENS, max_num_batched_tokens)
-    sizes = [n for power in range(4, 11) for n in (2**power, 3 * 2 ** (power - 1))]
+    sizes = [n for power in range(4, 13) for n in (2**power, 3 * 2 ** (power - 1))]
     return [size for size in sizes if size < most] + [most]
 
 

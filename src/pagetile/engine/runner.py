@@ -9,8 +9,7 @@ else is on the device already, and on a GPU the whole step is one graph replay::
              begin: last token · position · slot · table  ─► model ─► draw ─► rows
 
 Other steps bring their new tokens, and the blocks that are new, in one packed copy. On a GPU
-their forward is a graph replay as well, unless they compute so many tokens that launches do not
-count.
+their forward is a graph replay as well.
 """
 
 from __future__ import annotations
