@@ -342,6 +342,23 @@ def test_chunks_grow_with_the_streams_that_wait() -> None:
     assert chunks.limit(streams(*[1] * 64), 8192) == pytest.approx(750, abs=1)
 
 
+@pytest.mark.parametrize("fixed", [0.0, 0.0005, 0.001, 0.006])
+def test_what_a_mixed_step_costs_by_itself_is_not_taken_for_the_cost_of_tokens(
+    fixed: float,
+) -> None:
+    """Else a chunk that is too slow gets smaller and slower a token, down to the least."""
+    chunks, rng, num_prompt = ChunkSizer(stretch=2.5, least=32), random.Random(0), 500
+    sizes = []
+    for _ in range(400):
+        chunks.record(0.002 * rng.uniform(0.98, 1.02), num_decode=1, num_prompt=0)
+        seconds = (0.002 + fixed + num_prompt * 4e-6) * rng.uniform(0.98, 1.02)
+        chunks.record(seconds, num_decode=1, num_prompt=num_prompt)
+        num_prompt = min(rng.choice((9000, 9000, 150)), chunks.limit(streams(1), 8192))
+        sizes.append(chunks.limit(streams(1), 8192))
+    expected = max(0.003 - fixed, fixed) / 4e-6
+    assert sorted(sizes[100:])[150] == pytest.approx(expected, rel=0.2)
+
+
 def test_time_between_tokens_stays_within_the_stretch() -> None:
     """A machine of 2 ms a step and 30 µs a prompt token; long prompts arrive beside two streams."""
     steps = Steps(4000, max_num_seqs=16, max_num_batched_tokens=2048)
