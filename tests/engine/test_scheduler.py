@@ -75,7 +75,7 @@ def test_decode_comes_before_prefill_and_prompts_fill_the_budget() -> None:
 def test_short_prompts_do_not_wait_for_a_long_one_before_them() -> None:
     steps = Steps(256, max_num_batched_tokens=40)
     long = steps.add(400)
-    assert steps.step().num_tokens == [40], "nobody waits"
+    assert steps.step().num_tokens == [40], "no other prompt waits"
     short, other = steps.add(15), steps.add(30)
     assert steps.step().num_tokens == [25, 15], "what the short one needs is left for it"
     assert steps.step().num_tokens == [20, 1, 19], "and half of a step at most"

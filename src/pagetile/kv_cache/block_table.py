@@ -203,7 +203,7 @@ class BlockTable:
         return -(-num_tokens // self._block_size)
 
     def _has_room_for(self, num_new_tokens: int) -> bool:
-        """Whether tokens fit into the last block, which nobody else holds or has indexed."""
+        """Whether tokens fit into the last block, which only this table holds."""
         used = self._num_tokens % self._block_size
         return (
             0 < num_new_tokens <= self._block_size - used < self._block_size
