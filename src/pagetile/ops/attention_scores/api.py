@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import bind, check_device, check_dtype, check_tensors
+from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import as_number, check_contiguous_rows, default_scale, refuse_learned_scale
 from ..dispatch import choose
 from ..eager import autocast_type, call_uncompiled, has_dispatch_observers, needs_gradient
 from . import reference
 from .problem import Problem
+
+FormFields = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""What ``form`` returns."""
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
@@ -57,6 +62,34 @@ def attention_scores(
     dtype = autocast_type(q)
     if dtype is not None:
         q, k = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k))
+    if type(softmax_scale) is not float:
+        refuse_learned_scale(softmax_scale)
+        scale = default_scale(q) if softmax_scale is None else softmax_scale
+        softmax_scale = as_number("softmax_scale", scale)
+    is_differentiated = needs_gradient(q, k)
+    if impl == "auto" and has_dispatch_observers(q, k):  # they know these operations
+        problem = _validate(q, k, softmax_scale, is_differentiated)
+        return reference.run(problem, q, k, softmax_scale)
+    run = _prepare(form(q), form(k), softmax_scale, is_differentiated, impl)
+    return run(q, k)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    q: FormFields, k: FormFields, softmax_scale: float, is_differentiated: bool, impl: str
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Validate calls of these forms, choose an implementation, and return what runs them."""
+    forms = Form(*q), Form(*k)
+    problem = _validate(*forms, softmax_scale, is_differentiated)
+    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(forms[0].device), impl)
+    run: Callable[[Tensor, Tensor], Tensor] = module.prepare(problem, *forms, softmax_scale)
+    return run
+
+
+def _validate(
+    q: Tensor | Form, k: Tensor | Form, softmax_scale: float, is_differentiated: bool
+) -> Problem:
+    """Check tensors or their forms, and the scale."""
     sizes = bind(q=(q, "batch num_heads q_len head_size"), k=(k, "batch num_heads k_len head_size"))
     check_dtype("q", q, *ALL_FLOATS)
     check_dtype("k", k, q.dtype)
@@ -64,17 +97,6 @@ def attention_scores(
     check_contiguous_rows(q=q, k=k)
     if sizes["head_size"] == 0:
         raise ShapeError("q has head_size=0, expected at least 1")
-    refuse_learned_scale(softmax_scale)
-    if softmax_scale is None:
-        softmax_scale = default_scale(q)
-    softmax_scale = as_number("softmax_scale", softmax_scale)
     if not math.isfinite(softmax_scale):
         raise ShapeError(f"softmax_scale is {softmax_scale}, expected a finite number, or None")
-    problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient(q, k))
-    if impl == "auto" and has_dispatch_observers(q, k):
-        return reference.run(
-            problem, q, k, softmax_scale
-        )  # of operations that every observer knows
-    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
-    scores: Tensor = module.run(problem, q, k, softmax_scale)
-    return scores
+    return Problem(**sizes, dtype=q.dtype, needs_gradient=is_differentiated)
