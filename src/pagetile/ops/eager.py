@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from ..errors import UnsupportedError
 
 __all__ = [
+    "PLAIN_TYPES",
     "autocast_type",
     "call_uncompiled",
     "choose_gradient",
@@ -35,7 +36,7 @@ __all__ = [
     "without_autocast",
 ]
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Any other subclass of ``Tensor`` may intercept operations, or have no data."""
 
 _P = ParamSpec("_P")
@@ -71,9 +72,11 @@ def needs_gradient(*inputs: Any) -> bool:
 
 def is_recorded(*inputs: Any) -> bool:
     """Return whether autograd records a call with these inputs for a backward pass."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in inputs
-    )
+    if torch.is_grad_enabled():
+        for x in inputs:  # a generator would take most of the host's time here
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def in_forward_mode() -> bool:
@@ -103,27 +106,31 @@ def has_dispatch_observers(*inputs: Any) -> bool:
 
     Compilers, tracers, dispatch modes, ``torch.func`` transforms and subclasses of ``Tensor``.
     """
-    return bool(
+    if (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()
         or torch._C._len_torch_dispatch_stack()
         or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and _is_special(x) for x in inputs)
-    )
+    ):
+        return True
+    for x in inputs:  # a generator would take most of the host's time here
+        if isinstance(x, Tensor) and _is_special(x):
+            return True
+    return False
 
 
 def needs_operator(x: Tensor) -> bool:
     """Return whether a call with ``x`` has to be an operator: compiling, or ``x`` has no data."""
     if torch.compiler.is_compiling():
         return True
-    if type(x) in _PLAIN_TYPES:
+    if type(x) in PLAIN_TYPES:
         return x.is_meta
     return isinstance(x, Tensor)
 
 
 def _is_special(x: Tensor) -> bool:
-    return is_batched(x) or type(x) not in _PLAIN_TYPES
+    return type(x) not in PLAIN_TYPES or is_batched(x)
 
 
 def is_batched(x: Tensor) -> bool:
