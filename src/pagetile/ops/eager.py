@@ -72,11 +72,9 @@ def needs_gradient(*inputs: Any) -> bool:
 
 def is_recorded(*inputs: Any) -> bool:
     """Return whether autograd records a call with these inputs for a backward pass."""
-    if torch.is_grad_enabled():
-        for x in inputs:  # a generator would take most of the host's time here
-            if isinstance(x, Tensor) and x.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    )
 
 
 def in_forward_mode() -> bool:
@@ -106,18 +104,14 @@ def has_dispatch_observers(*inputs: Any) -> bool:
 
     Compilers, tracers, dispatch modes, ``torch.func`` transforms and subclasses of ``Tensor``.
     """
-    if (
+    return bool(
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()
         or torch._C._len_torch_dispatch_stack()
         or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
         or torch._C._are_functorch_transforms_active()
-    ):
-        return True
-    for x in inputs:  # a generator would take most of the host's time here
-        if isinstance(x, Tensor) and _is_special(x):
-            return True
-    return False
+        or any(isinstance(x, Tensor) and _is_special(x) for x in inputs)
+    )
 
 
 def needs_operator(x: Tensor) -> bool:
@@ -130,7 +124,7 @@ def needs_operator(x: Tensor) -> bool:
 
 
 def _is_special(x: Tensor) -> bool:
-    return type(x) not in PLAIN_TYPES or is_batched(x)
+    return is_batched(x) or type(x) not in PLAIN_TYPES
 
 
 def is_batched(x: Tensor) -> bool:

@@ -1,23 +1,25 @@
-"""Products with a matrix whose rows were packed into panels: ``c[r, n] = scale · Σ_d a[r, d] b[n, d]``.
+"""Products with a matrix whose rows are packed into panels once: ``c = scale · a bᵀ``.
 
 ::
 
-     b, 16 rows a panel        panel: steps × 16           c: a block is 4 to 6 rows of two registers
-    ┌──────────────────┐      ┌──────────────────┐        ┌───────┬───────┬──
-    │ b[0, :]          │ pack │ b[0:16, 0]       │ multi- │ 6 × 2 │ 6 × 2 │
-    │ ...              │ ───▶ │ b[0:16, 1]       │ ──ply▶ ├───────┼───────┤
-    │ b[15, :]         │      │ ...              │        │ 5 × 2 │ 5 × 2 │
-    └──────────────────┘      └──────────────────┘        └───────┴───────┴──
+     b, 16 rows a panel       panel: steps × 16          c, in blocks of 4 to 6 rows
+    ┌──────────────────┐     ┌──────────────────┐       ┌───────┬───────┬──
+    │ b[0, :]          │pack │ b[0:16, 0]       │multi- │ 6 × 2 │ 6 × 2 │   of two
+    │ ...              │───▶ │ b[0:16, 1]       │─ply─▶ ├───────┼───────┤   registers
+    │ b[15, :]         │     │ ...              │       │ 5 × 2 │ 5 × 2 │
+    └──────────────────┘     └──────────────────┘       └───────┴───────┴──
 
 A register has 16 lanes with AVX-512, else 8 (two registers of NEON). Ten or twelve sums hide the
 latency of multiply-adds, and leave AVX2 four of its sixteen registers for the operands.
 
 Where ``b`` has no multiple of 16 rows, its last panel overlaps the one before, and so do results:
-no lane is masked, and nothing is written outside. A result is summed in the order of ``d``,
+no lane is masked, and nothing is written outside. A result is summed in the order of the columns,
 whatever block it belongs to.
 """
 
 from __future__ import annotations
+
+import functools
 
 from llvmlite import ir
 from numba import types
@@ -115,57 +117,56 @@ def _multiply_block(c, c0, c1, c_row, a, at, a_row, b, b0, b1, rows, is_pair, st
 
 
 @intrinsic(prefer_literal=True)
-def _block(
-    typingctx, c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, rows, vectors
-):  # fmt: skip
-    """``rows`` rows of one or two vectors; rows of a panel are ``PANEL`` apart, ``steps`` not 0."""
-    height, width = rows.literal_value, vectors.literal_value
+def _block(typingctx, c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, rows, vectors):
+    """``rows`` rows of one or two vectors, at ``c0`` and ``c1``; ``steps`` is not 0."""
+    height, width = range(rows.literal_value), range(vectors.literal_value)
 
     def codegen(context, builder, sig, args):
-        c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale = args[:12]
+        c0, c1, c_row, at, a_row, b0, b1, steps, scale = (args[i] for i in _NUMBERS)
 
-        def find(array, index, place):
-            return pointer_to(context, builder, sig.args[array], args[array], builder.add(index, place))
+        def find(array, *terms):
+            index = functools.reduce(builder.add, terms)
+            return pointer_to(context, builder, sig.args[array], args[array], index)
 
-        zero, one = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
-        a_rows = [builder.add(at, builder.mul(a_row, ir.Constant(_I64, r))) for r in range(height)]
+        def load_vector(start, line):
+            return load_lanes(builder, types.float32, find(_B, start, line), _WIDTH)
+
+        starts = [builder.add(at, builder.mul(a_row, _I64(r))) for r in height]
         before, body = builder.basic_block, builder.append_basic_block("products")
         after = builder.append_basic_block("stores")
         builder.branch(body)
         builder.position_at_end(body)
         d = builder.phi(_I64)
-        sums = [[builder.phi(_VECTOR) for _ in range(width)] for _ in range(height)]
-        line = builder.mul(d, ir.Constant(_I64, PANEL))
-        right = [load_lanes(builder, types.float32, find(7, x, line), _WIDTH) for x in (b0, b1)[:width]]
-        added = []
-        for row, start in zip(sums, a_rows, strict=True):
-            number = builder.load(find(4, start, d))
-            left = _splat(builder, number)
-            added.append([_multiply_add(builder, left, x, s) for x, s in zip(right, row, strict=True)])
-        following = builder.add(d, one)
-        is_more = builder.icmp_signed("<", following, steps)
-        builder.cbranch(is_more, body, after)
-        d.add_incoming(zero, before)
-        d.add_incoming(following, body)
-        for row, new in zip(sums, added, strict=True):
-            for phi, value in zip(row, new, strict=True):
-                phi.add_incoming(ir.Constant(_VECTOR, [0.0] * _WIDTH), before)
-                phi.add_incoming(value, body)
+        sums = {(r, v): builder.phi(_VECTOR) for r in height for v in width}
+        line = builder.mul(d, _I64(PANEL))
+        right = [load_vector((b0, b1)[v], line) for v in width]
+        left = [_splat(builder, builder.load(find(_A, start, d))) for start in starts]
+        grown = {(r, v): _multiply_add(builder, left[r], right[v], sums[r, v]) for r, v in sums}
+        following = builder.add(d, _I64(1))
+        builder.cbranch(builder.icmp_signed("<", following, steps), body, after)
+        none = ir.Constant(_VECTOR, [0.0] * _WIDTH)
+        for phi, first, later in [(d, _I64(0), following)] + [
+            (sums[place], none, grown[place]) for place in sums
+        ]:
+            phi.add_incoming(first, before)
+            phi.add_incoming(later, body)
         builder.position_at_end(after)
         factor = _splat(builder, scale)
-        for r, row in enumerate(added):
-            place = builder.mul(c_row, ir.Constant(_I64, r))
-            for column, value in zip((c0, c1), row, strict=False):
-                pointer = find(0, column, place)
-                store_lanes(builder, sig.args[0].dtype, pointer, builder.fmul(factor, value))
+        for (r, v), total in grown.items():
+            to = find(_C, (c0, c1)[v], builder.mul(c_row, _I64(r)))
+            store_lanes(builder, sig.args[_C].dtype, to, builder.fmul(factor, total))
         return context.get_dummy_value()
 
-    places = (types.intp,) * 3
+    index = types.intp
     signature = types.void(
-        c, *places, a, types.intp, types.intp, b, types.intp, types.intp, types.intp, types.float32,
+        c, index, index, index, a, index, index, b, index, index, index, types.float32,
         rows, vectors,
     )  # fmt: skip
     return signature, codegen
+
+
+_C, _A, _B = 0, 4, 7  # where arrays stand among the arguments of ``_block``
+_NUMBERS = (1, 2, 3, 5, 6, 8, 9, 10, 11)
 
 
 @intrinsic
@@ -173,39 +174,48 @@ def _turn_square(typingctx, into, to, x, at, row):
     """``into[to + PANEL * i + j] = x[at + row * j + i]`` for eight by eight numbers."""
 
     def codegen(context, builder, sig, args):
+        into, to, x, at, row = args
+
         def find(array, index):
-            return pointer_to(context, builder, sig.args[array], args[array], index)
+            kind = sig.args[0 if array is into else 2]
+            return pointer_to(context, builder, kind, array, index)
 
-        def mix(pairs, low, high):
-            order = ir.VectorType(_I32, _SIDE)
-            return [
-                builder.shuffle_vector(a, b, ir.Constant(order, picked))
-                for a, b in pairs
-                for picked in (low, high)
-            ]
-
-        rows, at = [], args[3]
+        lines = []
         for _ in range(_SIDE):
-            rows.append(load_lanes(builder, sig.args[2].dtype, find(2, at), _SIDE))
-            at = builder.add(at, args[4])
-        # Numbers, pairs and halves are interleaved within 128 bits as far as possible, which is one
-        # instruction each.
-        x0, x1, y0, y1, z0, z1, w0, w1 = mix(
-            zip(rows[::2], rows[1::2], strict=True),
-            [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15],
-        )  # fmt: skip
-        quads = mix(
-            [(x0, y0), (x1, y1), (z0, w0), (z1, w1)],
-            [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15],
-        )  # fmt: skip
-        halves = mix(zip(quads[:4], quads[4:], strict=True), [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
-        to = args[1]
-        for column in halves[::2] + halves[1::2]:
-            store_lanes(builder, types.float32, find(0, to), column)
-            to = builder.add(to, ir.Constant(_I64, PANEL))
+            lines.append(load_lanes(builder, sig.args[2].dtype, find(x, at), _SIDE))
+            at = builder.add(at, row)
+        for column in _transpose(builder, lines):
+            store_lanes(builder, types.float32, find(into, to), column)
+            to = builder.add(to, _I64(PANEL))
         return context.get_dummy_value()
 
     return types.void(into, types.intp, x, types.intp, types.intp), codegen
+
+
+def _transpose(builder, rows):
+    """Columns of eight vectors of eight: 24 shuffles, 16 of which stay within 128 bits."""
+
+    def mix(pairs, *orders):
+        kind = ir.VectorType(_I32, _SIDE)
+        return [
+            builder.shuffle_vector(a, b, ir.Constant(kind, order))
+            for a, b in pairs
+            for order in orders
+        ]
+
+    x0, x1, y0, y1, z0, z1, w0, w1 = mix(
+        [(rows[0], rows[1]), (rows[2], rows[3]), (rows[4], rows[5]), (rows[6], rows[7])],
+        [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15],
+    )  # fmt: skip
+    quads = mix(
+        [(x0, y0), (x1, y1), (z0, w0), (z1, w1)],
+        [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15],
+    )  # fmt: skip
+    halves = mix(
+        [(quads[i], quads[i + 4]) for i in range(4)],
+        [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15],
+    )  # fmt: skip
+    return halves[::2] + halves[1::2]
 
 
 def _splat(builder, number):

@@ -456,7 +456,10 @@ def prefetch(typingctx, array, index):
 
 @intrinsic
 def array_at(typingctx, address, dtype):
-    """The memory from an address on as an array: it has no known length, and keeps nothing alive."""
+    """The memory from an address on, as an array that keeps nothing alive.
+
+    Its length is not known: it says as many elements as there can be.
+    """
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):
