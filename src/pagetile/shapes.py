@@ -80,11 +80,11 @@ def recogniser(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 
 def guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """A ``recogniser`` that also asks what would happen to the tensors in torch's dispatcher.
+    """A ``recogniser`` that also compares what torch's dispatcher would do with the tensors.
 
-    It says no where autograd, autocast, a dispatch mode or a transform of ``torch.func`` takes part
-    in a call and did not when it was made, or the reverse. Forward-mode derivatives it does not
-    see. None where torch has no such function, or one tensor comes twice.
+    It says no where autograd, autocast or ``torch.func.vmap`` takes part in a call and did not when
+    it was made, or the reverse. Dispatch modes and forward-mode derivatives have to be asked for:
+    it does not see all of them. None where torch has no such function, or one tensor comes twice.
     """
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]

@@ -1,10 +1,13 @@
 """Products with packed rows against NumPy's, at every edge of a block and of a panel."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
-from numba import njit
+from numba import njit, types
 
+from pagetile.device import cpu_features
 from pagetile.tiles.cpu.arrays import flat
 from pagetile.tiles.cpu.panels import PANEL, multiply_panels, pack_panels
 from pagetile.tiles.cpu.simd import array_at
@@ -85,3 +88,19 @@ def test_memory_is_found_by_its_address():
         copied = torch.zeros(5, dtype=dtype)
         copy_from(numbers[2:].data_ptr(), flat(copied))
         assert torch.equal(copied, numbers[2:])
+
+
+@pytest.mark.skipif("avx2" not in cpu_features(), reason="fewer registers than a block needs")
+def test_sums_stay_in_registers():
+    """A sum that is kept on the stack is loaded and stored at every step."""
+    args = [types.float32[::1], *[types.intp] * 2] * 2
+    kernel = njit(multiply.py_func)
+    kernel.compile((*args, types.float32[::1], *[types.intp] * 3, types.float32))
+    (code,) = kernel.inspect_asm().values()
+    blocks = re.findall(r"^(\.LBB\w+):(.*?)(?=^\.LBB)", code, re.DOTALL | re.MULTILINE)
+    loops = [
+        body.partition(f"{label}\n")[0] for label, body in blocks
+        if "fmadd" in body and re.search(rf"\tj\w+\t{re.escape(label)}\n", body)
+    ]  # fmt: skip
+    assert len(loops) >= 8  # of 6, 5, 4 and 1 rows, of two registers and of one
+    assert not [line for loop in loops for line in loop.splitlines() if re.search("mm.*rsp", line)]

@@ -109,13 +109,14 @@ class _CachedCall:
     def matches(self, q: Tensor, k: Tensor) -> bool:
         """Return whether a call has this form and nothing else takes part in it."""
         is_like = self.guard is not None and self.guard(q, k)
-        return is_like and not in_forward_mode() and not torch._C._get_tracing_state()
+        # A guard sees autocast and batches of tensors, but not every mode.
+        return is_like and not in_forward_mode() and not has_dispatch_observers()
 
 
 _MOST_CALLS = 1024
 _calls: dict[tuple[torch.Size, float, str], _CachedCall] = {}
-"""The last call for each shape of ``q``, scale and ``impl``: how most calls are recognised, in a
-microsecond."""
+"""The last call for each shape of ``q``, scale and ``impl``: how most calls are recognised, in two
+microseconds."""
 
 
 @functools.lru_cache(maxsize=1024)
