@@ -26,6 +26,7 @@ __all__ = [
     "form",
     "forms",
     "given",
+    "guard",
     "is_debugging",
     "recogniser",
 ]
@@ -75,14 +76,25 @@ def recogniser(*tensors: torch.Tensor) -> Callable[..., bool]:
     It may say no to some that are, for example to those of another class, and keeps no tensor.
     """
     known = [form(tensor) for tensor in tensors]
-    sizes, strides = [list(each[0]) for each in known], [list(each[1]) for each in known]
+    return guard(*tensors) or (lambda *others: [form(other) for other in others] == known)
+
+
+def guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """A ``recogniser`` that also compares what torch's dispatcher would do with the tensors.
+
+    It says no where autograd, autocast or ``torch.func.vmap`` takes part in a call and did not when
+    it was made, or the reverse. Dispatch modes and forward-mode derivatives have to be asked for:
+    it does not see all of them. None where torch has no such function, or one tensor comes twice.
+    """
+    sizes = [list(tensor.shape) for tensor in tensors]
+    strides = [list(tensor.stride()) for tensor in tensors]
     is_each_once = len({id(tensor) for tensor in tensors}) == len(tensors)
     if _Guards is not None and is_each_once:  # else it says no to all
         with suppress(TypeError):  # of a release that asks for something else
             guards = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
             check: Callable[..., bool] = guards.check
             return check
-    return lambda *others: [form(other) for other in others] == known
+    return None
 
 
 @functools.cache

@@ -7,8 +7,12 @@ import pytest
 import torch
 from staging_memory import StagingMemory
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagetile import DTypeError, ShapeError, UnsupportedError, attention_scores
+from pagetile import DTypeError, ShapeError, UnsupportedError, attention_scores, shapes
+from pagetile.ops.attention_scores import api
 from pagetile.testing import poisoned_memory
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -260,6 +264,91 @@ def test_triton_leaves_gradients_to_the_reference():
     with pytest.raises(UnsupportedError, match="triton cannot run this: a gradient is wanted"):
         attention_scores(q, q, impl="triton")
     attention_scores(q, q).sum().backward()
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Tensors of a call that came twice, after which the long way is not taken."""
+    q, k = torch.randn(2, 1, 2, 20, 16).unbind()
+    for _ in range(2):
+        attention_scores(q, k)
+    monkeypatch.setattr(api, "_find_and_run", refuse)
+    return q, k
+
+
+class Refused(Exception):
+    """The long way was taken."""
+
+
+def refuse(*arguments):
+    raise Refused
+
+
+@pytest.mark.skipif(shapes._Guards is None, reason="this torch has no guards")
+def test_a_repeated_call_is_recognised(repeated):
+    q, k = repeated
+    attention_scores(q, k)
+    torch.testing.assert_close(attention_scores(k, q), k @ q.mT)
+    with torch.inference_mode(), torch.no_grad(), pytest.raises(Refused):
+        attention_scores(q, k)  # the guard is careful here
+
+
+class Seen(TorchDispatchMode):
+    """A mode that sees all operations."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+OBSERVERS = {
+    "another scale": lambda q, k: attention_scores(q, k, softmax_scale=0.5),
+    "a named implementation": lambda q, k: attention_scores(q, k, impl="cpu"),
+    "other strides": lambda q, k: attention_scores(q.mT.contiguous().mT[..., ::1], k),
+    "another type": lambda q, k: attention_scores(q.half(), k.half()),
+    "fewer keys": lambda q, k: attention_scores(q, k[:, :, 1:]),
+    "no tensor": lambda q, k: attention_scores(q, None),
+    "one tensor": lambda q, k: attention_scores(q, q),
+    "a gradient": lambda q, k: attention_scores(q, k.clone().requires_grad_()),
+    "a tangent": lambda q, k: torch.func.jvp(lambda q: attention_scores(q, k), (q,), (q,)),
+    "a batch": lambda q, k: torch.func.vmap(attention_scores)(q[None], k[None]),
+    "a trace": lambda q, k: torch.jit.trace(lambda q: attention_scores(q, k), (q,)),
+    "make_fx": lambda q, k: make_fx(lambda q: attention_scores(q, k))(q),
+    "a dispatch mode": lambda q, k: within(Seen(), attention_scores, q, k),
+    "fake tensors": lambda q, k: within(FakeTensorMode(), call_with_ones, q.shape),
+    "autocast": lambda q, k: within(torch.autocast("cpu", torch.bfloat16), attention_scores, q, k),
+    "a subclass": lambda q, k: attention_scores(q.as_subclass(Subclass), k),
+}
+
+
+class Subclass(torch.Tensor):
+    """A tensor that may intercept operations."""
+
+
+def within(context, function, *arguments):
+    with context:
+        return function(*arguments)
+
+
+def call_with_ones(shape):
+    return attention_scores(torch.ones(shape), torch.ones(shape))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own calls, too
+@pytest.mark.parametrize("change", OBSERVERS)
+def test_a_call_that_differs_is_validated_and_dispatched_anew(change, repeated):
+    with pytest.raises(Refused):
+        OBSERVERS[change](*repeated)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_tangent_of_a_repeated_call():
+    q, k, t = torch.randn(3, 1, 2, 20, 16).unbind()
+    for _ in range(3):
+        attention_scores(q, k)
+    with forward_ad.dual_level():
+        found = attention_scores(forward_ad.make_dual(q, t), k)
+        torch.testing.assert_close(forward_ad.unpack_dual(found).tangent, t @ k.mT)
+    torch.testing.assert_close(attention_scores(q, k), q @ k.mT)
 
 
 def test_wrong_arguments_are_named():

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from ..errors import UnsupportedError
 
 __all__ = [
+    "PLAIN_TYPES",
     "autocast_type",
     "call_uncompiled",
     "choose_gradient",
@@ -35,7 +36,7 @@ __all__ = [
     "without_autocast",
 ]
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Any other subclass of ``Tensor`` may intercept operations, or have no data."""
 
 _P = ParamSpec("_P")
@@ -117,13 +118,13 @@ def needs_operator(x: Tensor) -> bool:
     """Return whether a call with ``x`` has to be an operator: compiling, or ``x`` has no data."""
     if torch.compiler.is_compiling():
         return True
-    if type(x) in _PLAIN_TYPES:
+    if type(x) in PLAIN_TYPES:
         return x.is_meta
     return isinstance(x, Tensor)
 
 
 def _is_special(x: Tensor) -> bool:
-    return is_batched(x) or type(x) not in _PLAIN_TYPES
+    return is_batched(x) or type(x) not in PLAIN_TYPES
 
 
 def is_batched(x: Tensor) -> bool:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import bind, check_device, check_dtype, check_tensors
+from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, guard
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import as_number, check_contiguous_rows, default_scale, refuse_learned_scale
 from ..dispatch import choose
-from ..eager import autocast_type, call_uncompiled, has_dispatch_observers, needs_gradient
+from ..eager import (
+    PLAIN_TYPES,
+    autocast_type,
+    call_uncompiled,
+    has_dispatch_observers,
+    in_forward_mode,
+    needs_gradient,
+)
 from . import reference
 from .problem import Problem
+
+FormFields = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""What ``form`` returns."""
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
 """In the order in which ``impl="auto"`` tries them."""
@@ -51,12 +63,77 @@ def attention_scores(
         >>> attention_scores(q, k, softmax_scale=0.25).shape
         torch.Size([4, 12, 343, 343])
     """
-    if impl != "auto" and torch.compiler.is_compiling():
-        return call_uncompiled(attention_scores, q, k, softmax_scale=softmax_scale, impl=impl)
+    if torch.compiler.is_compiling():
+        if impl != "auto":
+            return call_uncompiled(attention_scores, q, k, softmax_scale=softmax_scale, impl=impl)
+    elif type(q) in PLAIN_TYPES and type(softmax_scale) is float:
+        call = _calls.get((q.shape, softmax_scale, impl))
+        if call is not None and call.matches(q, k):
+            return call.run(q, k)
+    return _find_and_run(q, k, softmax_scale, impl)
+
+
+def _find_and_run(q: Tensor, k: Tensor, softmax_scale: float | None, impl: str) -> Tensor:
+    """Run a call that is not known to be like an earlier one."""
     check_tensors(q=q, k=k)
-    dtype = autocast_type(q)
+    given_q, given_k, dtype = q, k, autocast_type(q)
     if dtype is not None:
         q, k = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k))
+    refuse_learned_scale(softmax_scale)
+    scale = as_number("softmax_scale", default_scale(q) if softmax_scale is None else softmax_scale)
+    has_gradient = needs_gradient(q, k)
+    if impl == "auto" and has_dispatch_observers(q, k):
+        # Every observer knows the operations of the reference.
+        return reference.run(_validate(q, k, scale, has_gradient), q, k, scale)
+    call = _prepare(form(q), form(k), scale, has_gradient, impl)
+    if q is given_q and k is given_k and not in_forward_mode():
+        key = q.shape, scale, impl
+        if _calls.get(key) is call:  # the second time in a row
+            call.guard = guard(q, k)
+        elif len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call.run(q, k)
+
+
+class _CachedCall:
+    """A form of calls that was validated, and the function that runs them."""
+
+    __slots__ = ("guard", "run")
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.run = run
+        self.guard: Callable[..., bool] | None = None
+        """Made when a call repeats, so those that do not repeat pay nothing for it."""
+
+    def matches(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether a call has this form and nothing else takes part in it."""
+        is_like = self.guard is not None and self.guard(q, k)
+        # A guard sees autocast and batches of tensors, but not every mode.
+        return is_like and not in_forward_mode() and not has_dispatch_observers()
+
+
+_MOST_CALLS = 1024
+_calls: dict[tuple[torch.Size, float, str], _CachedCall] = {}
+"""The last call for each shape of ``q``, scale and ``impl``: how most calls are recognised, in two
+microseconds."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    q: FormFields, k: FormFields, softmax_scale: float, has_gradient: bool, impl: str
+) -> _CachedCall:
+    """Validate calls of these forms, choose an implementation, and keep what runs them."""
+    forms = Form(*q), Form(*k)
+    problem = _validate(*forms, softmax_scale, has_gradient)
+    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(forms[0].device), impl)
+    return _CachedCall(module.prepare(problem, *forms, softmax_scale))
+
+
+def _validate(
+    q: Tensor | Form, k: Tensor | Form, softmax_scale: float, has_gradient: bool
+) -> Problem:
+    """Check tensors or their forms, and the scale."""
     sizes = bind(q=(q, "batch num_heads q_len head_size"), k=(k, "batch num_heads k_len head_size"))
     check_dtype("q", q, *ALL_FLOATS)
     check_dtype("k", k, q.dtype)
@@ -64,17 +141,6 @@ def attention_scores(
     check_contiguous_rows(q=q, k=k)
     if sizes["head_size"] == 0:
         raise ShapeError("q has head_size=0, expected at least 1")
-    refuse_learned_scale(softmax_scale)
-    if softmax_scale is None:
-        softmax_scale = default_scale(q)
-    softmax_scale = as_number("softmax_scale", softmax_scale)
     if not math.isfinite(softmax_scale):
         raise ShapeError(f"softmax_scale is {softmax_scale}, expected a finite number, or None")
-    problem = Problem(**sizes, dtype=q.dtype, needs_gradient=needs_gradient(q, k))
-    if impl == "auto" and has_dispatch_observers(q, k):
-        return reference.run(
-            problem, q, k, softmax_scale
-        )  # of operations that every observer knows
-    module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(q.device), impl)
-    scores: Tensor = module.run(problem, q, k, softmax_scale)
-    return scores
+    return Problem(**sizes, dtype=q.dtype, needs_gradient=has_gradient)

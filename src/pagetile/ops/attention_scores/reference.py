@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...shapes import Form
 from .problem import Problem
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Everything, everywhere."""
     return None
+
+
+def prepare(
+    problem: Problem, q: Form, k: Form, softmax_scale: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what computes scores of any tensors of these forms."""
+    return functools.partial(run, problem, softmax_scale=softmax_scale)
 
 
 def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:

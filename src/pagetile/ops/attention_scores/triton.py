@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -37,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...shapes import Form
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from ...tiles.triton.online_softmax import precision_of
 from .problem import Problem
@@ -207,6 +209,13 @@ def _write(staging, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.con
     number = tl.where(edge < WIDTH, begin // WIDTH * WIDTH, (last - 1) * WIDTH) + edge
     is_one = (number >= begin) & (number < end)
     copy_numbers(staging + number * SIZE, to + number * SIZE, is_one, BITS)
+
+
+def prepare(
+    problem: Problem, q: Form, k: Form, softmax_scale: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what computes scores of any tensors of these forms."""
+    return functools.partial(run, problem, softmax_scale=softmax_scale)
 
 
 def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:

@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
+from numba.np.arrayobj import populate_array
 
 from .compile import inner
 from .formats import load_lanes, store_lanes
@@ -451,6 +452,25 @@ def prefetch(typingctx, array, index):
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
+
+
+@intrinsic
+def array_at(typingctx, address, dtype):
+    """The memory from an address on, as an array that keeps nothing alive.
+
+    Its length is not known: it says as many elements as there can be.
+    """
+    array = types.Array(dtype.dtype, 1, "C")
+
+    def codegen(context, builder, sig, args):
+        made = context.make_array(array)(context, builder)
+        size = context.get_constant(types.intp, context.get_abi_sizeof(made.data.type.pointee))
+        many = context.get_constant(types.intp, (1 << 62) // 8)
+        data = builder.inttoptr(args[0], made.data.type)
+        populate_array(made, data, [many], [size], size, None)
+        return made._getvalue()
+
+    return array(types.intp, dtype), codegen
 
 
 @intrinsic
