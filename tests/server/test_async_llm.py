@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from pagetile import SamplingParams
-from pagetile.errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+from pagetile.errors import (
+    EngineDeadError,
+    GenerationError,
+    NoTokenLeftError,
+    OverloadedError,
+    RequestError,
+)
 
 from .conftest import opened
 
@@ -238,6 +244,21 @@ def test_a_failing_step_fails_its_own_requests_only(llm, monkeypatch):
 
     with opened(llm) as async_llm:
         assert len(asyncio.run(main(async_llm)).outputs[0].token_ids) == 12
+
+
+def test_a_request_that_leaves_no_token_raises_an_error_of_its_own(llm):
+    params = SamplingParams(allowed_token_ids=[0], min_tokens=3)  # 0 is the end of text
+
+    async def main(async_llm):
+        with pytest.raises(NoTokenLeftError, match="sample 0 failed: the request's parameters"):
+            await last(async_llm.generate("def add", params))
+        return await last(async_llm.generate("def add", GREEDY))
+
+    with opened(llm) as async_llm:
+        [sample] = asyncio.run(main(async_llm)).outputs
+    assert len(sample.token_ids) == 12
+    [failed] = llm.generate("def add", params, use_tqdm=False)[0].outputs
+    assert failed.error_type is NoTokenLeftError
 
 
 def test_a_lost_device_ends_the_engine_and_says_so(llm, monkeypatch):

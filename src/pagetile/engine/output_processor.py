@@ -46,6 +46,7 @@ class OutputProcessor:
         if token is not None:
             if token.error is not None:
                 self.write_out(sequence)
+                sequence.error_type = token.error_type
                 return _fail(sequence, token.error)
             if token.logprobs is not None:
                 logprobs = token.logprobs

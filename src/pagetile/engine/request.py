@@ -25,6 +25,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..errors import GenerationError
 from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
@@ -87,6 +88,8 @@ class CompletionOutput:
     alternatives."""
     cumulative_logprob: float | None = None
     error: str | None = None
+    error_type: type[GenerationError] = GenerationError
+    """Of ``error``, where there is one: what ``AsyncLLM`` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_type: type[GenerationError] = GenerationError
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -204,6 +208,7 @@ class Sequence:
             logprobs=logprobs,
             cumulative_logprob=total,
             error=self.error,
+            error_type=self.error_type,
         )
 
 

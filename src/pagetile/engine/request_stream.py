@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import GenerationError
 from .logprobs import TokenLogprobs
 from .output_processor import Delta
 from .request import RequestOutput
@@ -90,7 +89,8 @@ class RequestStream:
         """The finished output.
 
         Raises:
-            GenerationError: It, or one of its samples, failed while it was computed.
+            GenerationError: It, or one of its samples, failed while it was computed:
+                ``NoTokenLeftError`` where its own parameters are to blame.
             EngineDeadError: The engine has stopped.
         """
         while self.output is None and self.error is None:
@@ -100,7 +100,7 @@ class RequestStream:
         assert self.output is not None
         for sample in self.output.outputs:
             if sample.error is not None:
-                raise GenerationError(f"sample {sample.index} failed: {sample.error}")
+                raise sample.error_type(f"sample {sample.index} failed: {sample.error}")
         return self.output
 
     def close(self) -> None:
