@@ -106,11 +106,6 @@ class AsyncLLM:
         """Requests that were accepted and are not finished."""
         return len(self._streams)
 
-    @property
-    def num_free_seqs(self) -> int:
-        """Sequences that would still be accepted."""
-        return max(0, self.max_num_seqs + self.max_queued_seqs - self._num_seqs)
-
     # --- of the event loop ------------------------------------------------------------------
 
     async def generate(
