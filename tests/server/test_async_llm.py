@@ -90,6 +90,7 @@ def test_prompts_are_those_of_llm(async_llm):
         async for output in async_llm.generate(prompt, params):
             sample = output.outputs[0]
             assert len(sample.logprobs) == len(sample.token_ids)
+            assert len(output.prompt_logprobs) == len(ids)
         return output
 
     async def main():
@@ -105,11 +106,24 @@ def test_prompts_are_those_of_llm(async_llm):
     for output in outputs:
         assert output.prompt_token_ids == tuple(ids)
         assert output.outputs[0].token_ids == outputs[0].outputs[0].token_ids
-        assert len(output.prompt_logprobs) == len(ids)
         assert output.metrics.time_in_queue > 0
     assert outputs[1].prompt is None
     assert outputs[2].prompt == "def f"
     assert outputs[3].num_cached_tokens == 0
+
+
+def test_a_stream_s_first_delta_has_the_prompt_s_logprobs(async_llm):
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+
+    async def main():
+        return (
+            [delta async for delta in async_llm.stream("def f", params)],
+            await last(async_llm.generate("def f", params)),
+        )
+
+    (first, *others), output = asyncio.run(main())
+    assert first.prompt_logprobs == output.prompt_logprobs
+    assert [delta.prompt_logprobs for delta in others] == [None, None]
 
 
 def test_a_prompt_is_scored_as_transformers_scores_it(async_llm):

@@ -268,9 +268,14 @@ class Request:
             self.arrival_time + _EPOCH, *(None if t is None else t + _EPOCH for t in times)
         )
 
+    @property
+    def prompt_logprob_dicts(self) -> LogprobDicts | None:
+        """``prompt_logprobs`` in the form of vLLM's ``RequestOutput``."""
+        scores = self.prompt_logprobs
+        return None if scores is None else LogprobDicts(scores, self.decode_token)
+
     def output(self) -> RequestOutput:
         """What a user gets now."""
-        scores = self.prompt_logprobs
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -278,6 +283,6 @@ class Request:
             tuple(sequence.output() for sequence in self.sequences),
             self.is_finished,
             self.num_cached_tokens or 0,
-            None if scores is None else LogprobDicts(scores, self.decode_token),
+            self.prompt_logprob_dicts,
             self.metrics,
         )

@@ -117,8 +117,9 @@ class RequestStream:
             self.first_token = now
             if self.on_first_token is not None:
                 self.on_first_token(self)
-        if output is not None and output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs.tokens
+        for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs = delta.prompt_logprobs.tokens
         if self.is_streamed:
             self._deltas += deltas
             if self.params.logprobs is not None:
@@ -134,6 +135,8 @@ class RequestStream:
         """Note the finished output."""
         if self.output is None:
             self.output = replace(output, prompt=self.prompt)
+            if output.prompt_logprobs is not None:  # a prompt that is only scored has no delta
+                self.prompt_logprobs = output.prompt_logprobs.tokens
             for sample in output.outputs:
                 known = self.logprobs[sample.index]
                 if sample.logprobs is not None:
