@@ -19,8 +19,6 @@ import re
 import selectors
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +30,7 @@ from typing import Any
 import psutil
 
 from pagetile import LLM, SamplingParams
+from pagetile.testing.serve import server_process
 
 __all__ = ["Stream", "Workload", "compare", "send"]
 
@@ -182,22 +181,11 @@ def _generator(workload: Workload) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _server(workload: Workload) -> Iterator[tuple[psutil.Process, tuple[str, int]]]:
-    command = [sys.executable, "-m", "pagetile", "serve"]
-    command += [workload.model] if workload.model is not None else []
-    command += ["--port", "0", "--quiet", "--device", workload.device]
-    command += ["--max-num-seqs", str(workload.max_num_seqs)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            said = ""
-            while (found := re.search(r"http://([\d.]+):(\d+)/v1", said)) is None:
-                line = process.stderr.readline()
-                if not line:
-                    raise RuntimeError(f"the server ended: {said}")
-                said += line
-            yield psutil.Process(process.pid), (found[1], int(found[2]))
-        finally:
-            process.terminate()
+    arguments = [workload.model] if workload.model is not None else []
+    arguments += ["--quiet", "--device", workload.device]
+    arguments += ["--max-num-seqs", str(workload.max_num_seqs)]
+    with server_process(*arguments) as server:
+        yield psutil.Process(server.process.pid), server.address
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

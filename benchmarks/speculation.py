@@ -4,6 +4,7 @@
 
 - ``copy``: the output is the prompt with one token in 25 replaced. The model computes as ever, and
   then the logits of that text's tokens are raised: the shipped checkpoint is too small to copy.
+- ``rewrite``: the same with two tokens in five replaced, so that few drafts are accepted.
 - ``free``: what the model says by itself, greedily; small models soon repeat themselves.
 
 Ratios are medians over turns. That of CPU time depends less on what else the machine does.
@@ -129,9 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for speculative in (None, "ngram")
     )
     prompt = make_prompt(plain, asked.num_tokens)
-    text = prompt + edit(prompt)
-    with forced(plain, text), forced(drafted, text):
-        _print("copy", compare(plain, drafted, prompt, asked.num_tokens, asked.turns))
+    for name, share in (("copy", 0.04), ("rewrite", 0.4)):
+        text = prompt + edit(prompt, share)
+        with forced(plain, text), forced(drafted, text):
+            _print(name, compare(plain, drafted, prompt, asked.num_tokens, asked.turns))
     _print("free", compare(plain, drafted, prompt, asked.num_tokens, asked.turns))
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -311,6 +312,33 @@ def test_sampling_defaults_are_those_of_the_checkpoint(run, tmp_path):
     assert drawn != by_default
     options = ["--no-generation-config", "--max-tokens", "5"]
     assert run("generate", *model, *options)[1] == drawn
+
+
+@pytest.mark.parametrize("command", [["generate", "x", "--max-tokens", "1", "--model"], ["serve"]])
+def test_recommended_defaults_are_read_once(run, tmp_path, monkeypatch, command):
+    shutil.copytree(demo_path(), tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text('{"temperature": 0.5}')
+    num_reads, configs = 0, []
+    read_text = Path.read_text
+
+    def counted(self, *args, **options):
+        nonlocal num_reads
+        num_reads += self == path
+        return read_text(self, *args, **options)
+
+    async def serve(app, llm, **options):
+        configs.append(app.state.server.config)
+        await llm.close()
+        return 0
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    monkeypatch.setattr("pagetile.server.serve", serve)
+    code, _, err = run(*command, str(path.parent), *SMALL)
+    assert code == 0, err
+    assert num_reads == 1
+    for config in configs:
+        assert config.sampling_defaults == {"temperature": 0.5}
 
 
 def test_a_stop_string_ends_the_text(run):

@@ -13,14 +13,13 @@ import base64
 import contextlib
 import json
 import re
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pagetile
+from pagetile.testing.serve import server_process
 
 ROOT = Path(__file__).parent.parent
 STYLES = Path(pagetile.__file__).parent / "server" / "static" / "pages.css"
@@ -46,19 +45,9 @@ def record(url: str, seconds: float) -> list[Frame]:
 @contextlib.contextmanager
 def demo_server() -> Iterator[str]:
     """The URL of a server whose cache is too small for its demonstration traffic now and then."""
-    command = [sys.executable, "-m", "pagetile", "serve", "--port", "0", "--demo-traffic",
-               "--num-blocks", "144", "--max-num-seqs", "32", "--quiet"]  # fmt: skip
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if found := re.search(r"(http://\S+)/v1", line):
-                yield found[1]
-                return
-        raise SystemExit("the server ended before it had begun")
-    finally:
-        server.terminate()
-        server.wait()
+    small = ("--num-blocks", "144", "--max-num-seqs", "32")
+    with server_process("--demo-traffic", "--quiet", *small) as server:
+        yield server.url
 
 
 def draw(frames: Sequence[Frame]) -> str:

@@ -10,6 +10,7 @@
     ├── RequestError       (ValueError)           a generation request that can never be served
     ├── OverloadedError    (RuntimeError)         too many requests now; try again later
     ├── GenerationError    (RuntimeError)         a request failed while it was computed
+    │   └── NoTokenLeftError                      its own parameters forbid every token
     └── EngineDeadError    (RuntimeError)         the engine has stopped and serves nothing more
 
 Each message says what was given, what was expected and what to do about it.
@@ -46,6 +47,10 @@ class OverloadedError(PagetileError, RuntimeError):
 
 class GenerationError(PagetileError, RuntimeError):
     """A request was accepted and failed while it was computed. Others are not affected."""
+
+
+class NoTokenLeftError(GenerationError):
+    """A request's own parameters left no token to choose: sent again, it fails again."""
 
 
 class EngineDeadError(PagetileError, RuntimeError):

@@ -176,8 +176,17 @@ def test_a_prompt_is_scored_as_transformers_scores_it(llm: LLM) -> None:
         assert entry[token_id].rank == rank
         assert entry[token_id].logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
         assert set(entry) == {token_id, *expected.topk(2).indices.tolist()}
-    with pytest.raises(RequestError, match="prompt_logprobs with stream"):
-        llm.stream(PROMPTS[0], params)
+
+
+def test_a_stream_s_first_delta_has_the_prompt_s_logprobs(llm: LLM) -> None:
+    scored = replace(GREEDY, n=2, temperature=1.0, prompt_logprobs=2, max_tokens=3, seed=1)
+    params = [scored, GREEDY]
+    with_scores, _ = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    deltas = list(llm.stream(PROMPTS[:2], params))
+    assert [d.request_id for d in deltas if d.prompt_logprobs is not None] == [0]
+    [own] = [d for d in deltas if d.prompt_logprobs is not None]
+    assert own is next(d for d in deltas if d.request_id == 0)
+    assert own.prompt_logprobs == with_scores.prompt_logprobs
 
 
 def test_a_prompt_whose_scores_fail_fails_alone(llm: LLM, monkeypatch) -> None:

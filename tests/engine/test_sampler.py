@@ -12,7 +12,7 @@ from pagetile.engine import sampler
 from pagetile.engine.logprobs import compute_logprobs, read_logprobs
 from pagetile.engine.sampler import SampledToken, Sampler, SamplingInput, sample
 from pagetile.engine.sampling_params import SamplingParams
-from pagetile.errors import DTypeError, ShapeError
+from pagetile.errors import DTypeError, GenerationError, NoTokenLeftError, ShapeError
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -540,6 +540,21 @@ def test_a_broken_row_fails_alone(bad, where, options):
 def test_a_row_with_every_token_forbidden_says_so():
     token = sample(logits_of(1, 3, seed=0), [row(forbidden=[0, 1, 2])])[0]
     assert "every token is forbidden" in (token.error or "")
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "expected"),
+    [
+        (-math.inf, {"allowed_token_ids": [1]}, NoTokenLeftError),
+        (math.inf, {"repetition_penalty": 2.0}, NoTokenLeftError),
+        (-math.inf, {}, GenerationError),
+        (math.inf, {}, GenerationError),
+        (math.nan, {"allowed_token_ids": [1], "repetition_penalty": 2.0}, GenerationError),
+    ],
+)
+def test_an_error_tells_whether_the_request_or_the_model_is_to_blame(bad, options, expected):
+    [token] = sample(torch.full((1, 3), bad), [row(**options)])
+    assert token.error_type is expected
 
 
 def test_wrong_shapes_and_types_are_refused():

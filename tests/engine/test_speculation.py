@@ -119,9 +119,57 @@ def test_drafts_are_those_of_a_plain_search() -> None:
         tokens += [rng.randrange(7) for _ in range(rng.randint(1, 3))]
         if Counter(pairwise(tokens))[tokens[-2], tokens[-1]] > 16:
             continue  # more places than one look-up compares
-        assert proposer.propose(7) == search()
+        assert proposer._look_up(7) == search()
         num_found += bool(search())
     assert num_found > 100
+
+
+def lengths_of(proposer: NgramProposer, tokens: list[int], accepted: list[int]) -> list[int]:
+    """Lengths of drafts of which so many tokens are accepted, one after another."""
+    lengths = []
+    for num_accepted in accepted:
+        tokens += [1, 2]  # which came before: something is drafted
+        coming = proposer._look_up(7)
+        lengths.append(len(proposer.propose(7)))
+        tokens += coming[:num_accepted]
+        if num_accepted < len(coming):
+            tokens.append(-len(tokens))  # a token that never came
+    return lengths
+
+
+def test_drafts_follow_recent_acceptance() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
+    lengths = lengths_of(NgramProposer(tokens, 7), tokens, [0, 0, 0, 0, 0, 7, 7, 7, 3, 7])
+    assert lengths == [7, 3, 1, 0, 0, 0, 2, 5, 7, 5]
+
+
+def test_a_token_that_would_have_been_accepted_brings_drafts_back() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
+    lengths = lengths_of(NgramProposer(tokens, 1), tokens, [1, 0, 0, 1, 1])
+    assert lengths == [1, 1, 0, 0, 1]
+
+
+def test_a_draft_that_was_not_computed_says_nothing_about_length() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3
+    proposer = NgramProposer(tokens, 7)
+    for _ in range(5):
+        draft = proposer.propose(7)
+        assert len(draft) == 7
+        tokens += draft[:1]
+    assert len(proposer.propose(2)) == 2  # as many as there is room for, whatever its length
+    assert len(proposer.propose(7)) == 7
+
+
+def test_text_that_hardly_repeats_gets_short_drafts() -> None:
+    llm = LLM(num_blocks=32, dtype="float32", speculative="ngram")
+    prompt = speculation.make_prompt(llm, 100)
+    text = prompt + speculation.edit(prompt, share=0.6)
+    with speculation.forced(llm, text):
+        run = speculation.run_once(llm, prompt, 100)
+    assert list(run.token_ids) == text[100:]
+    counts = llm.engine.counts
+    assert counts.drafts > 10
+    assert counts.draft_tokens < 3 * counts.drafts
 
 
 # --- the sampler -------------------------------------------------------------------------------

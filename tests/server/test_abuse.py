@@ -18,7 +18,9 @@ import httpx2
 import pytest
 
 import pagetile
+from pagetile.errors import GenerationError, NoTokenLeftError
 from pagetile.server.config import Limits
+from pagetile.server.errors import to_api_error
 
 from .conftest import chatty, opened, serving
 from .test_chat import MESSAGES
@@ -276,6 +278,13 @@ def test_parameters_that_leave_no_token_are_a_400(http, fields):
     answer = http.post("/v1/completions", json={"prompt": "x", **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["code"] == "no_token_left"
+
+
+def test_the_words_of_an_error_do_not_decide_who_is_to_blame():
+    words = "the request's parameters leave no token: a detokenizer said so"
+    assert to_api_error(GenerationError(words)).status == 500
+    blamed = to_api_error(NoTokenLeftError("in other words"))
+    assert (blamed.status, blamed.code) == (400, "no_token_left")
 
 
 def test_a_form_that_compiles_too_slowly_is_a_400(async_llm, monkeypatch):

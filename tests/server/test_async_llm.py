@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from pagetile import SamplingParams
-from pagetile.errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+from pagetile.errors import (
+    EngineDeadError,
+    GenerationError,
+    NoTokenLeftError,
+    OverloadedError,
+    RequestError,
+)
 
 from .conftest import opened
 
@@ -84,6 +90,7 @@ def test_prompts_are_those_of_llm(async_llm):
         async for output in async_llm.generate(prompt, params):
             sample = output.outputs[0]
             assert len(sample.logprobs) == len(sample.token_ids)
+            assert len(output.prompt_logprobs) == len(ids)
         return output
 
     async def main():
@@ -99,11 +106,24 @@ def test_prompts_are_those_of_llm(async_llm):
     for output in outputs:
         assert output.prompt_token_ids == tuple(ids)
         assert output.outputs[0].token_ids == outputs[0].outputs[0].token_ids
-        assert len(output.prompt_logprobs) == len(ids)
         assert output.metrics.time_in_queue > 0
     assert outputs[1].prompt is None
     assert outputs[2].prompt == "def f"
     assert outputs[3].num_cached_tokens == 0
+
+
+def test_a_stream_s_first_delta_has_the_prompt_s_logprobs(async_llm):
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+
+    async def main():
+        return (
+            [delta async for delta in async_llm.stream("def f", params)],
+            await last(async_llm.generate("def f", params)),
+        )
+
+    (first, *others), output = asyncio.run(main())
+    assert first.prompt_logprobs == output.prompt_logprobs
+    assert [delta.prompt_logprobs for delta in others] == [None, None]
 
 
 def test_a_prompt_is_scored_as_transformers_scores_it(async_llm):
@@ -238,6 +258,21 @@ def test_a_failing_step_fails_its_own_requests_only(llm, monkeypatch):
 
     with opened(llm) as async_llm:
         assert len(asyncio.run(main(async_llm)).outputs[0].token_ids) == 12
+
+
+def test_a_request_that_leaves_no_token_raises_an_error_of_its_own(llm):
+    params = SamplingParams(allowed_token_ids=[0], min_tokens=3)  # 0 is the end of text
+
+    async def main(async_llm):
+        with pytest.raises(NoTokenLeftError, match="sample 0 failed: the request's parameters"):
+            await last(async_llm.generate("def add", params))
+        return await last(async_llm.generate("def add", GREEDY))
+
+    with opened(llm) as async_llm:
+        [sample] = asyncio.run(main(async_llm)).outputs
+    assert len(sample.token_ids) == 12
+    [failed] = llm.generate("def add", params, use_tqdm=False)[0].outputs
+    assert failed.error_type is NoTokenLeftError
 
 
 def test_a_lost_device_ends_the_engine_and_says_so(llm, monkeypatch):

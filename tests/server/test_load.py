@@ -6,12 +6,9 @@ import asyncio
 import ctypes
 import gc
 import json
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +20,7 @@ import pytest
 
 from pagetile.server import Limits, serve
 from pagetile.server.logs import log
+from pagetile.testing.serve import server_process
 
 from .conftest import chatty, opened, serving
 from .test_completions import PROMPT
@@ -323,32 +321,6 @@ def resident_bytes():
     return psutil.Process().memory_info().rss
 
 
-@pytest.fixture
-def process():
-    """Starts ``pagetile serve`` on a free port: (process, url)."""
-    started = []
-
-    def start(*args):
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, "-m", "pagetile", "serve", "--port", "0", *args]
-        server = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        started.append(server)
-        words = ""
-        while "/v1" not in words:
-            line = server.stderr.readline()
-            assert line, "the server ended before it had begun"
-            words += line
-        return server, words.split("at ")[1].split("/v1")[0], words
-
-    yield start
-    for server in started:
-        if server.poll() is None:
-            server.kill()
-        server.communicate()
-
-
 def test_what_is_loaded_is_not_looked_through_for_garbage_while_it_serves():
     class Idle:
         num_requests, death, thread = 0, None, SimpleNamespace()
@@ -373,38 +345,60 @@ def test_what_is_loaded_is_not_looked_through_for_garbage_while_it_serves():
     assert gc.get_freeze_count() == 0
 
 
-def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish(process):
-    small = ("--num-blocks", "128", "--max-num-seqs", "8")
+SMALL = ("--num-blocks", "128", "--max-num-seqs", "8")
+
+
+def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish():
     asked = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    server, url, line = process(*small)
-    assert "2,048 tokens (128 blocks of 16)" in line
     with (
-        httpx2.Client(base_url=url, timeout=60) as http,
+        server_process(*SMALL) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as http,
         http.stream("POST", "/v1/completions", json=asked) as response,
     ):
+        assert "2,048 tokens (128 blocks of 16)" in server.printed
         lines = response.iter_lines()
         next(lines)
-        server.kill()
+        server.process.kill()
         with pytest.raises(httpx2.RemoteProtocolError):
             list(lines)
 
-    server, url, _ = process(*small, "--drain-seconds", "20")
     asked["max_tokens"] = 400
     with (
-        httpx2.Client(base_url=url, timeout=60) as http,
+        server_process(*SMALL, "--drain-seconds", "20") as server,
+        httpx2.Client(base_url=server.url, timeout=60) as http,
         http.stream("POST", "/v1/completions", json=asked) as response,
     ):
-        lines = response.iter_lines()
+        lines, url = response.iter_lines(), server.url
         next(lines)
-        server.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: httpx2.get(f"{url}/ready").status_code == 503)
         assert httpx2.get(f"{url}/health").status_code == 200
         late = httpx2.post(f"{url}/v1/completions", json={"prompt": "x"})
         assert late.status_code == 503
         rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-    assert server.wait(20) == 0
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(20) == 0
+
+
+def test_a_server_process_is_read_to_its_end_and_ends_with_its_block():
+    with server_process(*SMALL, "--log-prompts") as server:
+        host, port = server.address
+        assert server.url == f"http://{host}:{port}"
+        with httpx2.Client(base_url=server.url, timeout=10) as http:
+            long = {"prompt": "x " * 1000, "max_tokens": 1}
+            for _ in range(60):  # of 2 kB in the log: together more than a pipe's 64 kB
+                assert http.post("/v1/completions", json=long).status_code == 200
+        assert server.process.poll() is None
+    assert server.process.poll() is not None
+
+
+def test_a_server_process_that_does_not_start_says_why():
+    with (
+        pytest.raises(RuntimeError, match="--log-format nonsense: expected text or json"),
+        server_process("--log-format", "nonsense"),
+    ):
+        raise AssertionError("it started")
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -158,6 +158,7 @@ def generate(
             enable_prefix_caching=not no_prefix_caching,
             speculative=speculative and speculative.value,
             num_speculative_tokens=num_speculative_tokens,
+            generation_config="vllm",  # the parameters above are given with every prompt
         )
     spoken = [[{"role": "user", "content": text}] for text in texts]
     continued = render(llm.engine.tokenizer, spoken) if chat else texts

@@ -174,7 +174,7 @@ def serve(
             enable_prefix_caching=not no_prefix_caching,
             speculative=speculative and speculative.value,
             num_speculative_tokens=num_speculative_tokens,
-            generation_config="vllm" if no_generation_config else "auto",
+            generation_config="vllm",  # every request brings its own, with these defaults
             seed=seed,
         )
 

@@ -106,11 +106,6 @@ class AsyncLLM:
         """Requests that were accepted and are not finished."""
         return len(self._streams)
 
-    @property
-    def num_free_seqs(self) -> int:
-        """Sequences that would still be accepted."""
-        return max(0, self.max_num_seqs + self.max_queued_seqs - self._num_seqs)
-
     # --- of the event loop ------------------------------------------------------------------
 
     async def generate(
@@ -148,7 +143,13 @@ class AsyncLLM:
                     for i, text in enumerate(texts)
                 )
                 yield RequestOutput(
-                    deltas[0].request_id, stream.prompt, stream.prompt_token_ids, outputs, False, 0
+                    deltas[0].request_id,
+                    stream.prompt,
+                    stream.prompt_token_ids,
+                    outputs,
+                    finished=False,
+                    num_cached_tokens=0,
+                    prompt_logprobs=self._prompt_logprobs(stream),
                 )
             yield await stream.result()
         finally:
@@ -164,7 +165,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Delta]:
         """Continue a prompt; yields text as soon as it is certain. Errors as ``generate``.
 
-        ``prompt_logprobs`` are not in deltas: see ``submit``.
+        The first delta has the ``prompt_logprobs``, if the parameters ask for them.
         """
         stream = await self.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
         try:
@@ -299,6 +300,11 @@ class AsyncLLM:
         if stream.params.logprobs is None:
             return None
         return LogprobDicts(stream.logprobs[index].copy(), self.engine.decode_token)
+
+    def _prompt_logprobs(self, stream: RequestStream) -> LogprobDicts | None:
+        if stream.params.prompt_logprobs is None:
+            return None
+        return LogprobDicts(stream.prompt_logprobs, self.engine.decode_token)
 
     def _validate(self, prompt: Any, params: SamplingParams) -> list[int]:
         return self.engine.validate(prompt, params)

@@ -153,8 +153,6 @@ class EngineThread:
                 output = self._engine.take_output(request_id)
                 if output.finished:
                     del self._admitted[request_id]
-            elif is_first and stream.params.prompt_logprobs is not None:
-                output = self._engine.take_output(request_id)
             elif not (stream.is_streamed or is_first):
                 continue  # nothing is read before the end
             batches.setdefault(stream.loop, []).append((stream, own, output, now))

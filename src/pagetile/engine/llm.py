@@ -290,17 +290,15 @@ class LLM:
     ) -> Iterator[Delta]:
         """Continue every prompt, yielding text as soon as it is certain.
 
-        The ``request_id`` of a delta is the position of its prompt. Nothing is computed before
-        the first delta is asked for.
+        The ``request_id`` of a delta is the position of its prompt. The first delta of a prompt
+        has its ``prompt_logprobs``, if its parameters ask for them. Nothing is computed before the
+        first delta is asked for.
 
         Raises:
-            RequestError: As ``generate``; or ``prompt_logprobs`` are asked for, which no delta has.
+            RequestError: As ``generate``.
         """
         with self._turn:
-            requests = self._validate(prompts, sampling_params)
-            if any(params.prompt_logprobs is not None for _, params, _, _ in requests):
-                raise RequestError("prompt_logprobs with stream: use generate, or leave them out")
-            return self._stream(requests)
+            return self._stream(self._validate(prompts, sampling_params))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that are given none.

@@ -7,6 +7,9 @@ long as they are what is sampled (``Scheduler.verify``)::
     tokens    … def add ( a , b ) …  … def add ( a          the last 4 tokens came before
     draft                                        , b ) …
     sampled                                      , c        "," is accepted, and "c" comes with it
+
+Drafts become shorter where few of their tokens are accepted, and longer again where all are: every
+drafted token costs the step time, and text that does not repeat would pay for seven of them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class NgramProposer:
 
     Args:
         token_ids: The sequence's tokens: the live list, which only grows.
-        num_tokens: The most tokens of a draft.
+        num_tokens: The most tokens of a draft, and those of the first.
 
     Example:
         >>> NgramProposer([7, 1, 2, 3, 4, 9, 2, 3], num_tokens=3).propose(3)
@@ -40,10 +43,38 @@ class NgramProposer:
         """Two tokens to the position after their latest place."""
         self._earlier = [0, 0]
         """For a position, that after the place before of the same two tokens; 0 is none."""
+        self._length = num_tokens
+        """Tokens of the next draft."""
+        self._start, self._draft = 0, list[int]()
+        """The last draft, and how many tokens there were before it."""
 
     def propose(self, most: int) -> list[int]:
         """Draft at most ``most`` tokens; none if the last two tokens never came before."""
-        tokens, most = self._token_ids, min(most, self._num_tokens)
+        self._adapt_length()
+        self._start = len(self._token_ids)
+        # At length 0 one token is looked up all the same: if it comes, there are drafts again.
+        self._draft = self._look_up(min(most, max(1, self._length)))
+        return self._draft[: self._length]
+
+    def _adapt_length(self) -> None:
+        """Let the length follow what became of the last draft, as the tokens since then tell.
+
+        All accepted: about twice as many next. Some rejected: half-way to the number accepted,
+        rounded down. A draft that was not computed, since the pool had no blocks for it, may tell
+        nothing.
+        """
+        draft, sampled = self._draft, self._token_ids[self._start :][: len(self._draft)]
+        num_accepted = 0
+        while num_accepted < len(sampled) and sampled[num_accepted] == draft[num_accepted]:
+            num_accepted += 1
+        if num_accepted < len(sampled):
+            self._length = (self._length + num_accepted) // 2
+        elif draft and num_accepted == len(draft):
+            self._length = min(self._num_tokens, self._length + num_accepted + 1)
+
+    def _look_up(self, most: int) -> list[int]:
+        """The ``most`` tokens after the latest place of the longest suffix that came before."""
+        tokens = self._token_ids
         if most < 1 or len(tokens) < 3:
             return []
         self._index_new()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .logprobs import TokenLogprobs
+from .logprobs import LogprobDicts, TokenLogprobs
 from .request import Sequence
 from .sampler import SampledToken
 
@@ -29,6 +29,8 @@ class Delta:
     """Why it failed, where ``finish_reason`` is ``"error"``."""
     logprobs: TokenLogprobs | None = None
     """The token's log-probability and the likeliest alternatives, if asked for."""
+    prompt_logprobs: LogprobDicts | None = None
+    """Those of the prompt's tokens, if asked for: in the request's first delta with a token."""
 
 
 class OutputProcessor:
@@ -46,6 +48,7 @@ class OutputProcessor:
         if token is not None:
             if token.error is not None:
                 self.write_out(sequence)
+                sequence.error_type = token.error_type
                 return _fail(sequence, token.error)
             if token.logprobs is not None:
                 logprobs = token.logprobs
@@ -58,9 +61,10 @@ class OutputProcessor:
                 sequence.stop_reason = token_id
         elif len(sequence.token_ids) >= sequence.max_len:
             reason = "length"
-        request = sequence.request
+        request, prompt_logprobs = sequence.request, None
         if request.first_token_time is None:
             request.first_token_time = time.perf_counter()
+            prompt_logprobs = request.prompt_logprob_dicts
         if reason is not None or request.makes_text_early:
             try:
                 text = self._append(sequence, token_id, is_last=reason is not None)
@@ -73,7 +77,15 @@ class OutputProcessor:
                 sequence.grammar.accept(token_id)
             except Exception as error:
                 return _fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
-        return Delta(request.request_id, sequence.index, text, token_id, reason, None, logprobs)
+        return Delta(
+            request.request_id,
+            sequence.index,
+            text,
+            token_id,
+            reason,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def write_out(self, sequence: Sequence) -> None:
         """Make what text there is of a sequence that ends here without a last token."""

@@ -25,6 +25,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..errors import GenerationError
 from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
@@ -87,6 +88,8 @@ class CompletionOutput:
     alternatives."""
     cumulative_logprob: float | None = None
     error: str | None = None
+    error_type: type[GenerationError] = GenerationError
+    """Of ``error``, where there is one: what ``AsyncLLM`` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_type: type[GenerationError] = GenerationError
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -204,6 +208,7 @@ class Sequence:
             logprobs=logprobs,
             cumulative_logprob=total,
             error=self.error,
+            error_type=self.error_type,
         )
 
 
@@ -263,9 +268,14 @@ class Request:
             self.arrival_time + _EPOCH, *(None if t is None else t + _EPOCH for t in times)
         )
 
+    @property
+    def prompt_logprob_dicts(self) -> LogprobDicts | None:
+        """``prompt_logprobs`` in the form of vLLM's ``RequestOutput``."""
+        scores = self.prompt_logprobs
+        return None if scores is None else LogprobDicts(scores, self.decode_token)
+
     def output(self) -> RequestOutput:
         """What a user gets now."""
-        scores = self.prompt_logprobs
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -273,6 +283,6 @@ class Request:
             tuple(sequence.output() for sequence in self.sequences),
             self.is_finished,
             self.num_cached_tokens or 0,
-            None if scores is None else LogprobDicts(scores, self.decode_token),
+            self.prompt_logprob_dicts,
             self.metrics,
         )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import GenerationError
 from .logprobs import TokenLogprobs
 from .output_processor import Delta
 from .request import RequestOutput
@@ -90,7 +89,8 @@ class RequestStream:
         """The finished output.
 
         Raises:
-            GenerationError: It, or one of its samples, failed while it was computed.
+            GenerationError: It, or one of its samples, failed while it was computed:
+                ``NoTokenLeftError`` where its own parameters are to blame.
             EngineDeadError: The engine has stopped.
         """
         while self.output is None and self.error is None:
@@ -100,7 +100,7 @@ class RequestStream:
         assert self.output is not None
         for sample in self.output.outputs:
             if sample.error is not None:
-                raise GenerationError(f"sample {sample.index} failed: {sample.error}")
+                raise sample.error_type(f"sample {sample.index} failed: {sample.error}")
         return self.output
 
     def close(self) -> None:
@@ -117,8 +117,9 @@ class RequestStream:
             self.first_token = now
             if self.on_first_token is not None:
                 self.on_first_token(self)
-        if output is not None and output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs.tokens
+        for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs = delta.prompt_logprobs.tokens
         if self.is_streamed:
             self._deltas += deltas
             if self.params.logprobs is not None:
@@ -134,6 +135,8 @@ class RequestStream:
         """Note the finished output."""
         if self.output is None:
             self.output = replace(output, prompt=self.prompt)
+            if output.prompt_logprobs is not None:  # a prompt that is only scored has no delta
+                self.prompt_logprobs = output.prompt_logprobs.tokens
             for sample in output.outputs:
                 known = self.logprobs[sample.index]
                 if sample.logprobs is not None:

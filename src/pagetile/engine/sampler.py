@@ -33,14 +33,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import GenerationError, NoTokenLeftError, ShapeError
 from ..shapes import bind, check_dtype
 from ..transfer import send
 from .logprobs import TokenLogprobs, compute_logprobs, descending_order, read_logprobs
 from .sampling_params import SamplingParams
 
 __all__ = [
-    "NO_TOKEN",
     "Feature",
     "SampledToken",
     "SampledTokens",
@@ -49,9 +48,6 @@ __all__ = [
     "find_features",
     "sample",
 ]
-
-NO_TOKEN = "the request's parameters leave no token"
-"""How the error of a token begins for which the request itself is to blame, not the model."""
 
 ONE = 2**40  # units of the likeliest token: 2**23 tokens still sum below 2**63
 DIGIT_BITS = 11  # three digits cover the 32 bits of a float's order
@@ -106,6 +102,7 @@ class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None  # if params.logprobs is not None
     error: str | None = None  # why the row has no token; token_id is 0 then
+    error_type: type[GenerationError] = GenerationError  # of that error, raised or not
 
 
 class SampledTokens(NamedTuple):
@@ -333,7 +330,8 @@ class Sampler:
             for i, top in enumerate(best.tolist()):
                 if not math.isfinite(top):
                     params = self._inputs[host_rows[i]].params
-                    others[i] = SampledToken(0, error=_why_no_token(params, top))
+                    message, error_type = _why_no_token(params, top)
+                    others[i] = SampledToken(0, error=message, error_type=error_type)
         return SampledTokens(ids, others)
 
     def _move_tails(self, tokens: Tensor, host_rows: Sequence[int]) -> None:
@@ -658,20 +656,29 @@ def _is_kept(logits: Tensor, amounts: Tensor, need: Tensor) -> Tensor:
     return order <= edge.int()
 
 
-def _why_no_token(params: SamplingParams, best: float) -> str:
-    """Whether the request's own parameters or the model are to blame for ``best``."""
+def _why_no_token(params: SamplingParams, best: float) -> tuple[str, type[GenerationError]]:
+    """The error of a row whose largest logit ``best`` is not finite, and the error's type.
+
+    It is ``NoTokenLeftError`` where the request's own parameters are to blame.
+    """
     restricts = params.structured_outputs or params.allowed_token_ids or params.bad_words
     if best == -math.inf and restricts:
-        return (
-            f"{NO_TOKEN}: structured_outputs, allowed_token_ids, bad_words and min_tokens "
-            "together forbid every token"
+        message = (
+            "the request's parameters leave no token: structured_outputs, allowed_token_ids, "
+            "bad_words and min_tokens together forbid every token"
         )
+        return message, NoTokenLeftError
     if best == math.inf and params.repetition_penalty != 1.0:
-        return f"{NO_TOKEN}: repetition_penalty={params.repetition_penalty} makes logits infinite"
-    return (
+        message = (
+            f"the request's parameters leave no token: "
+            f"repetition_penalty={params.repetition_penalty} makes logits infinite"
+        )
+        return message, NoTokenLeftError
+    message = (
         f"the largest logit is {best}, expected a finite one: -inf means that every token is "
         "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
     )
+    return message, GenerationError
 
 
 def _pack_bits(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[Any]:

@@ -11,8 +11,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from ..engine.sampler import NO_TOKEN
-from ..errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+from ..errors import (
+    EngineDeadError,
+    GenerationError,
+    NoTokenLeftError,
+    OverloadedError,
+    RequestError,
+)
 from .logs import log
 
 __all__ = ["ApiError", "ErrorBody", "add_handlers", "error_body", "from_validation", "to_api_error"]
@@ -89,7 +94,7 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
-    if isinstance(error, GenerationError) and NO_TOKEN in str(error):
+    if isinstance(error, NoTokenLeftError):
         return ApiError(400, str(error), code="no_token_left")
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
