@@ -14,7 +14,7 @@ from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
 from benchmarks.document import fill
 from benchmarks.engine import EngineCase
-from benchmarks.gate import check_kernel
+from benchmarks.gate import check_calls, check_kernel
 from benchmarks.generators import QWEN3
 from benchmarks.gpu_attention import GpuDecodeCase, GpuPrefillCase
 from benchmarks.gpu_inputs import Shape
@@ -305,6 +305,48 @@ def test_the_reference_in_place_of_a_kernel_fails_the_gate():
             "attention_scores", lambda impl=impl: attention_scores(q, q, impl=impl)
         )
         assert (check.what, check.passed) == (f"the timed call runs {impl}", passed)
+
+
+@pytest.fixture
+def check_attentions():
+    """The gate of a model's step that calls window attention twice, on a CPU."""
+    from pagetile.integrations.swin import attend
+    from pagetile.ops.window_attention import operator
+
+    q = torch.randn(3, 2, 9, 8, requires_grad=True)
+
+    def check(step=lambda: [attend.window_attention(q, q, q) for _ in range(2)]):
+        return check_calls("attentions", step, attend, "window_attention", operator, at_least=2)
+
+    return check
+
+
+def test_the_implementation_inside_a_models_step_is_named_and_verified(check_attentions):
+    check = check_attentions()
+    assert (check.what, check.passed) == ("attentions of the timed step run cpu (2)", True)
+    check = check_attentions(lambda: None)
+    assert (check.what, check.passed) == ("attentions of the timed step run nothing", False)
+
+
+def test_the_reference_inside_a_models_step_fails_the_gate(check_attentions, monkeypatch):
+    from pagetile.ops.window_attention import operator
+
+    monkeypatch.setattr(operator, "IMPLEMENTATIONS", ("reference",))
+    check = check_attentions()
+    assert (check.what, check.passed) == ("attentions of the timed step run reference (2)", False)
+
+
+def test_other_bits_than_the_named_implementations_fail_the_gate(check_attentions, monkeypatch):
+    from pagetile.integrations.swin import attend
+
+    right = attend.window_attention
+
+    def wrong(*arguments, impl="auto"):
+        out, lse = right(*arguments, impl=impl)
+        return AttentionOutput(out * (1 + 1e-6) if impl == "auto" else out, lse)
+
+    monkeypatch.setattr(attend, "window_attention", wrong)
+    assert not check_attentions().passed
 
 
 def test_a_visible_tile_that_is_left_out_fails_the_gate(monkeypatch):
