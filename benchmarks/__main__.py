@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from .records import (
     Change,
     RecordSpec,
     find_changes,
+    find_changes_in_prose,
     find_loaded,
     find_machine,
     is_of_another_device,
@@ -34,6 +36,12 @@ from .sweep_shapes import CLASSES as SWEPT
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))]
+QUOTING_PAGES = [
+    *PAGES,
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(page for name in ("guides", "learn") for page in sorted((ROOT / "docs" / name).glob("*.md"))),
+]
+"""All pages whose sentences may quote a record."""
 
 app = typer.Typer(
     help="Benchmarks: correctness first, every figure beside its peers.",
@@ -141,7 +149,7 @@ def all_records(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fitting, left = plan(device, 60 * minutes)
     missing = [f"{machine}{spec.ending}: no time for its {spec.seconds:.0f} s" for spec in left]
-    changes: list[Change] = []
+    changes: list[Change | str] = []
     loaded: list[str] = []
     with Progress(console=console) as progress:
         task = progress.add_task("", total=sum(spec.seconds for spec in fitting))
@@ -149,13 +157,15 @@ def all_records(
             name = f"{machine}{spec.ending}"
             progress.update(task, description=name)
             old, new = RESULTS / f"{name}.json", folder / f"{name}.json"
-            before = report.load(old) if old.exists() and not spec.script else None
+            before = report.load(old) if old.exists() else None
             missing += _renew(spec, new, budget, repeats, circumstances)
             progress.advance(task, spec.seconds)
-            if new.exists() and not spec.script:
+            if new.exists():
                 loaded += find_loaded(report.load(new))
             if new.exists() and before is not None:
-                changes += find_changes(PAGES, name, before, report.load(new))
+                after = report.load(new)
+                changes += find_changes(PAGES, name, before, after)
+                changes += find_changes_in_prose(QUOTING_PAGES, name, before, after)
     lines = [f"missing: {line}" for line in missing] + [f"changed: {c}" for c in changes]
     for line in lines + [f"loaded: {line}" for line in loaded]:
         console.print(line, markup=False)
@@ -172,14 +182,14 @@ def _renew(
     circumstances: dict[str, Any],
 ) -> list[str]:
     """Make one record; return what of it is missing, and why."""
+    if is_of_another_device(path):
+        return [f"{path.stem}: the record is of another machine"]
     if spec.script:
         try:
-            run_script(spec, path, budget.left)
+            run_script(spec, path, budget.left, circumstances)
         except RuntimeError as reason:
             return [f"{path.stem}: {reason}"]
         return []
-    if is_of_another_device(path):
-        return [f"{path.stem}: the record is of another machine"]
     if report.is_of_another_machine(path):
         path.unlink()  # of another host: all of it is made anew
     found = spec.find(find_cases([]))
@@ -230,8 +240,8 @@ def compare(
 def document(
     pages: Annotated[list[Path] | None, typer.Argument(exists=True, dir_okay=False)] = None,
 ) -> None:
-    """Generate the tables of the README and of docs/performance from the records."""
-    for page in pages or PAGES:
+    """Generate tables, and figures in sentences, from the records."""
+    for page in pages or QUOTING_PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 
 
@@ -290,11 +300,18 @@ def compare_http(
         str | None, typer.Option(help="A checkpoint; without it, the shipped one.")
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, as records keep it.")
+    ] = False,
 ) -> None:
     """Compare streams over HTTP with LLM.generate on the same prompts, in turns."""
     from .http import Workload, compare
 
-    found = compare(Workload(streams, prompt, new, model, device), turns, seconds)
+    workload = Workload(streams, prompt, new, model, device)
+    found = compare(workload, turns, seconds)
+    if as_json:
+        print(json.dumps({"what": "streams", "about": workload.about, **found}))
+        return
     for name, value in found.items():
         console.print(f"{name:36} {value if isinstance(value, list) else f'{value:,.4g}'}")
 

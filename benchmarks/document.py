@@ -6,22 +6,102 @@ the times of contestants::
 
     <!-- table: h200-decode gpu-decode- | GB/s | share of read bandwidth | time: sdpa cudnn -->
     <!-- end -->
+
+The last column may be ``until recorded: COMMAND``, which is named in the table's place as long as
+the record does not exist.
+
+A figure in a sentence stands between two comments as well. The first names the record, the cases, a
+column (or one ``over`` or ``less`` another) and how to write it::
+
+    <!-- figure: h200-windows windows- | x best peer | 2 digits -->2.1 to 6.7<!-- /figure -->
+
+It is the range over the cases, or with ``least`` or ``most`` its end; ``%`` and ``µs`` are units.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .machine import PEERS, is_clean
 from .report import days, load
 
-__all__ = ["fill", "is_wanted", "tables", "value_of"]
+__all__ = ["Figure", "fill", "find_figures", "is_wanted", "tables", "value_of"]
 
 _TABLE = re.compile(r"(<!-- table: (\S+) (\S+) \|(.*?)-->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(
+    r"(<!-- figure: (\S+) (\S+) \| ([^|>]+?) \| (.+?) -->)(.*?)(<!-- /figure -->)", re.DOTALL
+)
+_STYLE = re.compile(r"(?:(\d+) digits ?)?(%|µs)?")
+_FACTORS = {None: 1.0, "%": 1e2, "µs": 1e6}
 _TIME = "time: "
+_UNTIL = "until recorded: "
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure in a sentence: of which record and cases, what, and how it is written."""
+
+    record: str
+    beginning: str
+    column: str
+    """A column, or one ``over`` or ``less`` another."""
+    style: str
+    """``[least|most] [N digits] [%|µs]``; without digits, an integer."""
+
+    def of(self, result: dict[str, Any]) -> str:
+        """Its text by a record.
+
+        Raises:
+            ValueError: The record has none of the cases, or one that no commit describes.
+        """
+        cases = _wanted_cases(result, self.record, self.beginning)
+        values = [value for case in cases if (value := self._value(case)) is not None]
+        if not values:
+            raise ValueError(f"{self.record} has no {self.column!r} of {self.beginning}")
+        end, space, style = self.style.partition(" ")
+        if space and end == "least":
+            return _in_style([min(values)], style, math.floor)
+        if space and end == "most":
+            return _in_style([max(values)], style, math.ceil)
+        return _in_style([min(values), max(values)], self.style, round)
+
+    def _value(self, case: dict[str, Any]) -> float | None:
+        for word in (" over ", " less "):
+            one, found, other = self.column.partition(word)
+            if found:
+                a, b = value_of(case, one), value_of(case, other)
+                if a is None or b is None:
+                    return None
+                return a / b if word == " over " else a - b
+        return value_of(case, self.column)
+
+
+def find_figures(page: str) -> list[Figure]:
+    """The figures in a page's sentences."""
+    return [Figure(*match.groups()[1:5]) for match in _FIGURE.finditer(page)]
+
+
+def _in_style(values: list[float], style: str, to_integer: Any) -> str:
+    """Numbers of a range as ``2.1 to 6.7``, with a unit after the last."""
+    parts = _STYLE.fullmatch(style)
+    if parts is None:
+        raise ValueError(f"a figure is written as {style!r}, expected 'N digits', '%' or 'µs'")
+    digits, unit = parts.groups()
+
+    def write(value: float) -> str:
+        value *= _FACTORS[unit]
+        size = math.floor(math.log10(abs(value) or 1.0))
+        places = 0 if digits is None else int(digits) - 1 - size
+        number = to_integer(round(value * 10.0**places, 9)) / 10.0**places
+        text = f"{number:,.{max(0, places)}f}"
+        return text.replace(",", " " if number >= 1e4 else "")
+
+    return " to ".join(dict.fromkeys(map(write, values))) + f" {unit or ''}".rstrip()
 
 
 def fill(page: str, results: Path) -> str:
@@ -31,19 +111,33 @@ def fill(page: str, results: Path) -> str:
         FileNotFoundError: A table is of a record that is not there.
         ValueError: A record has none of a table's cases, or one that no commit describes.
     """
-    return _TABLE.sub(lambda match: _table(match, results), page)
+    page = _TABLE.sub(lambda match: _table(match, results), page)
+    return _FIGURE.sub(lambda match: _figure(match, results), page)
 
 
-def _table(match: re.Match[str], results: Path) -> str:
-    head, record, beginning, columns, end = match.groups()
-    result = load(results / f"{record}.json")
+def _figure(match: re.Match[str], results: Path) -> str:
+    figure = Figure(*match.groups()[1:5])
+    return f"{match[1]}{figure.of(load(results / f'{figure.record}.json'))}{match[7]}"
+
+
+def _wanted_cases(result: dict[str, Any], record: str, beginning: str) -> list[dict[str, Any]]:
     cases = [case for case in result["cases"] if is_wanted(case["name"], beginning)]
     if not cases:
         raise ValueError(f"{record} has no case whose name begins with {beginning}")
     changed = [case["name"] for case in cases if not is_clean(case["commit"])]
     if changed:
         raise ValueError(f"{record}: {', '.join(changed)} ran on code that is in no commit")
-    names = [name.strip() for name in columns.split("|")]
+    return cases
+
+
+def _table(match: re.Match[str], results: Path) -> str:
+    head, record, beginning, columns, end = match.groups()
+    path, names = results / f"{record}.json", _names(columns)
+    command = columns.rpartition(_UNTIL)[2].strip() if _UNTIL in columns else None
+    if command and not path.exists():
+        return f"{head}\nNot recorded yet: `{command}` prints it.\n\n{end}"
+    result = load(path)
+    cases = _wanted_cases(result, record, beginning)
     lines = [["case", *(name.removeprefix(_TIME) for name in names)]]
     lines.append(["---", *["---:"] * len(names)])
     shared = _shared_parts([case["about"] for case in cases])
@@ -84,7 +178,10 @@ def _caption(machine: dict[str, Any], cases: list[dict[str, Any]], shared: list[
         found = {case["versions"][name]: None for case in cases if case["versions"].get(name)}
         used += [f"{name} {' and '.join(found)}"] if found else []
     commits = sorted({case["commit"].split()[0][:7] for case in cases if case.get("commit")})
-    counts = sorted({time["repeats"] for case in cases for time in case["times"].values()})
+    counts = sorted(
+        {time["repeats"] for case in cases for time in case["times"].values()}
+        | {len(found) for case in cases for found in case.get("repeats", {}).values()}
+    )
     repeats = f", {'–'.join(map(str, dict.fromkeys(counts[:: len(counts) - 1 or 1])))} repeats"
     used += [days(cases), f"commit {' and '.join(commits)}"]
     caption = f"{where}, {', '.join(used)}{repeats if counts else ''}."
@@ -126,7 +223,12 @@ def value_of(case: dict[str, Any], column: str) -> float | None:
 def tables(page: str) -> list[tuple[str, str, list[str]]]:
     """The tables of a page: record, beginning of the cases' names, columns."""
     found = _TABLE.finditer(page)
-    return [(m[2], m[3], [name.strip() for name in m[4].split("|")]) for m in found]
+    return [(m[2], m[3], _names(m[4])) for m in found]
+
+
+def _names(columns: str) -> list[str]:
+    names = [name.strip() for name in columns.split("|")]
+    return [name for name in names if not name.startswith(_UNTIL)]
 
 
 def _cell(case: dict[str, Any], name: str) -> str:
@@ -136,6 +238,7 @@ def _cell(case: dict[str, Any], name: str) -> str:
     if name.startswith(_TIME):
         return _time(value)
     text = f"{value:.0%}" if name.startswith("share") else f"{value:.4g}"
+    text = f"{value:,.0f}".replace(",", " ") if value >= 1e4 else text
     targets = {target["metric"]: target for target in case["targets"]}
     return text if name not in targets or not targets[name]["reached"] else f"**{text}**"
 

@@ -46,6 +46,13 @@ class Workload:
     device: str = "cpu"
 
     @property
+    def about(self) -> str:
+        """The problem in one line."""
+        lengths = f"prompts of {self.num_prompt} tokens, {self.num_new} new each"
+        model = self.model or "shipped checkpoint"
+        return f"{self.num_streams} streams, {lengths}, greedy, {model}, {self.device}"
+
+    @property
     def num_tokens(self) -> int:
         """New tokens of a turn."""
         return self.num_streams * self.num_new
@@ -227,9 +234,11 @@ def compare(workload: Workload, turns: int = 5, seconds: float = 10.0) -> dict[s
         rate = statistics.median(workload.num_tokens / s for _, s in rates)
         found = {
             "tokens/s, LLM.generate": statistics.median(rate for rate, _ in rates),
+            "tokens/s, LLM.generate, each turn": [round(rate, 1) for rate, _ in rates],
             "tokens/s, HTTP": rate,
+            "tokens/s, HTTP, each turn": [round(workload.num_tokens / s, 1) for _, s in rates],
             "share of LLM.generate": statistics.median(shares),
-            "share, each turn": [round(share, 3) for share in shares],
+            "share of LLM.generate, each turn": [round(share, 3) for share in shares],
             "server's CPU us a token": 1e6 * statistics.median(overheads),
             "server's CPU us a token, each turn": [round(1e6 * o, 1) for o in overheads],
             "client's CPU us a token": 1e6 * own_cpu / workload.num_tokens,

@@ -83,7 +83,9 @@ def _cpu_seconds_of_others() -> float:
     idle = total.idle + getattr(total, "iowait", 0.0)
     # Guests are counted as users already.
     guests = getattr(total, "guest", 0.0) + getattr(total, "guest_nice", 0.0)
-    return float(sum(total) - idle - guests - own.user - own.system)
+    # Processes that this one started and that have ended, as a benchmark's server, are its own.
+    children = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
+    return float(sum(total) - idle - guests - own.user - own.system - children)
 
 
 def read_all(device: str = "cpu", num_bytes: int = READ_BYTES) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -14,14 +15,15 @@ from typing import Any
 
 from . import report
 from .case import Case
-from .document import is_wanted, tables, value_of
-from .machine import describe, describe_run
+from .document import find_figures, is_wanted, tables, value_of
+from .machine import BackgroundLoad, describe
 
 __all__ = [
     "RECORDS",
     "Change",
     "RecordSpec",
     "find_changes",
+    "find_changes_in_prose",
     "find_loaded",
     "find_machine",
     "is_of_another_device",
@@ -68,7 +70,12 @@ RECORDS = (
     RecordSpec("-prefill", "cuda", 180, ("gpu-prefill-",), ("gpu-prefill-blocks-",)),
     RecordSpec("-windows", "cuda", 240, ("windows-",), ("windows-all",)),
     RecordSpec("-tiles", "cuda", 110, ("gpu-tiled-",)),
-    RecordSpec("-workload-n", "cuda", 110, script=("benchmarks.workload_n", "n", "small", "host")),
+    RecordSpec(
+        "-workload-n", "cuda", 180,
+        script=(
+            "benchmarks.workload_n", "n", "small", "host", "n4", "stop", "logprobs", "chats", "fp8",
+        ),
+    ),
     RecordSpec("-cache-ops", "cuda", 60, ("write-kv-", "copy-blocks-")),
     RecordSpec("-swin", "cuda", 90, ("swin-unetr-",)),
     RecordSpec("-prefill-blocks", "cuda", 50, ("gpu-prefill-blocks-",)),
@@ -81,7 +88,9 @@ RECORDS = (
     RecordSpec("-tiles", "cpu", 60, ("tiled-", "scores-")),
     RecordSpec("-windows", "cpu", 180, ("windows-cpu-",)),
     RecordSpec("-engine", "cpu", 300, ("engine-",)),
-)
+    RecordSpec("-speculation", "cpu", 60, script=("benchmarks.speculation",)),
+    RecordSpec("-http", "cpu", 120, script=("benchmarks", "http", "--json")),
+)  # fmt: skip
 
 
 def plan(
@@ -129,13 +138,19 @@ def is_of_another_device(path: Path) -> bool:
     return any(old.get(name) != here.get(name) for name in names)
 
 
-def run_script(spec: RecordSpec, path: Path, timeout: float) -> None:
-    """Run a record's script and write the JSON objects that it prints.
+def run_script(spec: RecordSpec, path: Path, timeout: float, run: dict[str, Any]) -> None:
+    """Run a record's script and write the JSON objects that it prints as cases.
+
+    Args:
+        spec: The record.
+        path: Of its file.
+        timeout: In seconds.
+        run: ``describe_run``'s.
 
     Raises:
         RuntimeError: It failed, or took longer than ``timeout`` seconds.
     """
-    command = ["-m", *spec.script]
+    command, background = ["-m", *spec.script], BackgroundLoad()
     try:
         done = subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT
@@ -145,8 +160,10 @@ def run_script(spec: RecordSpec, path: Path, timeout: float) -> None:
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["it printed nothing"])[-1])
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    head = {"machine": describe(), "command": " ".join(["python", *command]), **describe_run()}
-    report.save(path, {**head, "lines": lines})
+    others, beginning = background.share, spec.ending.strip("-")
+    cases = [report.record_line(line, beginning, others, run) for line in lines]
+    head = {"machine": describe(), "command": " ".join(["python", *command])}
+    report.save(path, {**head, "cases": cases})
 
 
 @dataclass(frozen=True)
@@ -184,12 +201,32 @@ def find_changes(
             if name != record:
                 continue
             for case in (c for c in olds if is_wanted(c, beginning) and c in news):
-                noise = max(MOST_NOISE, _spread(olds[case]), _spread(news[case]))
                 for column in columns:
+                    spreads = (_spread(each[case], column) for each in (olds, news))
+                    noise = max(MOST_NOISE, *spreads)
                     old, new = value_of(olds[case], column), value_of(news[case], column)
                     if old is None or new is None or abs(new - old) <= noise * abs(old):
                         continue
                     found.append(Change(page.name, case, column, old, new, noise))
+    return found
+
+
+def find_changes_in_prose(
+    pages: Iterable[Path], record: str, before: dict[str, Any], after: dict[str, Any]
+) -> list[str]:
+    """Figures of a record in the pages' sentences that it no longer gives."""
+    found = []
+    for page in pages:
+        for figure in find_figures(page.read_text(encoding="utf-8")):
+            if figure.record != record:
+                continue
+            try:
+                texts = [figure.of(result) for result in (before, after)]
+            except ValueError as reason:
+                found.append(f"{page.name}: {reason}")
+                continue
+            if texts[0] != texts[1]:
+                found.append(f"{page.name}, in a sentence: {texts[0]} to {texts[1]}")
     return found
 
 
@@ -202,7 +239,11 @@ def find_loaded(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _spread(case: dict[str, Any]) -> float:
+def _spread(case: dict[str, Any], column: str) -> float:
+    """Of pagetile's times, or of a script's repeats of the column, as a part of the median."""
+    repeats = case.get("repeats", {}).get(column)
+    if repeats:
+        return float((max(repeats) - min(repeats)) / abs(statistics.median(repeats)))
     times = case["times"].get("pagetile")
     return 0.0 if times is None else float((times["p90"] - times["p10"]) / times["median"])
 

@@ -13,10 +13,11 @@ from rich.table import Table
 
 from pagetile.analysis.timing import Times
 
-from .case import Case, Check, Measurement
+from .case import Case, Check, Measurement, Target
 from .machine import describe
 
 __all__ = [
+    "REPEATS",
     "compare",
     "days",
     "is_of_another_machine",
@@ -25,9 +26,13 @@ __all__ = [
     "print_checks",
     "print_measurement",
     "record",
+    "record_line",
     "save",
     "write",
 ]
+
+REPEATS = ", each turn"
+"""Ends the name of a list with all repeats of a metric, in what a script prints."""
 
 Record = dict[str, Any]
 _NUMBERS = re.compile(r"\[\s+([-\d.e+,\s]+?)\s+\]")
@@ -89,6 +94,34 @@ def record(
         "targets": [
             {**target._asdict(), "reached": target.is_reached(measurement.metrics)}
             for target in case.targets
+        ],
+    }
+
+
+def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Record) -> Record:
+    """A JSON object that a script printed, as a case of a record.
+
+    ``what`` names it, ``about`` describes it, ``targets`` are ``[metric, bound, sign]``. Of the
+    rest, numbers are metrics, and a list of numbers has a metric's repeats, by the metric's name
+    and ``REPEATS``.
+    """
+    metrics = {name: value for name, value in line.items() if isinstance(value, (int, float))}
+    repeats = {
+        name.removesuffix(REPEATS): value for name, value in line.items() if name.endswith(REPEATS)
+    }
+    targets = [Target(*target) for target in line.get("targets", ())]
+    return {
+        "name": f"{beginning}-{re.sub('[^a-z0-9]+', '-', line['what'].lower()).strip('-')}",
+        "about": line.get("about", line["what"]),
+        **run,
+        "share_of_other_processes": others,
+        "checks": [{"what": what, "passed": True, "detail": ""} for what in line.get("checks", ())],
+        "times": {},
+        "absent": {},
+        "metrics": metrics,
+        "repeats": repeats,
+        "targets": [
+            {**target._asdict(), "reached": target.is_reached(metrics)} for target in targets
         ],
     }
 

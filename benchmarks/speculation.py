@@ -28,7 +28,14 @@ import torch
 from pagetile import LLM, SamplingParams
 from pagetile.models.forward_batch import ForwardBatch
 
+from .report import REPEATS
+
 __all__ = ["Run", "compare", "edit", "forced", "make_prompt", "run_once"]
+
+
+COPY = "the prompt again, one token in 25 replaced"
+REWRITE = "the prompt again, two tokens in five replaced"
+FREE = "what the model says"
 
 
 class Run(NamedTuple):
@@ -103,18 +110,24 @@ def compare(
     without, with_drafts = zip(*runs[1:], strict=True)
     counts = drafted.engine.counts
 
-    def ratio(field: str) -> float:
-        ratios: list[float] = [getattr(a, field) / getattr(b, field) for a, b in runs[1:]]
-        return statistics.median(ratios)
+    def both(name: str, repeats: list[float]) -> dict[str, Any]:
+        return {
+            name: statistics.median(repeats),
+            name + REPEATS: [float(f"{repeat:.4g}") for repeat in repeats],
+        }
+
+    def ratios(field: str) -> list[float]:
+        return [getattr(a, field) / getattr(b, field) for a, b in runs[1:]]
 
     return {
+        "checks": ["drafts do not change the tokens"],
         "tokens": max_tokens,
         "steps": with_drafts[0].num_steps,
         "accepted": counts.accepted_tokens / max(counts.draft_tokens, 1),
-        "tokens/s without": max_tokens / statistics.median(run.seconds for run in without),
-        "tokens/s": max_tokens / statistics.median(run.seconds for run in with_drafts),
-        "x": ratio("seconds"),
-        "x CPU time": ratio("cpu_seconds"),
+        **both("tokens/s without", [max_tokens / run.seconds for run in without]),
+        **both("tokens/s", [max_tokens / run.seconds for run in with_drafts]),
+        **both("x", ratios("seconds")),
+        **both("x CPU time", ratios("cpu_seconds")),
     }
 
 
@@ -130,15 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for speculative in (None, "ngram")
     )
     prompt = make_prompt(plain, asked.num_tokens)
-    for name, share in (("copy", 0.04), ("rewrite", 0.4)):
+    for name, about, share in (("copy", COPY, 0.04), ("rewrite", REWRITE, 0.4)):
         text = prompt + edit(prompt, share)
         with forced(plain, text), forced(drafted, text):
-            _print(name, compare(plain, drafted, prompt, asked.num_tokens, asked.turns))
-    _print("free", compare(plain, drafted, prompt, asked.num_tokens, asked.turns))
+            _print(name, about, compare(plain, drafted, prompt, asked.num_tokens, asked.turns))
+    _print("free", FREE, compare(plain, drafted, prompt, asked.num_tokens, asked.turns))
 
 
-def _print(name: str, found: dict[str, Any]) -> None:
-    print(json.dumps({"what": name, **found}), flush=True)
+def _print(name: str, about: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"what": name, "about": about, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from pagetile.analysis.timing import EventClock, Times, ratio, take_turns
+from pagetile.fused.instance_norm import api as norm_api
 from pagetile.integrations import swin
+from pagetile.integrations.swin import attend
+from pagetile.ops.window_attention import operator as window_operator
 
 from .case import Check, Measurement, Target
+from .gate import check_calls
 
 __all__ = ["SwinUnetrCase"]
 
 MONAI, PAGETILE = "MONAI", "pagetile"
 GRAPHED = ", graphed"  # suffix of a contestant's name
 WARMUP, REPEATS = 4, 20
+NUM_ATTENTIONS, NUM_NORMS = 8, 20  # calls of a step: ten residual blocks have two norms each
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class SwinUnetrCase:
 
         The encoder has all attentions, and the first two residual blocks all kinds of norms; ten
         blocks after one another would amplify rounding too much. In the timed type, MONAI's own
-        distance from float32 is the yardstick.
+        distance from float32 is the yardstick. The implementations that "auto" chooses in the timed
+        step are named, and its calls have the bits of calls that name them.
         """
         models, x = self._models(), self._input()
         checks = []
@@ -72,7 +78,23 @@ class SwinUnetrCase:
                     gap = _distance(results(models[PAGETILE], x, dtype), exact)
                     detail = f"relative distance {gap:.1e}, allowed {allowed:.1e}"
                     checks.append(Check(f"{what}, {dtype}", gap <= allowed, detail))
-        return checks
+        return [*checks, *self._check_implementations(models[PAGETILE], x)]
+
+    def _check_implementations(self, model: nn.Module, x: Tensor) -> list[Check]:
+        """Name and verify what the timed step runs; norms have no kernel on a CPU."""
+        from pagetile.integrations.swin.frameworks import monai_blocks
+
+        step = partial(_step, model, x, self.dtype)
+        return [
+            check_calls(
+                "attentions", step, attend, "window_attention", window_operator,
+                at_least=NUM_ATTENTIONS,
+            ),
+            check_calls(
+                "norms", step, monai_blocks, "instance_norm", norm_api,
+                at_least=NUM_NORMS, may_be_reference=self.device == "cpu",
+            ),
+        ]  # fmt: skip
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time the models in turns, then measure each one's peak with the other on the CPU."""
@@ -116,7 +138,7 @@ class SwinUnetrCase:
         ).to(self.device)
         patched = copy.deepcopy(model)
         report = swin.patch(patched)
-        assert len(report.attentions) == 8, report
+        assert len(report.attentions) == NUM_ATTENTIONS, report
         return {MONAI: model, PAGETILE: patched}
 
     def _input(self) -> Tensor:
@@ -126,7 +148,7 @@ class SwinUnetrCase:
 def _step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Forward under autocast and backward; gradients start from None."""
     model.zero_grad(set_to_none=True)
-    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         out: Tensor = model(x)
     loss = out.float().square().mean()
     # float16 would lose small gradients, so the loss is scaled, as in training.

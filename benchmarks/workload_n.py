@@ -7,17 +7,22 @@ of Qwen3-0.6B's sizes with random weights.
 ``chats`` and ``long`` are two more workloads, whose requests arrive one after the other: many short
 chats, of which a third share one of a few system prompts; and a few prompts of tens of thousands of
 tokens beside short chats.
+
+``n4``, ``stop``, ``logprobs``, ``top_p``, ``penalty`` and ``fp8`` are N with one change. Each
+prints its tokens/s and their share of N's, measured before in the same process. ``fp8`` needs an
+engine of its own, which is loaded last, once the first one is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +30,36 @@ import torch
 from pagetile import LLM, SamplingParams
 
 from .generators import QWEN3
+from .report import REPEATS
 
 __all__ = [
+    "VARIANTS",
     "Arrival",
     "Requests",
     "draw_chats",
     "draw_long",
     "draw_n",
     "generate",
+    "make_tokenizer",
+    "run_parts",
     "serve",
     "time_per_token",
 ]
 
 Requests = list[tuple[list[int], int]]
 """Prompts as token ids, and how many new tokens each gets."""
+
+NEVER = "never said"
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "n4": ("N's first quarter of prompts, n=4", {"n": 4}),
+    "stop": ("N with a stop string, so with text", {"stop": [NEVER], "detokenize": True}),
+    "logprobs": ("N with log-probabilities", {"logprobs": 1}),
+    "top_p": ("N with top_p=0.9", {"top_p": 0.9}),
+    "penalty": ("N with presence_penalty=0.5", {"presence_penalty": 0.5}),
+}
+"""N with other sampling parameters: in words, and the parameters."""
+FP8 = {"kv_cache_dtype": "fp8"}
+NUM_RUNS = 2  # of N and of each variant: the first may compile
 
 
 def draw_n(num_prompts: int = 256, vocab_size: int = 10000) -> Requests:
@@ -169,11 +190,39 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 def generate(llm: LLM, requests: Requests, **options: Any) -> float:
     """Seconds that an engine takes for all requests."""
-    options = {"temperature": 0.6, "ignore_eos": True, **options}
+    options = {"temperature": 0.6, "ignore_eos": True, "detokenize": False, **options}
     params = [SamplingParams(max_tokens=n, **options) for _, n in requests]
     start = time.perf_counter()
     llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
     return time.perf_counter() - start
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer with a word for every token id: stop strings are searched for in text."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def time_n(llm: LLM, requests: Requests, **options: Any) -> dict[str, Any]:
+    """Tokens a second of each run of the requests, nothing cached; the last run counts.
+
+    The first one may compile, and is no repeat of the others.
+    """
+    total = options.get("n", 1) * sum(n for _, n in requests)
+    rates = []
+    for _ in range(NUM_RUNS):
+        llm.reset_prefix_cache()  # or a run would find the prompts of the one before
+        rates.append(total / generate(llm, requests, **options))
+    return {
+        "tokens": total,
+        "tokens/s": rates[-1],
+        "tokens/s, first run": rates[0],
+        "tokens/s" + REPEATS: rates[1:],
+    }
 
 
 def time_per_token(llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int = 256) -> float:
@@ -255,56 +304,80 @@ def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
     }
 
 
+def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests) -> None:
+    """Run parts and print one JSON object a line.
+
+    Args:
+        parts: What is run.
+        load: Makes an engine, given options of ``LLM`` besides its own.
+        requests: Those of N.
+    """
+    start = time.perf_counter()
+    llm = load()
+    _print("start", "loading and warming up", seconds=time.perf_counter() - start)
+    base = 0.0
+    if "n" in parts or "fp8" in parts or not VARIANTS.keys().isdisjoint(parts):
+        found = time_n(llm, requests)
+        base = found["tokens/s"]
+        _print("N", "N", targets=[("tokens/s", 30000, ">=")], **found)
+    if "small" in parts:
+        values = {str(n): time_per_token(llm, n) for n in (1, 8, 64)}
+        bounds = {"1": 0.7, "8": 0.8, "64": 1.25}
+        targets = [(name, bound, "<=") for name, bound in bounds.items()]
+        _print("ms a token", "ms a token, by sequences", targets=targets, **values)
+    if "host" in parts:
+        values = {str(n): host_time_per_step(llm, n) for n in (1, 64, 256)}
+        _print("host ms a step", "host ms a step", targets=[("256", 1, "<=")], **values)
+    if "profile" in parts:
+        llm.reset_prefix_cache()
+        _print("profile", "profile", **profile(llm, requests))
+    for name, (about, options) in VARIANTS.items():
+        if name in parts:
+            some = requests[: max(1, len(requests) // options.get("n", 1))]
+            _print_share(name, about, base, time_n(llm, some, **options))
+    draws: dict[str, Callable[[], list[Arrival]]] = {"chats": draw_chats, "long": draw_long}
+    for name, draw in draws.items():
+        if name in parts:
+            llm.reset_prefix_cache()
+            _print(name, name, **serve(llm, draw()))
+    if "fp8" in parts:
+        del llm
+        gc.collect()  # the engine's parts refer to one another
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        found = time_n(load(**FP8), requests)
+        _print_share("fp8", "N with kv_cache_dtype=fp8", base, found)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is asked for and print one JSON object a line."""
+    """Run what is requested."""
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["n", "small", "host", "profile"])
     parser.add_argument("--eager", action="store_true")
     asked = parser.parse_args(arguments)
-    start = time.perf_counter()
-    llm = LLM(
-        QWEN3.load(torch.bfloat16, "cuda"),
-        device="cuda",
-        max_num_seqs=256,
-        max_model_len=40960 if "long" in asked.parts else 4096,
-        enforce_eager=asked.eager,
-    )
-    _print("start", seconds=time.perf_counter() - start, device=torch.cuda.get_device_name())
-    requests = draw_n()
-    total = sum(n for _, n in requests)
-    if "n" in asked.parts:
-        seconds = []
-        for _ in range(2):
-            llm.reset_prefix_cache()  # or the second run would find the first one's prompts
-            seconds.append(generate(llm, requests))
-        _print("N", tokens=total, first=total / seconds[0], second=total / seconds[1])
-    if "small" in asked.parts:
-        _print("ms a token", **{str(n): time_per_token(llm, n) for n in (1, 8, 64)})
-    if "host" in asked.parts:
-        _print("host ms a step", **{str(n): host_time_per_step(llm, n) for n in (1, 64, 256)})
-    if "profile" in asked.parts:
-        llm.reset_prefix_cache()
-        _print("profile", **profile(llm, requests))
-    if "chats" in asked.parts:
-        llm.reset_prefix_cache()
-        _print("chats", **serve(llm, draw_chats()))
-    if "long" in asked.parts:
-        llm.reset_prefix_cache()
-        _print("long", **serve(llm, draw_long()))
-    if "variants" in asked.parts:
-        variants: dict[str, dict[str, Any]] = {
-            "logprobs": {"logprobs": 1},
-            "stop": {"stop": ["\x00never"]},
-            "top_p": {"top_p": 0.9},
-            "penalty": {"presence_penalty": 0.5},
-        }
-        for name, options in variants.items():
-            llm.reset_prefix_cache()
-            _print(name, rate=total / generate(llm, requests, **options))
+    assert QWEN3.sizes is not None
+    tokenizer = make_tokenizer(QWEN3.sizes["vocab_size"]) if "stop" in asked.parts else None
+
+    def load(**options: Any) -> LLM:
+        return LLM(
+            QWEN3.load(torch.bfloat16, "cuda"),
+            tokenizer=tokenizer,
+            device="cuda",
+            max_num_seqs=256,
+            max_model_len=40960 if "long" in asked.parts else 4096,
+            enforce_eager=asked.eager,
+            **options,
+        )
+
+    run_parts(asked.parts, load, draw_n())
 
 
-def _print(name: str, **values: Any) -> None:
-    print(json.dumps({"what": name, **values}), flush=True)
+def _print_share(name: str, about: str, base: float, found: dict[str, Any]) -> None:
+    _print(name, about, **found, **{"share of N": found["tokens/s"] / base})
+
+
+def _print(name: str, about: str, **values: Any) -> None:
+    print(json.dumps({"what": name, "about": about, **values}), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,27 @@ from benchmarks.attention import AttentionCase
 from benchmarks.block_sparse import BlockSparseCase
 from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
 from benchmarks.case import Check, Measurement, at_least, at_most
-from benchmarks.document import fill
+from benchmarks.document import Figure, fill, find_figures
 from benchmarks.engine import EngineCase
-from benchmarks.gate import check_kernel
+from benchmarks.gate import check_calls, check_kernel
 from benchmarks.generators import QWEN3
 from benchmarks.gpu_attention import GpuDecodeCase, GpuPrefillCase
 from benchmarks.gpu_inputs import Shape
-from benchmarks.records import RecordSpec, find_changes, find_loaded, find_machine, plan
+from benchmarks.records import (
+    RECORDS,
+    RecordSpec,
+    find_changes,
+    find_changes_in_prose,
+    find_loaded,
+    find_machine,
+    plan,
+    run_script,
+)
 from benchmarks.tiles import ScoresCase, TiledCase
 from benchmarks.vllm_ops import VllmOpsCase
 from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
-from benchmarks.workload_n import draw_chats, draw_long, serve
+from benchmarks.workload_n import draw_chats, draw_long, make_tokenizer, run_parts, serve
 from typer.testing import CliRunner
 
 from pagetile import BlockMask, attention_scores
@@ -309,6 +318,48 @@ def test_the_reference_in_place_of_a_kernel_fails_the_gate():
         assert (check.what, check.passed) == (f"the timed call runs {impl}", passed)
 
 
+@pytest.fixture
+def check_attentions():
+    """The gate of a model's step that calls window attention twice, on a CPU."""
+    from pagetile.integrations.swin import attend
+    from pagetile.ops.window_attention import operator
+
+    q = torch.randn(3, 2, 9, 8, requires_grad=True)
+
+    def check(step=lambda: [attend.window_attention(q, q, q) for _ in range(2)]):
+        return check_calls("attentions", step, attend, "window_attention", operator, at_least=2)
+
+    return check
+
+
+def test_the_implementation_inside_a_models_step_is_named_and_verified(check_attentions):
+    check = check_attentions()
+    assert (check.what, check.passed) == ("attentions of the timed step run cpu (2)", True)
+    check = check_attentions(lambda: None)
+    assert (check.what, check.passed) == ("attentions of the timed step run nothing", False)
+
+
+def test_the_reference_inside_a_models_step_fails_the_gate(check_attentions, monkeypatch):
+    from pagetile.ops.window_attention import operator
+
+    monkeypatch.setattr(operator, "IMPLEMENTATIONS", ("reference",))
+    check = check_attentions()
+    assert (check.what, check.passed) == ("attentions of the timed step run reference (2)", False)
+
+
+def test_other_bits_than_the_named_implementations_fail_the_gate(check_attentions, monkeypatch):
+    from pagetile.integrations.swin import attend
+
+    right = attend.window_attention
+
+    def wrong(*arguments, impl="auto"):
+        out, lse = right(*arguments, impl=impl)
+        return AttentionOutput(out * (1 + 1e-6) if impl == "auto" else out, lse)
+
+    monkeypatch.setattr(attend, "window_attention", wrong)
+    assert not check_attentions().passed
+
+
 def test_a_visible_tile_that_is_left_out_fails_the_gate(monkeypatch):
     from benchmarks import block_sparse
 
@@ -514,8 +565,6 @@ def test_a_plan_of_records_keeps_their_order_and_what_fits():
 
 
 def test_every_case_is_in_one_record_at_most_and_gpu_records_fit_into_25_minutes():
-    from benchmarks.records import RECORDS
-
     for case in cases.CASES:
         specs = [spec.ending for spec in RECORDS if spec.find([case])]
         assert len(specs) == 1, case.name
@@ -559,6 +608,101 @@ def test_documented_figures_that_change_beyond_noise_are_named(tmp_path):
     assert find_changes([page], "r", _record_of(1.0, 0.1), _record_of(1.1)) == []
 
 
+def _record_with(*values):
+    cases = [
+        {"name": f"a-{i}", "commit": "0123abcd", "times": {}, "metrics": {"x": x, "y": 2 * x}}
+        for i, x in enumerate(values)
+    ]
+    return {"machine": {"cpu": "CPU", "cores": 2}, "cases": cases}
+
+
+@pytest.mark.parametrize(
+    ("column", "style", "text"),
+    [
+        ("x", "2 digits", "1.3 to 2.7"),
+        ("x", "least 2 digits", "1.2"),
+        ("x", "most 2 digits", "2.7"),
+        ("x", "%", "126 to 266 %"),
+        ("x", "3 digits µs", "1 260 000 to 2 660 000 µs"),
+        ("y over x", "3 digits", "2.00"),
+        ("y less x", "2 digits", "1.3 to 2.7"),
+    ],
+)
+def test_a_figure_in_a_sentence_is_that_of_the_record(tmp_path, column, style, text):
+    (tmp_path / "r.json").write_text(json.dumps(_record_with(1.26, 2.66)))
+    page = f"It is <!-- figure: r a- | {column} | {style} -->?<!-- /figure --> so."
+    filled = fill(page, tmp_path)
+    assert filled == page.replace("?", text)
+    assert fill(filled, tmp_path) == filled
+
+
+def test_a_figure_in_a_sentence_of_a_case_that_was_not_run_is_refused():
+    with pytest.raises(ValueError, match="r has no case whose name begins with b-"):
+        Figure("r", "b-", "x", "2 digits").of(_record_with(1.0))
+    with pytest.raises(ValueError, match="r has no 'z' of a-"):
+        Figure("r", "a-", "z", "2 digits").of(_record_with(1.0))
+    with pytest.raises(ValueError, match="written as 'two'"):
+        Figure("r", "a-", "x", "two").of(_record_with(1.0))
+
+
+def test_sentences_that_a_new_record_changes_are_named(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- figure: r a- | x | 2 digits -->1.0<!-- /figure -->")
+    before = _record_with(1.0)
+    assert find_changes_in_prose([page], "r", before, _record_with(1.01)) == []
+    assert find_changes_in_prose([page], "other", before, _record_with(2.0)) == []
+    found = find_changes_in_prose([page], "r", before, _record_with(1.0, 2.0))
+    assert found == ["page.md, in a sentence: 1.0 to 1.0 to 2.0"]
+
+
+def test_a_table_of_a_script_waits_for_its_record(tmp_path):
+    page = "<!-- table: s s- | x | until recorded: python -m s -->\n<!-- end -->"
+    waiting = fill(page, tmp_path)
+    assert "Not recorded yet: `python -m s` prints it." in waiting
+    spec = RecordSpec("-s", "cpu", 1, script=("s",))
+    _run_printing(spec, tmp_path / "s.json", {"what": "A b", "x": 1.5, "x, each turn": [1, 1.5, 2]})
+    assert "2026-01-02, commit 0123abc, 3 repeats." in fill(waiting, tmp_path)
+    assert "| A b | 1.5 |" in fill(waiting, tmp_path)
+
+
+def _run_printing(spec, path, line):
+    """Run a record's script that prints a line."""
+    import subprocess
+    from unittest import mock
+
+    done = subprocess.CompletedProcess((), 0, json.dumps(line) + "\nand more\n", "")
+    with mock.patch.object(subprocess, "run", return_value=done):
+        run_script(spec, path, 1.0, CLEAN_RUN)
+
+
+def test_a_record_of_a_script_keeps_repeats_and_shows_changes_beyond_their_spread(tmp_path):
+    spec, path = RecordSpec("-s", "cpu", 1, script=("s",)), tmp_path / "r.json"
+    line = {"what": "A b", "about": "words", "x": 2.0, "y": 1.0, "x, each turn": [1.0, 2.0, 3.0]}
+    line |= {"targets": [["x", 1.5, ">="]], "checks": ["right"]}
+    records = []
+    for factor in (1.0, 1.5):
+        _run_printing(spec, path, line | {"x": 2 * factor, "y": factor})
+        records.append(json.loads(path.read_text()))
+    [case] = records[0]["cases"]
+    assert (case["name"], case["about"], case["commit"]) == ("s-a-b", "words", "0123abcd")
+    assert case["metrics"] == {"x": 2.0, "y": 1.0}
+    assert case["repeats"] == {"x": [1.0, 2.0, 3.0]}
+    assert case["targets"] == [{"metric": "x", "bound": 1.5, "sign": ">=", "reached": True}]
+    assert case["checks"] == [{"what": "right", "passed": True, "detail": ""}]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: r s- | x | y -->\n<!-- end -->")
+    assert [change.column for change in find_changes([page], "r", *records)] == ["y"]
+    assert 0 <= case["share_of_other_processes"] <= 1
+
+
+def test_each_script_of_a_record_is_a_module_that_exists():
+    from importlib.util import find_spec
+
+    scripts = {spec.ending: spec.script for spec in RECORDS if spec.script}
+    assert {"-workload-n", "-speculation", "-http"} == scripts.keys()
+    assert all(find_spec(script[0]) for script in scripts.values())
+
+
 def test_cases_on_a_loaded_machine_are_named():
     record = {
         "cases": [{"name": n, "share_of_other_processes": s} for n, s in (("a", 0.5), ("b", 0))]
@@ -587,10 +731,11 @@ def test_quantiles_are_interpolated():
     assert (times.quantile(0.0), times.median, times.quantile(0.9)) == (1.0, 3.0, 4.6)
 
 
-@pytest.mark.parametrize("path", command_line.PAGES, ids=lambda path: path.stem)
-def test_the_tables_of_the_documentation_are_those_of_the_records(path):
+@pytest.mark.parametrize("path", command_line.QUOTING_PAGES, ids=lambda path: path.stem)
+def test_the_figures_of_the_documentation_are_those_of_the_records(path):
     page = path.read_text(encoding="utf-8")
     assert page.count("<!-- table:") == page.count("<!-- end -->")
+    assert page.count("<!-- figure:") == page.count("<!-- /figure -->") == len(find_figures(page))
     assert fill(page, command_line.RESULTS) == page
 
 
@@ -625,3 +770,36 @@ def test_workloads_of_chats_are_served_and_measured():
             assert 0 < measured[f"{name}, median"] <= measured[f"{name}, p99"]
         llm.reset_prefix_cache()
     assert serve(llm, chats)["cached"] > 0.1, "system prompts are found"
+
+
+def test_variants_of_n_print_their_share_and_hold_one_engine_at_a_time(capsys):
+    import weakref
+
+    from pagetile import LLM
+    from pagetile.testing.models import tiny_model
+
+    loaded = []
+
+    def load(**options):
+        assert all(engine() is None for engine, _ in loaded)
+        llm = LLM(
+            tiny_model("llama"), tokenizer=make_tokenizer(96), max_model_len=64, num_blocks=64,
+            **options,
+        )  # fmt: skip
+        loaded.append((weakref.ref(llm.engine), options))
+        return llm
+
+    requests = [([number, 2, 3], 3 + number) for number in range(8)]
+    run_parts(["n4", "stop", "logprobs", "fp8"], load, requests)
+    lines = {line["what"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert list(lines) == ["start", "N", "n4", "stop", "logprobs", "fp8"]
+    for name in ("n4", "stop", "logprobs", "fp8"):
+        share = lines[name]["tokens/s"] / lines["N"]["tokens/s"]
+        assert lines[name]["share of N"] == pytest.approx(share)
+    assert [options for _, options in loaded] == [{}, {"kv_cache_dtype": "fp8"}]
+    totals = {name: line["tokens"] for name, line in lines.items() if "tokens" in line}
+    assert totals == {"N": 52, "n4": 4 * 7, "stop": 52, "logprobs": 52, "fp8": 52}
+
+
+def test_a_tokenizer_without_a_model_has_a_word_for_every_token():
+    assert make_tokenizer(96).decode([5, 95, 0]) == "w5w95w0"

@@ -1,6 +1,7 @@
 """The gate before the benchmark of a training step lets right results through, and no others."""
 
-from benchmarks.swin_unetr import SwinUnetrCase
+import torch
+from benchmarks.swin_unetr import PAGETILE, SwinUnetrCase
 from swin_models import framework
 
 from pagetile.integrations.swin import attend
@@ -32,6 +33,8 @@ def test_the_gate_of_the_benchmark_can_fail(monkeypatch):
     """The encoder has no norms of this kind, and the blocks no attention: each fails for itself."""
     framework("monai.networks.nets")
     case = SwinUnetrCase("tiny", (32, 32, 32), 12, device="cpu")
+    # A whole step needs a larger volume: the test below.
+    monkeypatch.setattr(SwinUnetrCase, "_check_implementations", lambda *_: [])
     checks = case.verify()
     assert [check.what.split(",")[0] for check in checks] == 2 * ["encoder"] + 2 * [
         "residual blocks"
@@ -47,3 +50,14 @@ def test_the_gate_of_the_benchmark_can_fail(monkeypatch):
 
     monkeypatch.setattr(SwinUnetrCase, "_models", spoilt)
     assert not any(check.passed for check in case.verify())
+
+
+def test_the_gate_names_what_the_timed_step_runs():
+    framework("monai.networks.nets")
+    case = SwinUnetrCase("tiny", (64, 64, 64), 12, dtype=torch.float32, device="cpu")
+    checks = case._check_implementations(case._models()[PAGETILE], case._input())
+    assert [check.what for check in checks] == [
+        "attentions of the timed step run cpu (8)",
+        "norms of the timed step run reference (20)",
+    ]
+    assert all(check.passed for check in checks)

@@ -1,0 +1,106 @@
+"""Figures of time, speed or a factor in prose come from a record or name their command.
+
+A figure is backed by one of these, in its own sentence or row of a table:
+
+- the comment of a record around it (``benchmarks/document.py``), which another test keeps true;
+- a command in backticks that prints it;
+- quotation marks, for a figure of the documents that a page discusses;
+- on a page of ``docs/learn``, a ``text`` block that has the number: tests run what prints it.
+
+What remains is listed in ``ALLOWED`` with the reason.
+"""
+
+import re
+
+import pytest
+from benchmarks.__main__ import QUOTING_PAGES, ROOT
+
+PAGES = [page for page in QUOTING_PAGES if page.stem != "lab-log"]  # its entries have commands
+
+NUMBER = r"\d+(?:[., ]\d+)*"
+WORD = "twice|thrice|(?:two|three|four|five|six|seven|eight|nine|ten|twenty|a hundred) times"
+UNITS = (
+    r"%|×(?= as\b| fast| slow| less| more| bytes|[\"”)|.,;]| *$)|ns|µs|us|ms|s|seconds?|minutes?"
+    r"|microseconds?|milliseconds?|[KMGT]i?B/s|[GT]FLOP/s|times"
+    r"|(?:tokens|requests)(?:/s| a second)"
+)
+FIGURE = re.compile(
+    rf"(?<![\w.#])({NUMBER})(?:(?: to | and |–| / ){NUMBER})* ?(?:{UNITS})(?!\w)"
+    rf"|\b(?:{WORD})(?= (?:as|faster|slower)\b)"
+)
+BACKED = re.compile(
+    r"<!-- (table|figure): .*?<!-- (?:end|/figure) -->|```.*?```|<!--.*?-->", re.DOTALL
+)
+COMMAND = re.compile(r"`[^`]*\b(?:python|pagetile bench|make) [^`]*`")
+QUOTED = re.compile('"[^"\n]*"|“[^”\n]*”')
+OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+ALLOWED = {
+    "docs/benchmarking.md": {"3 %": "the rule by which `all` names a change"},
+    "docs/engine.md": {"2.2 times": "a bound that the engine keeps, in engine/chunks.py"},
+    "docs/learn/swin-windows.md": {
+        "8 times": "32 sectors instead of 4, counted in the same row and by the page's code",
+        "1.7 times": "64² products for 49²",
+    },
+    "docs/learn/tiled-attention.md": {
+        "19 TB/s": "an A100's, by the product in the same row",
+        "2 TB/s": "an A100's data sheet",
+        "2.04 TB/s": "an A100's data sheet",
+        "4.8 TB/s": "an H200's data sheet",
+    },
+}
+
+
+def find_unbacked(page, text):
+    """The figures of a page that nothing backs, each with its sentence."""
+    printed = " ".join(OUTPUT.findall(text)) if page.parent.name == "learn" else ""
+    allowed = ALLOWED.get(str(page.relative_to(ROOT)), {})
+    found = []
+    for line in BACKED.sub("", text).splitlines():
+        for sentence in re.split(r"(?<=[.:!?])\s", line):
+            if COMMAND.search(sentence):
+                continue
+            for match in FIGURE.finditer(QUOTED.sub("", sentence)):
+                number = match[1] and re.search(rf"(?<![\d.]){re.escape(match[1])}\b", printed)
+                if not number and match[0] not in allowed:
+                    found.append(f"{match[0]}: {sentence.strip()}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_figure_in_prose_has_a_record_or_a_command(page):
+    assert find_unbacked(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_what_is_allowed_is_still_there():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert [
+            figure for figure in ALLOWED.get(str(page.relative_to(ROOT)), {}) if figure not in text
+        ] == []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["It is 2.1 to 6.7 times as fast.", "It takes 3 µs.", "It reads 4 GB/s.", "It gains 4 %.",
+     "It is twice as fast.", "| a | 26 800 tokens/s |", "It does 12 requests a second."],
+)  # fmt: skip
+def test_a_figure_that_nothing_backs_is_found(sentence):
+    page = ROOT / "README.md"
+    assert len(find_unbacked(page, sentence)) == 1
+    assert find_unbacked(page, f"`python -m benchmarks run` says so: {sentence}") != []
+    assert find_unbacked(page, sentence[:-1] + " (`python -m benchmarks run`).") == []
+
+
+def test_what_backs_a_figure():
+    page = ROOT / "docs" / "learn" / "x.md"
+    for text in (
+        "It takes <!-- figure: r a- | x | µs -->3 µs<!-- /figure -->.",
+        "It takes 3 µs (`python -m benchmarks run decode`).",
+        'The guide says "3 µs".',
+        "```text\n3 µs\n```\nIt takes 3 µs.",
+        "```\n3 µs\n```",
+        "Two heads of 128, 64 × 4096 tokens, sm_90, 16 bits.",
+    ):
+        assert find_unbacked(page, text) == [], text
+    assert find_unbacked(page, "Use `python x.py`. It takes 3 µs.") != []
