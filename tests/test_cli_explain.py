@@ -155,6 +155,7 @@ def test_pages_tells_the_story_and_animates_it(run, tmp_path):
     code, out, _ = run("explain", "pages", "--animation", "life.svg")
     assert code == 0
     assert re.search(r"^ 6  C writes a token of its own", out, re.MULTILINE)
+    assert "After step 6, which the picture shows:" in out
     assert "3 sequences hold 6 of 16 blocks, 3 shared" in out
     picture = ElementTree.fromstring((tmp_path / "life.svg").read_text())
     frames = [node for node in picture if node.get("class") == "step"]
@@ -164,8 +165,8 @@ def test_pages_tells_the_story_and_animates_it(run, tmp_path):
 
 
 def test_an_animation_is_an_svg(run):
-    code, _, err = run("explain", "pages", "--animation", "life.png")
-    assert code == 2
+    code, out, err = run("explain", "pages", "--animation", "life.png")
+    assert (code, out) == (2, "")
     assert "an animation is an SVG" in err
 
 

@@ -1,7 +1,5 @@
 """The exceptions that pagetile raises; an unknown block or token is Python's ValueError.
 
-::
-
     PagetileError
     ├── ShapeError         (ValueError)           sizes that disagree, or a size out of range
     ├── DTypeError         (TypeError)            a tensor of the wrong element type

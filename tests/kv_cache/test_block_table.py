@@ -195,7 +195,9 @@ def test_blocks_of_another_pool_are_not_adopted():
 
 @pytest.mark.parametrize("pool", ["4", None, 8])
 def test_a_table_takes_blocks_from_a_pool(pool):
-    with pytest.raises(DTypeError, match=f"pool is {pool!r}, expected a BlockPool"):
+    with pytest.raises(
+        DTypeError, match=f"pool is of type {type(pool).__name__}, expected a BlockPool"
+    ):
         BlockTable(pool)
 
 

@@ -40,7 +40,9 @@ class Verbatim(PrefixIndex):
 
 @pytest.mark.parametrize("pool", [4, None])
 def test_an_index_is_made_with_its_pool(pool):
-    with pytest.raises(DTypeError, match=f"pool is {pool!r}, expected a BlockPool"):
+    with pytest.raises(
+        DTypeError, match=f"pool is of type {type(pool).__name__}, expected a BlockPool"
+    ):
         PrefixIndex(pool)
 
 
@@ -406,3 +408,25 @@ def test_common_blocks_are_those_of_a_common_beginning(num_equal):
     other = hashes_of(index, [*range(2 * num_equal), *range(50, 60)])
     assert one.num_common(other) == other.num_common(one) == num_equal
     assert one.num_common(hashes_of(index, range(10), salt="other")) == 0
+
+
+def test_a_table_in_the_place_of_its_blocks_is_named():
+    pool = BlockPool(4, block_size=2)
+    index, table = PrefixIndex(pool), BlockTable(pool)
+    hashes = table.adopt_prefix(index, [1, 2, 3])
+    table.append(3)
+    with pytest.raises(DTypeError, match=r"blocks is of type BlockTable.*pass table\.blocks"):
+        index.insert(hashes, table, 1)
+    with pytest.raises(DTypeError, match=r"holds a BlockTable.*pass table\.blocks"):
+        pool.check([table])
+    with pytest.raises(DTypeError, match="hashes is of type list, expected a BlockHashes"):
+        index.insert([1, 2], table.blocks, 1)
+    with pytest.raises(DTypeError, match="index is of type list, expected a PrefixIndex"):
+        BlockTable(pool).adopt_prefix([1, 2], index)
+    assert len(index) == 0
+
+
+def test_the_new_tokens_alone_do_not_extend_a_sequence():
+    hashes = hashes_of(make(2), [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="the whole sequence, not its new tokens alone"):
+        hashes.extend([5, 6])

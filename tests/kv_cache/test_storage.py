@@ -61,11 +61,17 @@ def test_layers_may_come_one_by_one():
     [
         ({"dtype": "bfloat16"}, DTypeError, "dtype is 'bfloat16', expected a torch type"),
         ({"dtype": torch.int32}, DTypeError, "dtype is torch.int32, expected"),
-        ({"pool": 2}, DTypeError, r"pool is 2, expected a BlockPool\(num_blocks, block_size\)"),
+        (
+            {"pool": 2},
+            DTypeError,
+            r"pool is of type int, expected a BlockPool\(num_blocks, block_size\)",
+        ),
         ({"pool": BlockPool(2, 257)}, ShapeError, "block_size is 257, expected 1 to 256"),
+        ({"layers": LAYERS[0]}, DTypeError, "expected a list of one LayerSpec for each layer"),
+        ({"layers": [3]}, DTypeError, "a layer is of type int, expected a LayerSpec"),
         ({"layers": [LayerSpec(2, 4, 8)]}, ShapeError, "head_size is 4, expected a multiple of 8"),
     ],
-    ids=["dtype name", "int32", "no pool", "large blocks", "small heads"],
+    ids=["dtype name", "int32", "no pool", "large blocks", "one layer", "no layer", "small heads"],
 )
 def test_an_argument_that_is_no_cache_is_named(changes, error, message):
     with pytest.raises(error, match=message):

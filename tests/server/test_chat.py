@@ -86,7 +86,7 @@ REFUSED = {
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
             ]
         },
-        "messages.0",
+        "messages.0.user.content: expected a string, or a list of text parts",
     ),
     "no messages": ({"messages": []}, "messages"),
     "no content": ({"messages": [{"role": "user"}]}, "content"),

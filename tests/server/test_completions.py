@@ -209,8 +209,12 @@ def test_other_bodies_and_paths(http):
         assert response.status_code == 400, text[:20]
     response = http.post("/v1/completions", content="prompt=x", headers={"content-type": "text/x"})
     assert response.status_code == 415
-    assert http.get("/v1/completions").status_code == 405
-    assert http.get("/nowhere").status_code == 404
+    response = http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.json()["error"]["message"] == "GET /v1/completions: expected POST"
+    response = http.get("/nowhere")
+    assert response.status_code == 404
+    assert "GET /nowhere: no such path; /docs lists all" in response.json()["error"]["message"]
     assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
     response = http.post("/v1/completions", json={"prompt": "x", "model": "gpt-5"})
     assert response.status_code == 404

@@ -63,7 +63,8 @@ def _explain(error: Exception) -> tuple[str, int]:
     if hasattr(error, "format_message"):  # a usage error of typer's, whose base class has moved
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "pagetile")
-        return f"{error.format_message().rstrip('.')}: see {command} --help", 2
+        message = error.format_message().rstrip(".")
+        return f"{message}{' See' if message.endswith('?') else ': see'} {command} --help", 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {error} (PAGETILE_DEBUG=1 shows where)", 1

@@ -94,17 +94,17 @@ def pages(
     check_path(out)
     steps = page_story()
     shown = next(step for step in steps if step.copy is not None)
+    rows = {"picture": str(out)}
+    if animation is not None:
+        animate_pages(steps, check_path(animation))
+        rows["animation"] = str(animation)
     save(draw_pages(shown.pages, shown.copy), out)
     console = Console(highlight=False)
     for number, step in enumerate(steps, 1):
         console.print(f"{number:2}  {step.caption}")
-    console.print()
+    console.print(f"\nAfter step {steps.index(shown) + 1}, which the picture shows:\n")
     console.print(shown.pages)
     console.print()
-    rows = {"drawn": f"step {steps.index(shown) + 1}", "picture": str(out)}
-    if animation is not None:
-        animate_pages(steps, check_path(animation))
-        rows["animation"] = str(animation)
     console.print(aligned(rows))
 
 

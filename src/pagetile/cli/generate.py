@@ -88,7 +88,7 @@ def generate(
         float | None, option(SAMPLING, "X", "Above 1, say less again that was said before.")
     ] = None,
     seed: Annotated[
-        int | None, option(SAMPLING, "N", "The same seed draws the same text; another, another.")
+        int | None, option(SAMPLING, "N", "Draw the same text again for the same seed.")
     ] = None,
     stop: Annotated[
         list[str] | None, option(SAMPLING, "TEXT", "End before this text. May be given repeatedly.")

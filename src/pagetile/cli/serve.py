@@ -138,6 +138,12 @@ def serve(
         )
     if not 0 <= port <= 65535:
         raise RequestError(f"--port {port}: expected 0 to 65535")
+    if max_queued < 0:
+        raise RequestError(f"--max-queued {max_queued}: expected 0 or more sequences")
+    if max_body_bytes < 1:
+        raise RequestError(f"--max-body-bytes {max_body_bytes}: expected 1 or more bytes")
+    if not 0 <= drain_seconds < float("inf"):
+        raise RequestError(f"--drain-seconds {drain_seconds:g}: expected 0 or more seconds")
     from ..engine.generation_config import sampling_defaults
     from ..server import Limits, ServerConfig
     from ..server import serve as run_server

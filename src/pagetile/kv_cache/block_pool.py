@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from ..errors import OutOfBlocksError
+from ..errors import DTypeError, OutOfBlocksError
 from .integers import block_ids, whole_number
 
 __all__ = ["BlockPool"]
@@ -186,6 +186,7 @@ class BlockPool:
 
         Raises:
             AssertionError: With the numbers that disagree.
+            DTypeError: One of ``tables`` is no list.
         """
         forward = list(islice(self._walk(self._next), self._num_blocks + 1))
         backward = list(islice(self._walk(self._previous), self._num_blocks + 1))
@@ -199,6 +200,10 @@ class BlockPool:
             )
         holders: Counter[int] = Counter()
         for table in tables:
+            if not isinstance(table, Sequence):
+                raise DTypeError(
+                    f"tables holds a {type(table).__name__}, expected lists: pass table.blocks"
+                )
             self._check_table(table)
             holders.update(table)
         for block, count in enumerate(self._ref_counts):

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
 from .block_pool import BlockPool
-from .integers import whole_number
+from .integers import check_type, whole_number
 from .prefix_index import BlockHashes, PrefixIndex
 
 __all__ = ["BlockTable"]
@@ -45,8 +45,7 @@ class BlockTable:
     """
 
     def __init__(self, pool: BlockPool) -> None:
-        if not isinstance(pool, BlockPool):
-            raise DTypeError(f"pool is {pool!r}, expected a BlockPool")
+        check_type("pool", pool, BlockPool, "(num_blocks, block_size)")
         self._pool = pool
         self._block_size = pool.block_size
         self._blocks: list[int] = []
@@ -133,11 +132,13 @@ class BlockTable:
             The sequence's block hashes, for ``index.insert``.
 
         Raises:
+            DTypeError: ``index`` is no ``PrefixIndex``, or a token is no integer of 64 bits.
             ValueError: The table is not empty, or ``index`` belongs to another pool, or the
                 hashes to another index. Nothing has changed.
         """
         if self._blocks:
             raise ValueError(f"adopt_prefix() on a table of {len(self._blocks)} blocks: free() it")
+        check_type("index", index, PrefixIndex, "(pool)")
         if index._pool is not self._pool:
             raise ValueError("the index belongs to another pool: make it with this table's pool")
         if isinstance(tokens, BlockHashes):

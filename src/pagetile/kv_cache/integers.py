@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import DTypeError, ShapeError
 
-__all__ = ["block_ids", "whole_number"]
+__all__ = ["block_ids", "check_type", "whole_number"]
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
@@ -24,6 +24,18 @@ def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     if number < least:
         raise ShapeError(f"{name}={number}, expected at least {least}")
     return number
+
+
+def check_type(name: str, value: Any, expected: type, hint: str = "") -> None:
+    """Raise unless an argument is of a type; ``hint`` says how one is made.
+
+    Raises:
+        DTypeError: It is of another.
+    """
+    if not isinstance(value, expected):
+        raise DTypeError(
+            f"{name} is of type {type(value).__name__}, expected a {expected.__name__}{hint}"
+        )
 
 
 def block_ids(blocks: Iterable[Any]) -> list[int]:

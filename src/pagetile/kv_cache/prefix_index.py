@@ -22,6 +22,7 @@ from struct import error as StructError
 
 from ..errors import DTypeError, ShapeError
 from .block_pool import BlockPool
+from .integers import check_type
 
 __all__ = ["BlockHashes", "PrefixIndex"]
 
@@ -67,8 +68,7 @@ class PrefixIndex:
     """
 
     def __init__(self, pool: BlockPool, *, salt: bytes = b"") -> None:
-        if not isinstance(pool, BlockPool):
-            raise DTypeError(f"pool is {pool!r}, expected a BlockPool")
+        check_type("pool", pool, BlockPool, "(num_blocks, block_size)")
         if not isinstance(salt, bytes):
             raise DTypeError(f"salt is {salt!r}, expected bytes")
         self._pool = pool
@@ -153,8 +153,13 @@ class PrefixIndex:
             ShapeError: ``num_full_blocks`` is more than ``hashes`` or ``blocks`` has.
             ValueError: ``hashes`` were made by another index, or the pool has no such block.
                 Nothing was registered.
+            DTypeError: ``hashes`` are no ``BlockHashes``, or ``blocks`` is no sequence.
         """
         self._check_hashes(hashes)
+        if not isinstance(blocks, Sequence):
+            raise DTypeError(
+                f"blocks is of type {type(blocks).__name__}, expected a list: pass table.blocks"
+            )
         if num_full_blocks > min(len(hashes), len(blocks)):
             raise ShapeError(
                 f"num_full_blocks={num_full_blocks} but there are hashes of {len(hashes)} full "
@@ -203,6 +208,7 @@ class PrefixIndex:
         return iter(self._links)
 
     def _check_hashes(self, hashes: BlockHashes) -> None:
+        check_type("hashes", hashes, BlockHashes, ": adopt_prefix and block_hashes return them")
         if hashes._index is not self:
             raise ValueError(
                 "these block hashes were made by another index: use this index's block_hashes()"
@@ -217,7 +223,9 @@ class PrefixIndex:
 
 
 class BlockHashes:
-    """The hashes of one sequence's full blocks; made by ``PrefixIndex.block_hashes``.
+    """The hashes of one sequence's full blocks.
+
+    ``BlockTable.adopt_prefix`` and ``PrefixIndex.block_hashes`` make them.
 
     Example:
         >>> hashes = PrefixIndex(BlockPool(8, block_size=2)).block_hashes(cache_salt="tenant-1")
@@ -256,8 +264,9 @@ class BlockHashes:
             return
         if end < start or (start and encode(*token_ids[start - size : start]) != self._last.tokens):
             raise ValueError(
-                f"{len(token_ids)} tokens do not continue the {start} tokens that are hashed: "
-                "call truncate() for a sequence that was cut, make new hashes where tokens changed"
+                f"{len(token_ids)} tokens do not continue the {start} tokens that are hashed: give "
+                "extend() the whole sequence, not its new tokens alone; call truncate() for a "
+                "sequence that was cut, make new hashes where tokens changed"
             )
         for i in range(start, end, size):
             self._links.append(self._index._link(self._last, encode(*token_ids[i : i + size])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from ..ops.copy_blocks import copy_blocks
 from ..ops.scales import LARGEST_CODE
 from ..tiles.types import ALL_FLOATS
 from .block_pool import BlockPool
-from .integers import whole_number
+from .integers import check_type, whole_number
 
 __all__ = ["KVCache", "LayerSpec"]
 
@@ -24,8 +24,11 @@ class LayerSpec:
     """What one attention layer keeps of a token."""
 
     num_kv_heads: int
+    """Heads of keys and values."""
     head_size: int
+    """Width of a head's queries and keys."""
     v_head_size: int
+    """Width of a head's values; as a rule that of the keys."""
     sliding_window: int | None = None
     """Number of visible keys, the query's own included; ``None`` sees all."""
 
@@ -63,7 +66,7 @@ class KVCache:
 
     Raises:
         ShapeError: A size is out of range.
-        DTypeError: ``dtype`` is no type that caches have.
+        DTypeError: ``dtype`` is no type that caches have, or ``layers`` no list of ``LayerSpec``.
 
     Example:
         >>> layer = LayerSpec(num_kv_heads=2, head_size=64, v_head_size=64)
@@ -80,15 +83,20 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not isinstance(pool, BlockPool):
-            raise DTypeError(f"pool is {pool!r}, expected a BlockPool(num_blocks, block_size)")
+        check_type("pool", pool, BlockPool, "(num_blocks, block_size)")
         if pool.block_size > 256:
             raise ShapeError(f"block_size is {pool.block_size}, expected 1 to 256")
         if not isinstance(dtype, torch.dtype) or dtype not in (*ALL_FLOATS, *LARGEST_CODE):
             names = ", ".join(str(known).removeprefix("torch.") for known in LARGEST_CODE)
             raise DTypeError(f"dtype is {dtype!r}, expected a torch type of floats, or {names}")
+        if isinstance(layers, LayerSpec) or not isinstance(layers, Iterable):
+            raise DTypeError(
+                f"layers is of type {type(layers).__name__}, expected a list of one LayerSpec for "
+                "each layer: [LayerSpec(num_kv_heads, head_size, v_head_size)] * num_layers"
+            )
         self.layers = layers = tuple(layers)
         for layer in layers:
+            check_type("a layer", layer, LayerSpec, "(num_kv_heads, head_size, v_head_size)")
             check_heads(
                 layer.num_kv_heads, layer.num_kv_heads, "a layer",
                 head_size=layer.head_size, v_head_size=layer.v_head_size,

@@ -113,6 +113,8 @@ def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
     message = f"{path}: {first['msg']}" if path else str(first["msg"])
+    if first["loc"][-2:] == ("content", "str"):
+        message = f"{path}: expected a string, or a list of text parts: {_TEXT_PART}"
     if first["type"] == "extra_forbidden":
         message = f"{path} is no field of this request"
         if len(first["loc"]) == 1:
@@ -125,6 +127,7 @@ def _is_field(part: int | str) -> bool:
     return isinstance(part, int) or (not any(c in part for c in "[(-") and part not in _TYPES)
 
 
+_TEXT_PART = '{"type": "text", "text": "..."}'
 _TYPES = {"str", "int", "float", "bool", "dict", "none", "text", "function", "named"}
 
 
@@ -142,6 +145,16 @@ def add_handlers(app: FastAPI) -> None:
             log.error("request failed", request=request.scope, exc=error)
         return found.response()
 
+    async def name_path(request: Request, error: Exception) -> JSONResponse:
+        found = to_api_error(error)
+        if found.status in (404, 405):
+            hint = "no such path; /docs lists all, /pages shows the cache"
+            if found.status == 405:
+                hint = f"expected {found.headers.get('Allow', 'another method')}"
+            message = f"{request.method} {request.url.path}: {hint}"
+            return ApiError(found.status, message, headers=found.headers).response()
+        return await handle(request, error)
+
     for kind in (ApiError, RequestError, OverloadedError, EngineDeadError, GenerationError):
         app.add_exception_handler(kind, handle)
-    app.add_exception_handler(HTTPException, handle)
+    app.add_exception_handler(HTTPException, name_path)

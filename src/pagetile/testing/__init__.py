@@ -1,6 +1,6 @@
 """Cases, poisoned inputs, oracles and tolerances: for our tests, and for kernels of yours.
 
-A kernel with the contract of ``paged_attention`` is tested in five lines::
+A kernel with the contract of ``paged_attention`` is tested in five lines:
 
     for seed in range(1000):
         inputs = make_inputs(random_case(random.Random(seed)))

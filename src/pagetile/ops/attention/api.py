@@ -45,7 +45,7 @@ def attention(
     """Tiled attention over dense or ragged keys and values, forward and backward.
 
     No score is ever stored: memory grows with the tokens, not with their square. The last query
-    of a sequence stands at its last key, so for 2 queries and 5 keys ``causal`` is (1 = visible)::
+    of a sequence stands at its last key, so for 2 queries and 5 keys ``causal`` is (1 = visible):
 
         1 1 1 1 0
         1 1 1 1 1

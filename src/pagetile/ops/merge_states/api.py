@@ -23,8 +23,6 @@ IMPLEMENTATIONS = ("triton", "cpu", "reference")
 def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> AttentionOutput:
     """Attention over the union of disjoint sets of keys, from attention over each.
 
-    ::
-
         lse = log Σᵢ exp(lseᵢ)        out = Σᵢ exp(lseᵢ - lse) outᵢ
 
     The same rows of queries attended over each set: a shared prefix and a suffix, the splits of a

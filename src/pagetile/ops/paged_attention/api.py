@@ -55,7 +55,7 @@ def paged_attention(
 
     Row ``t`` of sequence ``i`` stands at position ``seq_len - query_len + t`` and sees every key
     at or before it. One call serves prefill, chunked prefill, decode and any mix: a length is
-    data. For 2 new tokens of a sequence of 5 the mask is (1 = visible)::
+    data. For 2 new tokens of a sequence of 5 the mask is (1 = visible):
 
         1 1 1 1 0
         1 1 1 1 1
@@ -371,6 +371,9 @@ def _validate(
     if options.get("softmax_scale") is None:
         options["softmax_scale"] = default_scale(q) if isinstance(q, Tensor) else 1.0
     options["sliding_window"] = whole_window(options.get("sliding_window"))
+    if unknown := sorted(options.keys() - set(Arguments._fields)):
+        known = ", ".join(Arguments._fields[4:])
+        raise TypeError(f"{unknown[0]} is no option of paged_attention(): expected one of {known}")
     arguments = Arguments(q, k_cache, v_cache, batch, **options)
     check_types(batch, **{name: getattr(arguments, name) for name in TENSORS})
     as_number("softmax_scale", arguments.softmax_scale)

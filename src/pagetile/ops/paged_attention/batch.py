@@ -24,7 +24,7 @@ _MAX_CACHED_CALLS = 64
 class SharedPrefixes:
     """Groups of neighbouring sequences whose first blocks are the same.
 
-    Four sequences, of which the first three share two blocks of 16 tokens::
+    Four sequences, of which the first three share two blocks of 16 tokens:
 
         cu_group_seqs = [0, 3, 4]        prefix_lens = [32, 0]
         block_tables  = [[7, 2, 5], [7, 2, 8], [7, 2, 0], [4, ·, ·]]
@@ -50,7 +50,7 @@ class SharedPrefixes:
 class PagedBatch:
     """New tokens of several sequences, and where each sequence's keys lie in the cache.
 
-    Three sequences with 3, 1 and 2 new tokens, 3, 6 and 4 keys in all, blocks of 4 slots::
+    Three sequences with 3, 1 and 2 new tokens, 3, 6 and 4 keys in all, blocks of 4 slots:
 
         cu_seqlens_q = [0, 3, 4, 6]        q = a0 a1 a2 b5 c2 c3
         seq_lens     = [3, 6, 4]

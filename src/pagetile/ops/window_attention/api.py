@@ -38,8 +38,6 @@ def window_attention(
 ) -> AttentionOutput:
     """Attention of every token over the tokens of its window, as in Swin transformers.
 
-    ::
-
         s[i, j] = scale · q[i]·k[j] + bias_table[u[i] - u[j] + centre] + (0 or mask_value)
         out[i]  = softmax(s[i]) · v
 
