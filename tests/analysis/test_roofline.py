@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
+import torch
 
 from pagetile.analysis import measure
 from pagetile.analysis.attention_io import AttentionShape
@@ -71,6 +73,13 @@ def test_an_unknown_machine_is_refused_with_the_known_ones():
         machine("h300")
     with pytest.raises(RequestError, match="h200 has no rate for float64"):
         Work(1, 1, 1, "float64").on(machine("h200"))
+
+
+def test_a_type_that_a_cpu_multiplies_slowly_is_measured_by_small_products(monkeypatch):
+    monkeypatch.setattr(torch, "mm", lambda a, b: time.sleep(0.01))
+    assert measure._find_side(2048, torch.bfloat16, torch.device("cpu")) == 128
+    monkeypatch.setattr(torch, "mm", lambda a, b: None)
+    assert measure._find_side(2048, torch.bfloat16, torch.device("cpu")) == 2048
 
 
 def test_the_present_machine_is_measured():

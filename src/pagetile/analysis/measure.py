@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -38,8 +39,10 @@ def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -
     sizes = (2**30, 8192) if on_gpu else (2**27, 2048)
     big = torch.ones(max(2**10, int(sizes[0] * scale)), device=device)
     read = _least_seconds(big.sum, device)
-    side = max(64, int(sizes[1] * scale ** (1 / 3)))
-    flops = {str(t).removeprefix("torch."): _product_rate(side, t, device) for t in dtypes}
+    most = max(64, int(sizes[1] * scale ** (1 / 3)))
+    sides = {dtype: _find_side(most, dtype, device) for dtype in dtypes}
+    flops = {str(t).removeprefix("torch."): _product_rate(sides[t], t, device) for t in dtypes}
+    widest = max(sides.values())
     flops.setdefault("float16", flops["float32"])  # as which a CPU multiplies it
     return Machine(
         name="here",
@@ -47,7 +50,7 @@ def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -
         bytes_per_second=big.numel() * 4 / read,
         flops=flops,
         exps_per_second=_known_exps(info.name) if on_gpu else _exp_rate(device),
-        source=f"measured: sum of {big.numel() * 4 / 2**20:.0f} MiB, products of side {side}",
+        source=f"measured: sum of {big.numel() * 4 / 2**20:.0f} MiB, products of side {widest}",
     )
 
 
@@ -55,6 +58,25 @@ def _least_seconds(call: Callable[[], object], device: torch.device) -> float:
     """The best of some calls: what is measured here is to be a bound for others."""
     calls = {"call": call}
     return take_turns(calls, repeats=REPEATS, warmup=1, clock=clock_of(device))["call"].best
+
+
+def _find_side(most: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The side of a square product that takes some hundredths of a second.
+
+    A CPU without instructions for bfloat16 takes minutes for products of side 2048.
+    """
+    if device.type != "cpu":
+        return most
+    side = min(most, 128)
+    while side < most:
+        a = torch.ones(side, side, dtype=dtype)
+        torch.mm(a, a)  # the first one takes memory and starts threads
+        start = time.perf_counter()
+        torch.mm(a, a)
+        if time.perf_counter() - start > 0.005:
+            break
+        side = min(2 * side, most)
+    return side
 
 
 def _product_rate(side: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -503,7 +503,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     numbers = range(num_rows)
     sampler.start(numbers, rows)
     lengths = [len(row.prompt_token_ids) + len(row.output_token_ids) for row in rows]
-    sampler.lengths.copy_(torch.tensor(lengths))
+    sampler.lengths.copy_(send(np.array(lengths, np.int32), logits.device))
     found = sampler.sample(logits, _index(numbers, logits.device), numbers)
     return sampler.collect(*found, numbers).listed()
 
