@@ -434,7 +434,9 @@ def test_a_row_of_nan_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
         return logits
 
     monkeypatch.setattr(engine.model, "forward", break_the_second)
-    monkeypatch.setattr(engine._runner, "prompt_graphs", None)  # they have recorded the other
+    monkeypatch.setattr(
+        engine._runner, "prompt_graphs", None
+    )  # they would replay the model's own forward
     good, bad = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
     assert good.outputs == expected[0].outputs
     assert bad.outputs[0].finish_reason == "error"

@@ -23,7 +23,6 @@ class ChunkSizer:
     is to come, when all that wait have begun: a stream will see that time between its tokens
     anyway. That leaves ``s = stretch * d(all) - d(running)`` seconds for prompt tokens::
 
-        f = 0          s / c tokens
         f < s / 2      (s - f) / c tokens
         f > s / 2      f / c tokens: the step takes longer than it may, but smaller chunks would
                        save at most half of that and need many more steps
@@ -87,7 +86,9 @@ class _Line:
         if not self.mean_x:
             self.mean_x, self.mean_y = x, y
             return
-        dx, dy = x - self.mean_x, min(y, 4 * self.mean_y * max(1.0, x / self.mean_x)) - self.mean_y
+        # A step that waits for a compiler or another process counts as four usual ones at most.
+        most = 4 * self.mean_y * max(1.0, x / self.mean_x)
+        dx, dy = x - self.mean_x, min(y, most) - self.mean_y
         self.mean_x += _WEIGHT * dx
         self.mean_y += _WEIGHT * dy
         self._variance = (1 - _WEIGHT) * (self._variance + _WEIGHT * dx * dx)
@@ -98,6 +99,7 @@ class _Line:
         most = self.mean_y / self.mean_x
         if self._variance < (0.05 * self.mean_x) ** 2:
             return 0.0, most
+        # Not more than all of it, nor so little that one noisy step makes a chunk endless.
         slope = min(max(self._covariance / self._variance, most / 64), most)
         return self.mean_y - slope * self.mean_x, slope
 

@@ -53,7 +53,7 @@ class Engine:
         max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
         max_model_len: The most tokens of a sequence, prompt and output.
         enable_prefix_caching: Whether requests share the blocks of common beginnings.
-        enforce_eager: On a GPU, launch the kernels of decode steps one by one, not as graphs.
+        enforce_eager: On a GPU, launch the kernels of steps one by one, not as graphs.
         async_scheduling: Whether a step is launched before the one before it is read. ``None``:
             where that gains time, on a GPU. The tokens are the same.
         num_speculative_tokens: The most tokens that a step drafts for a sequence, by n-gram
@@ -281,7 +281,7 @@ class Engine:
         which compiles what prefill, mixed steps and the sampler launch.
 
         Args:
-            show: Wraps the list of graph sizes, for a progress bar.
+            show: Wraps the list of recordings, for a progress bar.
         """
         if self.model.device.type == "cuda":
             self._runner.warm_up(show)

@@ -28,7 +28,8 @@ __all__ = ["PromptBuffers", "StepGraphs", "padded_sizes", "prompt_sizes"]
 
 _STEP = 16
 _MOST_TOKENS = 8192
-"""At 8192 tokens the launches of Qwen3-0.6B's 28 layers still take longer (17 ms) than an H200."""
+"""Launching a step of 8192 tokens kernel by kernel takes the host 17 ms for the 28 layers of
+Qwen3-0.6B, longer than an H200 takes to compute it."""
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:

@@ -58,7 +58,7 @@ class LLM:
             ``"fp8_e4m3"`` and ``"fp8_e5m2"`` round keys and values, with a scale for each token's
             head: twice the tokens in the memory, and no longer exactly the model's results.
         enable_prefix_caching: Whether requests share the blocks of common beginnings.
-        enforce_eager: On a GPU, launch the kernels of decode steps one by one. Otherwise they are
+        enforce_eager: On a GPU, launch the kernels of steps one by one. Otherwise they are
             recorded as CUDA graphs, and kernels compiled, before the first request.
         async_scheduling: Whether a step is launched before the tokens of the one before it are
             read. ``None``: where that gains time, on a GPU. The tokens are the same.
@@ -193,12 +193,12 @@ class LLM:
             self._warm_up(use_tqdm)
 
     def _warm_up(self, use_tqdm: bool) -> None:
-        def show(sizes: list[int]) -> Any:
+        def show(recordings: list[Any]) -> Any:
             if not use_tqdm:
-                return sizes
+                return recordings
             from tqdm import tqdm
 
-            return tqdm(sizes, desc="Recording decode steps", unit="size")
+            return tqdm(recordings, desc="Recording steps", unit="size")
 
         self.engine.warm_up(show)
 

@@ -71,7 +71,7 @@ class Runner:
 
     Attributes:
         graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
-        prompt_graphs: The recorded forwards of other steps; likewise.
+        prompt_graphs: The recorded forwards of steps that compute prompts; ``None`` as ``graphs``.
     """
 
     def __init__(

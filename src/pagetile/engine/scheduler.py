@@ -323,9 +323,8 @@ class Scheduler:
         pending = sum(s.num_pending for s in behind if s.num_pending > 1)
         if pending < most and len(self.waiting) > self._num_held:
             first = self.waiting[self._num_held]
-            num_rows = 1 if first.request.is_forked else first.request.params.n
             num_blocks = -(-len(first.token_ids) // self.block_size) + len(self.running)
-            if num_rows <= self._rows_left() and self.pool.can_allocate(num_blocks):
+            if _num_rows(first) <= self._rows_left() and self.pool.can_allocate(num_blocks):
                 pending += len(first.token_ids)
         return min(pending, most)
 
@@ -348,7 +347,7 @@ class Scheduler:
         rows, held, set_aside = self._rows_left(), [], 0
         while budget and self.waiting:
             sequence = self.waiting[0]
-            rows -= 1 if sequence.request.is_forked else sequence.request.params.n
+            rows -= _num_rows(sequence)
             if rows < 0:
                 break
             num_coming = self._adopt_prefix(sequence)
@@ -484,3 +483,8 @@ class Scheduler:
     def _num_shared(self) -> int:
         blocks = {block for sequence in self.running for block in sequence.table.blocks}
         return sum(self.pool.ref_count(block) > 1 for block in blocks)
+
+
+def _num_rows(sequence: Sequence) -> int:
+    """Rows that a waiting sequence takes: one for each sample, until it has forked."""
+    return 1 if sequence.request.is_forked else sequence.request.params.n
