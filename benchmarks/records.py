@@ -73,7 +73,8 @@ RECORDS = (
     RecordSpec(
         "-workload-n", "cuda", 180,
         script=(
-            "benchmarks.workload_n", "n", "small", "host", "n4", "stop", "logprobs", "chats", "fp8",
+            "benchmarks.workload_n", "n", "small", "host", "n4", "stop", "logprobs", "shared",
+            "chats", "fp8",
         ),
     ),
     RecordSpec("-cache-ops", "cuda", 60, ("write-kv-", "copy-blocks-")),

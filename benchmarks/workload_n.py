@@ -8,6 +8,9 @@ of Qwen3-0.6B's sizes with random weights.
 chats, of which a third share one of a few system prompts; and a few prompts of tens of thousands of
 tokens beside short chats.
 
+``shared`` is one long prompt with many samples, whose blocks are read once a step, and again with
+every sequence reading them itself.
+
 ``n4``, ``stop``, ``logprobs``, ``top_p``, ``penalty`` and ``fp8`` are N with one change. Each
 prints its tokens/s and their share of N's, measured before in the same process. ``fp8`` needs an
 engine of its own, which is loaded last, once the first one is gone.
@@ -225,6 +228,27 @@ def time_n(llm: LLM, requests: Requests, **options: Any) -> dict[str, Any]:
     }
 
 
+def time_shared(llm: LLM, num_prompt: int, num_new: int = 256) -> dict[str, Any]:
+    """Tokens a second of as many samples of one prompt as run at the same time, up to 64.
+
+    With the prompt's blocks read once a step for all samples, and read by each, in turns.
+    """
+    rng, scheduler = random.Random(7), llm.engine.scheduler
+    n = min(64, scheduler.max_num_seqs)
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    grouper = scheduler.grouper
+    try:
+        for turn in range(6):
+            prompt = _draw(rng, (num_prompt, num_prompt), min(10000, llm.engine.model.vocab_size))
+            scheduler.grouper = grouper if turn % 2 == 0 else None
+            seconds = generate(llm, [(prompt, num_new)], n=n)
+            rates[turn % 2 == 0].append(n * num_new / seconds)
+    finally:
+        scheduler.grouper = grouper
+    shared, apart = (statistics.median(rates[kind]) for kind in (True, False))
+    return {"tokens/s": shared, "tokens/s, read by each": apart, "x read by each": shared / apart}
+
+
 def time_per_token(llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int = 256) -> float:
     """Milliseconds between two tokens of each of ``num_seqs`` sequences, greedy."""
     found = []
@@ -335,6 +359,10 @@ def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests
         if name in parts:
             some = requests[: max(1, len(requests) // options.get("n", 1))]
             _print_share(name, about, base, time_n(llm, some, **options))
+    if "shared" in parts:
+        found = time_shared(llm, min(4000, llm.engine.max_model_len // 2))
+        target = [("x read by each", 1.5, ">=")]
+        _print("shared", "64 samples of a prompt of 4000 tokens", targets=target, **found)
     draws: dict[str, Callable[[], list[Arrival]]] = {"chats": draw_chats, "long": draw_long}
     for name, draw in draws.items():
         if name in parts:
@@ -342,6 +370,7 @@ def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests
             _print(name, name, **serve(llm, draw()))
     if "fp8" in parts:
         del llm
+        gc.unfreeze()
         gc.collect()  # the engine's parts refer to one another
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -359,15 +388,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = make_tokenizer(QWEN3.sizes["vocab_size"]) if "stop" in asked.parts else None
 
     def load(**options: Any) -> LLM:
-        return LLM(
+        llm = LLM(
             QWEN3.load(torch.bfloat16, "cuda"),
             tokenizer=tokenizer,
             device="cuda",
             max_num_seqs=256,
-            max_model_len=40960 if "long" in asked.parts else 4096,
+            max_model_len=40960 if "long" in asked.parts else 4608,
             enforce_eager=asked.eager,
             **options,
         )
+        gc.collect()
+        gc.freeze()  # as `pagetile serve` does: else a full collection makes a step wait for 0.5 s
+        return llm
 
     run_parts(asked.parts, load, draw_n())
 

@@ -32,7 +32,14 @@ from benchmarks.tiles import ScoresCase, TiledCase
 from benchmarks.vllm_ops import VllmOpsCase
 from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
-from benchmarks.workload_n import draw_chats, draw_long, make_tokenizer, run_parts, serve
+from benchmarks.workload_n import (
+    draw_chats,
+    draw_long,
+    make_tokenizer,
+    run_parts,
+    serve,
+    time_shared,
+)
 from typer.testing import CliRunner
 
 from pagetile import BlockMask, attention_scores
@@ -799,6 +806,18 @@ def test_variants_of_n_print_their_share_and_hold_one_engine_at_a_time(capsys):
     assert [options for _, options in loaded] == [{}, {"kv_cache_dtype": "fp8"}]
     totals = {name: line["tokens"] for name, line in lines.items() if "tokens" in line}
     assert totals == {"N": 52, "n4": 4 * 7, "stop": 52, "logprobs": 52, "fp8": 52}
+
+
+def test_samples_of_one_prompt_are_timed_with_and_without_sharing():
+    from pagetile import LLM
+    from pagetile.engine.prefix_groups import PrefixGrouper
+    from pagetile.testing.models import tiny_model
+
+    llm = LLM(tiny_model("llama"), max_model_len=64, num_blocks=64, max_num_seqs=4)
+    grouper = llm.engine.scheduler.grouper = PrefixGrouper(16, 1)
+    measured = time_shared(llm, num_prompt=20, num_new=4)
+    assert measured["x read by each"] > 0
+    assert llm.engine.scheduler.grouper is grouper
 
 
 def test_a_tokenizer_without_a_model_has_a_word_for_every_token():

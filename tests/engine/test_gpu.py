@@ -13,7 +13,9 @@ import torch
 
 from pagetile import LLM, SamplingParams, demo
 from pagetile.engine.cuda_graphs import StepGraphs
+from pagetile.engine.prefix_groups import PrefixGrouper
 from pagetile.engine.sampler import SamplingInput, sample
+from pagetile.ops.paged_attention import shared_prefixes
 from pagetile.testing.models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -128,7 +130,7 @@ def test_a_recording_leaves_the_rows_and_the_cache_as_they_are() -> None:
     before = [tensor.nan_to_num() for tensor in state]
     with torch.inference_mode():
         for size in runner.graphs.sizes:  # the inbox holds the rows of a step of another size
-            assert runner.graphs.ensure(size, False)
+            assert runner.graphs.ensure(size, False, True)
     torch.cuda.synchronize()
     assert all(torch.equal(now.nan_to_num(), then) for now, then in zip(state, before, strict=True))
 
@@ -170,6 +172,24 @@ def test_sampling_waits_for_its_results_only() -> None:
     with counting_waits() as waits:
         sample(logits, rows)
     assert len(waits) <= 3, "tokens, best logits and log-probabilities come back"
+
+
+def test_samples_of_one_prompt_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "pays", lambda *_: True)
+    rng = random.Random(1)
+    head = [rng.randrange(200) for _ in range(120)]
+    prompts = [head, [*head[:70], 5], [*head, 7, 8], [1, 2, 3]]
+    found = []
+    for min_saved in (10**9, 1):
+        llm = LLM(dtype="float32", device="cuda", num_blocks=400, max_num_seqs=32)
+        engine = llm.engine
+        engine._runner.min_saved_tokens = min_saved
+        engine.scheduler.grouper = PrefixGrouper(engine.pool.block_size, min_saved)
+        params = replace(GREEDY, max_tokens=40, temperature=0.8, seed=3, n=6)
+        found.append(tokens(llm, prompts, params))
+        forms = engine._runner.graphs._recorded
+        assert any(shares for _, _, shares in forms) == (min_saved == 1)
+    assert found[0] == found[1]
 
 
 # --- recordings by themselves ---------------------------------------------------------------

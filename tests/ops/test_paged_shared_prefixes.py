@@ -25,7 +25,8 @@ def make_shared(case, groups, prefixes):
     rows = [row for seq in keep for row in range(starts[seq], starts[seq + 1])]
     first = 0
     for size, prefix in zip(groups, prefixes, strict=True):
-        tables[first : first + size, : prefix // BLOCK] = tables[first, : prefix // BLOCK].clone()
+        blocks = slice(prefix // BLOCK)
+        tables[first : first + size, blocks] = tables[first : first + 1, blocks].clone()
         first += size
     shared = SharedPrefixes(
         torch.tensor([0, *groups]).cumsum(0).int(), torch.tensor(prefixes, dtype=torch.int32)
@@ -52,6 +53,7 @@ CASES = [
     (PagedCase((1, 1), (70, 61), kv_dtype=torch.int8, scales="token", **SIZES), [2], [56]),
     (PagedCase((1, 1), (70, 61), sliding_window=20, **SIZES), [2], [56]),
     (PagedCase((1, 3), (70, 61), causal=False, **SIZES), [2], [56]),
+    (PagedCase((1, 1, 1), (70, 61, 20), **SIZES), [0, 2, 0, 1, 0], [0, 56, 0, 0, 0]),
 ]
 IMPLEMENTATIONS = [
     "reference",
@@ -118,7 +120,8 @@ def test_sharing_is_used_where_it_saves_enough():
     ("groups", "prefixes", "message"),
     [
         ([0, 2], [56], r"cu_group_seqs is \[0, 2\], expected to ascend from 0 to num_seqs=3"),
-        ([0, 2, 2, 3], [8, 8, 8], "cu_group_seqs is"),
+        ([0, 2, 1, 3], [8, 8, 8], "cu_group_seqs is"),
+        ([0, 2, 2, 3], [8, 8, 8], r"prefix_lens\[1\] is 8, but the group has no sequence"),
         ([0, 3], [50], r"prefix_lens\[0\] is 50, expected whole blocks of 8"),
         ([0, 3], [64], r"prefix_lens\[0\] is 64, but sequence 2 has 63 keys before its new tokens"),
         ([0, 3, 3][:2], [56, 8], "cu_group_seqs has 2 entries, expected num_groups"),
@@ -200,3 +203,35 @@ def test_the_merging_kernel_gives_what_torch_gives(splits, dtype):
     torch.testing.assert_close(lse.cpu(), expected_lse)
     assert lse[2, 3] == -torch.inf
     assert not out[2, 3].any()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("case", "groups", "prefixes"), CASES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_kernel_lays_both_passes_out_as_torch_does(case, groups, prefixes, splits):
+    from pagetile.ops.paged_attention import triton_prefixes
+
+    inputs = make_shared(case, groups, prefixes)
+    batch, problem, shared = inputs.batch, inputs.problem, inputs.batch.shared_prefixes
+    expected = shared_prefixes._lay_out(problem, batch, shared, splits)
+    there = to(inputs, "cuda").batch if ON_GPU else batch
+    found = triton_prefixes.lay_out(
+        there.block_tables, there.seq_lens, there.cu_seqlens_q,
+        there.shared_prefixes.cu_group_seqs, there.shared_prefixes.prefix_lens,
+        splits=splits, num_tokens=problem.num_tokens, block_size=problem.block_size,
+    )  # fmt: skip
+    for name, ours, theirs in zip(found._fields[1:], found[1:], expected[1:], strict=True):
+        assert ours.cpu().tolist() == theirs.tolist(), name
+    for ours, theirs, length in zip(found.tables.cpu(), expected[0], expected[1], strict=True):
+        used = -(-int(length) // problem.block_size)
+        assert ours[:used].tolist() == theirs[:used].tolist()
+
+
+def test_sequences_without_blocks_are_laid_out():
+    inputs = make_inputs(PagedCase((3,), (0,), causal=False, **SIZES))
+    num_seqs = inputs.batch.num_seqs
+    shared = SharedPrefixes(torch.tensor([0, num_seqs]).int(), torch.tensor([0]).int())
+    batch = replace(inputs.batch, block_tables=torch.zeros(num_seqs, 0).int())
+    tables, seq_lens, *_ = shared_prefixes._lay_out(inputs.problem, batch, shared, 2)
+    assert tables.shape == (2 + num_seqs, 0)
+    assert not seq_lens.any()

@@ -26,6 +26,7 @@ from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .ngram import NgramProposer
 from .output_processor import Delta, OutputProcessor
+from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
 from .request import Grammar, Request, RequestOutput, Sequence, Status
 from .runner import LaunchedStep, Runner
@@ -107,12 +108,6 @@ class Engine:
         )
         self.pool = cache.pool
         self._index = PrefixIndex(self.pool)
-        self.scheduler = Scheduler(
-            self.pool,
-            self._index if enable_prefix_caching else None,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
         self._runner = Runner(
             model,
             cache,
@@ -121,6 +116,15 @@ class Engine:
             max_model_len=max_model_len,
             sampling_input=self._sampling_input,
             enforce_eager=enforce_eager,
+        )
+        saved = self._runner.min_saved_tokens
+        grouper = None if saved is None else PrefixGrouper(self.pool.block_size, saved)
+        self.scheduler = Scheduler(
+            self.pool,
+            self._index if enable_prefix_caching else None,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            grouper=grouper,
         )
         is_ahead = model.device.type == "cuda" if async_scheduling is None else async_scheduling
         self._most_in_flight = 2 if is_ahead and not num_speculative_tokens else 1

@@ -26,9 +26,11 @@ from torch import Tensor
 from ..kv_cache.storage import KVCache
 from ..models.forward_batch import ForwardBatch
 from ..models.paged_model import PagedModel
-from ..ops.paged_attention import PagedBatch
+from ..ops.paged_attention import PagedBatch, SharedPrefixes
+from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from ..transfer import pack, unpack
 from .cuda_graphs import PromptBuffers, StepGraphs, padded_sizes, prompt_sizes
+from .prefix_groups import MAX_GROUPS, PrefixGroups
 from .request import Sequence as OneSequence
 from .sampler import PLAIN, SampledTokens, Sampler, SamplingInput
 from .scheduler import SchedulerOutput
@@ -72,6 +74,8 @@ class Runner:
     Attributes:
         graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
         prompt_graphs: The recorded forwards of steps that compute prompts; ``None`` as ``graphs``.
+        min_saved_tokens: Of a decode step, the keys that sharing prefixes must save to gain time;
+            ``None`` on a CPU, where it is not used: sums are in another order then.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Runner:
         self._owners: list[Any] = [None] * max_num_seqs
         self._num_sent = [0] * max_num_seqs  # blocks
         self._begin: Any = None
+        self.min_saved_tokens: int | None = None
         self.graphs: StepGraphs | None = None
         self.prompt_graphs: StepGraphs | None = None
         self._prompts: PromptBuffers | None = None
@@ -101,7 +106,8 @@ class Runner:
             from .triton import DecodeBuffers
 
             self._begin = DecodeBuffers(self._tables, self.sampler, cache.block_size)
-            shape = (_NUM_BUFFERS, 2 * max_num_seqs)
+            self.min_saved_tokens = -(-GPU_BYTES // _bytes_per_key(cache))
+            shape = (_NUM_BUFFERS, len(self._begin.inbox))
             self._pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
             self._turn = 0
             if not enforce_eager:
@@ -157,17 +163,15 @@ class Runner:
         """
         if self.graphs is None or self.prompt_graphs is None:
             return
-        decode = [(self.graphs, size, True) for size in self.graphs.sizes]
+        decode = [(self.graphs, size, True, False) for size in self.graphs.sizes]
+        decode += [(self.graphs, size, True, True) for size in self._shared_sizes()]
         prompts = [(self.prompt_graphs, size) for size in self.prompt_graphs.sizes]
         with torch.inference_mode():
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
 
     def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        inbox = self._begin.inbox
-        self.graphs = StepGraphs(
-            self._record_step, lambda size: inbox.fill_(-1), padded_sizes(max_num_seqs)
-        )
+        self.graphs = StepGraphs(self._record_step, self._begin.clear, padded_sizes(max_num_seqs))
         sizes = prompt_sizes(max_num_batched_tokens)
         self._prompts = prompts = PromptBuffers(
             sizes[-1], max_num_seqs, self.cache.block_size, self.max_model_len, self.device
@@ -201,36 +205,55 @@ class Runner:
     def _decode(self, step: SchedulerOutput, rows: list[int], masks: Any) -> Any:
         blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
         longest = max(step.ends)
+        groups = step.prefix_groups
         if self._begin is None:
-            batch, where = self._begin_on_host(rows, blocks, longest)
+            batch, where = self._begin_on_host(rows, blocks, longest, groups)
             return self.sampler.sample(self.model.forward(batch), where, rows, masks)
         n, features = len(rows), self.sampler.features
         is_plain = not masks and not np.any(features[rows] & ~np.int32(PLAIN))
-        size = n
+        size, form = n, (is_plain, groups is not None)
         if self.graphs is not None:
-            size = self.graphs.fit(n)
-            if not self.graphs.ensure(size, is_plain):
+            # A step that shares is recorded for few sizes: reading less gains more than they lose.
+            size = self.graphs.fit(n if groups is None else self._round_up(n))
+            if not self.graphs.ensure(size, *form):
                 size = n
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         packet = self._pinned[self._turn]
         numbers = packet.numpy()
         numbers[:n], numbers[n:size] = rows, -1
         numbers[size : size + n] = blocks
-        self._begin.inbox[: 2 * size].copy_(packet[: 2 * size], non_blocking=True)
+        num_sent = 2 * size
+        if groups is not None:
+            cu_group_seqs = [*groups.cu_group_seqs[:-1], size]
+            num_sent += 2 * MAX_GROUPS + 1
+            numbers[2 * size : num_sent] = cu_group_seqs + groups.prefix_lens
+        self._begin.inbox[:num_sent].copy_(packet[:num_sent], non_blocking=True)
         if self.graphs is not None and self.graphs.reason is None:
-            found = self.graphs.replay(size, is_plain)
+            found = self.graphs.replay(size, *form)
         else:
-            found = self._step(size, is_plain, longest)
+            found = self._step(size, *form, longest)
         if is_plain:
             return found, None, None
         return self.sampler.sample(found[:n], self._begin.rows(size)[:n].long(), rows, masks)
 
-    def _record_step(self, size: int, samples: bool) -> Tensor:
-        return self._step(size, samples, self.max_model_len)
+    def _round_up(self, size: int) -> int:
+        assert self.graphs is not None
+        return min(1 << (size - 1).bit_length(), self.graphs.sizes[-1])
 
-    def _step(self, size: int, samples: bool, max_seq_len: int) -> Tensor:
+    def _shared_sizes(self) -> list[int]:
+        """The sizes of steps that can save enough by sharing."""
+        assert self.graphs is not None
+        assert self.min_saved_tokens is not None
+        least = 2 + (self.min_saved_tokens - 1) // self.max_model_len
+        sizes = self.graphs.sizes
+        return [size for size in sizes if size == self._round_up(size) and size >= least]
+
+    def _record_step(self, size: int, samples: bool, shares: bool) -> Tensor:
+        return self._step(size, samples, shares, self.max_model_len)
+
+    def _step(self, size: int, samples: bool, shares: bool, max_seq_len: int) -> Tensor:
         """A decode step of the rows in the inbox: packed tokens, or logits."""
-        batch = self._begin(size, max_seq_len)
+        batch = self._begin(size, max_seq_len, shares=shares)
         logits = self.model.forward(batch)
         if not samples:
             return self._begin.keep(logits) if self.graphs is not None else logits
@@ -238,7 +261,7 @@ class Runner:
         return packed
 
     def _begin_on_host(
-        self, rows: list[int], blocks: list[int], longest: int
+        self, rows: list[int], blocks: list[int], longest: int, groups: PrefixGroups | None
     ) -> tuple[ForwardBatch, Tensor]:
         """What ``begin`` does on a GPU, in torch."""
         where, last = torch.tensor([rows, blocks])
@@ -250,10 +273,14 @@ class Runner:
         num_seqs = len(rows)
         numbers = torch.arange(num_seqs + 1)
         tables = self._tables[:, : -(-longest // size)].index_select(0, where)
+        shared = None
+        if groups is not None:
+            starts, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in groups)
+            shared = SharedPrefixes(starts, lens)
         return ForwardBatch(
             token_ids=self.sampler.last_tokens[where],
             positions=positions,
-            batch=PagedBatch(tables, lengths, numbers.int(), 1, longest),
+            batch=PagedBatch(tables, lengths, numbers.int(), 1, longest, shared),
             slot_mapping=last * size + positions % size,
             logits_rows=numbers[:num_seqs],
         ), where
@@ -380,3 +407,9 @@ class Runner:
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+
+def _bytes_per_key(cache: KVCache) -> int:
+    """Bytes of a token's keys and values in one layer; of several kinds of layers, their mean."""
+    each = [layer.bytes_per_token(cache.dtype) for layer in cache.layers]
+    return max(1, sum(each) // len(each))

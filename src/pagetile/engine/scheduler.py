@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from .chunks import ChunkSizer
+from .prefix_groups import PrefixGrouper, PrefixGroups
 from .request import Sequence, Status
 
 __all__ = ["CacheCounts", "Scheduler", "SchedulerOutput"]
@@ -58,6 +59,9 @@ class SchedulerOutput:
     The sequence is in ``sampled`` once more for each, in their order."""
     is_decode: bool = True
     """Whether every sequence computes one token, which the device has, and samples the next."""
+    prefix_groups: PrefixGroups | None = None
+    """Of a decode step: neighbours whose first blocks are the same, where reading these once is
+    worth it."""
     number: int = 0
 
     def find_assumed(self) -> list[list[int]]:
@@ -108,6 +112,7 @@ class Scheduler:
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step.
         chunks: How many prompt tokens a step may compute beside streams that decode.
+        grouper: Finds what sequences of a decode step share; ``None``: nobody looks.
     """
 
     def __init__(
@@ -118,10 +123,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         chunks: ChunkSizer | None = None,
+        grouper: PrefixGrouper | None = None,
     ) -> None:
         self.pool, self.index, self.block_size = pool, index, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunks = chunks or ChunkSizer()
+        self.grouper = grouper
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.ended: list[Sequence] = []
@@ -188,6 +195,8 @@ class Scheduler:
         if not preempted:
             self._admit_waiting(step, min(budget, beside))
         self._count(step)
+        if self.grouper is not None:
+            _group(step, self.grouper)
         return step
 
     def verify(self, step: SchedulerOutput, token_ids: list[int]) -> list[int]:
@@ -483,6 +492,19 @@ class Scheduler:
     def _num_shared(self) -> int:
         blocks = {block for sequence in self.running for block in sequence.table.blocks}
         return sum(self.pool.ref_count(block) > 1 for block in blocks)
+
+
+def _group(step: SchedulerOutput, grouper: PrefixGrouper) -> None:
+    """Make sequences that share their first blocks neighbours, in a decode step."""
+    if not step.is_decode:
+        grouper.forget()
+        return
+    order = grouper.find(step.sequences, step.ends)
+    if order is not None:
+        step.sequences = [step.sequences[at] for at in order]
+        step.ends = [step.ends[at] for at in order]
+        step.sampled = step.sequences.copy()
+        step.prefix_groups = grouper.groups
 
 
 def _num_rows(sequence: Sequence) -> int:

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..models.forward_batch import ForwardBatch
-from ..ops.paged_attention import PagedBatch
+from ..ops.paged_attention import PagedBatch, SharedPrefixes
+from .prefix_groups import MAX_GROUPS
 
 if TYPE_CHECKING:
     from .sampler import Sampler
@@ -222,21 +223,41 @@ class DecodeBuffers:
         block_size: Tokens per block.
 
     Attributes:
-        inbox: int32 ``[2 * num_rows]``: a step's rows and last blocks, as the host sends them.
+        inbox: int32 ``[2 * num_rows + 2 * MAX_GROUPS + 1]``: a step's rows and last blocks, and
+            what its groups share, as the host sends them.
     """
 
     def __init__(self, tables: Tensor, sampler: Sampler, block_size: int) -> None:
         num_rows, self._width = tables.shape
         self._rows_tables, self._sampler, self._block_size = tables, sampler, block_size
         numbers = torch.arange(num_rows + 1, device=tables.device)
-        self.inbox = torch.full_like(numbers[1:].repeat(2), -1, dtype=torch.int32)
+        shape = (2 * num_rows + 2 * MAX_GROUPS + 1,)
+        self.inbox = torch.full(shape, -1, dtype=torch.int32, device=tables.device)
         self._token_ids, self._positions, self._slots = (numbers[1:] * 0 for _ in range(3))
         self._starts, self._numbers = numbers.int(), numbers[:num_rows].clone()
         self._seq_lens, self._tables = torch.zeros_like(self.inbox[:num_rows]), tables.clone()
         self._logits: Tensor | None = None
 
-    def __call__(self, size: int, max_seq_len: int) -> ForwardBatch:
-        """Lay out the decode step of the rows in the inbox."""
+    def clear(self, size: int) -> None:
+        """Hold ``size`` rows of no sequence."""
+        self.inbox.fill_(-1)
+        shared = self._shared_prefixes(size)
+        shared.cu_group_seqs.fill_(size)
+        shared.cu_group_seqs[:1].zero_()
+        shared.prefix_lens.zero_()
+
+    def _shared_prefixes(self, size: int) -> SharedPrefixes:
+        lens = 2 * size + MAX_GROUPS + 1
+        return SharedPrefixes(self.inbox[2 * size : lens], self.inbox[lens : lens + MAX_GROUPS])
+
+    def __call__(self, size: int, max_seq_len: int, *, shares: bool = False) -> ForwardBatch:
+        """Lay out the decode step of the rows in the inbox.
+
+        Args:
+            size: How many.
+            max_seq_len: The most tokens of one.
+            shares: Whether prefixes in the inbox are read once for all sequences of a group.
+        """
         outputs = self._token_ids, self._positions, self._slots, self._seq_lens, self._tables
         begin_kernel[(size,)](
             *outputs, self._rows_tables, self._sampler.last_tokens, self._sampler.lengths,
@@ -246,7 +267,12 @@ class DecodeBuffers:
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
             batch=PagedBatch(
-                self._tables[:size], self._seq_lens[:size], self._starts[: size + 1], 1, max_seq_len
+                self._tables[:size],
+                self._seq_lens[:size],
+                self._starts[: size + 1],
+                1,
+                max_seq_len,
+                self._shared_prefixes(size) if shares else None,
             ),
             slot_mapping=self._slots[:size],
             logits_rows=self._numbers[:size],

@@ -31,9 +31,11 @@ class SharedPrefixes:
     """
 
     cu_group_seqs: torch.Tensor
-    """int32 ``[num_groups + 1]``: where each group's sequences start; from 0 to ``num_seqs``."""
+    """int32 ``[num_groups + 1]``: where each group's sequences start; from 0 to ``num_seqs``. A
+    group may be empty, so that one recorded call serves other numbers of groups."""
     prefix_lens: torch.Tensor
-    """int32 ``[num_groups]``: tokens that a group shares, whole blocks; no new token among them."""
+    """int32 ``[num_groups]``: tokens that a group shares, whole blocks; no new token among them,
+    and 0 of an empty group."""
     max_group_tokens: int | None = None
     """At least the most new tokens of a group, a host integer; ``None``: all of the batch."""
     max_prefix_len: int | None = None

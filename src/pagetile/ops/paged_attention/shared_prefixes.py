@@ -25,12 +25,12 @@ from ...tiles.state import AttentionOutput
 from .batch import PagedBatch, SharedPrefixes
 from .problem import Arguments, Problem
 
-__all__ = ["pays", "run"]
+__all__ = ["GPU_BYTES", "pays", "run"]
 
-_GPU_BYTES = 256 << 20
+GPU_BYTES = 128 << 20
 _CPU_BYTES = 1 << 20
-"""Bytes of keys and values that sharing must save, to pay for the second pass, the merge and some
-twenty small launches. The GPU's is an estimate: 60 µs at 4.3 TB/s, not yet measured."""
+"""Bytes of keys and values that sharing must save, to pay for the second pass, the merge and what
+lays both out."""
 
 _TILE_ROWS = 128
 _MOST_SPLITS = 8
@@ -42,7 +42,7 @@ def pays(problem: Problem, shared: SharedPrefixes, device: DeviceInfo) -> bool:
     sizes = problem.head_size + problem.v_head_size
     bytes_per_key = problem.num_kv_heads * sizes * problem.kv_dtype.itemsize
     saved = (problem.num_seqs - shared.num_groups) * _most_keys(problem, shared) * bytes_per_key
-    return saved >= (_GPU_BYTES if device.kind == "cuda" else _CPU_BYTES)
+    return saved >= (GPU_BYTES if device.kind == "cuda" else _CPU_BYTES)
 
 
 def _most_keys(problem: Problem, shared: SharedPrefixes) -> int:
@@ -95,37 +95,50 @@ def _derive(
     problem: Problem, batch: PagedBatch, shared: SharedPrefixes, splits: int
 ) -> tuple[PagedBatch, PagedBatch, Tensor]:
     """Return the batches of both passes, and the first key of each split of a prefix."""
-    tables, groups = batch.block_tables, shared.cu_group_seqs
-    num_groups, width = shared.num_groups, tables.shape[1]
-    block_size, lens = problem.block_size, shared.prefix_lens
-    # Splits of a prefix are whole blocks: split-major, as the repeated queries are.
-    blocks = (lens // block_size + splits - 1) // splits
-    starts = torch.arange(splits, dtype=torch.int32, device=lens.device)[:, None] * (
-        blocks * block_size
-    )
-    seq_lens = torch.minimum(lens - starts, blocks * block_size).clamp_min(0).view(-1)
-    first_tokens = batch.cu_seqlens_q[groups.long()]
-    offsets = torch.arange(splits, dtype=torch.int32, device=lens.device) * problem.num_tokens
-    cu_seqlens_q = (offsets[:, None] + first_tokens[:-1]).view(-1)
-    cu_seqlens_q = torch.cat([cu_seqlens_q, offsets[-1:] + first_tokens[-1:]])
-    column = torch.arange(width, device=lens.device)
-    rows = tables[groups[:-1].long()].expand(splits, num_groups, width)
-    at = column + (starts // block_size)[..., None]
-    prefix_tables = rows.gather(2, at.clamp_max(max(0, width - 1))).view(-1, width)
-    most = -(-_most_keys(problem, shared) // block_size)
+    tables, seq_lens, starts, cu_seqlens_q = _lay_out(problem, batch, shared, splits)
+    num_prefixes = splits * shared.num_groups
+    most = -(-_most_keys(problem, shared) // problem.block_size)
     prefixes = PagedBatch(
-        prefix_tables, seq_lens, cu_seqlens_q, _most_tokens(problem, shared),
-        -(-most // splits) * block_size,
+        tables[:num_prefixes], seq_lens[:num_prefixes], cu_seqlens_q,
+        _most_tokens(problem, shared), -(-most // splits) * problem.block_size,
     )  # fmt: skip
-    seqs = torch.arange(problem.num_seqs, dtype=torch.int32, device=lens.device)
-    group = torch.searchsorted(groups[1:], seqs, right=True).clamp_max(max(0, num_groups - 1))
-    skipped = lens[group]
-    at = column + (skipped // block_size)[:, None]
     own = PagedBatch(
-        tables.gather(1, at.clamp_max(max(0, width - 1))), batch.seq_lens - skipped,
-        batch.cu_seqlens_q, batch.max_query_len, batch.max_seq_len,
+        tables[num_prefixes:], seq_lens[num_prefixes:], batch.cu_seqlens_q,
+        batch.max_query_len, batch.max_seq_len,
     )  # fmt: skip
     return prefixes, own, starts
+
+
+def _lay_out(
+    problem: Problem, batch: PagedBatch, shared: SharedPrefixes, splits: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tables, lengths, first keys and query starts as ``triton_prefixes.Layout`` does."""
+    tables, groups, lens = batch.block_tables, shared.cu_group_seqs, shared.prefix_lens
+    if tables.is_cuda:
+        from .triton_prefixes import lay_out
+
+        return lay_out(
+            tables, batch.seq_lens, batch.cu_seqlens_q, groups, lens,
+            splits=splits, num_tokens=problem.num_tokens, block_size=problem.block_size,
+        )  # fmt: skip
+    num_groups, width, block_size = shared.num_groups, tables.shape[1], problem.block_size
+    # Splits of a prefix are whole blocks: split-major, as the repeated queries are.
+    blocks = (lens // block_size + splits - 1) // splits
+    starts = torch.arange(splits, dtype=torch.int32)[:, None] * (blocks * block_size)
+    prefix_lens = torch.minimum(lens - starts, blocks * block_size).clamp_min(0).view(-1)
+    first_tokens = batch.cu_seqlens_q[groups.long()]
+    offsets = torch.arange(splits, dtype=torch.int32) * problem.num_tokens
+    cu_seqlens_q = (offsets[:, None] + first_tokens[:-1]).view(-1)
+    cu_seqlens_q = torch.cat([cu_seqlens_q, offsets[-1:] + first_tokens[-1:]])
+    seqs = torch.arange(problem.num_seqs, dtype=torch.int32)
+    group = torch.searchsorted(groups[1:], seqs, right=True).clamp_max(max(0, num_groups - 1))
+    firsts = groups[:-1].clamp_max(max(0, problem.num_seqs - 1))  # of an empty group: any
+    sources = torch.cat([firsts.long().repeat(splits), seqs.long()])
+    skipped = torch.cat([starts.view(-1), lens[group]]) // block_size
+    at = torch.arange(width) + skipped[:, None]
+    moved = tables[sources].gather(1, at.clamp_max(max(0, width - 1)))
+    seq_lens = torch.cat([prefix_lens, batch.seq_lens - lens[group]])
+    return moved, seq_lens, starts, cu_seqlens_q
 
 
 def _find_moves(

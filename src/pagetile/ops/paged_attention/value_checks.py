@@ -120,13 +120,17 @@ def check_shared_prefixes(batch: PagedBatch, block_size: int) -> None:
     assert shared is not None
     groups, lens = shared.cu_group_seqs.tolist(), shared.prefix_lens.tolist()
     sizes = [end - start for start, end in itertools.pairwise(groups)]
-    if groups[0] != 0 or groups[-1] != batch.num_seqs or min(sizes, default=1) < 1:
+    if groups[0] != 0 or groups[-1] != batch.num_seqs or min(sizes, default=0) < 0:
         raise ShapeError(
             f"cu_group_seqs is {groups}, expected to ascend from 0 to num_seqs={batch.num_seqs}"
         )
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     for group, prefix in enumerate(lens):
         first, end = groups[group], groups[group + 1]
+        if prefix and first == end:
+            raise ShapeError(
+                f"prefix_lens[{group}] is {prefix}, but the group has no sequence: expected 0"
+            )
         if prefix < 0 or prefix % block_size:
             raise ShapeError(
                 f"prefix_lens[{group}] is {prefix}, expected whole blocks of {block_size}"

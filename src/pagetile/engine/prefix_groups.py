@@ -1,0 +1,154 @@
+"""Which sequences of a decode step share their first blocks, so that those are read once.
+
+Samples of one prompt share it, and so do requests with one system prompt. Their tables begin with
+the same blocks, which the scheduler knows from nowhere else::
+
+    blocks    a [7 2 5]      groups   {a c} 2 blocks    step   a c b d
+              b [4 9]                 {b d} none
+              c [7 2 8 1]
+              d [6]
+
+Sequences of a group are neighbours in the step. Those that share nothing worth it are the last
+group, without a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
+from typing import NamedTuple
+
+from .request import Sequence
+
+__all__ = ["MAX_GROUPS", "PrefixGrouper", "PrefixGroups", "find_groups"]
+
+MAX_GROUPS = 8
+"""Groups of a step, those without a prefix being one: what a recorded step has room for."""
+
+
+_MAX_DIVISIONS = 16
+"""Of a group into groups that share more: it bounds the work, whatever the requests are."""
+
+
+class PrefixGroups(NamedTuple):
+    """Groups of neighbouring sequences of a step, ``MAX_GROUPS`` in all; the last may be empty."""
+
+    cu_group_seqs: list[int]
+    """Where each group's sequences start, and the end of the last."""
+    prefix_lens: list[int]
+    """Tokens that a group shares, whole blocks."""
+
+
+class _Group(NamedTuple):
+    members: list[int]
+    num_blocks: int
+
+    @property
+    def saved(self) -> int:
+        """Blocks that need not be read again."""
+        return (len(self.members) - 1) * self.num_blocks
+
+
+class PrefixGrouper:
+    """Finds the groups of decode steps, anew where the sequences of a step are others.
+
+    Args:
+        block_size: Tokens of a block.
+        min_saved_tokens: The keys that sharing must save a step, or it costs more than it gains.
+    """
+
+    def __init__(self, block_size: int, min_saved_tokens: int) -> None:
+        self._block_size = block_size
+        self._min_saved = -(-min_saved_tokens // block_size)
+        self._sequences: list[Sequence] = []
+        self._order: list[int] = []
+        self._groups: PrefixGroups | None = None
+
+    def forget(self) -> None:
+        """Look at the tables again at the next step: sequences have run otherwise since."""
+        self._sequences = []
+
+    def find(self, sequences: list[Sequence], ends: SequenceOf[int]) -> list[int] | None:
+        """The order that makes neighbours of a group; ``None``: sharing is not worth it.
+
+        Args:
+            sequences: Of a decode step.
+            ends: Tokens of each, the new one included.
+        """
+        if sequences != self._sequences:
+            self._sequences = sequences.copy()
+            tables = [sequence.table.blocks for sequence in sequences]
+            # The new token's block is written by its sequence alone.
+            limits = [(end - 1) // self._block_size for end in ends]
+            self._order, self._groups = self._arrange(tables, limits)
+        return self._order if self._groups is not None else None
+
+    @property
+    def groups(self) -> PrefixGroups | None:
+        """Those that ``find`` has found."""
+        return self._groups
+
+    def _arrange(
+        self, tables: list[list[int]], limits: list[int]
+    ) -> tuple[list[int], PrefixGroups | None]:
+        found = find_groups(tables, limits)
+        found = sorted(found, key=lambda group: -group.saved)[: MAX_GROUPS - 1]
+        if sum(group.saved for group in found) < max(1, self._min_saved):
+            return [], None
+        grouped = {at for group in found for at in group.members}
+        others = [at for at in range(len(tables)) if at not in grouped]
+        empty = [_Group([], 0)] * (MAX_GROUPS - 1 - len(found))
+        found = [*found, *empty, _Group(others, 0)]
+        ends = accumulate(len(group.members) for group in found)
+        lens = [group.num_blocks * self._block_size for group in found]
+        order = [at for group in found for at in group.members]
+        return order, PrefixGroups([0, *ends], lens)
+
+
+def find_groups(tables: SequenceOf[list[int]], limits: SequenceOf[int]) -> list[_Group]:
+    """Divide sequences so that sharing saves the most blocks; those that share none are left out.
+
+    Args:
+        tables: The blocks of each sequence.
+        limits: How many of them may be shared.
+
+    Example:
+        >>> find_groups([[7, 2, 5], [4, 9], [7, 2, 8, 1], [6]], [3, 2, 4, 1])
+        [_Group(members=[0, 2], num_blocks=2)]
+    """
+    return _divide(tables, limits, list(range(len(tables))), 0)
+
+
+def _divide(
+    tables: SequenceOf[list[int]],
+    limits: SequenceOf[int],
+    members: list[int],
+    depth: int,
+    num_divisions: int = 0,
+) -> list[_Group]:
+    """The best groups of sequences that have ``depth`` blocks in common."""
+    if num_divisions > _MAX_DIVISIONS:
+        return []
+    by_block: dict[int, list[int]] = {}
+    for at in members:
+        if limits[at] > depth:
+            by_block.setdefault(tables[at][depth], []).append(at)
+    best: list[_Group] = []
+    for branch in by_block.values():
+        if len(branch) > 1:
+            shared = _count_common(tables, limits, branch)
+            inner = _divide(tables, limits, branch, shared, num_divisions + 1)
+            whole = _Group(branch, shared)
+            is_finer = sum(group.saved for group in inner) > whole.saved
+            best += inner if is_finer else [whole]
+    return best
+
+
+def _count_common(
+    tables: SequenceOf[list[int]], limits: SequenceOf[int], members: list[int]
+) -> int:
+    """How many first blocks all of them have in common."""
+    # What the least and the greatest list have in common, all between them have.
+    least, greatest = (pick(tables[at] for at in members) for pick in (min, max))
+    most = min(limits[at] for at in members)
+    return next((i for i in range(most) if least[i] != greatest[i]), most)
