@@ -308,9 +308,11 @@ def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
     start = time.perf_counter()
     while time.perf_counter() - start < skip:
         engine.step()
+    num_keys = 0
     with torch_profile(activities=[ProfilerActivity.CUDA]) as prof:
         begin = time.perf_counter()
         for _ in range(60):
+            num_keys += sum(s.num_computed for s in engine.scheduler.running)
             engine.step()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
@@ -320,9 +322,13 @@ def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
     rows = [(e.key, e.self_device_time_total, e.count) for e in prof.key_averages()]
     rows.sort(key=lambda row: -row[1])
     busy = sum(t for _, t, _ in rows) / 1e6
+    num_bytes = num_keys * engine.cache.num_bytes / engine.cache.num_tokens
+    attention = sum(t for key, t, _ in rows if "decode_kernel" in key) / 1e6
     return {
         "busy": busy / seconds,
         "ms a step": 1e3 * seconds / 60,
+        "GB of keys and values a step": num_bytes / 60 / 1e9,
+        "GB/s of attention": num_bytes / attention / 1e9 if attention else None,
         "kernels a step": sum(n for *_, n in rows) / 60,
         "kernels": [(key[:70], round(t / 60, 1), round(n / 60, 1)) for key, t, n in rows[:25]],
     }
