@@ -389,8 +389,9 @@ class Engine:
         step = self.scheduler.schedule(in_flight=bool(self._in_flight))
         if step is None or not step.sequences:
             return False
-        for sequence in step.sampled.copy():
-            self._fork(step, sequence)
+        if not step.is_decode:  # samples fork in the step that computes their prompt
+            for sequence in step.sampled.copy():
+                self._fork(step, sequence)
         if self.on_step is not None:
             self.on_step()
         masks = self._fill_masks(step) if self._has_grammar() else None

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from .chunks import ChunkSizer
+from .ngram import NgramProposer
 from .prefix_groups import PrefixGrouper, PrefixGroups
 from .request import Sequence, Status
 
@@ -166,8 +167,10 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         spare = budget - len(self.running)  # for drafts: every sequence gets its one token
         num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
-        num_decoding = sum(s.num_tokens - s.num_computed == 1 for s in self.running)
-        beside = self.chunks.limit(self.running, budget - num_decoding, num_waiting)
+        num_decoding = sum([s.num_tokens - s.num_computed == 1 for s in self.running])
+        beside = budget - num_decoding
+        if num_waiting or num_decoding < len(self.running):
+            beside = self.chunks.limit(self.running, beside, num_waiting)
         if in_flight and self._would_preempt(budget, beside):
             return None
         self._num_scheduled += 1
@@ -188,8 +191,10 @@ class Scheduler:
                 preempted |= self._make_room(sequence, chunk)
                 if sequence.row < 0:
                     continue
-            draft = self._draft(sequence, min(spare, budget - 1)) if chunk == 1 else []
-            spare -= len(draft)
+            draft: list[int] = []
+            if chunk == 1 and sequence.proposer is not None:
+                draft = self._draft(sequence, sequence.proposer, min(spare, budget - 1))
+                spare -= len(draft)
             self._reserve(step, sequence, chunk, draft)
             budget -= chunk + len(draft)
         if not preempted:
@@ -234,8 +239,11 @@ class Scheduler:
         """
         size, index = self.block_size, self.index
         if index is not None:
-            for at, (sequence, end) in enumerate(zip(step.sequences, step.ends, strict=True)):
-                num_full = end // size
+            ends = enumerate(step.ends)
+            # Of a decode step's single tokens few fill a block.
+            ending = [at for at, end in ends if end % size == 0 or not step.is_decode]
+            for at in ending:
+                sequence, num_full = step.sequences[at], step.ends[at] // size
                 if num_full > sequence.num_indexed and sequence.status is Status.RUNNING:
                     accepted = step.drafts.get(at)
                     known = sequence.token_ids
@@ -337,11 +345,11 @@ class Scheduler:
                 pending += len(first.token_ids)
         return min(pending, most)
 
-    def _draft(self, sequence: Sequence, most: int) -> list[int]:
+    def _draft(self, sequence: Sequence, proposer: NgramProposer, most: int) -> list[int]:
         """Guess tokens that follow, as many as there is room for without preempting anyone."""
-        if sequence.proposer is None or not sequence.num_output_tokens:
+        if not sequence.num_output_tokens:
             return []  # with no output, others may yet fork from it
-        draft = sequence.proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
+        draft = proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
         needed = sequence.table.blocks_needed(1 + len(draft))
         return draft if self.pool.can_allocate(needed + len(self.running)) else []
 
@@ -479,11 +487,8 @@ class Scheduler:
         counts.copied_blocks += len(step.copies)
         held = self.pool.num_blocks - self.pool.num_free
         counts.peak_blocks = max(counts.peak_blocks, held)
-        references = unused = 0
-        for sequence in self.running:
-            num_blocks = len(sequence.table.blocks)
-            references += num_blocks
-            unused += num_blocks * size - sequence.num_computed
+        references = sum([len(sequence.table.blocks) for sequence in self.running])
+        unused = references * size - sum([sequence.num_computed for sequence in self.running])
         if references > held:
             counts.shared_blocks = max(counts.shared_blocks, self._num_shared())
         counts.held_slots += held * size

@@ -88,8 +88,14 @@ class BlockTable:
             OutOfBlocksError: The pool has too few free blocks. Nothing has changed.
             ShapeError: ``num_new_tokens`` is negative or no integer. Nothing has changed.
         """
-        if num_new_tokens.__class__ is int and self._has_room_for(num_new_tokens):
-            self._num_tokens += num_new_tokens  # most steps of most sequences
+        room = -self._num_tokens % self._block_size
+        if (
+            num_new_tokens.__class__ is int
+            and 0 < num_new_tokens <= room
+            and not self._was_cut
+            and self._pool.ref_count(self._blocks[-1]) == 1
+        ):
+            self._num_tokens += num_new_tokens  # most steps of most sequences: the block is its own
             return []
         needed = self.blocks_needed(num_new_tokens)
         if num_new_tokens == 0:
@@ -202,15 +208,6 @@ class BlockTable:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-    def _has_room_for(self, num_new_tokens: int) -> bool:
-        """Whether tokens fit into the last block, which only this table holds."""
-        used = self._num_tokens % self._block_size
-        return (
-            0 < num_new_tokens <= self._block_size - used < self._block_size
-            and not self._was_cut
-            and self._pool.ref_count(self._blocks[-1]) == 1
-        )
 
     def _must_copy_last(self) -> bool:
         partly_filled = self._num_tokens % self._block_size > 0
