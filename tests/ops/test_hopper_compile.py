@@ -30,7 +30,7 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
-from pagetile.tiles.hopper.tiling import SPARSE_TILING, TILINGS, ForwardConfig, tiling_of  # noqa: E402
+from pagetile.tiles.hopper.tiling import SMALL_TILING, TILINGS, ForwardConfig, tiling_of  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
@@ -161,7 +161,7 @@ def test_small_boxes_are_gathered_instead():
 
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
-    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SPARSE_TILING}
+    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SMALL_TILING}
     assert {config.tiling for config, _ in CONFIGS if config.gathers} == set(TILINGS)
     assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
