@@ -121,9 +121,9 @@ def _choose_part_tiles(
         numbers += gl.sum(tiles[:, None] * of_longest, 0)
         doubled += gl.sum(tiles[:, None] * (of_first + of_longest), 0)
     numbers *= batch.num_heads
-    parts = 0.5 * doubled.to(gl.float32) * batch.num_heads
-    waves = gl.ceil(parts / gl.num_programs(0))
-    cost = gl.maximum(part_tiles.to(gl.float32), waves * (work / gl.maximum(parts, 1.0)))
+    parts = gl.maximum((doubled * batch.num_heads + 1) // 2, 1)
+    waves = ((parts + gl.num_programs(0) - 1) // gl.num_programs(0)).to(gl.float32)
+    cost = gl.maximum(part_tiles.to(gl.float32), waves * (work / parts.to(gl.float32)))
     cost += _ITEM_COST * waves
     of_longest = (longest + part_tiles - 1) // part_tiles
     merging = _SPLIT_COST + (_MERGE_COST * V_WIDTH / 128) * of_longest.to(gl.float32)
