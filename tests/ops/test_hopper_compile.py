@@ -69,6 +69,8 @@ CONFIGS = [
     ),  # takes the most shared memory
     (ForwardConfig(BF16, 256, 12, uniform=True), 16),
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 24),
+    # keys divided among programs
+    (ForwardConfig(BF16, 128, 16, causal=True, splits=True), 104),
 ]
 OTHER_CONFIGS = [
     (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
@@ -88,6 +90,14 @@ OTHER_CONFIGS = [
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True), 0),
     (ForwardConfig(BF16, 64, 4, causal=True, uniform=True), 72),
     (ForwardConfig(F16, 40, 16, causal=True, has_window=True, uniform=True), 112),
+    (ForwardConfig(BF16, 64, 16, causal=True, splits=True), 104),
+    (
+        ForwardConfig(
+            BF16, 256, 16, causal=True, has_window=True, has_cap=True, pack=2, splits=True
+        ),
+        48,
+    ),
+    (ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64, splits=True), 104),
 ]
 
 
