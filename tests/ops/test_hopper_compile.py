@@ -97,7 +97,7 @@ OTHER_CONFIGS = [
         ),
         48,
     ),
-    (ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64, splits=True), 104),
+    (ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64, splits=True), 120),
 ]
 
 

@@ -121,7 +121,7 @@ def make_batch(query_lens, seq_lens, num_heads, *, short=0, window=1 << 30):
 
 
 def list_parts(batch, tokens=128, causal=True, has_window=False):
-    """The schedule, and the parts that exist: (seq, token, head) to [(slot, part, count, range)]."""
+    """The schedule, and of each (seq, token, head) its parts: place, whole range, own range."""
     sizes = tokens, TILE_N
     parts = HOST.make_part_schedule(batch, None, None, None, *sizes, 128, causal, has_window)
     found = {}

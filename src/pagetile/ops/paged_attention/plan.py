@@ -221,8 +221,9 @@ def make_hopper_prefill_plan(
 ) -> GpuPlan:
     """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
 
-    They depend on the head size, and of narrow heads on ``divides_keys``. ``split_size`` is for the short sequences of a mixed batch;
-    keys of others are not divided where a result must not depend on the batch.
+    They depend on the head size and, for narrow heads, on ``divides_keys``. ``split_size`` is for
+    the short sequences of a mixed batch: keys of others are not divided where a result must not
+    depend on the batch.
     """
     may_divide = not batch_invariant and divides_keys(
         tiling_of(problem.head_size),

@@ -423,7 +423,7 @@ def forward_kernel(
     metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE or SPLITS else 8)
     schedule = ()
     if SPLITS:
-        schedule = make_part_schedule(  # type: ignore[assignment]
+        schedule = make_part_schedule(
             batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, CAUSAL,
             HAS_WINDOW,
         )  # fmt: skip

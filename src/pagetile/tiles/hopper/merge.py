@@ -4,8 +4,8 @@
 
     m = max mᵢ        l = Σ lᵢ 2 ** (mᵢ - m)        acc = Σ accᵢ 2 ** (mᵢ - m)
 
-in the order of the keys, whoever merges: the same parts give the same bits. Each warpgroup stores,
-counts and merges the results of its own rows.
+in the order of the keys, so the same parts give the same bits whichever arrives last. Each
+warpgroup stores, counts and merges the results of its own rows.
 """
 
 from triton.experimental import gluon

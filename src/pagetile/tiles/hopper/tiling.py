@@ -41,8 +41,8 @@ TILINGS = (
     Tiling(256, 64, 2, 1, 2, False, True, 232),
 )
 SMALL_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
-"""For narrow heads where tiles are sparse, whose blocks have 128 queries, or few: registers of three
-warpgroups would not hold what merging takes."""
+"""For narrow heads of block-sparse attention, whose blocks have 128 queries, and of divided keys:
+three warpgroups have too few registers for the merge."""
 
 
 @dataclass(frozen=True)
