@@ -16,7 +16,8 @@ boxes of ``BOX`` rows: a page, a part of one, or, of ragged tensors, a tile. Whe
 small, rows are gathered, by two warps for keys and two for values. Results that fill a warpgroup's
 rows are stored through shared memory where they are ``STAGED``. Rows past a sequence's end are read
 as zeros, or overwritten with zeros inside its last box, or, gathered, repeat the last key: no NaN
-from outside of the sequence enters a product.
+from outside of the sequence enters a product. Where tiles are few, programs may share a tile's keys
+(``SPLITS``): ``splits`` says which program gets which, ``merge`` puts results together.
 """
 
 from triton.experimental import gluon
