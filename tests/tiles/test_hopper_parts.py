@@ -1,7 +1,7 @@
-"""How Hopper's prefill divides keys: the kernel's own functions, run on the host by numpy.
+"""How Hopper's prefill divides keys and merges: the kernel's own functions, run on the host.
 
-They compute with integers only, and touch nothing but lengths; so a stand-in for Gluon's language
-with the few functions that they call is enough to run them as Python.
+Neither the schedule nor the merge multiplies matrices or copies tiles, so a stand-in for Gluon's
+language, with the few functions that they call by numpy, is enough to run them as Python.
 """
 
 import itertools
@@ -13,17 +13,21 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
+import triton
 from triton.experimental.gluon import language as gluon
 
-from pagetile.tiles.hopper import schedule, splits
+from pagetile.tiles.hopper import finish, merge, schedule, splits
 from pagetile.tiles.hopper.dividing import LEAST_KEYS, SLOTS, divides_keys, pack_of
-from pagetile.tiles.hopper.tiling import TILINGS, tiling_of
+from pagetile.tiles.hopper.layouts import num_parts, part_size
+from pagetile.tiles.hopper.tiling import TILINGS, tiling_of, width_of
 
 WARPS, PROGRAMS, TILE_N = 4, 132, 128
 
 
 class Numbers(np.ndarray):
     """A tensor."""
+
+    type = SimpleNamespace(layout=None)
 
     def to(self, dtype):
         return self.astype(dtype)
@@ -32,6 +36,7 @@ class Numbers(np.ndarray):
 class Pointer:
     def __init__(self, memory, at=0):
         self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset):
         return Pointer(self.memory, self.at + offset)
@@ -54,10 +59,21 @@ class Shared:
         return Shared(self.memory.reshape(shape))
 
 
-def _load(pointer, mask=True, other=None):
+def _load(pointer, mask=True, other=None, **_):
     at = np.where(mask, pointer.at, 0)
     found = np.where(mask, pointer.memory[at], other or 0)
     return int(found) if found.ndim == 0 else found.view(Numbers)
+
+
+def _store(pointer, numbers, mask=True):
+    at, numbers, mask = np.broadcast_arrays(pointer.at, numbers, mask)
+    pointer.memory[at[mask]] = numbers[mask]
+
+
+def _count(pointer, number, **_):
+    before = int(pointer.memory[pointer.at])
+    pointer.memory[pointer.at] += number
+    return before
 
 
 def _where(condition, a, b):
@@ -67,7 +83,9 @@ def _where(condition, a, b):
 
 LANGUAGE = SimpleNamespace(
     constexpr=gluon.constexpr,
+    int1=bool,
     int32=np.int32,
+    int64=np.int64,
     float32=np.float32,
     BlockedLayout=lambda *_: None,
     SliceLayout=lambda *_: None,
@@ -77,6 +95,12 @@ LANGUAGE = SimpleNamespace(
     arange=lambda start, end, _: np.arange(start, end).view(Numbers),
     full=lambda shape, value, dtype, _: np.full(shape, value, dtype).view(Numbers),
     load=_load,
+    store=_store,
+    atomic_add=_count,
+    static_range=range,
+    exp2=np.exp2,
+    log2=np.log2,
+    convert_layout=lambda x, *_, **__: x,
     where=_where,
     minimum=np.minimum,
     maximum=np.maximum,
@@ -92,11 +116,12 @@ def on_host(*modules):
     """The functions of some modules as Python's own."""
     names = {}
     for name, value in itertools.chain(*(vars(module).items() for module in modules)):
+        names.setdefault(name, value)
         if isinstance(value, gluon.constexpr):
             names[name] = value.value
-        elif hasattr(value, "fn") and isinstance(value.fn, FunctionType):
+        elif isinstance(value, triton.JITFunction):
             names[name] = FunctionType(value.fn.__code__, names, name)
-    names["gl"] = LANGUAGE
+    names["gl"], names["barrier"] = LANGUAGE, lambda: None
     names["PartSchedule"] = HostSchedule
     return SimpleNamespace(**names)
 
@@ -109,7 +134,7 @@ class HostSchedule:
         return int(self.starts.index(seq).load(None)[0])
 
 
-HOST = on_host(schedule, splits)
+HOST = on_host(schedule, splits, finish, merge)
 
 
 def make_batch(query_lens, seq_lens, num_heads, *, short=0, window=1 << 30):
@@ -242,6 +267,68 @@ def test_tiles_of_which_some_have_fewer_keys_have_fewer_parts():
     counts = {token: len(pieces) for (_, token, _), pieces in found.items()}
     assert counts[0] == 1 < counts[8192 - 128]
     assert sorted(counts.values()) == [counts[token] for token in sorted(counts)]
+
+
+@pytest.mark.parametrize("size", [40, 96, 128, 144, 256])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("pack", [1, 4])
+def test_parts_are_merged_as_if_they_had_been_one(size, has_sinks, pack):
+    rng, rows, heads, num_tokens = np.random.default_rng(size), 64, 8, 45
+    for count, warpgroup in itertools.product((1, 2, 3, 5), (0, 1)):
+        config = SimpleNamespace(
+            PACK=pack, WARPGROUPS=2, V_SIZE=size, HAS_SINKS=has_sinks, STAGED=False
+        )
+        weights = np.exp2(rng.normal(size=(count, rows, 50)).astype(np.float32))
+        pivots = rng.normal(size=(count, rows)).astype(np.float32)
+        weights[0, 3:9] = 0.0  # rows that see no key of the first part, and of none
+        pivots[0, 3:9] = -np.inf
+        weights[:, 20] = 0.0
+        pivots[:, 20] = -np.inf
+        values = rng.normal(size=(count, 50, size)).astype(np.float32)
+        accs, sums = weights @ values, weights.sum(2)
+        sinks = rng.normal(size=heads).astype(np.float32)
+        width = width_of(size)
+        scratch = SimpleNamespace(
+            accs=Pointer(np.full(20 * 2 * rows * width, np.nan, np.float32)),
+            sums=Pointer(np.full(20 * 2 * 2 * rows, np.nan, np.float32)),
+            arrivals=Pointer(np.zeros(20 * 2, np.int32)),
+        )
+        out = np.full((200, heads, size), np.nan, np.float32)
+        lse = np.full((200, heads), np.nan, np.float32)
+        head, first = 1, 100
+        for part in rng.permutation(count):
+            columns, start = [], 0
+            for i in range(num_parts(size)):  # zeros beyond the head, as in the kernel's tiles
+                here = np.zeros((rows, part_size(size, i)), np.float32)
+                there = accs[part, :, start : start + here.shape[1]]
+                here[:, : there.shape[1]] = there
+                columns.append(here.view(Numbers))
+                start += here.shape[1]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                HOST.finish_part(
+                    Pointer(out.reshape(-1)), (), Pointer(lse.reshape(-1)), Pointer(sinks), heads,
+                    heads * size, size, first, num_tokens, head, tuple(columns),
+                    pivots[part].view(Numbers), sums[part].view(Numbers), (int(part), count, 7),
+                    scratch, width, config, warpgroup,
+                )  # fmt: skip
+        assert not scratch.arrivals.memory.any()
+        row = np.arange(rows)
+        token, at_head = warpgroup * (rows // pack) + row // pack, head * pack + row % pack
+        scale = np.exp2(pivots.astype(np.float64))[..., None]
+        total = (sums[..., None] * scale).sum(0)[:, 0]
+        if has_sinks:
+            total += np.exp(sinks[at_head].astype(np.float64))
+        expected = (accs * scale).sum(0) / np.where(total > 0, total, 1.0)[:, None]
+        with np.errstate(divide="ignore"):
+            logs = np.log(total)
+        for r in range(rows):
+            place = first + token[r], at_head[r]
+            if token[r] < num_tokens:
+                np.testing.assert_allclose(out[place], expected[r], rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(lse[place], logs[r], rtol=1e-5, atol=1e-5)
+                out[place], lse[place] = np.nan, np.nan
+        assert np.isnan(out).all(), "nothing else is written"
+        assert np.isnan(lse).all()
 
 
 FEW = {
