@@ -30,7 +30,7 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
-from pagetile.tiles.hopper.tiling import SPARSE_TILING, TILINGS, ForwardConfig, tiling_of  # noqa: E402
+from pagetile.tiles.hopper.tiling import SMALL_TILING, TILINGS, ForwardConfig, tiling_of  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
@@ -69,6 +69,8 @@ CONFIGS = [
     ),  # takes the most shared memory
     (ForwardConfig(BF16, 256, 12, uniform=True), 16),
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 24),
+    # keys divided among programs
+    (ForwardConfig(BF16, 128, 16, causal=True, splits=True), 104),
 ]
 OTHER_CONFIGS = [
     (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
@@ -88,6 +90,14 @@ OTHER_CONFIGS = [
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True), 0),
     (ForwardConfig(BF16, 64, 4, causal=True, uniform=True), 72),
     (ForwardConfig(F16, 40, 16, causal=True, has_window=True, uniform=True), 112),
+    (ForwardConfig(BF16, 64, 16, causal=True, splits=True), 104),
+    (
+        ForwardConfig(
+            BF16, 256, 16, causal=True, has_window=True, has_cap=True, pack=2, splits=True
+        ),
+        48,
+    ),
+    (ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64, splits=True), 120),
 ]
 
 
@@ -161,7 +171,7 @@ def test_small_boxes_are_gathered_instead():
 
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
-    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SPARSE_TILING}
+    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SMALL_TILING}
     assert {config.tiling for config, _ in CONFIGS if config.gathers} == set(TILINGS)
     assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)

@@ -224,6 +224,17 @@ def test_a_plan_of_prefill_on_hopper_shows_the_tiles_that_run(head_size, tile_m,
     assert make_plan(problem, A100) == make_gpu_plan(problem, A100)
 
 
+def test_a_plan_says_whether_the_keys_of_a_prefill_may_be_divided():
+    chunk = replace(PREFILL, num_tokens=256, max_query_len=256, max_seq_len=27_256)
+    narrow = replace(chunk, head_size=64, v_head_size=64)
+    assert not make_plan(PREFILL, H200).divides_keys
+    assert make_plan(chunk, H200).divides_keys
+    assert not make_plan(chunk, H200, batch_invariant=True).divides_keys
+    assert not make_plan(chunk, A100).divides_keys
+    assert make_plan(narrow, H200).tile_m == 128
+    assert make_plan(narrow, H200, batch_invariant=True).tile_m == 192
+
+
 def test_hopper_s_prefill_refuses_a_plan_that_it_would_not_carry_out():
     pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
     from pagetile.ops.paged_attention import hopper_prefill

@@ -9,8 +9,9 @@
 Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
 caps up to 64, ALiBi, sinks, log-sum-exp. 8-bit caches go to the Triton kernels, and so do few
-new tokens a sequence: their tile would be nearly empty, and no other CTA would share the walk
-over their keys. In a mixed batch they go to a launch of ``hopper_decode`` beside this one.
+new tokens a sequence: their tile would be nearly empty. In a mixed batch they go to a launch of
+``hopper_decode`` beside this one. Few tiles over many keys are divided among CTAs
+(``tiles.hopper.splits``), unless the plan is batch-invariant.
 """
 
 from __future__ import annotations
@@ -52,18 +53,22 @@ def prepare(
     own = make_plan(problem, DeviceInfo.of(form.q.device), batch_invariant=_is_invariant(plan))
     if plan not in (None, own):
         raise ShapeError(
-            f"the plan has path={plan.path!r} and tiles of {plan.tile_m} x {plan.tile_n}, but "
-            f"hopper_prefill runs tiles of {own.tile_m} x {own.tile_n}: plan_paged_attention for "
-            "these tensors"
+            f"the plan has path={plan.path!r}, tiles of {plan.tile_m} x {plan.tile_n} and "
+            f"divides_keys={plan.divides_keys}, but hopper_prefill runs tiles of {own.tile_m} x "
+            f"{own.tile_n} with divides_keys={own.divides_keys}: plan_paged_attention for these "
+            "tensors"
         )
-    return functools.partial(_run, problem, prepare_short(problem, form, plan, SPECIALISED))
+    short = prepare_short(problem, form, plan, SPECIALISED)
+    return functools.partial(_run, problem, short, own.divides_keys)
 
 
 def _is_invariant(plan: GpuPlan | None) -> bool:
     return plan is not None and plan.split_size > 0
 
 
-def _run(problem: Problem, short: PreparedLaunch | None, call: Arguments) -> AttentionOutput:
+def _run(
+    problem: Problem, short: PreparedLaunch | None, divides_keys: bool, call: Arguments
+) -> AttentionOutput:
     """Fill ``out``."""
     q, batch = call.q, pack(call.batch)
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
@@ -88,5 +93,6 @@ def _run(problem: Problem, short: PreparedLaunch | None, call: Arguments) -> Att
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
         short=short_len(problem),
+        splits=divides_keys,
     )
     return AttentionOutput(out, lse)

@@ -21,6 +21,7 @@ from ...tiles.cpu.plan import SPLIT_SIZE
 from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
 from ...tiles.forward_tiles import choose_forward_tiles
+from ...tiles.hopper.dividing import divides_keys
 from ...tiles.hopper.tiling import TILINGS, tiling_of
 from .problem import Problem
 
@@ -96,6 +97,9 @@ class GpuPlan:
     """Register cap per thread; 0 means the compiler's default."""
     fetch_registers: int = 0
     """Register cap per thread of a loading warp."""
+    divides_keys: bool = False
+    """Whether CTAs may share the keys of a tile of a prefill's rows: how many is chosen on the
+    device, from the lengths, and they are one where tiles occupy all multiprocessors."""
 
 
 Plan = CpuPlan | GpuPlan
@@ -217,9 +221,22 @@ def make_hopper_prefill_plan(
 ) -> GpuPlan:
     """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
 
-    They depend on the head size alone. ``split_size`` is for the short sequences of a mixed batch.
+    They depend on the head size and, for narrow heads, on ``divides_keys``. ``split_size`` is for
+    the short sequences of a mixed batch: keys of others are not divided where a result must not
+    depend on the batch.
     """
-    tiling = tiling_of(problem.head_size)
+    may_divide = not batch_invariant and divides_keys(
+        tiling_of(problem.head_size),
+        device.num_workers,
+        num_seqs=problem.num_seqs,
+        num_tokens=problem.num_tokens,
+        max_query_len=problem.max_query_len,
+        max_seq_len=problem.max_seq_len,
+        num_heads=problem.num_heads,
+        group=problem.group,
+        short=short_len(problem),
+    )
+    tiling = tiling_of(problem.head_size, is_small=may_divide)
     return GpuPlan(
         "prefill",
         tile_m=_ROWS_OF_WARPGROUP * tiling.warpgroups,
@@ -229,6 +246,7 @@ def make_hopper_prefill_plan(
         num_programs=device.num_workers,
         split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
         max_registers=tiling.registers,
+        divides_keys=may_divide,
     )
 
 

@@ -8,7 +8,7 @@ from .layouts import part_of, part_start, wide_rows
 from .load import COLUMNS, ROWS
 from .softmax import LOG2_E
 
-__all__ = ["finish", "times"]
+__all__ = ["finish", "finish_rows", "store_rows", "times"]
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -31,24 +31,36 @@ def finish(
     """Add the sinks, divide, and write a warpgroup's rows of ``out`` and ``lse``."""
     PACK: gl.constexpr = config.PACK
     TOKENS: gl.constexpr = ROWS // PACK
+    factor = finish_rows(lse, sinks, num_heads, first, num_tokens, head, m, l, True, config, WG)
+    result = times(acc, factor)
+    if config.STAGED and num_tokens >= (WG + 1) * TOKENS:
+        _store_by_tma(staged, result, first + WG * TOKENS, head * PACK, config, WG)
+    else:
+        for i in gl.static_range(len(result)):
+            store_rows(
+                out, token_stride, head_stride, first, num_tokens, head, result[i], config,
+                part_start(config.V_SIZE, i), WG,
+            )  # fmt: skip
+
+
+@gluon.jit
+def finish_rows(
+    lse, sinks, num_heads, first, num_tokens, head, m, l, STORES: gl.constexpr, config,
+    WG: gl.constexpr,
+):  # fmt: skip
+    """Add the sinks, and write ``lse`` if it ``STORES``; returns the factor of each row's sums."""
+    PACK: gl.constexpr = config.PACK
     row = gl.arange(0, ROWS, m.type.layout)
-    token = WG * TOKENS + row // PACK
+    token = WG * (ROWS // PACK) + row // PACK
     at = (first + token).to(gl.int64) * num_heads + head * PACK + row % PACK
     decay = 1.0
     if config.HAS_SINKS:
         m, l, decay = _add_sinks(m, l, gl.load(sinks + head * PACK + row % PACK))
     empty = l == 0.0
-    value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
-    gl.store(lse + at, value, token < num_tokens)
-    result = times(acc, gl.where(empty, 0.0, decay / l))
-    if config.STAGED and num_tokens >= (WG + 1) * TOKENS:
-        _store_by_tma(staged, result, first + WG * TOKENS, head * PACK, config, WG)
-    else:
-        for i in gl.static_range(len(result)):
-            _store(
-                out, token_stride, head_stride, first, num_tokens, head, result[i], config,
-                part_start(config.V_SIZE, i), WG,
-            )  # fmt: skip
+    if STORES:
+        value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
+        gl.store(lse + at, value, token < num_tokens)
+    return gl.where(empty, 0.0, decay / l)
 
 
 @gluon.jit
@@ -79,7 +91,7 @@ def _store_by_tma(staged, result, token, head, config, WG: gl.constexpr):
 
 
 @gluon.jit
-def _store(
+def store_rows(
     out, token_stride, head_stride, first, num_tokens, head, result, config, START: gl.constexpr,
     WG: gl.constexpr,
 ):  # fmt: skip

@@ -16,7 +16,8 @@ boxes of ``BOX`` rows: a page, a part of one, or, of ragged tensors, a tile. Whe
 small, rows are gathered, by two warps for keys and two for values. Results that fill a warpgroup's
 rows are stored through shared memory where they are ``STAGED``. Rows past a sequence's end are read
 as zeros, or overwritten with zeros inside its last box, or, gathered, repeat the last key: no NaN
-from outside of the sequence enters a product.
+from outside of the sequence enters a product. Where tiles are few, programs may share a tile's keys
+(``SPLITS``): ``splits`` says which program gets which, ``merge`` puts results together.
 """
 
 from triton.experimental import gluon
@@ -34,19 +35,23 @@ from .layouts import num_parts, part_of, part_size, product_layout
 from .load import (
     CAUSAL_LIMIT,
     COLUMNS,
+    COUNT,
     HEAD,
     NUM_FULL,
     NUM_KEYS,
     NUM_RIGHT,
     NUM_TILES,
     NUM_TOKENS,
+    PART,
     RECORD,
     ROWS,
+    SLOT,
     TOKEN,
     KernelConfig,
     load_keys_role,
     load_values_role,
 )
+from .merge import finish_part
 from .ring import make_ring
 from .schedule import LIST_FIELDS, Batch, TileLists, make_tile_metadata
 from .softmax import (
@@ -63,13 +68,14 @@ from .softmax import (
     warpgroup_barrier,
     weigh,
 )
+from .splits import make_part_schedule
 
 __all__ = ["forward_kernel"]
 
 
 @gluon.jit
 def _compute_role(
-    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
+    out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
     metadata, q_ring, k_ring, v_ring, config, warpgroup,
 ):  # fmt: skip
     """One warpgroup: its rows of every tile."""
@@ -126,6 +132,11 @@ def _compute_role(
         first = metadata.read(tile_use, TOKEN)
         num_tokens = metadata.read(tile_use, NUM_TOKENS)
         head = metadata.read(tile_use, HEAD)
+        if config.SPLITS:
+            place = (
+                metadata.read(tile_use, PART), metadata.read(tile_use, COUNT),
+                metadata.read(tile_use, SLOT),
+            )  # fmt: skip
         q_ring.barriers.release(0, tile_use)
 
         # The last product with values overlaps the next tile's first product with keys. After the
@@ -143,10 +154,16 @@ def _compute_role(
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
         use += 1
-        finish(
-            out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
-            head, acc, m, l, config, WG,
-        )  # fmt: skip
+        if config.SPLITS:
+            finish_part(
+                out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
+                head, acc, m, l, place, schedule, v_ring.tiles.shape[2], config, WG,
+            )  # fmt: skip
+        else:
+            finish(
+                out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
+                head, acc, m, l, config, WG,
+            )  # fmt: skip
         m = next_m
         l = next_l
     if config.STAGED:
@@ -360,6 +377,10 @@ def forward_kernel(
     v_block,
     v_slot,
     v_head,
+    # scratch, where programs may share a tile's keys: see ``PartSchedule``
+    accs,
+    sums,
+    arrivals,
     # constants
     HEAD_SIZE: gl.constexpr,
     V_SIZE: gl.constexpr,
@@ -384,11 +405,12 @@ def forward_kernel(
     PINGPONG: gl.constexpr,
     REGISTERS: gl.constexpr,
     SPARSE: gl.constexpr,
+    SPLITS: gl.constexpr,
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
-        HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE,
+        HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -399,7 +421,13 @@ def forward_kernel(
     q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(q_desc.dtype, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
-    metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE else 8)
+    metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE or SPLITS else 8)
+    schedule = ()
+    if SPLITS:
+        schedule = make_part_schedule(
+            batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, CAUSAL,
+            HAS_WINDOW,
+        )  # fmt: skip
     staged = ()
     if STAGED:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -411,7 +439,7 @@ def forward_kernel(
         v = make_pages(v, v_block, v_slot, v_head, TILE_N)
     fence_async_shared()
     compute = (
-        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring,
+        out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
         metadata, q_ring, k_ring, v_ring, config,
     )  # fmt: skip
     # What the others leave of a multiprocessor's registers, which go round in eights.
@@ -423,8 +451,8 @@ def forward_kernel(
             [
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, metadata, q_ring, k_ring, config)),
-                (load_values_role, (v, batch, v_ring, config)),
+                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
+                (load_values_role, (v, batch, schedule, v_ring, config)),
             ],
             [4, LOADING, LOADING],
             [REGISTERS, LOAD, LOAD],
@@ -435,8 +463,8 @@ def forward_kernel(
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, metadata, q_ring, k_ring, config)),
-                (load_values_role, (v, batch, v_ring, config)),
+                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
+                (load_values_role, (v, batch, schedule, v_ring, config)),
             ],
             [4, 4, LOADING, LOADING],
             [REGISTERS, REGISTERS, LOAD, LOAD],

@@ -15,9 +15,11 @@ from triton.experimental.gluon import language as gl
 from ...device import DeviceInfo
 from ..triton.launch import POINTERS, as_floats, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
+from ..triton.workspace import borrow
+from .dividing import SLOTS, pack_of
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
-from .tiling import TILINGS, UNIT, ForwardConfig, Tiling, width_of
+from .tiling import TILINGS, UNIT, ForwardConfig, width_of
 
 __all__ = [
     "attend",
@@ -82,6 +84,7 @@ def attend(
     sinks: Tensor | None,
     short: int = 0,
     lists: Tensor | None = None,
+    splits: bool = False,
 ) -> None:
     """Fill ``out`` and ``lse``.
 
@@ -109,6 +112,7 @@ def attend(
         lists: The tiles to visit, as ``schedule.TileLists`` says; ``None``: all that are visible.
             For ragged keys of sequences of one length, whose tiles have
             ``64 * tiling.warpgroups`` queries and ``tiling.tile_n`` keys.
+        splits: Whether programs may share a tile's keys (``dividing.divides_keys``): of paged keys.
     """
     if not q.numel():
         return
@@ -129,16 +133,17 @@ def attend(
         block_size=block_size,
         causal=causal,
         has_window=sliding_window is not None,
-        uniform=q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
+        uniform=not splits and q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
         pack=1,
         v_head_size=None if v.shape[-1] == q.shape[2] else v.shape[-1],
         is_sparse=lists is not None,
         has_cap=logits_soft_cap is not None,
         has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
+        splits=splits,
     )
     if lists is None:
-        pack = _pack(group, max_query_len, config.tiling)
+        pack = pack_of(group, max_query_len, config.tiling)
         config = dataclasses.replace(config, pack=pack)
     if config.gathers and _is_far(k, v):
         config = dataclasses.replace(config, is_far=True)
@@ -147,8 +152,9 @@ def attend(
         config, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
     )
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
+    scratch = _borrow(config, q) if splits else ()
     make_launcher(config)(
-        (min(num_programs, tiles), 1, 1),
+        (num_programs if splits else min(num_programs, tiles), 1, 1),
         written,
         written,
         lse,
@@ -175,7 +181,8 @@ def attend(
         0 if block_tables is None else block_tables.stride(0),
         written.stride(0),
         written.stride(1),
-        *strides,
+        *(strides or (0,) * 6 if splits else strides),
+        *scratch,
     )
     if written is not out:
         out.copy_(written)
@@ -188,16 +195,15 @@ def _list_strides(lists: Tensor) -> tuple[int, int, int]:
     return pitch, num_heads * tiles if num_seqs > 1 else 0, tiles if num_heads > 1 else 0
 
 
-def _pack(group: int, max_query_len: int, tiling: Tiling) -> int:
-    """Heads beside each other in a tile: more when there are few tokens to fill it."""
-    pack = 1
-    while (
-        pack < _ROWS
-        and group % (2 * pack) == 0
-        and 2 * pack * max_query_len <= tiling.warpgroups * _ROWS
-    ):
-        pack *= 2
-    return pack
+def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scratch for partial results: see ``splits.PartSchedule``."""
+    places = SLOTS * config.tiling.warpgroups
+    device, rows = q.get_device(), places * _ROWS
+    sizes = rows * width_of(config.sizes[1]), 2 * rows, places
+    if device == torch.cuda.current_device():
+        return borrow(device, sizes)
+    with torch.cuda.device(device):
+        return borrow(device, sizes)
 
 
 def _schedule(
@@ -302,7 +308,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     k_source, v_source = [f"*{name}:16"] * 2 if config.gathers else sources
     types = {
         "out": f"*{name}:16",
-        "out_desc": rows if tiling.staged else f"*{name}:16",
+        "out_desc": rows if config.staged else f"*{name}:16",
         "lse": "*fp32",
         "q_desc": rows,
         "k": k_source,
@@ -320,8 +326,12 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     types |= dict.fromkeys(("list_pitch", "list_seq", "list_head", "table_stride"), "i32")
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
-    types |= dict.fromkeys(strides if config.gathers else [], "i64" if config.is_far else "i32")
-    constants = dict.fromkeys([] if config.gathers else strides, 0)
+    scratch = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
+    takes_strides = config.gathers or config.splits  # constants come last
+    types |= dict.fromkeys(strides if takes_strides else [], "i64" if config.is_far else "i32")
+    types |= scratch if config.splits else {}
+    constants = dict.fromkeys([] if takes_strides else strides, 0)
+    constants |= {} if config.splits else dict.fromkeys(scratch, 0)
     constants |= {
         "HEAD_SIZE": config.head_size,
         "V_SIZE": config.sizes[1],
@@ -342,9 +352,10 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "WARPGROUPS": tiling.warpgroups,
         "Q_STAGES": tiling.q_stages,
         "STAGES": tiling.stages,
-        "STAGED": tiling.staged,
+        "STAGED": config.staged,
         "PINGPONG": tiling.pingpong,
         "REGISTERS": tiling.registers,
         "SPARSE": config.is_sparse,
+        "SPLITS": config.splits,
     }
     return GluonLauncher(forward_kernel, types, constants, num_warps=4)

@@ -21,6 +21,7 @@ from .schedule import (
     listed_tiles,
     tile_of_iteration,
 )
+from .splits import cut_range, find_part
 
 __all__ = ["COLUMNS", "ROWS", "KernelConfig", "load_keys_role", "load_values_role"]
 
@@ -37,6 +38,9 @@ TOKEN = gl.constexpr(5)  # the first token's row in q
 NUM_TOKENS = gl.constexpr(6)  # from there to the sequence's end
 HEAD = gl.constexpr(7)
 RECORD = gl.constexpr(8)  # where the tile's list begins, if SPARSE
+PART = gl.constexpr(9)  # which of the tile's parts, if it SPLITS
+COUNT = gl.constexpr(10)  # how many parts the tile has
+SLOT = gl.constexpr(11)  # where the first part's result is kept
 
 
 @record
@@ -60,15 +64,29 @@ class KernelConfig:
     STAGED: gl.constexpr
     PINGPONG: gl.constexpr
     SPARSE: gl.constexpr  # tiles of keys are those on a list
+    SPLITS: gl.constexpr  # programs may share a tile's keys
 
 
 @gluon.jit
-def _next_tile(batch, iteration, config):
+def _count_tiles(batch, schedule, config):
+    """Tiles of all programs, or parts of tiles."""
+    return schedule.num_parts if config.SPLITS else batch.num_tiles
+
+
+@gluon.jit
+def _next_tile(batch, schedule, iteration, TILE_N: gl.constexpr, config):
     """This program's tile of an iteration, and whether there is one."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     number = tile_of_iteration(iteration)
-    known = gl.minimum(number, batch.num_tiles - 1)
-    seq, token, head = find_tile(batch, known, TOKENS, config.UNIFORM)
+    num_tiles = _count_tiles(batch, schedule, config)
+    known = gl.minimum(number, num_tiles - 1)
+    place = (0, 1, 0)
+    if config.SPLITS:
+        seq, token, head, place = find_part(
+            batch, schedule, known, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
+        )
+    else:
+        seq, token, head = find_tile(batch, known, TOKENS, config.UNIFORM)
     q_start = gl.load(batch.cu_seqlens_q + seq)
     query_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
     k_start = 0
@@ -76,7 +94,9 @@ def _next_tile(batch, iteration, config):
     if config.BLOCK_SIZE == 0:
         k_start = seq_len
         seq_len = gl.load(batch.lengths + seq + 1) - k_start
-    exists = (number < batch.num_tiles) & (token < query_len) & (query_len > batch.short)
+    exists = (number < num_tiles) & (token < query_len) & (query_len > batch.short)
+    if config.SPLITS:
+        exists = exists & (place[0] < place[1])
     table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
     kv_head = head * config.PACK // batch.group
     keys = (table, k_start, seq_len, batch.block_rows, kv_head)
@@ -85,18 +105,20 @@ def _next_tile(batch, iteration, config):
         rank = batch.seq_tiles - 1 - token // TOKENS
         record = batch.tile_lists.find(seq, head, rank)
         token = gl.load(batch.tile_lists.lists + record) * TOKENS
-    return exists, q_start, query_len, token, head, keys, record
+    return exists, q_start, query_len, token, head, keys, record, place
 
 
 @gluon.jit
-def load_keys_role(q_desc, k, batch, metadata, q_ring, k_ring, config):
+def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, load them and their keys."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     tile_use = 0
     use = 0
-    for iteration in range(gl.cdiv(batch.num_tiles, gl.num_programs(0))):
-        exists, q_start, query_len, token, head, keys, record = _next_tile(batch, iteration, config)
+    for iteration in range(gl.cdiv(_count_tiles(batch, schedule, config), gl.num_programs(0))):
+        exists, q_start, query_len, token, head, keys, record, place = _next_tile(
+            batch, schedule, iteration, TILE_N, config
+        )
         if exists:
             seq_len = keys[2]
             position = seq_len - query_len + token
@@ -110,6 +132,10 @@ def load_keys_role(q_desc, k, batch, metadata, q_ring, k_ring, config):
                     position, seq_len, batch.window, TOKENS, TILE_N, config.CAUSAL,
                     config.HAS_WINDOW,
                 )  # fmt: skip
+                if config.SPLITS:
+                    begin, full_begin, full_end, end = cut_range(
+                        begin, full_begin, full_end, end, place, schedule.part_tiles
+                    )
                 origin = (end - 1) * TILE_N
                 num_tiles, num_right = end - begin, end - 1 - full_end
                 num_full, num_keys = full_end - full_begin, seq_len - origin
@@ -121,6 +147,10 @@ def load_keys_role(q_desc, k, batch, metadata, q_ring, k_ring, config):
             metadata.write(tile_use, NUM_KEYS, num_keys)
             if config.SPARSE:
                 metadata.write(tile_use, RECORD, record)
+            if config.SPLITS:
+                metadata.write(tile_use, PART, place[0])
+                metadata.write(tile_use, COUNT, place[1])
+                metadata.write(tile_use, SLOT, place[2])
             metadata.write(tile_use, TOKEN, q_start + token)
             metadata.write(tile_use, NUM_TOKENS, query_len - token)
             metadata.write(tile_use, HEAD, head)
@@ -146,23 +176,29 @@ def _loader_barrier(config):
 
 
 @gluon.jit
-def load_values_role(v, batch, v_ring, config):
+def load_values_role(v, batch, schedule, v_ring, config):
     """Find the same tiles of queries, and load their values."""
     TILE_N: gl.constexpr = v_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     use = 0
-    for iteration in range(gl.cdiv(batch.num_tiles, gl.num_programs(0))):
-        exists, _, query_len, token, _, keys, record = _next_tile(batch, iteration, config)
+    for iteration in range(gl.cdiv(_count_tiles(batch, schedule, config), gl.num_programs(0))):
+        exists, _, query_len, token, _, keys, record, place = _next_tile(
+            batch, schedule, iteration, TILE_N, config
+        )
         if exists:
             if config.SPARSE:
                 listed = batch.tile_lists.lists + record
                 use = _load_listed(v, v_ring, use, listed, keys, config)
             else:
                 seq_len = keys[2]
-                begin, _, _, end = key_tiles(
+                begin, full_begin, full_end, end = key_tiles(
                     seq_len - query_len + token, seq_len, batch.window, TOKENS, TILE_N,
                     config.CAUSAL, config.HAS_WINDOW,
                 )  # fmt: skip
+                if config.SPLITS:
+                    begin, _, _, end = cut_range(
+                        begin, full_begin, full_end, end, place, schedule.part_tiles
+                    )
                 use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
 
 

@@ -40,8 +40,9 @@ TILINGS = (
     Tiling(128, 128, 2, 2, 2, True, True, 232),
     Tiling(256, 64, 2, 1, 2, False, True, 232),
 )
-SPARSE_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
-"""For narrow heads of block-sparse attention: a block of 128 queries is one tile."""
+SMALL_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
+"""For narrow heads of block-sparse attention, whose blocks have 128 queries, and of divided keys:
+three warpgroups have too few registers for the merge."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,18 @@ class ForwardConfig:
     """Whether it visits the tiles on a list; then it is not paged."""
     is_far: bool = False
     """Whether offsets of gathered rows take 64 bits."""
+    splits: bool = False
+    """Whether programs may share the keys of a tile of queries; then it is paged."""
 
     @property
     def tiling(self) -> Tiling:
         """How its kernel is built."""
-        return tiling_of(max(self.sizes), is_sparse=self.is_sparse)
+        return tiling_of(max(self.sizes), is_small=self.is_sparse or self.splits)
+
+    @property
+    def staged(self) -> bool:
+        """Whether results leave by the copy engine; where keys are divided few are whole."""
+        return self.tiling.staged and not self.splits
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -123,8 +131,8 @@ def width_of(head_size: int) -> int:
     return next(tiling.width for tiling in TILINGS if head_size <= tiling.width)
 
 
-def tiling_of(head_size: int, *, is_sparse: bool = False) -> Tiling:
-    """The tiling for a head size up to 256."""
-    if is_sparse and head_size <= SPARSE_TILING.width:
-        return SPARSE_TILING
+def tiling_of(head_size: int, *, is_small: bool = False) -> Tiling:
+    """The tiling for a head size up to 256; a small one for sparse tiles and divided keys."""
+    if is_small and head_size <= SMALL_TILING.width:
+        return SMALL_TILING
     return next(tiling for tiling in TILINGS if head_size <= tiling.width)

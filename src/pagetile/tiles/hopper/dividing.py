@@ -1,0 +1,81 @@
+"""When the forward kernel may divide a tile's keys among CTAs, and the numbers of its cost rule.
+
+Host integers only: the kernel itself decides from the lengths (``splits``).
+"""
+
+from __future__ import annotations
+
+from .tiling import Tiling
+
+__all__ = ["MOST_SEQS", "SLOTS", "divides_keys", "pack_of"]
+
+LEAST_KEYS = 1024
+"""Of a part, unless it is its tile's last."""
+
+MOST_PARTS = 32
+"""Of one tile, at most."""
+
+MOST_SEQS = 2048
+"""Sequences of a batch whose keys are divided: shared memory holds a number for each."""
+
+SLOTS = 512
+"""Partial results of a launch: 32 MiB of float32 for heads of up to 128, 64 MiB for wider ones."""
+
+# In tiles of keys that a multiprocessor computes (about 1.2 µs); estimated, see decision 30.
+ITEM_COST = 2.0
+SPLIT_COST = 3.0
+MERGE_COST = 0.75  # for values of 128
+
+_ROWS = 64  # of a warpgroup
+
+
+def pack_of(group: int, max_query_len: int, tiling: Tiling) -> int:
+    """Return the heads beside each other in a tile: more when there are few tokens to fill it."""
+    pack = 1
+    while (
+        pack < _ROWS
+        and group % (2 * pack) == 0
+        and 2 * pack * max_query_len <= tiling.warpgroups * _ROWS
+    ):
+        pack *= 2
+    return pack
+
+
+def divides_keys(
+    tiling: Tiling,
+    num_programs: int,
+    *,
+    num_seqs: int,
+    num_tokens: int,
+    max_query_len: int,
+    max_seq_len: int,
+    num_heads: int,
+    group: int,
+    short: int,
+) -> bool:
+    """Return whether a batch may leave multiprocessors idle that a part of some keys could occupy.
+
+    So it may if its tiles are too few for one and a half waves of programs, as far as the host
+    knows, and if queries may see more than two parts' keys on average. Otherwise the kernel without
+    parts runs.
+
+    Args:
+        tiling: Of the kernel.
+        num_programs: Multiprocessors.
+        num_seqs: Sequences.
+        num_tokens: New tokens of all.
+        max_query_len: At least the most new tokens of one.
+        max_seq_len: At least the most keys of one.
+        num_heads: Query heads.
+        group: Query heads of a KV head.
+        short: Sequences with up to so many new tokens are left to another launch.
+    """
+    if num_seqs > MOST_SEQS or 2 * max_seq_len - max_query_len <= 4 * LEAST_KEYS:
+        return False
+    rows = tiling.warpgroups * _ROWS
+    if num_tokens == num_seqs * max_query_len:
+        pack = pack_of(group, max_query_len, tiling)
+        items = num_seqs * -(-max_query_len * pack // rows) * (num_heads // pack)
+    else:  # all sequences but one may be short
+        items = max(0, num_tokens - (num_seqs - 1) * short) * num_heads // rows
+    return 2 * items < 3 * num_programs

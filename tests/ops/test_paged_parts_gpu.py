@@ -1,0 +1,110 @@
+"""Few tiles of queries over many keys: Hopper's prefill divides the keys, on a GPU.
+
+``tests/tiles/test_hopper_parts.py`` has the schedule's arithmetic, which needs none.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_paged_attention_gpu import assert_same_alone, assert_same_bits
+
+from pagetile.device import DeviceInfo
+from pagetile.testing import PagedCase, assert_matches, make_inputs
+from pagetile.tiles.state import AttentionOutput
+
+pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
+
+from pagetile.ops.paged_attention import hopper_prefill
+from pagetile.tiles.triton import workspace
+
+F16, BF16 = torch.float16, torch.bfloat16
+H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+
+LONG = [
+    PagedCase((300,), (9000,), 4, 2, head_size=128),
+    PagedCase((17,), (12_000,), 8, 1, head_size=128),  # four heads to a tile
+    PagedCase((100, 90, 130), (2200, 9000, 130), 4, 2, head_size=128),  # the last is not cut
+    PagedCase((1, 300, 4, 1, 0, 17), (20_000, 9000, 5000, 3, 100, 5000), 8, 2, head_size=128),
+    PagedCase((300,), (7000,), 4, 2, head_size=64, has_sinks=True),
+    PagedCase((200,), (7000,), 4, 4, head_size=64, block_size=64),
+    PagedCase((200, 40), (7000, 3000), 4, 2, head_size=256, logits_soft_cap=5.0),
+    PagedCase((200,), (9000,), 4, 2, head_size=256, sliding_window=6000, has_sinks=True),
+    PagedCase((200,), (9000,), 2, 2, head_size=96, block_size=1),
+    PagedCase((200,), (9000,), 2, 1, head_size=112, block_size=8, sliding_window=5000),
+    PagedCase((300,), (5000,), 2, 1, head_size=128, causal=False),
+    PagedCase((300,), (5000,), 2, 2, head_size=128, has_alibi=True, logits_soft_cap=30.0),
+    PagedCase((300, 100), (9000, 3), 2, 1, head_size=128),  # rows that see no key
+    PagedCase((200,), (9000,), 4, 2, head_size=40, strided=True, has_sinks=True),
+]
+
+
+def test_these_cases_may_be_divided():
+    for case in LONG:
+        problem = make_inputs(replace(case, dtype=BF16)).problem
+        assert hopper_prefill.make_plan(problem, H200).divides_keys, case
+        fixed = hopper_prefill.make_plan(problem, H200, batch_invariant=True)
+        assert not fixed.divides_keys
+
+
+def spoil_scratch():
+    """Fill what earlier launches left as partial results with NaN."""
+    for _, (accs, sums, _) in workspace._made.values():
+        accs.fill_(torch.nan)
+        sums.fill_(torch.nan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_merged_parts_match_float64(case, dtype):
+    inputs = make_inputs(replace(case, dtype=dtype))
+    there = inputs.to("cuda")
+    spoil_scratch()
+    first = there.attend(impl="hopper_prefill", out=there.out)
+    assert_matches(AttentionOutput(*(tensor.cpu() for tensor in first)), inputs)
+    for _ in range(3):  # whichever part arrives last
+        spoil_scratch()
+        assert_same_bits(there.attend(impl="hopper_prefill"), first)
+    torch.cuda.synchronize()
+    assert not any(arrivals.any() for _, (_, _, arrivals) in workspace._made.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [PagedCase((300,), (9000,), 4, 2), PagedCase((1, 40, 3), (9000, 20_000, 500), 8, 2)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_captured_launch_divides_other_lengths(case, size):
+    there = make_inputs(replace(case, head_size=size, dtype=BF16)).to("cuda")
+    there.attend(impl="hopper_prefill")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = there.attend(impl="hopper_prefill", out=there.out)
+    lengths = there.batch.seq_lens.clone()
+    for shorter in (0, 1, 3000, 7000, 8900, 20_000):
+        there.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
+        there.out.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(there.attend(impl="hopper_prefill"), result)
+
+
+@pytest.mark.gpu
+def test_a_long_prompt_alone_and_among_others():
+    """Under a batch-invariant plan keys are not divided."""
+    case = PagedCase((200, 300, 133, 1), (9000, 1500, 7000, 64), 4, 2, 128, dtype=BF16)
+    assert_same_alone(make_inputs(case), "hopper_prefill", range(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_parts_do_not_see_the_next_sequence_s_nan(size):
+    case = PagedCase((70, 70), (9000, 7000), 4, 2, head_size=size, dtype=BF16)
+    there = make_inputs(case).to("cuda")
+    before = there.attend(impl="hopper_prefill")
+    start, end = there.batch.cu_seqlens_q[-2:].tolist()
+    there.q[start:end] = torch.nan
+    after = there.attend(impl="hopper_prefill")
+    assert_same_bits([x[:start] for x in after], [x[:start] for x in before])
+    assert after.out[start:end].isnan().all()

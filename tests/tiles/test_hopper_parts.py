@@ -1,0 +1,362 @@
+"""How Hopper's prefill divides keys and merges: the kernel's own functions, run on the host.
+
+Neither the schedule nor the merge multiplies matrices or copies tiles, so a stand-in for Gluon's
+language, with the few functions that they call by numpy, is enough to run them as Python.
+"""
+
+import itertools
+import random
+from types import FunctionType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
+
+import triton
+from triton.experimental.gluon import language as gluon
+
+from pagetile.tiles.hopper import finish, merge, schedule, splits
+from pagetile.tiles.hopper.dividing import LEAST_KEYS, SLOTS, divides_keys, pack_of
+from pagetile.tiles.hopper.layouts import num_parts, part_size
+from pagetile.tiles.hopper.tiling import TILINGS, tiling_of, width_of
+
+WARPS, PROGRAMS, TILE_N = 4, 132, 128
+
+
+class Numbers(np.ndarray):
+    """A tensor."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype):
+        return self.astype(dtype)
+
+
+class Pointer:
+    def __init__(self, memory, at=0):
+        self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.at + offset)
+
+
+class Shared:
+    def __init__(self, memory):
+        self.memory = memory
+
+    def index(self, i):
+        return Shared(self.memory[i])
+
+    def store(self, numbers):
+        self.memory[...] = numbers
+
+    def load(self, layout):
+        return self.memory
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.memory.reshape(shape))
+
+
+def _load(pointer, mask=True, other=None, **_):
+    at = np.where(mask, pointer.at, 0)
+    found = np.where(mask, pointer.memory[at], other or 0)
+    return int(found) if found.ndim == 0 else found.view(Numbers)
+
+
+def _store(pointer, numbers, mask=True):
+    at, numbers, mask = np.broadcast_arrays(pointer.at, numbers, mask)
+    pointer.memory[at[mask]] = numbers[mask]
+
+
+def _count(pointer, number, **_):
+    before = int(pointer.memory[pointer.at])
+    pointer.memory[pointer.at] += number
+    return before
+
+
+def _where(condition, a, b):
+    chosen = np.where(condition, a, b)
+    return chosen.item() if chosen.ndim == 0 else chosen.view(Numbers)
+
+
+LANGUAGE = SimpleNamespace(
+    constexpr=gluon.constexpr,
+    int1=bool,
+    int32=np.int32,
+    int64=np.int64,
+    float32=np.float32,
+    BlockedLayout=lambda *_: None,
+    SliceLayout=lambda *_: None,
+    SwizzledSharedLayout=lambda *_: None,
+    num_warps=lambda: WARPS,
+    num_programs=lambda _: PROGRAMS,
+    arange=lambda start, end, _: np.arange(start, end).view(Numbers),
+    full=lambda shape, value, dtype, _: np.full(shape, value, dtype).view(Numbers),
+    load=_load,
+    store=_store,
+    atomic_add=_count,
+    static_range=range,
+    exp2=np.exp2,
+    log2=np.log2,
+    convert_layout=lambda x, *_, **__: x,
+    where=_where,
+    minimum=np.minimum,
+    maximum=np.maximum,
+    max=lambda x, axis: np.max(x, axis),
+    min=lambda x, axis: np.min(x, axis),
+    sum=lambda x, axis: np.sum(x, axis),
+    associative_scan=lambda x, axis, _: np.cumsum(x, axis).view(Numbers),
+    allocate_shared_memory=lambda dtype, shape, _: Shared(np.full(shape, -1, dtype)),
+)
+
+
+def on_host(*modules):
+    """The functions of some modules as Python's own."""
+    names = {}
+    for name, value in itertools.chain(*(vars(module).items() for module in modules)):
+        names.setdefault(name, value)
+        if isinstance(value, gluon.constexpr):
+            names[name] = value.value
+        elif isinstance(value, triton.JITFunction):
+            names[name] = FunctionType(value.fn.__code__, names, name)
+    names["gl"], names["barrier"] = LANGUAGE, lambda: None
+    names["PartSchedule"] = HostSchedule
+    return SimpleNamespace(**names)
+
+
+class HostSchedule:
+    def __init__(self, starts, num_parts, part_tiles, *_):
+        self.starts, self.num_parts, self.part_tiles = starts, int(num_parts), int(part_tiles)
+
+    def start_of(self, seq):
+        return int(self.starts.index(seq).load(None)[0])
+
+
+HOST = on_host(schedule, splits, finish, merge)
+
+
+def make_batch(query_lens, seq_lens, num_heads, *, short=0, window=1 << 30):
+    starts = np.array([0, *itertools.accumulate(query_lens)])
+    return SimpleNamespace(
+        cu_seqlens_q=Pointer(starts), lengths=Pointer(np.array(seq_lens)), num_seqs=len(seq_lens),
+        num_heads=num_heads, short=short, window=window,
+    )  # fmt: skip
+
+
+def list_parts(batch, tokens=128, causal=True, has_window=False):
+    """The schedule, and of each (seq, token, head) its parts: place, whole range, own range."""
+    sizes = tokens, TILE_N
+    parts = HOST.make_part_schedule(batch, None, None, None, *sizes, 128, causal, has_window)
+    found = {}
+    for number in range(parts.num_parts):
+        seq, token, head, place = HOST.find_part(batch, parts, number, *sizes, causal, has_window)
+        start, end = batch.cu_seqlens_q.memory[seq : seq + 2]
+        seq_len = batch.lengths.memory[seq]
+        assert end - start > batch.short, "short sequences are another launch's"
+        assert 0 <= token < end - start
+        if place[0] < place[1]:
+            whole = HOST.key_tiles(
+                seq_len - (end - start) + token, seq_len, batch.window, *sizes, causal, has_window
+            )
+            cut = HOST.cut_range(*whole, place, parts.part_tiles)
+            found.setdefault((seq, token, head), []).append((place, whole, cut))
+    return parts, found
+
+
+def draw_batches(count):
+    rng = random.Random("parts")
+    for _ in range(count):
+        num_seqs = rng.choice([1, 2, 5, 40, 300])
+        long = rng.sample(range(num_seqs), rng.randint(0, min(num_seqs, 3)))
+        query_lens = [rng.choice([0, 1, 1, 1, 5]) for _ in range(num_seqs)]
+        for seq in long:
+            query_lens[seq] = rng.choice([17, 64, 200, 513])
+        seq_lens = [max(0, n + rng.choice([-3, 0, 100, 5000, 27000])) for n in query_lens]
+        short, heads = rng.choice([0, 5, 8]), rng.choice([1, 3, 8])
+        window = rng.choice([None, None, 100, 3000, 20000])
+        yield (
+            make_batch(query_lens, seq_lens, heads, short=short, window=window or 1 << 30),
+            {
+                "tokens": rng.choice([64, 128]),
+                "causal": rng.random() < 0.8,
+                "has_window": window is not None,
+            },
+        )
+
+
+def test_every_key_of_every_tile_is_in_one_part():
+    divided = 0
+    for batch, kind in draw_batches(150):
+        parts, found = list_parts(batch, **kind)
+        query_lens = np.diff(batch.cu_seqlens_q.memory)
+        tiles = {
+            (seq, token, head)
+            for seq, query_len in enumerate(query_lens)
+            for token in (range(0, query_len, kind["tokens"]) if query_len > batch.short else ())
+            for head in range(batch.num_heads)
+        }
+        assert set(found) == tiles
+        slots = []
+        for pieces in found.values():
+            pieces.sort(key=lambda piece: piece[0][0])
+            (_, count, slot), (begin, full_begin, full_end, end), _ = pieces[0]
+            assert [place for place, _, _ in pieces] == [(i, count, slot) for i in range(count)]
+            edges = [edge for _, _, cut in pieces for edge in (cut[0], cut[3])]
+            assert (edges[0], edges[-1]) == (begin, end)
+            assert edges[1:-1:2] == edges[2:-1:2], "each begins where the one before ends"
+            for _, _, (first, first_full, end_full, last) in pieces:
+                assert first <= first_full <= end_full < last, "the rightmost is masked"
+                assert first_full == end_full or full_begin <= first_full <= end_full <= full_end
+                # Tiles without a mask stay without one, but for the rightmost of each part.
+                none = set(range(full_begin, full_end)) & set(range(first, last - 1))
+                assert none == set(range(first_full, end_full))
+            if count > 1:
+                divided += 1
+                slots += range(slot, slot + count)
+                lengths = [last - first for _, _, (first, _, _, last) in pieces]
+                assert set(lengths[:-1]) == {parts.part_tiles}
+                assert parts.part_tiles * TILE_N >= LEAST_KEYS
+        assert len(set(slots)) == len(slots)
+        assert max(slots, default=0) < SLOTS
+    assert divided > 1000
+
+
+@pytest.mark.parametrize(
+    ("query_len", "seq_len", "num_heads", "most"),
+    [
+        # 16 query heads, in tiles of one or, of 64 tokens, two
+        (64, 27_000, 8, range(12, 17)),
+        (128, 27_128, 16, range(8, 9)),
+        (256, 27_256, 16, range(4, 5)),
+        (512, 27_512, 16, range(2, 3)),
+        (1024, 28_024, 16, range(1, 2)),  # 128 tiles for 132 multiprocessors
+        (2048, 18_432, 32, range(1, 2)),
+        (128, 1_500, 8, range(1, 2)),  # less than two parts' keys
+        (1024, 101_024, 1, range(12, 17)),
+    ],
+)
+def test_parts_occupy_all_multiprocessors_once(query_len, seq_len, num_heads, most):
+    tokens = 64 if query_len == 64 else 128
+    _, found = list_parts(make_batch([query_len], [seq_len], num_heads), tokens)
+    counts = {len(pieces) for pieces in found.values()}
+    assert max(counts) in most
+    if max(counts) > 1:
+        assert 0.75 * PROGRAMS <= sum(map(len, found.values())) <= PROGRAMS
+
+
+def test_decoding_sequences_beside_a_chunk_change_nothing():
+    alone, _ = list_parts(make_batch([512], [27_512], 16))
+    query_lens, seq_lens = [1] * 200, [3000] * 200
+    query_lens.insert(77, 512), seq_lens.insert(77, 27_512)
+    mixed, found = list_parts(make_batch(query_lens, seq_lens, 16, short=8))
+    assert (mixed.num_parts, mixed.part_tiles) == (alone.num_parts, alone.part_tiles)
+    assert {seq for seq, _, _ in found} == {77}
+
+
+def test_a_batch_without_long_sequences_has_no_parts():
+    parts, found = list_parts(make_batch([1, 0, 8], [5000, 0, 9000], 4, short=8))
+    assert parts.num_parts == 0
+    assert not found
+
+
+def test_tiles_of_which_some_have_fewer_keys_have_fewer_parts():
+    """A long prompt of few heads, from its first token on."""
+    _, found = list_parts(make_batch([8192], [8192], 1))
+    counts = {token: len(pieces) for (_, token, _), pieces in found.items()}
+    assert counts[0] == 1 < counts[8192 - 128]
+    assert sorted(counts.values()) == [counts[token] for token in sorted(counts)]
+
+
+@pytest.mark.parametrize("size", [40, 96, 128, 144, 256])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("pack", [1, 4])
+def test_parts_are_merged_as_if_they_had_been_one(size, has_sinks, pack):
+    rng, rows, heads, num_tokens = np.random.default_rng(size), 64, 8, 45
+    for count, warpgroup in itertools.product((1, 2, 3, 5), (0, 1)):
+        config = SimpleNamespace(
+            PACK=pack, WARPGROUPS=2, V_SIZE=size, HAS_SINKS=has_sinks, STAGED=False
+        )
+        weights = np.exp2(rng.normal(size=(count, rows, 50)).astype(np.float32))
+        pivots = rng.normal(size=(count, rows)).astype(np.float32)
+        weights[0, 3:9] = 0.0  # rows that see no key of the first part, and of none
+        pivots[0, 3:9] = -np.inf
+        weights[:, 20] = 0.0
+        pivots[:, 20] = -np.inf
+        values = rng.normal(size=(count, 50, size)).astype(np.float32)
+        accs, sums = weights @ values, weights.sum(2)
+        sinks = rng.normal(size=heads).astype(np.float32)
+        width = width_of(size)
+        scratch = SimpleNamespace(
+            accs=Pointer(np.full(20 * 2 * rows * width, np.nan, np.float32)),
+            sums=Pointer(np.full(20 * 2 * 2 * rows, np.nan, np.float32)),
+            arrivals=Pointer(np.zeros(20 * 2, np.int32)),
+        )
+        out = np.full((200, heads, size), np.nan, np.float32)
+        lse = np.full((200, heads), np.nan, np.float32)
+        head, first = 1, 100
+        for part in rng.permutation(count):
+            columns, start = [], 0
+            for i in range(num_parts(size)):  # zeros beyond the head, as in the kernel's tiles
+                here = np.zeros((rows, part_size(size, i)), np.float32)
+                there = accs[part, :, start : start + here.shape[1]]
+                here[:, : there.shape[1]] = there
+                columns.append(here.view(Numbers))
+                start += here.shape[1]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                HOST.finish_part(
+                    Pointer(out.reshape(-1)), (), Pointer(lse.reshape(-1)), Pointer(sinks), heads,
+                    heads * size, size, first, num_tokens, head, tuple(columns),
+                    pivots[part].view(Numbers), sums[part].view(Numbers), (int(part), count, 7),
+                    scratch, width, config, warpgroup,
+                )  # fmt: skip
+        assert not scratch.arrivals.memory.any()
+        row = np.arange(rows)
+        token, at_head = warpgroup * (rows // pack) + row // pack, head * pack + row % pack
+        scale = np.exp2(pivots.astype(np.float64))[..., None]
+        total = (sums[..., None] * scale).sum(0)[:, 0]
+        if has_sinks:
+            total += np.exp(sinks[at_head].astype(np.float64))
+        expected = (accs * scale).sum(0) / np.where(total > 0, total, 1.0)[:, None]
+        with np.errstate(divide="ignore"):
+            logs = np.log(total)
+        for r in range(rows):
+            place = first + token[r], at_head[r]
+            if token[r] < num_tokens:
+                np.testing.assert_allclose(out[place], expected[r], rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(lse[place], logs[r], rtol=1e-5, atol=1e-5)
+                out[place], lse[place] = np.nan, np.nan
+        assert np.isnan(out).all(), "nothing else is written"
+        assert np.isnan(lse).all()
+
+
+FEW = {
+    "num_seqs": 1, "num_tokens": 512, "max_query_len": 512, "max_seq_len": 27_512,
+    "num_heads": 16, "group": 2, "short": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [
+        ({}, True),
+        ({"num_seqs": 201, "num_tokens": 712, "short": 8}, True),
+        ({"num_seqs": 2049, "num_tokens": 2560, "short": 8}, False),  # no room for so many
+        ({"num_tokens": 8192, "max_query_len": 8192, "max_seq_len": 8192}, False),
+        ({"num_seqs": 32, "num_tokens": 32 * 512, "max_seq_len": 27_512}, False),
+        ({"num_tokens": 1600, "max_query_len": 1600}, False),  # 13 tiles of 16 heads
+        ({"num_seqs": 9, "num_tokens": 16_000, "short": 8}, False),
+        ({"max_seq_len": 1_500}, False),
+        ({"num_tokens": 1024, "max_query_len": 1024, "max_seq_len": 1024, "num_heads": 4}, False),
+    ],
+    ids=str,
+)
+def test_the_host_leaves_batches_that_fill_the_gpu_as_they_are(change, may):
+    assert divides_keys(tiling_of(128), 132, **(FEW | change)) is may
+
+
+def test_heads_lie_side_by_side_where_tokens_are_few():
+    wide = TILINGS[1]
+    assert [pack_of(8, n, wide) for n in (16, 17, 33, 65, 128)] == [8, 4, 2, 1, 1]
+    assert pack_of(6, 9, wide) == 2
