@@ -57,6 +57,7 @@ from typer.testing import CliRunner
 from pagetile import BlockMask, PagedBatch, attention_scores, merge_states, paged_attention
 from pagetile.analysis import timing
 from pagetile.analysis.timing import Times, WallClock, admit, ratio, take_turns
+from pagetile.integrations import vllm_ops as pagetile_ops
 from pagetile.testing import PagedCase
 from pagetile.tiles.state import AttentionOutput
 
@@ -387,6 +388,29 @@ def test_a_cascade_reads_the_prefix_once_and_the_own_keys_of_each(monkeypatch):
     absent = SMALL_CASES["shared prefix"].measure(repeats=1).absent
     assert list(absent) == forms[1:]
     assert all(reason.startswith("wrong: ") for reason in absent.values())
+
+
+class VllmOperators:
+    """vLLM's own, by the operators that take their arguments; the first is wrong."""
+
+    @staticmethod
+    def paged_attention_v1(out, *arguments):
+        out.zero_()
+
+    @staticmethod
+    def paged_attention_v2(*arguments):
+        pagetile_ops.paged_attention_v2(*arguments)
+
+
+def test_vllms_own_operators_take_part_where_they_are_right(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(_custom_ops=VllmOperators))
+    monkeypatch.setattr(vllm_ops, "read_all", lambda device: None)
+    measurement = SMALL_CASES["vllm_ops, 8 bits"].measure(repeats=1)
+    assert measurement.absent == {"vllm v1": "wrong: 1 off float64"}
+    own = min(measurement.times[name].median for name in ("v1", "v2"))
+    vllm = measurement.times["vllm v2"].median
+    assert measurement.metrics["x vllm"] == pytest.approx(vllm / own)
+    assert {target.metric for case in vllm_ops.VLLM_CASES for target in case.targets} == {"x vllm"}
 
 
 def test_a_visible_block_that_is_left_out_fails_the_gate(monkeypatch):
