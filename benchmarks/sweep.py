@@ -219,11 +219,31 @@ def measure(kind: SweepClass, shape: SweepShape, device: str) -> Finding:
     elif kind.against == "bandwidth":
         calls["reading alone"] = lambda: read_all(device, _READ_BYTES)
     rest = _DECODE_REST if max(shape.query_lens) == 1 else GraphClock.rest
-    times = time_in_turns(calls, device, repeats=_ROUNDS, rest=rest)
+    if device == "cuda":
+        calls, refused = _capture(calls)
+        absent = absent | refused
+    times = time_in_turns(calls, device, repeats=_ROUNDS, rest=rest, captured=False)
     seconds = {name: found.median for name, found in times.items()}
     if kind.against == "bandwidth":
         seconds["reading alone"] *= shape.kv_bytes / _READ_BYTES
     return replace(_compare(shape, error, seconds), absent=absent)
+
+
+def _capture(
+    calls: dict[str, Callable[[], Any]],
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Return the replays of the calls' CUDA graphs, and which peers cannot be recorded, and why."""
+    replays: dict[str, Callable[[], Any]] = {}
+    refused: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            replays[name] = GraphClock().prepare(call)
+        except Exception as error:  # whatever a library raises about it
+            if name == "pagetile":
+                raise
+            lines = str(error).strip().splitlines()
+            refused[name] = f"cannot be captured: {lines[0] if lines else repr(error)}"
+    return replays, refused
 
 
 def _compare(shape: SweepShape, error: float, seconds: dict[str, float]) -> Finding:

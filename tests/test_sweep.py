@@ -159,6 +159,22 @@ def test_a_shape_whose_call_fails_has_the_ratio_0_and_the_next_one_is_measured(m
     assert findings[0].best_peer == "failed: no such plan"
 
 
+def test_a_peer_that_cannot_be_captured_takes_no_part(monkeypatch):
+    def prepare(self, call):
+        if call() == "captured":
+            return lambda: "replayed"
+        raise RuntimeError("operation not permitted when stream is capturing\nat line 3")
+
+    monkeypatch.setattr(sweep.GraphClock, "prepare", prepare)
+    calls = {"pagetile": lambda: "captured", "a": lambda: "captured", "b": lambda: ""}
+    replays, refused = sweep._capture(calls)
+    assert [call() for call in replays.values()] == ["replayed", "replayed"]
+    reason = "cannot be captured: operation not permitted when stream is capturing"
+    assert refused == {"b": reason}
+    with pytest.raises(RuntimeError, match="not permitted"):
+        sweep._capture({"pagetile": lambda: ""})
+
+
 def test_time_is_shared_by_the_classes_and_each_has_a_shape(monkeypatch):
     """Each shape takes 10 s of 70: three for the first class, and 30 s are left for two."""
     clock = [0.0]
