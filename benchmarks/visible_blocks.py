@@ -130,4 +130,5 @@ class _Inputs:
             c[blocks][:, :, kv_head].flatten(0, 1).double() for c in (self.k_cache, self.v_cache)
         )
         scores = k @ self.q[seq, head].double() * self.q.shape[-1] ** -0.5
-        return scores.softmax(-1) @ v
+        row: Tensor = scores.softmax(-1) @ v
+        return row
