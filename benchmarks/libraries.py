@@ -207,6 +207,6 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "flashinfer BatchAttention": ("flashinfer", _batch_attention),
     "flash_attn": ("flash_attn", _flash_attn),
     "flash_attn 3": ("flash_attn_interface", _flash_attn_3),
-    "vllm triton": ("vllm.attention.ops.triton_unified_attention", _vllm),
+    "vllm triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm),
 }
 _TAKE_EIGHT_BITS = ("flashinfer",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pagetile import PagedBatch, attention, paged_attention
 from pagetile.analysis.timing import admit
 from pagetile.tiles.state import AttentionOutput
 
-from .gate import PEER_ERROR, expected_rows
+from .gate import PEER_ERROR, Rows, expected_rows
 from .gpu_inputs import Shape
 from .libraries import find_libraries
 from .sweep_shapes import SweepShape
@@ -102,8 +103,11 @@ class SweepInputs:
 
     def error(self, out: Tensor) -> float:
         """The largest relative error of some rows of some sequences, against float64."""
-        rows = expected_rows(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
-        return rows.error(out.reshape(-1, *out.shape[-2:]))
+        return self._rows.error(out.reshape(-1, *out.shape[-2:]))
+
+    @functools.cached_property
+    def _rows(self) -> Rows:
+        return expected_rows(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
 
     def judge(self, name: str, out: Tensor) -> str | None:
         """What is wrong with a peer's result; libraries are spared the scales of 8 bits."""
