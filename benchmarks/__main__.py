@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +31,7 @@ from .records import (
     plan,
     run_script,
 )
-from .sweep import find_classes, sweep
+from .sweep import find_classes, print_summary, summarise, sweep
 from .sweep_shapes import CLASSES as SWEPT
 
 RESULTS = Path(__file__).parent / "results"
@@ -136,7 +137,7 @@ def all_records(
     machine: Annotated[
         str | None, typer.Option(help="Beginning of the records' names; else this machine's.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Leave out what takes longer.")] = 25,
+    minutes: Annotated[float, typer.Option(min=0, help="Leave out what takes longer.")] = 26,
     repeats: Annotated[int | None, typer.Option(min=1, help="As for `run`.")] = None,
     into: Annotated[
         Path | None, typer.Option(help="Another folder than results/, for a trial.")
@@ -247,25 +248,46 @@ def document(
 
 @app.command("sweep")
 def sweep_shapes(
-    name: Annotated[
-        str | None, typer.Option("--class", metavar="NAME", help="One class of shapes; else all.")
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--class", metavar="NAME", help="A class of shapes, repeatable; else all."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Other shapes for another seed.")] = 0,
-    shapes: Annotated[int, typer.Option(min=1, help="Shapes of a class.")] = 20,
+    shapes: Annotated[int, typer.Option(min=1, help="Shapes of a class, at most.")] = 20,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Draw no more shapes after this time, shared by classes.")
+    ] = math.inf,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; else what there is.")] = None,
-    out: Annotated[str | None, typer.Option(help="Write into results/NAME.json.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Write into results/NAME.json, after every shape.")
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="Another folder than results/, for a trial.")
+    ] = None,
 ) -> None:
     """Time random shapes of each class beside the peers, each checked against float64."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        kinds = find_classes(name, device)
-    except KeyError:
-        names = ", ".join(SWEPT)
-        raise typer.BadParameter(f"no class is called {name!r}; there are {names}") from None
-    record = sweep(kinds, seed, shapes, device, console)
-    if out is not None:
-        report.save(RESULTS / f"{out}.json", record)
-    if not all(kind["reached"] for kind in record["classes"].values()):
+        kinds = find_classes(names or [], device)
+    except KeyError as error:
+        known = ", ".join(SWEPT)
+        raise typer.BadParameter(f"no class is called {error}; there are {known}") from None
+    path = None if out is None else (into or RESULTS) / f"{out}.json"
+    if path is not None and report.is_of_another_machine(path):
+        raise typer.BadParameter(f"{path.name} is of another machine: choose another --out")
+    circumstances = describe_run() if path is None or into else _describe_clean_run()
+    cases: dict[str, report.Record] = {}
+    records: dict[str, report.Record | None] = {}
+    background = BackgroundLoad()
+    for kind, findings in sweep(kinds, seed, shapes, device, console, seconds):
+        case = cases[kind.name] = summarise(kind, findings, seed)
+        record = report.record_line(case, "sweep", background.share, circumstances)
+        records[record["name"]] = record
+        if path is not None:  # after every shape: a long run may be cut off
+            report.write(path, records, [f"sweep-{name}" for name in SWEPT])
+    print_summary(console, list(cases.values()))
+    targets = [target for record in records.values() if record for target in record["targets"]]
+    if not all(target["reached"] for target in targets):
         raise typer.Exit(1)
 
 

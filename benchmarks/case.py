@@ -19,8 +19,10 @@ class Target(NamedTuple):
     """``">="`` or ``"<="``."""
 
     def is_reached(self, metrics: dict[str, float]) -> bool:
-        """Whether a measurement keeps the bound."""
-        value = metrics[self.metric]
+        """Whether a measurement keeps the bound; a metric that was not measured does not."""
+        value = metrics.get(self.metric)
+        if value is None:
+            return False
         return value >= self.bound if self.sign == ">=" else value <= self.bound
 
 

@@ -18,8 +18,10 @@ from .engine import EngineCase
 from .generators import QWEN3
 from .gpu_attention import GpuBlockSizesCase, GpuDecodeCase, GpuPrefillCase
 from .gpu_inputs import Shape
+from .shared_prefix import SharedPrefixCase
 from .swin_unetr import SwinUnetrCase
 from .tile_cases import FORWARD_AIMS, TILE_CASES
+from .visible_blocks import VisibleBlocksCase
 from .vllm_ops import VLLM_CASES
 from .window_workloads import WindowWorkloadsCase, find_workloads
 from .windows import WindowCase
@@ -337,7 +339,16 @@ WINDOW_CASES: tuple[Case, ...] = (
     ),
 )
 CASES += GPU_CASES + ENGINE_CASES + TILE_CASES + WINDOW_CASES
-CASES += (BlockSparseCase("gpu-block-sparse", targets=(at_least("x dense", 6),)), *VLLM_CASES)
+SPARSE_CASES: tuple[Case, ...] = (
+    BlockSparseCase("gpu-block-sparse", targets=(at_least("x dense", 6),)),
+    VisibleBlocksCase("gpu-visible-blocks-16x32768", targets=(at_least("x dense", 6),)),
+    SharedPrefixCase(
+        "gpu-shared-prefix-256x32768", targets=(at_least("x plain", 25), at_least("x cascade", 1))
+    ),
+    # Too short to pay: two runs of one call differ by as much.
+    SharedPrefixCase("gpu-shared-prefix-256x128", prefix=128, targets=(at_least("x plain", 0.98),)),
+)
+CASES += SPARSE_CASES + VLLM_CASES
 if find_spec("monai"):  # is no dependency
     CASES += SWIN_CASES
 

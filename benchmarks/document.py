@@ -171,7 +171,9 @@ def _shared_parts(abouts: list[str]) -> list[str]:
 def _caption(machine: dict[str, Any], cases: list[dict[str, Any]], shared: list[str]) -> str:
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['cpu']}"
     there = {name for case in cases for name in case["times"]}
-    peers = [package for peer, package in PEERS.items() if peer in there]
+    shapes = [shape for case in cases for shape in case.get("details", ())]  # of a sweep
+    there |= {name for shape in shapes for name in shape["seconds"]}
+    peers = list(dict.fromkeys(package for peer, package in PEERS.items() if peer in there))
     names = ["torch", "triton", *peers] if "gpu" in machine else ["torch"]
     used = []
     for name in names:

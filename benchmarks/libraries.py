@@ -2,11 +2,13 @@
 
 FlashInfer plans on the host first, untimed; the others have no plan. It alone is handed caches of
 8 bits, and is spared their scales: those of keys are in its queries, and its result lacks those of
-values. Its BatchAttention takes part beside its decode and prefill wrappers.
+values. Its BatchAttention takes part beside its decode and prefill wrappers. For prefill its kernel
+``fa2``, which splits keys, takes part too: on Hopper the wrapper chooses ``fa3``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +78,8 @@ def find_libraries(inputs: Inputs) -> tuple[dict[str, Call], dict[str, str]]:
     for name, (module, make) in _LIBRARIES.items():
         if find_spec(module.partition(".")[0]) is None:
             absent[name] = "not installed"
+        elif name == _SPLITTING and (pages.is_decode or inputs.scales):
+            continue  # the wrapper chooses it by itself
         elif inputs.scales and name.partition(" ")[0] not in _TAKE_EIGHT_BITS:
             absent[name] = "unsupported: caches of 8 bits"
         else:
@@ -136,7 +140,7 @@ def _listed_pages(pages: _Pages) -> tuple[Tensor, Tensor, Tensor]:
     return indptr, torch.cat([row[:n] for row, n in rows]), last
 
 
-def _flashinfer(library: Any, pages: _Pages) -> Call:
+def _flashinfer(library: Any, pages: _Pages, backend: str = "auto") -> Call:
     device = pages.q.device
     indptr, indices, last = _listed_pages(pages)
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
@@ -150,7 +154,7 @@ def _flashinfer(library: Any, pages: _Pages) -> Call:
         )
         wrapper.plan(indptr, indices, last, *pages.sizes, **shared)
     else:
-        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         wrapper.plan(
             pages.starts, indptr, indices, last, *pages.sizes, causal=pages.causal, **shared
         )
@@ -196,11 +200,13 @@ def _vllm(library: Any, pages: _Pages) -> Call:
     return call
 
 
+_SPLITTING = "flashinfer fa2"
 _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "flashinfer": ("flashinfer", _flashinfer),
+    _SPLITTING: ("flashinfer", functools.partial(_flashinfer, backend="fa2")),
     "flashinfer BatchAttention": ("flashinfer", _batch_attention),
     "flash_attn": ("flash_attn", _flash_attn),
     "flash_attn 3": ("flash_attn_interface", _flash_attn_3),
-    "vllm triton": ("vllm.attention.ops.triton_unified_attention", _vllm),
+    "vllm triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm),
 }
 _TAKE_EIGHT_BITS = ("flashinfer",)

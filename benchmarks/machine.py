@@ -31,6 +31,8 @@ PEERS = {
     "flash_attn": "flash-attn",
     "flash_attn 3": "flash-attn-3",
     "vllm triton": "vllm",
+    "vllm flash_attn 3": "vllm",
+    "vllm v2": "vllm",
 }
 """Packages with kernels that take part where they are installed, by their contestants."""
 _CHANGED = " and changes"

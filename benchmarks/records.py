@@ -81,7 +81,9 @@ RECORDS = (
     RecordSpec("-swin", "cuda", 90, ("swin-unetr-",)),
     RecordSpec("-prefill-blocks", "cuda", 50, ("gpu-prefill-blocks-",)),
     RecordSpec("-scores", "cuda", 10, ("gpu-scores-",)),
-    RecordSpec("-block-sparse", "cuda", 20, ("gpu-block-sparse",)),
+    RecordSpec(
+        "-block-sparse", "cuda", 45, ("gpu-block-sparse", "gpu-visible-", "gpu-shared-prefix-")
+    ),
     RecordSpec("-vllm-ops", "cuda", 60, ("vllm-ops-",)),
     RecordSpec("-windows-all", "cuda", 120, ("windows-all",)),
     RecordSpec("-engine", "cuda", 180, ("gpu-engine-",)),

@@ -101,9 +101,10 @@ def record(
 def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Record) -> Record:
     """A JSON object that a script printed, as a case of a record.
 
-    ``what`` names it, ``about`` describes it, ``targets`` are ``[metric, bound, sign]``. Of the
-    rest, numbers are metrics, and a list of numbers has a metric's repeats, by the metric's name
-    and ``REPEATS``.
+    ``what`` names it, ``about`` describes it, ``targets`` are ``[metric, bound, sign]``, ``checks``
+    statements that are true, or objects with a verdict; ``absent`` and ``details`` are kept as they
+    are. Of the rest, numbers are metrics, and a list of numbers has a metric's repeats, by the
+    metric's name and ``REPEATS``.
     """
     metrics = {name: value for name, value in line.items() if isinstance(value, (int, float))}
     repeats = {
@@ -115,14 +116,18 @@ def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Rec
         "about": line.get("about", line["what"]),
         **run,
         "share_of_other_processes": others,
-        "checks": [{"what": what, "passed": True, "detail": ""} for what in line.get("checks", ())],
+        "checks": [
+            {"what": check, "passed": True, "detail": ""} if isinstance(check, str) else check
+            for check in line.get("checks", ())
+        ],
         "times": {},
-        "absent": {},
+        "absent": line.get("absent", {}),
         "metrics": metrics,
         "repeats": repeats,
         "targets": [
             {**target._asdict(), "reached": target.is_reached(metrics)} for target in targets
         ],
+        **({"details": line["details"]} if "details" in line else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pagetile import PagedBatch, attention, paged_attention
 from pagetile.analysis.timing import admit
 from pagetile.tiles.state import AttentionOutput
 
-from .gate import PEER_ERROR, expected_rows
+from .gate import PEER_ERROR, Rows, expected_rows
 from .gpu_inputs import Shape
 from .libraries import find_libraries
 from .sweep_shapes import SweepShape
@@ -102,8 +103,11 @@ class SweepInputs:
 
     def error(self, out: Tensor) -> float:
         """The largest relative error of some rows of some sequences, against float64."""
-        rows = expected_rows(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
-        return rows.error(out.reshape(-1, *out.shape[-2:]))
+        return self._rows.error(out.reshape(-1, *out.shape[-2:]))
+
+    @functools.cached_property
+    def _rows(self) -> Rows:
+        return expected_rows(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
 
     def judge(self, name: str, out: Tensor) -> str | None:
         """What is wrong with a peer's result; libraries are spared the scales of 8 bits."""
@@ -122,13 +126,17 @@ def find_peers(inputs: SweepInputs) -> tuple[dict[str, Callable[[], Any]], dict[
     shape = inputs.sweep
     unknown: dict[str, str] = {}
     if inputs.device != "cpu":
-        has_pages = shape.block_size > 0 and shape.head_size == shape.v_head_size
-        crashes = [size for name, size in _CRASHES.items() if find_spec(name) is not None]
-        if has_pages and not any(shape.head_size in sizes for sizes in crashes):
+        crashes = [size for name, sizes in _CRASHES.items() if find_spec(name) for size in sizes]
+        if not shape.block_size:
+            unknown["flashinfer"] = "unsupported: no pages"
+        elif shape.head_size in crashes:
+            unknown["flashinfer"] = f"heads of {shape.head_size} end its process"
+        else:
             found, unknown = find_libraries(inputs)  # type: ignore[arg-type]
             peers |= found
-        if not inputs.is_8_bit and find_spec("vllm") is not None:
-            peers["vllm flash_attn 3"] = _vllm_flash_attn_3(inputs)
+        found, refused = _vllm_flash_attn_3(inputs)
+        peers |= found
+        unknown |= refused
     right, absent = admit(peers, inputs.judge)
     return right, unknown | absent
 
@@ -167,23 +175,57 @@ def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, new: int, length: int) -> Callabl
     return lambda: sdpa(heads, k, v, attn_mask=bias)[0].transpose(0, 1)
 
 
-def _vllm_flash_attn_3(inputs: SweepInputs) -> Callable[[], Tensor]:
-    """FlashAttention-3 as vLLM ships it; over pages, or over ragged keys where there are none."""
-    library = importlib.import_module("vllm.vllm_flash_attn")
+def _vllm_flash_attn_3(
+    inputs: SweepInputs,
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+    """FlashAttention-3 as vLLM ships it; over pages, or over ragged keys where there are none.
+
+    Over pages it is also called with a schedule made beforehand, untimed, as vLLM calls it.
+    """
+    name = "vllm flash_attn 3"
+    if find_spec("vllm") is None:
+        return {}, {name: "not installed"}
+    if inputs.is_8_bit:
+        return {}, {name: "unsupported: caches of 8 bits"}
+    try:
+        library = importlib.import_module("vllm.vllm_flash_attn")
+        return _flash_attn_3_calls(library, inputs, name), {}
+    except Exception as error:  # whatever a library raises about a problem
+        return {}, {name: f"unsupported: {error}"}
+
+
+def _flash_attn_3_calls(
+    library: Any, inputs: SweepInputs, name: str
+) -> dict[str, Callable[[], Tensor]]:
     batch, v_size = inputs.batch, inputs.sweep.v_head_size
     shared: dict[str, Any] = {
         "max_seqlen_q": batch.max_query_len, "cu_seqlens_q": batch.cu_seqlens_q,
         "max_seqlen_k": batch.max_seq_len, "causal": True, "fa_version": 3,
         "softmax_scale": inputs.q.shape[-1] ** -0.5,
     }  # fmt: skip
-    if inputs.sweep.block_size:
-        out = inputs.q.new_empty(*inputs.q.shape[:2], v_size)
-        return lambda: library.flash_attn_varlen_func(
+    if not inputs.sweep.block_size:
+        _, k, v = inputs._dense_batch()
+        starts = pad(batch.seq_lens.cumsum(0).int(), (1, 0))
+        return {
+            name: lambda: library.flash_attn_varlen_func(
+                inputs.q, k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_k=starts, **shared
+            )
+        }
+    out = inputs.q.new_empty(*inputs.q.shape[:2], v_size)
+
+    def call(schedule: Tensor | None) -> Tensor:
+        result: Tensor = library.flash_attn_varlen_func(
             inputs.q, inputs.k_cache, inputs.v_cache, seqused_k=batch.seq_lens,
-            block_table=inputs.tables, out=out, **shared,
+            block_table=inputs.tables, out=out, scheduler_metadata=schedule, **shared,
         )  # fmt: skip
-    _, k, v = inputs._dense_batch()
-    starts = pad(batch.seq_lens.cumsum(0).int(), (1, 0))
-    return lambda: library.flash_attn_varlen_func(
-        inputs.q, k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_k=starts, **shared
-    )
+        return result
+
+    schedule = library.get_scheduler_metadata(
+        len(batch.seq_lens), batch.max_query_len, batch.max_seq_len, inputs.q.shape[1],
+        inputs.k_cache.shape[2], inputs.q.shape[2], batch.seq_lens, inputs.q.dtype, v_size,
+        batch.cu_seqlens_q, page_size=inputs.k_cache.shape[1], causal=True,
+    )  # fmt: skip
+    # A schedule serves several calls; the one that is compared with float64 is its second.
+    call(schedule)
+    out.fill_(torch.nan)
+    return {name: lambda: call(None), f"{name} scheduled": lambda: call(schedule)}

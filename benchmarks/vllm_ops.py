@@ -7,7 +7,7 @@ own layout and, where vLLM is installed with them, vLLM's own kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from pagetile.analysis.timing import admit, ratio
 from pagetile.integrations import vllm_ops
 from pagetile.testing import TABLE_POISON
 
-from .case import Check, Measurement, Target
+from .case import Check, Measurement, Target, at_least
 from .gate import PEER_ERROR, Rows, allowed_error, expected_rows
 from .gpu_timing import time_in_turns
 from .machine import READ_BYTES, read_all
@@ -100,21 +100,25 @@ class VllmOpsCase:
         return Measurement(times, metrics, absent)
 
 
-VLLM_CASES = (
-    VllmOpsCase(64, 4096),
-    VllmOpsCase(256, 2048),
-    VllmOpsCase(16, 32768),
-    VllmOpsCase(1, 131072),
-    VllmOpsCase(1, 8192),
-    VllmOpsCase(8, 4096),
-    VllmOpsCase(64, 1024),
-    VllmOpsCase(32, 4096, num_kv_heads=32),
-    VllmOpsCase(128, 2048, num_heads=64),
-    VllmOpsCase(64, 4096, num_heads=16, head_size=64),
-    VllmOpsCase(32, 4096, num_heads=16, num_kv_heads=2, head_size=256),
-    VllmOpsCase(64, 4096, kv_dtype=E4M3),
-    VllmOpsCase(16, 32768, kv_dtype=E4M3),
-    VllmOpsCase(128, 2048, num_heads=64, kv_dtype=E4M3),
+AHEAD_OF_VLLM = (at_least("x vllm", 1),)
+VLLM_CASES = tuple(
+    replace(case, targets=AHEAD_OF_VLLM)
+    for case in (
+        VllmOpsCase(64, 4096),
+        VllmOpsCase(256, 2048),
+        VllmOpsCase(16, 32768),
+        VllmOpsCase(1, 131072),
+        VllmOpsCase(1, 8192),
+        VllmOpsCase(8, 4096),
+        VllmOpsCase(64, 1024),
+        VllmOpsCase(32, 4096, num_kv_heads=32),
+        VllmOpsCase(128, 2048, num_heads=64),
+        VllmOpsCase(64, 4096, num_heads=16, head_size=64),
+        VllmOpsCase(32, 4096, num_heads=16, num_kv_heads=2, head_size=256),
+        VllmOpsCase(64, 4096, kv_dtype=E4M3),
+        VllmOpsCase(16, 32768, kv_dtype=E4M3),
+        VllmOpsCase(128, 2048, num_heads=64, kv_dtype=E4M3),
+    )
 )
 
 

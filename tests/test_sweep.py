@@ -1,16 +1,23 @@
 """The sweep: shapes by seed, peers that agree, ratios of the best peer, and a record."""
 
 import json
+import math
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from benchmarks import __main__ as command_line
-from benchmarks import sweep, sweep_inputs
+from benchmarks import report, sweep, sweep_inputs
+from benchmarks.document import fill
 from benchmarks.sweep import Finding, find_classes, measure, summarise
 from benchmarks.sweep_inputs import SweepInputs, find_peers
 from benchmarks.sweep_shapes import CLASSES, SweepShape, draw_shapes
+from rich.console import Console
 from typer.testing import CliRunner
+
+from pagetile import PagedBatch, paged_attention
 
 TINY = 1 / 256
 
@@ -21,6 +28,7 @@ def run(monkeypatch):
         return CliRunner().invoke(command_line.app, ["sweep", *map(str, arguments)])
 
     monkeypatch.setattr(sweep, "_ROUNDS", 1)
+    monkeypatch.setattr(sweep, "_CPU_ROUNDS", 1)
     return call
 
 
@@ -86,6 +94,7 @@ def test_a_wrong_result_has_the_ratio_0(monkeypatch):
 @pytest.mark.parametrize("against", ["peers", "bf16", "bandwidth", "matmul"])
 def test_a_ratio_is_the_best_peers_time_by_ours(against, monkeypatch):
     monkeypatch.setattr(sweep, "_ROUNDS", 1)
+    monkeypatch.setattr(sweep, "_CPU_ROUNDS", 1)
     kind = next(kind for kind in CLASSES.values() if kind.against == against)
     finding = measure(kind, draw_shapes(kind, 0, 1, TINY)[0], "cpu")
     others = {name: time for name, time in finding.seconds.items() if name != "pagetile"}
@@ -93,32 +102,186 @@ def test_a_ratio_is_the_best_peers_time_by_ours(against, monkeypatch):
     assert others[finding.best_peer] == min(others.values())
 
 
+def reached(case):
+    """Whether a record's case reaches its aims, by its worst and by its median."""
+    line = report.record_line(case, "sweep", 0.0, {})
+    return [target["reached"] for target in line["targets"]]
+
+
 def test_a_class_reaches_its_aim_by_its_worst_and_its_median():
     kind, shape = CLASSES["mixed"], SweepShape((1,), (9,), 2, 2, 32, 32, 16)
 
     def of(*ratios):
         findings = [Finding(shape, 0.0, {"pagetile": 1.0}, ratio, "peer") for ratio in ratios]
-        return summarise(kind, random.Random(0).sample(findings, len(findings)))
+        return summarise(kind, random.Random(0).sample(findings, len(findings)), 0)
 
     summary = of(0.96, 1.04, 1.2)
-    assert (summary["worst"], summary["median"], summary["reached"]) == (0.96, 1.04, True)
-    assert not of(0.94, 1.2, 1.2)["reached"]
-    assert not of(0.96, 1.02, 1.2)["reached"]
+    assert (summary["worst"], summary["median"], summary["shapes"]) == (0.96, 1.04, 3)
+    assert reached(summary) == [True, True]
+    assert reached(of(0.94, 1.2, 1.2)) == [False, True]
+    assert reached(of(0.96, 1.02, 1.2)) == [True, False]
 
 
-def test_the_command_writes_a_record(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(command_line, "RESULTS", tmp_path)
+def test_a_class_names_its_fastest_peers_and_why_others_take_no_part():
+    kind, shape = CLASSES["mixed"], SweepShape((1,), (9,), 2, 2, 32, 32, 16)
+    seconds = {"pagetile": 1.0, "a": 2.0}
+    findings = [
+        Finding(shape, 0.1, seconds, 2.0, "a", {"b": "not installed", "c": "wrong: 1 off"}),
+        Finding(shape, 0.1, seconds, 1.5, "b", {"b": "not installed"}),
+        Finding(shape, 0.1, seconds, 1.1, "a", {"b": "not installed"}),
+        Finding(shape, torch.inf, {}, 0.0, "float64"),
+    ]
+    summary = summarise(kind, findings, 7)
+    assert (summary["fastest: a"], summary["fastest: b"]) == (2, 1)
+    assert summary["absent"] == {
+        "b": "not installed, 3 of 4 shapes", "c": "wrong: 1 off, 1 of 4 shapes"
+    }  # fmt: skip
+    record = report.record_line(summary, "sweep", 0.0, {})
+    assert [check["passed"] for check in record["checks"]] == [True, True, True, False]
+    assert [shape["best peer"] for shape in record["details"]] == ["a", "b", "a", "float64"]
+    assert record["metrics"]["worst"] == 0.0
+    assert "Infinity" not in json.dumps(record)
+    assert summarise(kind, findings[:3], 7)["absent"]["b"] == "not installed"
+
+
+def test_a_shape_whose_call_fails_has_the_ratio_0_and_the_next_one_is_measured(monkeypatch):
+    kind = CLASSES["mixed"]
+    failed = iter([True, False])
+
+    def measured(kind, shape, device):
+        if next(failed):
+            raise RuntimeError("no such plan\nat line 3")
+        return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    findings = list(sweep.sweep([kind], 0, 2, "cpu", Console(quiet=True)))[-1][1]
+    assert [found.ratio for found in findings] == [0.0, 1.0]
+    assert findings[0].best_peer == "failed: no such plan"
+
+
+def test_a_peer_that_cannot_be_captured_takes_no_part(monkeypatch):
+    def prepare(self, call):
+        if call() == "captured":
+            return lambda: "replayed"
+        raise RuntimeError("operation not permitted when stream is capturing\nat line 3")
+
+    monkeypatch.setattr(sweep.GraphClock, "prepare", prepare)
+    calls = {"pagetile": lambda: "captured", "a": lambda: "captured", "b": lambda: ""}
+    replays, refused = sweep._capture(calls)
+    assert [call() for call in replays.values()] == ["replayed", "replayed"]
+    reason = "cannot be captured: operation not permitted when stream is capturing"
+    assert refused == {"b": reason}
+    with pytest.raises(RuntimeError, match="not permitted"):
+        sweep._capture({"pagetile": lambda: ""})
+
+
+def test_time_is_shared_by_the_classes_and_each_has_a_shape(monkeypatch):
+    """Each shape takes 10 s of 70: three for the first class, and 30 s are left for two."""
+    clock = [0.0]
+
+    def measured(kind, shape, device):
+        clock[0] += 10
+        return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    kinds = [CLASSES[name] for name in ("mixed", "uneven", "short-queries")]
+
+    def count(seconds):
+        clock[0] = 0.0
+        found = {}
+        for kind, findings in sweep.sweep(kinds, 0, 9, "cpu", Console(quiet=True), seconds):
+            found[kind.name] = len(findings)
+        return list(found.values())
+
+    assert count(70) == [3, 2, 2]
+    assert count(0) == [1, 1, 1]
+    assert count(math.inf) == [9, 9, 9]
+
+
+def test_the_command_writes_a_record_that_the_pages_show(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "CPU_SCALE", TINY)
-    done = run("--class", "mixed", "--shapes", 2, "--seed", 5, "--device", "cpu", "--out", "swept")
+    monkeypatch.setattr(sweep, "find_peers", lambda inputs: ({"flashinfer": inputs.attend}, {}))
+    options = ["--shapes", 2, "--seed", 5, "--device", "cpu", "--out", "swept", "--into", tmp_path]
+    done = run("--class", "mixed", "--class", "uneven", *options)
     assert done.exit_code in (0, 1), done.output
     record = json.loads((tmp_path / "swept.json").read_text())
-    assert record["seed"] == 5
-    assert {"machine", "commit", "versions"} <= record.keys()
-    (found,) = record["classes"].values()
-    assert len(found["shapes"]) == 2
-    assert found["worst"] <= found["median"]
-    assert (done.exit_code == 0) == found["reached"]
+    assert [case["name"] for case in record["cases"]] == ["sweep-uneven", "sweep-mixed"]
+    assert {"machine", "cases"} == record.keys()
+    for case in record["cases"]:
+        assert {"commit", "versions", "share_of_other_processes"} <= case.keys()
+        assert case["about"].endswith("shapes of seed 5")
+        assert len(case["details"]) == case["metrics"]["shapes"] == 2
+        assert case["metrics"]["worst"] <= case["metrics"]["median"]
+    reached = all(t["reached"] for case in record["cases"] for t in case["targets"])
+    assert (done.exit_code == 0) == reached
     assert "worst" in done.output
+    for case in record["cases"]:
+        case |= {"commit": "0123abcd", "versions": {"torch": "1", "flashinfer-python": "2"}}
+    (tmp_path / "swept.json").write_text(json.dumps(record))
+    page = fill("<!-- table: swept sweep- | shapes | worst | median -->\n<!-- end -->", tmp_path)
+    assert "All rows: sweep: shapes of seed 5." in page
+    assert "| prompts and decodes in one call | 2 |" in page
+    record["machine"]["gpu"] = "GPU"
+    (tmp_path / "swept.json").write_text(json.dumps(record))
+    page = fill("<!-- table: swept sweep- | worst -->\n<!-- end -->", tmp_path)
+    assert "flashinfer-python 2" in page
+
+
+def test_a_record_is_written_after_every_shape(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "CPU_SCALE", TINY)
+    shapes = iter([True, False])
+
+    def measured(kind, shape, device):
+        if next(shapes):
+            return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    run("--class", "mixed", "--device", "cpu", "--out", "swept", "--into", tmp_path)
+    [case] = json.loads((tmp_path / "swept.json").read_text())["cases"]
+    assert case["metrics"]["shapes"] == 1
+
+
+class FlashAttention3:
+    """As vLLM ships it; a schedule must be the call's own, and serve more than one call."""
+
+    @staticmethod
+    def get_scheduler_metadata(
+        batch_size, max_q, max_k, heads, kv_heads, size, seq_lens, dtype, v_size, starts, *,
+        page_size, causal,
+    ):  # fmt: skip
+        assert (batch_size, max_q, max_k, causal) == (2, 3, 20, True)
+        assert (heads, kv_heads, size, v_size, page_size) == (4, 2, 32, 32, 16)
+        return seq_lens
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, causal, fa_version,
+        softmax_scale, block_table, out, scheduler_metadata,
+    ):  # fmt: skip
+        batch = PagedBatch(block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        assert (fa_version, causal, softmax_scale) == (3, True, 32**-0.5)
+        assert scheduler_metadata is None or torch.equal(scheduler_metadata, seqused_k)
+        return out.copy_(paged_attention(q, k, v, batch).out)
+
+
+def test_vllms_flash_attention_takes_part_with_and_without_a_schedule(monkeypatch):
+    inputs = SweepInputs(SweepShape((3, 1), (20, 9), 4, 2, 32, 32, 16), "cpu")
+    monkeypatch.setattr(sweep_inputs, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", FlashAttention3)
+    found, absent = sweep_inputs._vllm_flash_attn_3(inputs)
+    assert list(found) == ["vllm flash_attn 3", "vllm flash_attn 3 scheduled"]
+    assert absent == {}
+    assert [inputs.judge(name, call()) for name, call in found.items()] == [None, None]
+
+
+def test_a_library_that_cannot_be_loaded_is_named_with_its_reason(monkeypatch):
+    inputs = SweepInputs(SweepShape((3, 1), (20, 9), 4, 2, 32, 32, 16), "cpu")
+    monkeypatch.setattr(sweep_inputs, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)
+    _, absent = sweep_inputs._vllm_flash_attn_3(inputs)
+    assert absent["vllm flash_attn 3"].startswith("unsupported: import of vllm.vllm_flash_attn")
 
 
 def test_an_unknown_class_is_one_clear_line(run):
@@ -128,5 +291,5 @@ def test_an_unknown_class_is_one_clear_line(run):
 
 
 def test_a_cpu_sweeps_what_is_for_a_cpu():
-    assert [kind.name for kind in find_classes(None, "cpu")] == ["scores"]
-    assert "scores" not in [kind.name for kind in find_classes(None, "cuda")]
+    assert [kind.name for kind in find_classes([], "cpu")] == ["scores"]
+    assert "scores" not in [kind.name for kind in find_classes([], "cuda")]
