@@ -108,7 +108,9 @@ def test_sharing_is_used_where_it_saves_enough():
     problem = Problem(256, 256, 1, 33024, 32, 8, 128, 128, 16, bf16, bf16)
     shared = SharedPrefixes(torch.tensor([0, 256]), torch.tensor([32768]), 256, 32768)
     assert shared_prefixes.pays(problem, shared, h200)
-    assert shared_prefixes._choose_splits(problem, shared, h200) == 2
+    assert shared_prefixes._choose_splits(problem, shared, h200) == 1, "prefill divides keys itself"
+    in_float32 = replace(problem, q_dtype=torch.float32, kv_dtype=torch.float32)
+    assert shared_prefixes._choose_splits(in_float32, shared, h200) == 2
     alone = SharedPrefixes(torch.arange(257), torch.zeros(256))
     assert not shared_prefixes.pays(problem, alone, h200)
     few = replace(problem, num_seqs=8, num_tokens=8)

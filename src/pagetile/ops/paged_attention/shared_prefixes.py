@@ -15,6 +15,7 @@ second pass.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from .batch import PagedBatch, SharedPrefixes
+from .plan import GpuPlan, make_plan
 from .problem import Arguments, Problem
 
 __all__ = ["GPU_BYTES", "pays", "run"]
@@ -60,6 +62,15 @@ def _choose_splits(problem: Problem, shared: SharedPrefixes, device: DeviceInfo)
     """Return how often a prefix is split, so that tiles of rows occupy all multiprocessors."""
     rows = _most_tokens(problem, shared) * problem.group
     if device.kind != "cuda" or rows <= _TILE_ROWS // 2:  # decode kernels split by themselves
+        return 1
+    prefixes = dataclasses.replace(
+        problem,
+        num_seqs=shared.num_groups,
+        max_query_len=_most_tokens(problem, shared),
+        max_seq_len=_most_keys(problem, shared),
+    )
+    plan = make_plan(prefixes, device)
+    if isinstance(plan, GpuPlan) and plan.divides_keys:  # and so does Hopper's prefill
         return 1
     tiles = shared.num_groups * -(-rows // _TILE_ROWS) * problem.num_kv_heads
     most = min(_MOST_SPLITS, _most_keys(problem, shared) // _SPLIT_KEYS)
