@@ -178,8 +178,12 @@ def _send_all(
 
 
 def _main_thread(process: psutil.Process) -> float:
-    """CPU seconds of the thread that runs the event loop."""
-    return float(sum(t.user_time + t.system_time for t in process.threads() if t.id == process.pid))
+    """CPU seconds of the thread that runs the event loop; 0 where the kernel does not tell."""
+    try:
+        threads = process.threads()
+    except (psutil.Error, OSError):
+        return 0.0
+    return float(sum(t.user_time + t.system_time for t in threads if t.id == process.pid))
 
 
 def _latencies(streams: Sequence[Stream], num_tokens: int) -> dict[str, float]:
