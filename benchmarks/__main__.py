@@ -331,11 +331,34 @@ def compare_http(
 
     workload = Workload(streams, prompt, new, model, device)
     found = compare(workload, turns, seconds)
+    _print_comparison({"what": "streams", "about": workload.about, **found}, as_json)
+
+
+@app.command("http-n")
+def compare_http_n(
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each, after one to warm up.")] = 2,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, as records keep it.")
+    ] = False,
+) -> None:
+    """Compare workload N over HTTP with LLM.generate on one GPU: 256 streams, in turns."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device here: `http` measures a CPU")
+    from .http_n import Setup, compare_n
+
+    setup = Setup()
+    targets = [("share of LLM.generate", 0.9, ">="), ("server's CPU us a token", 100, "<=")]
+    head = {"what": "n", "about": setup.about, "targets": targets}
+    _print_comparison({**head, **compare_n(setup, turns)}, as_json)
+
+
+def _print_comparison(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"what": "streams", "about": workload.about, **found}))
+        print(json.dumps(found))
         return
     for name, value in found.items():
-        console.print(f"{name:36} {value if isinstance(value, list) else f'{value:,.4g}'}")
+        shown = f"{value:,.4g}" if isinstance(value, (int, float)) else value
+        console.print(f"{name:44} {shown}", markup=False)
 
 
 def _find(names: list[str] | None) -> list[Case]:

@@ -32,7 +32,7 @@ import psutil
 from pagetile import LLM, SamplingParams
 from pagetile.testing.serve import server_process
 
-__all__ = ["Stream", "Workload", "compare", "send"]
+__all__ = ["Stream", "Workload", "compare", "percentile", "post", "send"]
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,20 @@ class Workload:
 
     def request(self, prompt: list[int]) -> bytes:
         """The HTTP request of a stream."""
-        body = json.dumps(
-            {
-                "prompt": prompt,
-                "max_tokens": self.num_new,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        return post(
+            {"prompt": prompt, "max_tokens": self.num_new, "temperature": 0, "ignore_eos": True}
         )
-        return head.encode() + body
+
+
+def post(fields: dict[str, Any]) -> bytes:
+    """The HTTP request of a stream that ends with its usage."""
+    streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps(streamed).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 # --- the client ---------------------------------------------------------------------------------
@@ -115,7 +114,11 @@ class Stream:
 
     @property
     def times(self) -> list[float]:
-        """When each event with text came: one a token, but for a few without whole characters."""
+        """When each event with text came.
+
+        One a token while the server keeps up, but for tokens without whole characters; a server
+        that is behind joins tokens.
+        """
         return [at for at, data in self.pieces for _ in range(data.count(b'"text": '))]
 
 
@@ -266,14 +269,15 @@ def _at_half_rate(
     ]
     return {
         "requests/s at half": rate,
-        "ms to the first token, p50": _percentile(first, 50),
-        "ms to the first token, p99": _percentile(first, 99),
-        "ms between tokens, p50": _percentile(between, 50),
-        "ms between tokens, p99": _percentile(between, 99),
+        "ms to the first token, p50": percentile(first, 50),
+        "ms to the first token, p99": percentile(first, 99),
+        "ms between tokens, p50": percentile(between, 50),
+        "ms between tokens, p99": percentile(between, 99),
     }
 
 
-def _percentile(values: list[float], percent: int) -> float:
+def percentile(values: list[float], percent: int) -> float:
+    """The value that so many percent of them are at most."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 

@@ -1,11 +1,18 @@
 """The load generator of ``python -m benchmarks http``, against a server of one made-up response."""
 
+import asyncio
 import socket
 import threading
 import time
 
 import pytest
+import torch
+from benchmarks import http_parts
+from benchmarks.generators import Model
 from benchmarks.http import Stream, Workload, compare, send
+from benchmarks.http_n import Setup, compare_n, make_byte_tokenizer
+
+from pagetile.engine.token_bytes import find_token_bytes
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 EVENTS = (
@@ -64,4 +71,46 @@ def test_events_have_the_time_of_their_read():
 def test_the_server_and_the_engine_do_the_same_work():
     found = compare(Workload(num_streams=2, num_prompt=8, num_new=4), turns=1, seconds=0.5)
     assert found["share of LLM.generate"] > 0
+    assert found["ms to the first token, p50"] > 0
+
+
+TINY = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 500,
+    "tie_word_embeddings": True,
+}
+
+
+def test_every_token_of_workload_n_has_a_text_of_its_own():
+    tokenizer = make_byte_tokenizer(500)
+    spell = find_token_bytes(tokenizer, True)  # the fast way, which Qwen3's tokenizer takes too
+    assert [spell(i) for i in (0, 7, 499)] == [b" w0", b" w7", b" w499"]
+
+
+def test_both_ways_of_an_event_reach_the_connections(monkeypatch):
+    for name, value in (("NUM_STREAMS", 3), ("NUM_STEPS", 2), ("NUM_CALLS", 10)):
+        monkeypatch.setattr(http_parts, name, value)
+    received, empty = [], http_parts._Connections.empty
+
+    monkeypatch.setattr(http_parts._Connections, "empty", lambda self: received.append(empty(self)))
+    found = asyncio.run(http_parts.measure())
+    assert all(value > 0 for value in found.values())
+    nothing, sent, directly, by_tasks = (received[at : at + 2] for at in (0, 2, 4, 6))
+    assert nothing == [0, 0]
+    assert sent[0] == sent[1] > 0
+    assert directly[0] == directly[1] == by_tasks[0] == by_tasks[1] > 0
+
+
+@pytest.mark.slow
+def test_workload_n_over_http_is_what_the_engine_generates():
+    setup = Setup(Model("tiny", TINY), "cpu", torch.float32, num_prompts=3, longest=20)
+    found = compare_n(setup, turns=1)
+    assert found["share of LLM.generate"] > 0
+    assert found["share of the engine that streams"] > 0
+    assert found["tokens an event"] >= 1
     assert found["ms to the first token, p50"] > 0

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from .output_processor import Delta
 from .request import RequestOutput
 from .request_stream import RequestStream
 
-__all__ = ["EngineThread", "StepReport", "call_soon"]
+__all__ = ["EngineThread", "Mailbox", "News", "StepReport", "call_soon"]
 
 # Parts of a message that say the device itself is gone, after which no step can succeed.
 _DEVICE_LOST = ("CUDA error", "device-side assert", "HIP error", "NCCL error", "Xid")
@@ -58,6 +59,7 @@ class EngineThread:
         self._admitted: dict[Any, RequestStream] = {}  # by the engine's ids
         self._in_step: list[Any] = []
         self._intervals: dict[float, int] = {}  # of the step that was just published
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._is_closed = False
         engine.on_step = self._note_step
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -138,8 +140,12 @@ class EngineThread:
         """Give one step's deltas to their streams: one wake-up of the event loop for all."""
         news: dict[Any, list[Delta]] = {}
         for delta in deltas:
-            news.setdefault(delta.request_id, []).append(delta)
-        batches: dict[asyncio.AbstractEventLoop, list[_News]] = {}
+            own = news.get(delta.request_id)
+            if own is None:
+                news[delta.request_id] = [delta]
+            else:
+                own.append(delta)
+        batches: dict[asyncio.AbstractEventLoop, list[News]] = {}
         for request_id, own in news.items():
             stream = self._admitted.get(request_id)
             if stream is None:
@@ -157,7 +163,11 @@ class EngineThread:
                 continue  # nothing is read before the end
             batches.setdefault(stream.loop, []).append((stream, own, output, now))
         for loop, batch in batches.items():
-            call_soon(loop, _deliver, batch)
+            mailbox = self._mailboxes.get(loop)
+            if mailbox is None:
+                self._mailboxes = {k: v for k, v in self._mailboxes.items() if not k.is_closed()}
+                mailbox = self._mailboxes[loop] = Mailbox(loop)
+            mailbox.post(batch)
 
     def _admit(self, stream: RequestStream, cache_salt: str | None) -> None:
         if stream.is_closed:
@@ -218,13 +228,53 @@ class EngineThread:
             call_soon(stream.loop, stream.fail, error)
 
 
-_News = tuple[RequestStream, list[Delta], RequestOutput | None, float]
+News = tuple[RequestStream, list[Delta], RequestOutput | None, float]
 """A stream, one step's deltas of it, everything so far where it is known, and when it came."""
 
 
-def _deliver(batch: list[_News]) -> None:
-    for stream, deltas, output, now in batch:
-        stream.put(deltas, output, now)
+class Mailbox:
+    """What the engine's thread has for the streams of one event loop.
+
+    Steps that come while the loop is busy wait here, and are delivered together: a stream then
+    gets the deltas of all of them at once. A loop that keeps up is woken once a step.
+
+    Args:
+        loop: The event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._steps: deque[list[News]] = deque()
+        self._is_due = False
+
+    def post(self, step: list[News]) -> None:
+        """Have one step's news delivered; called on the engine's thread."""
+        if self._loop.is_closed():
+            return  # it has no waiting caller
+        self._steps.append(step)
+        if not self._is_due:
+            self._is_due = True
+            call_soon(self._loop, self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_due = False  # first: what is posted from now on may miss this delivery
+        steps = self._steps
+        news = steps.popleft() if steps else []
+        if steps:
+            merged = {entry[0]: entry for entry in news}
+            while steps:
+                for entry in steps.popleft():
+                    earlier = merged.get(entry[0])
+                    merged[entry[0]] = entry if earlier is None else _add(earlier, entry)
+            news = list(merged.values())
+        for stream, deltas, output, now in news:
+            stream.put(deltas, output, now)
+
+
+def _add(earlier: News, later: News) -> News:
+    """Both steps' news of one stream. Its first token, if it is among them, came with the first."""
+    stream, deltas, output, now = earlier
+    return stream, deltas + later[1], later[2] or output, now
 
 
 def call_soon(

@@ -37,6 +37,9 @@ class RequestStream:
         stepped: When its latest token was, as the engine's thread knows.
         on_first_token: Called once, when ``first_token`` is known.
         on_end: Called once, when there is an output or an error.
+        on_deltas: Takes deltas in the place of ``take``, on the loop, while a ``take`` waits and
+            nothing has come that it has not returned. False: it could not, ``take`` returns them.
+            It saves a change of tasks a step.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class RequestStream:
         self.first_token: float | None = None
         self.on_first_token: Callable[[RequestStream], None] | None = None
         self.on_end: Callable[[RequestStream, float], None] | None = None
+        self.on_deltas: Callable[[list[Delta]], bool] | None = None
         self._on_close = on_close
         self._deltas: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -106,7 +110,7 @@ class RequestStream:
     def close(self) -> None:
         """Abort it if it still runs. What is left of its output cannot be read any more."""
         if not self.is_closed:
-            self.is_closed = True
+            self.is_closed, self.on_deltas = True, None
             self._on_close(self)
 
     # --- called on the loop, for the engine's thread ----------------------------------------
@@ -117,18 +121,21 @@ class RequestStream:
             self.first_token = now
             if self.on_first_token is not None:
                 self.on_first_token(self)
-        for delta in deltas:
-            if delta.prompt_logprobs is not None:
-                self.prompt_logprobs = delta.prompt_logprobs.tokens
+        if self.params.prompt_logprobs is not None:
+            for delta in deltas:
+                if delta.prompt_logprobs is not None:
+                    self.prompt_logprobs = delta.prompt_logprobs.tokens
         if self.is_streamed:
-            self._deltas += deltas
             if self.params.logprobs is not None:
                 for delta in deltas:
                     if delta.logprobs is not None:
                         self.logprobs[delta.index].append(delta.logprobs)
+            if self.on_deltas is not None and self._is_awaited and self.on_deltas(deltas):
+                deltas = []
+            self._deltas += deltas
         if output is not None and output.finished:
             self.finish(output)
-        elif self.is_streamed:
+        elif deltas and self.is_streamed:
             self._wake()
 
     def finish(self, output: RequestOutput) -> None:
@@ -154,6 +161,11 @@ class RequestStream:
             self.on_end(self, time.perf_counter())
         self._wake()
         self.close()
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a call of ``take`` has returned all that came before, and waits for more."""
+        return self._waiter is not None and not self._waiter.done()
 
     async def _wait(self) -> None:
         self._waiter = self.loop.create_future()

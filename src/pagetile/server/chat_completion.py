@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
 
+from ..engine.output_processor import Delta
 from ..engine.request import CompletionOutput
 from ..engine.request_stream import RequestStream
 from .conversation import as_template_messages, as_template_tools
 from .errors import ApiError
-from .generation import Usage, error_event, note_usage
+from .generation import (
+    Added,
+    TextEvents,
+    Usage,
+    event_of,
+    join,
+    note_usage,
+    server_sent_events,
+    stop_reason,
+    write_text,
+)
 from .logprobs import chat_logprobs, prompt_logprobs
 from .output_form import forced_call_form, output_form
 from .schemas.chat import ChatRequest, NamedTool
 from .state import Server, server_of
+from .streaming import Write
 from .tool_parsers import (
     Call,
     ForcedCalls,
@@ -28,6 +41,24 @@ from .tool_parsers import (
 )
 
 __all__ = ["ChatCompletion"]
+
+
+@dataclass
+class _Sample:
+    """What a stream has sent of a sample."""
+
+    parser: ToolParser
+    num_tokens: int = 0
+    num_logprobs: int = 0
+    num_calls: int = 0
+
+    def parse(self, text: str, *, is_last: bool) -> Parsed:
+        """Take in more text; with the last, all that was held back."""
+        parsed = self.parser.feed(text) if text else Parsed()
+        if not is_last:
+            return parsed
+        rest = self.parser.finish()
+        return Parsed(parsed.text + rest.text, [*parsed.calls, *rest.calls])
 
 
 class ChatCompletion:
@@ -43,6 +74,7 @@ class ChatCompletion:
         self.server, self.request, self.body, self.stream = server, request, body, stream
         self._created = server.created_now()
         self._id = server.new_id("chatcmpl")
+        self._has_begun = False
         last = body.messages[-1].content if body.echo else None
         self._echo = last if isinstance(last, str) else "".join(p.text for p in last or ())
 
@@ -129,81 +161,90 @@ class ChatCompletion:
 
     # --- piece by piece ---------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events."""
-        body, stream, n = self.body, self.stream, self.body.n or 1
-        options = body.stream_options
-        head = json.dumps(self._head("chat.completion.chunk"))[:-1]
-        parsers = [self.parser() for _ in range(n)]
-        num_calls, num_reported, counts = [0] * n, [0] * n, [0] * n
-        counts_usage = options is not None and options.continuous_usage_stats
-        is_plain = isinstance(parsers[0], TextOnly) and not (
-            body.logprobs or body.return_token_ids or counts_usage
+        options = self.body.stream_options
+        reports_usage = options is not None and options.include_usage
+        return server_sent_events(
+            self.request, [self.stream], self._encode, self._usage_event if reports_usage else None
         )
-        has_begun = False
-        usage = Usage()
-        try:
-            while deltas := await stream.take():
-                pieces = []
-                if not has_begun:
-                    has_begun = True
-                    for index in range(n):
-                        opening = {"role": "assistant", "content": self._echo}
-                        pieces.append(_chunk(head, index, opening, None, None, ""))
-                for item in deltas:
-                    index, reason = item.index, item.finish_reason
-                    if is_plain and reason is None:
-                        if item.text:  # json.dumps of every part takes much longer
-                            pieces.append(
-                                f'data: {head}, "choices": [{{"index": {index}, "delta": '
-                                f'{{"content": {json.dumps(item.text)}}}, "logprobs": null, '
-                                '"finish_reason": null}]}\n\n'
-                            )
-                        continue
-                    counts[index] += item.token_id is not None
-                    parsed = parsers[index].feed(item.text) if item.text else Parsed()
-                    if reason is not None:
-                        rest = parsers[index].finish()
-                        parsed = Parsed(parsed.text + rest.text, [*parsed.calls, *rest.calls])
-                    logprobs = self._logprobs(index, num_reported[index])
-                    if logprobs is not None:
-                        num_reported[index] += len(logprobs["content"])
-                    calls = self.kept(parsed.calls)
-                    num_calls[index] += len(calls)
-                    has_news = parsed.text or calls or reason or (logprobs or {}).get("content")
-                    if not (has_news or body.return_token_ids):
-                        continue
-                    delta: dict[str, Any] = {}
-                    if parsed.text or not (calls or reason):
-                        delta["content"] = parsed.text
-                    if calls:
-                        delta["tool_calls"] = [_piece(call) for call in calls]
-                    tail = ""
-                    if reason is not None:
-                        reason = _finish_reason(reason, num_calls[index] > 0)
-                        tail = f', "stop_reason": {json.dumps(self._stop_reason(index))}'
-                    if body.return_token_ids:
-                        token_ids = [] if item.token_id is None else [item.token_id]
-                        tail += f', "token_ids": {json.dumps(token_ids)}'
-                    usage_now = ""
-                    if counts_usage:
-                        now = Usage(len(stream.prompt_token_ids), sum(counts))
-                        usage_now = f', "usage": {json.dumps(now.report())}'
-                    pieces.append(_chunk(head, index, delta, logprobs, reason, tail, usage_now))
-                if pieces:
-                    yield "".join(pieces).encode()
-            usage.add(await stream.result())
-            if options is not None and options.include_usage:
-                counted = json.dumps(usage.report())
-                yield f'data: {head}, "choices": [], "usage": {counted}}}\n\n'.encode()
-            yield b"data: [DONE]\n\n"
-        except Exception as error:
-            if not has_begun:
-                raise
-            yield error_event(error, self.request)
-        finally:
-            stream.close()
-            note_usage(self.request, usage)
+
+    def write_text(self, write: Write) -> None:
+        """Have events that only add text written to the connection directly."""
+        write_text(self.stream, self._text_events, write)
+
+    @cached_property
+    def _text_events(self) -> TextEvents | None:
+        """Makes events that only add text; ``None``: this request's have more."""
+        body = self.body
+        if body.logprobs or body.return_token_ids or self._counts_usage:
+            return None
+        if not isinstance(self._samples[0].parser, TextOnly):
+            return None
+        return TextEvents(
+            lambda index, text: self._chunk([_choice(index, {"content": text})]), len(self._samples)
+        )
+
+    @property
+    def _counts_usage(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and options.continuous_usage_stats
+
+    @cached_property
+    def _samples(self) -> list[_Sample]:
+        return [_Sample(self.parser()) for _ in range(self.body.n or 1)]
+
+    def _encode(self, _: int, deltas: list[Delta]) -> bytes:
+        """Events of deltas, one for each sample that has news; the first say who speaks."""
+        if not self._has_begun:
+            self._has_begun = True
+            opening = {"role": "assistant", "content": self._echo}
+            events = [
+                event_of(self._chunk([_choice(index, opening)]))
+                for index in range(len(self._samples))
+            ]
+            return "".join(events).encode() + self._encode(0, deltas)
+        if self._text_events is not None:
+            data = self._text_events.encode(deltas)
+            if data is not None:
+                return data
+        return "".join(map(self._event, join(deltas))).encode()
+
+    def _event(self, added: Added) -> str:
+        body, reason, sample = self.body, added.finish_reason, self._samples[added.index]
+        sample.num_tokens += len(added.token_ids)
+        parsed = sample.parse(added.text, is_last=reason is not None)
+        calls = self.kept(parsed.calls)
+        sample.num_calls += len(calls)
+        logprobs = self._logprobs(added.index, sample.num_logprobs)
+        content = logprobs["content"] if logprobs is not None else []
+        sample.num_logprobs += len(content)
+        if not (parsed.text or calls or reason or content or body.return_token_ids):
+            return ""
+        delta: dict[str, Any] = {}
+        if parsed.text or not (calls or reason):
+            delta["content"] = parsed.text
+        if calls:
+            delta["tool_calls"] = [_piece(call) for call in calls]
+        choice = _choice(added.index, delta)
+        choice["logprobs"] = logprobs
+        if reason is not None:
+            choice["finish_reason"] = _finish_reason(reason, sample.num_calls > 0)
+            choice["stop_reason"] = stop_reason(self.stream, added.index)
+        if body.return_token_ids:
+            choice["token_ids"] = added.token_ids
+        return event_of(self._chunk([choice], self._usage_now() if self._counts_usage else None))
+
+    def _usage_now(self) -> Usage:
+        num_tokens = sum(sample.num_tokens for sample in self._samples)
+        return Usage(len(self.stream.prompt_token_ids), num_tokens)
+
+    def _usage_event(self, usage: Usage) -> str:
+        return event_of(self._chunk([], usage))
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        chunk = {**self._head("chat.completion.chunk"), "choices": choices}
+        return chunk if usage is None else {**chunk, "usage": usage.report()}
 
     # --- both -------------------------------------------------------------------------------
 
@@ -240,10 +281,6 @@ class ChatCompletion:
             return None
         tokens = self.stream.logprobs[index][start:]
         return chat_logprobs(self.server.words, tokens, num_top=self.body.top_logprobs or 0)
-
-    def _stop_reason(self, index: int) -> str | int | None:
-        output = self.stream.output
-        return output.outputs[index].stop_reason if output is not None else None
 
 
 def _check_tools(server: Server, body: ChatRequest) -> dict[str, Any]:
@@ -295,17 +332,5 @@ def _piece(call: Call) -> dict[str, Any]:
     return {"index": call.index, **_whole(call)}
 
 
-def _chunk(
-    head: str,
-    index: int,
-    delta: dict[str, Any],
-    logprobs: dict[str, Any] | None,
-    reason: str | None,
-    tail: str,
-    usage: str = "",
-) -> str:
-    return (
-        f'data: {head}, "choices": [{{"index": {index}, "delta": {json.dumps(delta)}, '
-        f'"logprobs": {json.dumps(logprobs)}, "finish_reason": {json.dumps(reason)}{tail}}}]'
-        f"{usage}}}\n\n"
-    )
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

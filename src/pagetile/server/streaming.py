@@ -13,9 +13,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-__all__ = ["ClientGone", "DirectWrites", "EventStream", "until_disconnected"]
+__all__ = [
+    "WRITE",
+    "ClientGone",
+    "DirectWrites",
+    "EventStream",
+    "Write",
+    "until_disconnected",
+    "write_chunks",
+]
 
-_WRITE = "pagetile.write"
+WRITE = "pagetile.write"
+"""The extension of a scope that has ``DirectWrites``' function."""
+
+Write = Callable[[bytes], bool]
+"""Writes a chunk to the connection; False, and nothing written, unless that is possible now."""
 
 T = TypeVar("T")
 
@@ -61,17 +73,22 @@ class DirectWrites:
         cycle = getattr(send, "__self__", None)
         is_chunked = scope.get("http_version") == "1.1" and scope.get("method") != "HEAD"
         if isinstance(cycle, RequestResponseCycle) and is_chunked:
-
-            def write(data: bytes) -> bool:
-                """Write a chunk, unless the client is behind."""
-                if cycle.flow.write_paused or cycle.disconnected:
-                    return False
-                if data:  # an empty chunk would end the body
-                    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-                return True
-
-            scope.setdefault("extensions", {})[_WRITE] = write
+            scope.setdefault("extensions", {})[WRITE] = write_chunks(cycle)
         await self._app(scope, receive, send)
+
+
+def write_chunks(cycle: RequestResponseCycle) -> Write:
+    """What writes chunks to the connection of one of uvicorn's requests."""
+
+    def write(data: bytes) -> bool:
+        """Write a chunk, unless the client is behind."""
+        if cycle.flow.write_paused or cycle.disconnected:
+            return False
+        if data:  # an empty chunk would end the body
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return write
 
 
 class EventStream(Response):
@@ -85,6 +102,9 @@ class EventStream(Response):
         pieces: Of the body.
         send_seconds: See above.
         on_end: Called at the end, whatever it is; also when the iterator was never begun.
+        on_start: Called when the status is sent, with what writes to the connection; not called
+            where pieces cannot be written directly. What it is given may be called while the
+            iterator waits, and not while one of its pieces is being sent.
     """
 
     media_type = "text/event-stream"
@@ -95,15 +115,17 @@ class EventStream(Response):
         *,
         send_seconds: float,
         on_end: Callable[[], None] | None = None,
+        on_start: Callable[[Write], None] | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._pieces, self._send_seconds, self._on_end = pieces, send_seconds, on_end
+        self._pieces, self._send_seconds = pieces, send_seconds
+        self._on_end, self._on_start = on_end, on_start
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
-        write = scope.get("extensions", {}).get(_WRITE, _cannot_write)
+        write = scope.get("extensions", {}).get(WRITE, _cannot_write)
         pump = asyncio.ensure_future(self._pump(send, write))
         watcher = asyncio.ensure_future(_until_gone(receive))
         try:
@@ -126,19 +148,13 @@ class EventStream(Response):
         since = self._sending_since
         return since is not None and time.monotonic() - since > self._send_seconds
 
-    async def _pump(self, send: Send, write: Callable[[bytes], bool]) -> None:
+    async def _pump(self, send: Send, write: Write) -> None:
         pieces, has_started = self._pieces, False
         try:
             async for piece in pieces:
                 if not has_started:
                     has_started = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": self.status_code,
-                            "headers": self.raw_headers,
-                        }
-                    )
+                    await self._start(send, write)
                 if write(piece):
                     continue
                 self._sending_since = time.monotonic()
@@ -149,6 +165,17 @@ class EventStream(Response):
             close = getattr(pieces, "aclose", None)
             if close is not None:
                 await close()
+
+    async def _start(self, send: Send, write: Write) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        if self._on_start is not None and write is not _cannot_write:
+            self._on_start(write)
 
 
 def _cannot_write(data: bytes) -> bool:

@@ -27,6 +27,7 @@ async def create_chat_completion(request: Request, body: Body) -> Response:
             completion.events(),
             send_seconds=completion.server.limits.send_seconds,
             on_end=completion.stream.close,
+            on_start=completion.write_text,
         )
     try:
         return JSONResponse(await until_disconnected(request, completion.answer()))

@@ -1,0 +1,244 @@
+"""One completion request: its prompts, and the choices of their answers, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from starlette.requests import Request
+
+from ..engine.output_processor import Delta
+from ..engine.request_stream import RequestStream
+from .generation import (
+    Added,
+    TextEvents,
+    Usage,
+    close_all,
+    event_of,
+    join,
+    note_usage,
+    results,
+    server_sent_events,
+    stop_reason,
+    write_text,
+)
+from .logprobs import completion_logprobs, prompt_logprobs
+from .output_form import output_form
+from .schemas.completions import CompletionRequest
+from .state import Server, server_of
+from .streaming import Write
+
+__all__ = ["Completion"]
+
+
+@dataclass
+class _Sample:
+    """What a stream has sent of a sample."""
+
+    has_begun: bool = False
+    num_tokens: int = 0
+    num_logprobs: int = 0
+    offset: int = 0
+    """Where in the text its next token begins."""
+
+
+class Completion:
+    """A completion request's prompts on their way through the engine.
+
+    Attributes:
+        streams: The engine's answers, one a prompt.
+    """
+
+    def __init__(self, server: Server, request: Request, body: CompletionRequest) -> None:
+        self.server, self.request, self.body = server, request, body
+        self.streams: list[RequestStream] = []
+        self._head = {
+            "id": server.new_id("cmpl"),
+            "object": "text_completion",
+            "created": server.created_now(),
+            "model": body.model or server.model_name,
+        }
+        self._echoes: list[str] = []
+        self._samples: list[list[_Sample]] = []
+
+    @classmethod
+    async def start(cls, request: Request, body: CompletionRequest) -> Completion:
+        """Validate a request and queue its prompts: all of them, or none."""
+        server = server_of(request)
+        server.check_model(body.model)
+        body.check(server.limits)
+        prompts = body.prompts(server.limits)
+        generates = body.max_tokens != 0
+        scored = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scored = max(scored or 0, body.logprobs)
+        params = body.sampling_params(
+            server.config,
+            max_tokens=body.max_tokens or (None if generates else 1),
+            logprobs=body.logprobs,
+            prompt_logprobs=scored,
+            structured_outputs=output_form(body),
+        )
+        server.llm.check_capacity(params.n * len(prompts))
+        self = cls(server, request, body)
+        try:
+            for number, prompt in enumerate(prompts):
+                stream = await server.submit(
+                    request,
+                    body,
+                    prompt,
+                    params,
+                    number=number,
+                    stream=bool(body.stream),
+                    generates=generates,
+                )
+                self.streams.append(stream)
+                self._echoes.append(await self._echo(stream) if body.echo else "")
+                self._samples.append([_Sample() for _ in range(params.n)])
+        except BaseException:
+            close_all(self.streams)
+            raise
+        return self
+
+    async def _echo(self, stream: RequestStream) -> str:
+        if stream.prompt is not None and self.body.truncate_prompt_tokens is None:
+            return stream.prompt
+        tokenizer = self.server.tokenizer
+        if tokenizer is None:
+            return ""
+        text = await self.server.llm.run_in_worker(
+            lambda: tokenizer.decode(
+                list(stream.prompt_token_ids),
+                skip_special_tokens=self.body.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+        return str(text)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        close_all(self.streams)
+
+    # --- the whole answer -------------------------------------------------------------------
+
+    async def answer(self) -> dict[str, Any]:
+        """The response."""
+        outputs = await results(self.streams)
+        usage, choices = Usage(), []
+        n = self.body.n or 1
+        for number, (stream, output) in enumerate(zip(self.streams, outputs, strict=True)):
+            usage.add(output)
+            for sample in output.outputs:
+                choice: dict[str, Any] = {
+                    "index": number * n + sample.index,
+                    "text": self._echoes[number] + sample.text,
+                    "logprobs": self._logprobs(stream, sample.index),
+                    "finish_reason": sample.finish_reason,
+                    "stop_reason": sample.stop_reason,
+                }
+                if self.body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = prompt_logprobs(
+                        self.server.words, stream.prompt_logprobs
+                    )
+                if self.body.return_token_ids:
+                    choice["token_ids"] = list(sample.token_ids)
+                    choice["prompt_token_ids"] = list(output.prompt_token_ids)
+                choices.append(choice)
+        note_usage(self.request, usage)
+        return {**self._head, "choices": choices, "usage": usage.report()}
+
+    def _logprobs(self, stream: RequestStream, sample: int) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        tokens: list[Any] = list(stream.logprobs[sample])
+        token_ids = [token.token_id for token in tokens]
+        if self.body.echo:
+            tokens = [*stream.prompt_logprobs, *tokens]
+            token_ids = [*stream.prompt_token_ids, *token_ids]
+        return completion_logprobs(self.server.words, tokens, token_ids, num_top=self.body.logprobs)
+
+    # --- piece by piece ---------------------------------------------------------------------
+
+    def events(self) -> AsyncIterator[bytes]:
+        """The response as server-sent events."""
+        options = self.body.stream_options
+        reports_usage = options is not None and options.include_usage
+        return server_sent_events(
+            self.request, self.streams, self._encode, self._usage_event if reports_usage else None
+        )
+
+    def write_text(self, write: Write) -> None:
+        """Have events that only add text written to the connection directly."""
+        if len(self.streams) == 1:
+            write_text(self.streams[0], self._text_events, write)
+
+    @cached_property
+    def _text_events(self) -> TextEvents | None:
+        """Makes events that only add text; ``None``: this request's have more."""
+        body = self.body
+        if body.logprobs is not None or body.return_token_ids or body.echo or self._counts_usage:
+            return None
+        return TextEvents(
+            lambda index, text: {**self._head, "choices": [_choice(index, text)]},
+            len(self.streams) * (body.n or 1),
+        )
+
+    @property
+    def _counts_usage(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and options.continuous_usage_stats
+
+    def _encode(self, number: int, deltas: list[Delta]) -> bytes:
+        """Events of deltas of a prompt, one for each sample that has news."""
+        if len(self.streams) == 1 and self._text_events is not None:
+            data = self._text_events.encode(deltas)
+            if data is not None:
+                return data
+        return "".join(self._event(number, added) for added in join(deltas)).encode()
+
+    def _event(self, number: int, added: Added) -> str:
+        body, stream, text = self.body, self.streams[number], added.text
+        sample = self._samples[number][added.index]
+        sample.num_tokens += len(added.token_ids)
+        if not sample.has_begun:
+            sample.has_begun, sample.offset = True, len(self._echoes[number])
+            text = self._echoes[number] + text
+        has_fields = body.logprobs is not None or body.return_token_ids
+        if not (text or added.finish_reason or has_fields):
+            return ""
+        choice = _choice(number * (body.n or 1) + added.index, text, added.finish_reason)
+        if added.finish_reason is not None:
+            choice["stop_reason"] = stop_reason(stream, added.index)
+        if body.logprobs is not None:
+            choice["logprobs"] = self._new_logprobs(number, added.index, body.logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = added.token_ids
+        event: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._counts_usage:
+            event["usage"] = Usage(len(stream.prompt_token_ids), sample.num_tokens).report()
+        return event_of(event)
+
+    def _new_logprobs(self, number: int, index: int, num_top: int) -> dict[str, Any]:
+        """Those that no event has had yet; before the first, with ``echo``, the prompt's."""
+        stream, sample = self.streams[number], self._samples[number][index]
+        is_first = sample.num_logprobs == 0
+        tokens: list[Any] = stream.logprobs[index][sample.num_logprobs :]
+        sample.num_logprobs += len(tokens)
+        token_ids = [token.token_id for token in tokens]
+        if is_first and self.body.echo:
+            tokens = [*stream.prompt_logprobs, *tokens]
+            token_ids = [*stream.prompt_token_ids, *token_ids]
+            sample.offset = 0
+        words = self.server.words
+        found = completion_logprobs(words, tokens, token_ids, num_top=num_top, offset=sample.offset)
+        sample.offset += sum(len(words.bytes(i).decode("utf-8", "ignore")) for i in token_ids)
+        return found
+
+    def _usage_event(self, usage: Usage) -> str:
+        return event_of({**self._head, "choices": [], "usage": usage.report()})
+
+
+def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
