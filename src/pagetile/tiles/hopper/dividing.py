@@ -10,9 +10,9 @@ from .tiling import Tiling
 __all__ = ["MOST_SEQS", "SLOTS", "divides_keys", "pack_of"]
 
 LEAST_KEYS = 1024
-"""Of a part, unless it is its tile's last."""
+"""Of a split, unless it is its tile's last."""
 
-MOST_PARTS = 32
+MOST_SPLITS = 32
 """Of one tile, at most."""
 
 MOST_SEQS = 2048
@@ -53,11 +53,11 @@ def divides_keys(
     group: int,
     short: int,
 ) -> bool:
-    """Return whether a batch may leave multiprocessors idle that a part of some keys could occupy.
+    """Return whether a batch may leave multiprocessors idle that splits of keys could occupy.
 
     So it may if its tiles are too few for one and a half waves of programs, as far as the host
-    knows, and if queries may see more than two parts' keys on average. Otherwise the kernel without
-    parts runs.
+    knows, and if queries may see more than two splits' keys on average. Otherwise the kernel that
+    does not divide keys runs.
 
     Args:
         tiling: Of the kernel.

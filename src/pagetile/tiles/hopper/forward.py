@@ -42,16 +42,16 @@ from .load import (
     NUM_RIGHT,
     NUM_TILES,
     NUM_TOKENS,
-    PART,
     RECORD,
     ROWS,
     SLOT,
+    SPLIT,
     TOKEN,
     KernelConfig,
     load_keys_role,
     load_values_role,
 )
-from .merge import finish_part
+from .merge import finish_split
 from .ring import make_ring
 from .schedule import LIST_FIELDS, Batch, TileLists, make_tile_metadata
 from .softmax import (
@@ -68,7 +68,7 @@ from .softmax import (
     warpgroup_barrier,
     weigh,
 )
-from .splits import make_part_schedule
+from .splits import make_split_schedule
 
 __all__ = ["forward_kernel"]
 
@@ -134,7 +134,7 @@ def _compute_role(
         head = metadata.read(tile_use, HEAD)
         if config.SPLITS:
             place = (
-                metadata.read(tile_use, PART), metadata.read(tile_use, COUNT),
+                metadata.read(tile_use, SPLIT), metadata.read(tile_use, COUNT),
                 metadata.read(tile_use, SLOT),
             )  # fmt: skip
         q_ring.barriers.release(0, tile_use)
@@ -155,7 +155,7 @@ def _compute_role(
         v_ring.barriers.release(0, use)
         use += 1
         if config.SPLITS:
-            finish_part(
+            finish_split(
                 out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
                 head, acc, m, l, place, schedule, v_ring.tiles.shape[2], config, WG,
             )  # fmt: skip
@@ -377,7 +377,7 @@ def forward_kernel(
     v_block,
     v_slot,
     v_head,
-    # scratch, where programs may share a tile's keys: see ``PartSchedule``
+    # scratch, where programs may share a tile's keys: see ``SplitSchedule``
     accs,
     sums,
     arrivals,
@@ -424,7 +424,7 @@ def forward_kernel(
     metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE or SPLITS else 8)
     schedule = ()
     if SPLITS:
-        schedule = make_part_schedule(
+        schedule = make_split_schedule(
             batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, CAUSAL,
             HAS_WINDOW,
         )  # fmt: skip

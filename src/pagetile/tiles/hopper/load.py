@@ -21,7 +21,7 @@ from .schedule import (
     listed_tiles,
     tile_of_iteration,
 )
-from .splits import cut_range, find_part
+from .splits import cut_range, find_split
 
 __all__ = ["COLUMNS", "ROWS", "KernelConfig", "load_keys_role", "load_values_role"]
 
@@ -38,9 +38,9 @@ TOKEN = gl.constexpr(5)  # the first token's row in q
 NUM_TOKENS = gl.constexpr(6)  # from there to the sequence's end
 HEAD = gl.constexpr(7)
 RECORD = gl.constexpr(8)  # where the tile's list begins, if SPARSE
-PART = gl.constexpr(9)  # which of the tile's parts, if it SPLITS
-COUNT = gl.constexpr(10)  # how many parts the tile has
-SLOT = gl.constexpr(11)  # where the first part's result is kept
+SPLIT = gl.constexpr(9)  # which split of the tile, if it SPLITS
+COUNT = gl.constexpr(10)  # how many splits the tile has
+SLOT = gl.constexpr(11)  # where the first split's result is kept
 
 
 @record
@@ -69,8 +69,8 @@ class KernelConfig:
 
 @gluon.jit
 def _count_tiles(batch, schedule, config):
-    """Tiles of all programs, or parts of tiles."""
-    return schedule.num_parts if config.SPLITS else batch.num_tiles
+    """Tiles of all programs, or splits of tiles."""
+    return schedule.num_splits if config.SPLITS else batch.num_tiles
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def _next_tile(batch, schedule, iteration, TILE_N: gl.constexpr, config):
     known = gl.minimum(number, num_tiles - 1)
     place = (0, 1, 0)
     if config.SPLITS:
-        seq, token, head, place = find_part(
+        seq, token, head, place = find_split(
             batch, schedule, known, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
         )
     else:
@@ -134,7 +134,7 @@ def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)
                 )  # fmt: skip
                 if config.SPLITS:
                     begin, full_begin, full_end, end = cut_range(
-                        begin, full_begin, full_end, end, place, schedule.part_tiles
+                        begin, full_begin, full_end, end, place, schedule.split_tiles
                     )
                 origin = (end - 1) * TILE_N
                 num_tiles, num_right = end - begin, end - 1 - full_end
@@ -148,7 +148,7 @@ def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)
             if config.SPARSE:
                 metadata.write(tile_use, RECORD, record)
             if config.SPLITS:
-                metadata.write(tile_use, PART, place[0])
+                metadata.write(tile_use, SPLIT, place[0])
                 metadata.write(tile_use, COUNT, place[1])
                 metadata.write(tile_use, SLOT, place[2])
             metadata.write(tile_use, TOKEN, q_start + token)
@@ -197,7 +197,7 @@ def load_values_role(v, batch, schedule, v_ring, config):
                 )  # fmt: skip
                 if config.SPLITS:
                     begin, _, _, end = cut_range(
-                        begin, full_begin, full_end, end, place, schedule.part_tiles
+                        begin, full_begin, full_end, end, place, schedule.split_tiles
                     )
                 use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
 

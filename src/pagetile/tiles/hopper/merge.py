@@ -4,7 +4,7 @@
 
     m = max mᵢ        l = Σ lᵢ 2 ** (mᵢ - m)        acc = Σ accᵢ 2 ** (mᵢ - m)
 
-in the order of the keys, so the same parts give the same bits whichever arrives last. Each
+in the order of the keys, so the same splits give the same bits whichever arrives last. Each
 warpgroup stores, counts and merges the results of its own rows.
 """
 
@@ -16,23 +16,23 @@ from .layouts import part_start, wide_rows
 from .load import COLUMNS, ROWS
 from .names import barrier
 
-__all__ = ["finish_part"]
+__all__ = ["finish_split"]
 
 
 @gluon.jit
-def finish_part(
+def finish_split(
     out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
     m, l, place, schedule, V_WIDTH: gl.constexpr, config, WG: gl.constexpr,
 ):  # fmt: skip
-    """Finish a tile with all its keys, or store a part's result and merge if all are there."""
-    part, count, slot = place
+    """Finish a tile with all its keys, or store a split's result and merge if all are there."""
+    split, count, slot = place
     if count == 1:
         finish(
             out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
             head, acc, m, l, config, WG,
         )  # fmt: skip
     else:
-        _store_part(acc, m, l, slot + part, schedule, V_WIDTH, config, WG)
+        _store_split(acc, m, l, slot + split, schedule, V_WIDTH, config, WG)
         barrier()  # every thread's stores come before the one thread's count
         arrivals = schedule.arrivals + slot * config.WARPGROUPS + WG
         arrived = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
@@ -47,7 +47,7 @@ def finish_part(
 
 
 @gluon.jit
-def _store_part(acc, m, l, slot, schedule, V_WIDTH: gl.constexpr, config, WG: gl.constexpr):
+def _store_split(acc, m, l, slot, schedule, V_WIDTH: gl.constexpr, config, WG: gl.constexpr):
     """Keep a warpgroup's sums of some keys."""
     place = slot * config.WARPGROUPS + WG
     row = gl.arange(0, ROWS, m.type.layout)
@@ -66,11 +66,11 @@ def _store_columns(acc, place, schedule, START: gl.constexpr, V_WIDTH: gl.conste
 
 
 @gluon.jit
-def _add_part(
+def _add_split(
     state, schedule, slot, exists, START: gl.constexpr, V_WIDTH: gl.constexpr, config,
     WG: gl.constexpr,
 ):  # fmt: skip
-    """Add some columns of a part's sums, if there is such a part."""
+    """Add some columns of a split's sums, if there is such a split."""
     m, l, acc = state
     LAYOUT: gl.constexpr = wide_rows(COLUMNS)
     place = slot * config.WARPGROUPS + WG
@@ -80,15 +80,15 @@ def _add_part(
     at = (place * ROWS + row[:, None]) * V_WIDTH + column[None, :]
     # .cg: from the second-level cache, where the stores of other programs are.
     there = gl.full([ROWS], exists, gl.int1, gl.SliceLayout(1, LAYOUT))
-    part_m = gl.load(sums, there, other=float("-inf"), cache_modifier=".cg")
-    part_l = gl.load(sums + ROWS, there, other=0.0, cache_modifier=".cg")
+    split_m = gl.load(sums, there, other=float("-inf"), cache_modifier=".cg")
+    split_l = gl.load(sums + ROWS, there, other=0.0, cache_modifier=".cg")
     there = gl.full([ROWS, COLUMNS], exists, gl.int1, LAYOUT)
-    part_acc = gl.load(schedule.accs + at, there, other=0.0, cache_modifier=".cg")
-    new_m = gl.maximum(m, part_m)
+    split_acc = gl.load(schedule.accs + at, there, other=0.0, cache_modifier=".cg")
+    new_m = gl.maximum(m, split_m)
     pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
-    decay, weight = gl.exp2(m - pivot), gl.exp2(part_m - pivot)
-    acc = acc * decay[:, None] + part_acc * weight[:, None]
-    return new_m, l * decay + part_l * weight, acc
+    decay, weight = gl.exp2(m - pivot), gl.exp2(split_m - pivot)
+    acc = acc * decay[:, None] + split_acc * weight[:, None]
+    return new_m, l * decay + split_l * weight, acc
 
 
 @gluon.jit
@@ -96,16 +96,16 @@ def _merge_columns(
     out, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens, head, slot, count,
     schedule, START: gl.constexpr, V_WIDTH: gl.constexpr, config, WG: gl.constexpr,
 ):  # fmt: skip
-    """Merge 64 columns of all parts of a tile, and write them."""
+    """Merge 64 columns of all splits of a tile, and write them."""
     LAYOUT: gl.constexpr = wide_rows(COLUMNS)
-    AT_ONCE: gl.constexpr = 2  # parts that are being loaded
+    AT_ONCE: gl.constexpr = 2  # splits that are being loaded
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, LAYOUT)
     for i in range(0, count, AT_ONCE):
         state = (m, l, acc)
         for j in gl.static_range(AT_ONCE):
-            state = _add_part(
+            state = _add_split(
                 state, schedule, slot + i + j, i + j < count, START, V_WIDTH, config, WG
             )
         m, l, acc = state

@@ -1,37 +1,37 @@
 """Which CTA gets which keys, where tiles of queries alone would leave multiprocessors idle.
 
-A *part* is a range of keys of one tile of queries. Tiles of all sequences are cut at the same
-multiples of ``part_tiles`` tiles of keys, counted from a tile's first, so that CTAs with the same
+A *split* is a range of keys of one tile of queries. Tiles of all sequences are cut at the same
+multiples of ``split_tiles`` tiles of keys, counted from a tile's first, so that CTAs with the same
 keys run side by side and share them in the second-level cache. Parts are numbered by sequence,
 then from left to right, and CTAs take them in turns::
 
-    keys       0         part_tiles      2 part_tiles
-    tile 1     ├─ part 1 ─┼─ part 3 ─┼ 5 ┤                     numbers of a sequence with two tiles
-    tile 0     ├─ part 2 ─┼─ part 4 ─┼ 6 ┤                     of queries and one head
+    keys       0        split_tiles  2 × split_tiles
+    tile 1     ├─ split 0 ─┼─ split 2 ─┼─ 4 ─┤         numbers of a sequence with two tiles
+    tile 0     ├─ split 1 ─┼─ split 3 ─┼─ 5 ─┤         of queries and one head
 
-``part_tiles`` is chosen by every program, from the lengths alone: the same batch gets the same
-parts on every call, and a captured launch fits whatever lengths it is replayed with. Of each number
-of parts that the longest tile could be cut into, the cost is estimated in tiles of keys that one
-multiprocessor computes; the cheapest is taken, and of equals the one with the longest parts::
+``split_tiles`` is chosen by every program, from the lengths alone: the same batch gets the same
+splits on every call, and a captured launch fits whatever lengths it is replayed with. For each
+number of splits that the longest tile could be cut into, the cost is estimated, in tiles of keys
+that one multiprocessor computes. The cheapest is taken, of equals the one with the longest splits::
 
-    waves = ⌈parts / programs⌉
-    cost  = max(part_tiles, waves × mean tiles of a part)     the walk
-          + ITEM_COST × waves                                 beginning, end, a partial result
-          + SPLIT_COST + MERGE_COST × parts of the longest    only if any tile is cut
+    waves = ⌈splits / programs⌉
+    cost  = max(split_tiles, waves × mean tiles of a split)    the walk
+          + ITEM_COST × waves                                  beginning, end, a partial result
+          + SPLIT_COST + MERGE_COST × splits of the longest    only if any tile is cut
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .dividing import ITEM_COST, LEAST_KEYS, MERGE_COST, MOST_PARTS, MOST_SEQS, SLOTS, SPLIT_COST
+from .dividing import ITEM_COST, LEAST_KEYS, MERGE_COST, MOST_SEQS, MOST_SPLITS, SLOTS, SPLIT_COST
 from .record import record
 from .schedule import key_tiles
 
-__all__ = ["PartSchedule", "cut_range", "find_part", "make_part_schedule"]
+__all__ = ["SplitSchedule", "cut_range", "find_split", "make_split_schedule"]
 
 _AT_ONCE = gl.constexpr(128)  # sequences
 _LEAST_KEYS = gl.constexpr(LEAST_KEYS)
-_MOST_PARTS = gl.constexpr(MOST_PARTS)
+_MOST_SPLITS = gl.constexpr(MOST_SPLITS)
 _MOST_SEQS = gl.constexpr(MOST_SEQS)
 _SLOTS = gl.constexpr(SLOTS)
 _ITEM_COST = gl.constexpr(ITEM_COST)
@@ -40,12 +40,12 @@ _MERGE_COST = gl.constexpr(MERGE_COST)
 
 
 @record
-class PartSchedule:
-    """How a launch divides keys, and where parts leave their results."""
+class SplitSchedule:
+    """How a launch divides keys, and where splits leave their results."""
 
-    starts: gl.shared_memory_descriptor  # [MOST_SEQS, 1] int32: parts of all sequences before each
-    num_parts: gl.tensor  # of all sequences and heads
-    part_tiles: gl.tensor  # tiles of keys of a part, at most
+    starts: gl.shared_memory_descriptor  # [MOST_SEQS, 1] int32: splits of all sequences before each
+    num_splits: gl.tensor  # of all sequences and heads
+    split_tiles: gl.tensor  # tiles of keys of a split, at most
     accs: gl.tensor  # pointer to [SLOTS, WARPGROUPS, ROWS, V_WIDTH] float32
     sums: gl.tensor  # pointer to [SLOTS, WARPGROUPS, 2, ROWS] float32: m and l
     arrivals: gl.tensor  # pointer to [SLOTS, WARPGROUPS] int32 of zeros, left as zeros
@@ -92,11 +92,11 @@ def _measure(
 
 
 @gluon.jit
-def _choose_part_tiles(
+def _choose_split_tiles(
     batch, TOKENS: gl.constexpr, TILE_N: gl.constexpr, V_WIDTH: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys of a part, by the cost above."""
+    """Tiles of keys of a split, by the cost above."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     GRID: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
     BY_SEQ: gl.constexpr = gl.SliceLayout(1, GRID)
@@ -109,59 +109,59 @@ def _choose_part_tiles(
         longest = gl.maximum(longest, gl.max(gl.where(tiles > 0, most, 0), 0))
         work += gl.sum(tiles.to(gl.float32) * (first + most).to(gl.float32), 0)
     work *= 0.5 * batch.num_heads
-    choice = 1 + gl.arange(0, _MOST_PARTS, BY_CHOICE)
-    part_tiles = gl.maximum((longest + choice - 1) // choice, _LEAST_KEYS // TILE_N)
-    numbers = gl.full([_MOST_PARTS], 0, gl.int32, BY_CHOICE)  # parts that are numbered
-    doubled = gl.full([_MOST_PARTS], 0, gl.int32, BY_CHOICE)  # twice those that have keys
+    choice = 1 + gl.arange(0, _MOST_SPLITS, BY_CHOICE)
+    split_tiles = gl.maximum((longest + choice - 1) // choice, _LEAST_KEYS // TILE_N)
+    numbers = gl.full([_MOST_SPLITS], 0, gl.int32, BY_CHOICE)  # splits that are numbered
+    doubled = gl.full([_MOST_SPLITS], 0, gl.int32, BY_CHOICE)  # twice those that have keys
     for start in range(0, batch.num_seqs, _AT_ONCE):
         seq = start + gl.arange(0, _AT_ONCE, BY_SEQ)
         tiles, first, most = _measure(batch, seq, TOKENS, TILE_N, CAUSAL, HAS_WINDOW)
-        of_longest = (most[:, None] + part_tiles[None, :] - 1) // part_tiles[None, :]
-        of_first = (first[:, None] + part_tiles[None, :] - 1) // part_tiles[None, :]
+        of_longest = (most[:, None] + split_tiles[None, :] - 1) // split_tiles[None, :]
+        of_first = (first[:, None] + split_tiles[None, :] - 1) // split_tiles[None, :]
         numbers += gl.sum(tiles[:, None] * of_longest, 0)
         doubled += gl.sum(tiles[:, None] * (of_first + of_longest), 0)
     numbers *= batch.num_heads
-    parts = gl.maximum((doubled * batch.num_heads + 1) // 2, 1)
-    waves = ((parts + gl.num_programs(0) - 1) // gl.num_programs(0)).to(gl.float32)
-    cost = gl.maximum(part_tiles.to(gl.float32), waves * (work / parts.to(gl.float32)))
+    splits = gl.maximum((doubled * batch.num_heads + 1) // 2, 1)
+    waves = ((splits + gl.num_programs(0) - 1) // gl.num_programs(0)).to(gl.float32)
+    cost = gl.maximum(split_tiles.to(gl.float32), waves * (work / splits.to(gl.float32)))
     cost += _ITEM_COST * waves
-    of_longest = (longest + part_tiles - 1) // part_tiles
+    of_longest = (longest + split_tiles - 1) // split_tiles
     merging = _SPLIT_COST + (_MERGE_COST * V_WIDTH / 128) * of_longest.to(gl.float32)
     cost += gl.where(of_longest > 1, merging, 0.0)
     cost = gl.where((of_longest > 1) & (numbers > _SLOTS), float("inf"), cost)
-    return gl.max(gl.where(cost == gl.min(cost, 0), part_tiles, 0), 0)
+    return gl.max(gl.where(cost == gl.min(cost, 0), split_tiles, 0), 0)
 
 
 @gluon.jit
-def make_part_schedule(
+def make_split_schedule(
     batch, accs, sums, arrivals, TOKENS: gl.constexpr, TILE_N: gl.constexpr,
     V_WIDTH: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Choose the parts of all tiles, and number them."""
+    """Choose the splits of all tiles, and number them."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    part_tiles = _choose_part_tiles(batch, TOKENS, TILE_N, V_WIDTH, CAUSAL, HAS_WINDOW)
+    split_tiles = _choose_split_tiles(batch, TOKENS, TILE_N, V_WIDTH, CAUSAL, HAS_WINDOW)
     blocks = gl.allocate_shared_memory(gl.int32, [_MOST_SEQS // _AT_ONCE, _AT_ONCE], SHARED)
     at_once = gl.arange(0, _AT_ONCE, FLAT)
     before = 0
     for start in range(0, batch.num_seqs, _AT_ONCE):
         tiles, _, longest = _measure(batch, start + at_once, TOKENS, TILE_N, CAUSAL, HAS_WINDOW)
-        parts = tiles * ((longest + part_tiles - 1) // part_tiles) * batch.num_heads
-        ends = gl.associative_scan(parts, 0, _add)
-        blocks.index(start // _AT_ONCE).store(before + ends - parts)
-        before += gl.sum(parts, 0)
+        splits = tiles * ((longest + split_tiles - 1) // split_tiles) * batch.num_heads
+        ends = gl.associative_scan(splits, 0, _add)
+        blocks.index(start // _AT_ONCE).store(before + ends - splits)
+        before += gl.sum(splits, 0)
     starts = blocks._reinterpret(gl.int32, [_MOST_SEQS, 1], SHARED)
-    return PartSchedule(starts, before, part_tiles, accs, sums, arrivals)
+    return SplitSchedule(starts, before, split_tiles, accs, sums, arrivals)
 
 
 @gluon.jit
-def find_part(
+def find_split(
     batch, schedule, number, TOKENS: gl.constexpr, TILE_N: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Sequence, first token in it, and head of a numbered part.
+    """Sequence, first token in it, and head of a numbered split.
 
-    Then, of the tile, which of its parts it is, how many there are, and the first one's slot. A
+    Then, of the tile, which of its splits it is, how many there are, and the first one's slot. A
     tile has fewer than the sequence's longest if it has fewer keys; the others do not exist.
     """
     low = 0
@@ -174,13 +174,13 @@ def find_part(
             high = middle
     tiles, _, longest = _measure(batch, low, TOKENS, TILE_N, CAUSAL, HAS_WINDOW)
     tiles = gl.maximum(tiles, 1)
-    most = (longest + schedule.part_tiles - 1) // schedule.part_tiles
+    most = (longest + schedule.split_tiles - 1) // schedule.split_tiles
     start = schedule.start_of(low)
     rest = number - start
     head = rest % batch.num_heads
     rest = rest // batch.num_heads
     tile = tiles - 1 - rest % tiles
-    part = rest // tiles
+    split = rest // tiles
     token = tile * TOKENS
     q_start = gl.load(batch.cu_seqlens_q + low)
     seq_len = gl.load(batch.lengths + low)
@@ -188,17 +188,17 @@ def find_part(
     begin, _, _, end = key_tiles(
         position, seq_len, batch.window, TOKENS, TILE_N, CAUSAL, HAS_WINDOW
     )
-    count = gl.minimum((end - begin + schedule.part_tiles - 1) // schedule.part_tiles, most)
+    count = gl.minimum((end - begin + schedule.split_tiles - 1) // schedule.split_tiles, most)
     slot = start + (tile * batch.num_heads + head) * most
-    return low, token, head, (part, count, slot)
+    return low, token, head, (split, count, slot)
 
 
 @gluon.jit
-def cut_range(begin, full_begin, full_end, end, place, part_tiles):
-    """The range of one part, as ``key_tiles`` returns a whole tile's."""
-    part, count, _ = place
-    first = begin + part * part_tiles
-    end = gl.where(part == count - 1, end, first + part_tiles)
+def cut_range(begin, full_begin, full_end, end, place, split_tiles):
+    """The range of one split, as ``key_tiles`` returns a whole tile's."""
+    split, count, _ = place
+    first = begin + split * split_tiles
+    end = gl.where(split == count - 1, end, first + split_tiles)
     full_end = gl.maximum(gl.minimum(full_end, end - 1), first)
     full_begin = gl.minimum(gl.maximum(full_begin, first), full_end)
     return first, full_begin, full_end, end

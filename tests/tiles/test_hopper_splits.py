@@ -122,13 +122,13 @@ def on_host(*modules):
         elif isinstance(value, triton.JITFunction):
             names[name] = FunctionType(value.fn.__code__, names, name)
     names["gl"], names["barrier"] = LANGUAGE, lambda: None
-    names["PartSchedule"] = HostSchedule
+    names["SplitSchedule"] = HostSchedule
     return SimpleNamespace(**names)
 
 
 class HostSchedule:
-    def __init__(self, starts, num_parts, part_tiles, *_):
-        self.starts, self.num_parts, self.part_tiles = starts, int(num_parts), int(part_tiles)
+    def __init__(self, starts, num_splits, split_tiles, *_):
+        self.starts, self.num_splits, self.split_tiles = starts, int(num_splits), int(split_tiles)
 
     def start_of(self, seq):
         return int(self.starts.index(seq).load(None)[0])
@@ -145,13 +145,13 @@ def make_batch(query_lens, seq_lens, num_heads, *, short=0, window=1 << 30):
     )  # fmt: skip
 
 
-def list_parts(batch, tokens=128, causal=True, has_window=False):
-    """The schedule, and of each (seq, token, head) its parts: place, whole range, own range."""
+def list_splits(batch, tokens=128, causal=True, has_window=False):
+    """The schedule, and of each (seq, token, head) its splits: place, whole range, own range."""
     sizes = tokens, TILE_N
-    parts = HOST.make_part_schedule(batch, None, None, None, *sizes, 128, causal, has_window)
+    made = HOST.make_split_schedule(batch, None, None, None, *sizes, 128, causal, has_window)
     found = {}
-    for number in range(parts.num_parts):
-        seq, token, head, place = HOST.find_part(batch, parts, number, *sizes, causal, has_window)
+    for number in range(made.num_splits):
+        seq, token, head, place = HOST.find_split(batch, made, number, *sizes, causal, has_window)
         start, end = batch.cu_seqlens_q.memory[seq : seq + 2]
         seq_len = batch.lengths.memory[seq]
         assert end - start > batch.short, "short sequences are another launch's"
@@ -160,13 +160,13 @@ def list_parts(batch, tokens=128, causal=True, has_window=False):
             whole = HOST.key_tiles(
                 seq_len - (end - start) + token, seq_len, batch.window, *sizes, causal, has_window
             )
-            cut = HOST.cut_range(*whole, place, parts.part_tiles)
+            cut = HOST.cut_range(*whole, place, made.split_tiles)
             found.setdefault((seq, token, head), []).append((place, whole, cut))
-    return parts, found
+    return made, found
 
 
 def draw_batches(count):
-    rng = random.Random("parts")
+    rng = random.Random("splits")
     for _ in range(count):
         num_seqs = rng.choice([1, 2, 5, 40, 300])
         long = rng.sample(range(num_seqs), rng.randint(0, min(num_seqs, 3)))
@@ -186,10 +186,10 @@ def draw_batches(count):
         )
 
 
-def test_every_key_of_every_tile_is_in_one_part():
+def test_every_key_of_every_tile_is_in_one_split():
     divided = 0
     for batch, kind in draw_batches(150):
-        parts, found = list_parts(batch, **kind)
+        made, found = list_splits(batch, **kind)
         query_lens = np.diff(batch.cu_seqlens_q.memory)
         tiles = {
             (seq, token, head)
@@ -209,15 +209,15 @@ def test_every_key_of_every_tile_is_in_one_part():
             for _, _, (first, first_full, end_full, last) in pieces:
                 assert first <= first_full <= end_full < last, "the rightmost is masked"
                 assert first_full == end_full or full_begin <= first_full <= end_full <= full_end
-                # Tiles without a mask stay without one, but for the rightmost of each part.
+                # Tiles without a mask stay without one, but for the rightmost of each split.
                 none = set(range(full_begin, full_end)) & set(range(first, last - 1))
                 assert none == set(range(first_full, end_full))
             if count > 1:
                 divided += 1
                 slots += range(slot, slot + count)
                 lengths = [last - first for _, _, (first, _, _, last) in pieces]
-                assert set(lengths[:-1]) == {parts.part_tiles}
-                assert parts.part_tiles * TILE_N >= LEAST_KEYS
+                assert set(lengths[:-1]) == {made.split_tiles}
+                assert made.split_tiles * TILE_N >= LEAST_KEYS
         assert len(set(slots)) == len(slots)
         assert max(slots, default=0) < SLOTS
     assert divided > 1000
@@ -233,13 +233,13 @@ def test_every_key_of_every_tile_is_in_one_part():
         (512, 27_512, 16, range(2, 3)),
         (1024, 28_024, 16, range(1, 2)),  # 128 tiles for 132 multiprocessors
         (2048, 18_432, 32, range(1, 2)),
-        (128, 1_500, 8, range(1, 2)),  # less than two parts' keys
+        (128, 1_500, 8, range(1, 2)),  # less than two splits' keys
         (1024, 101_024, 1, range(12, 17)),
     ],
 )
-def test_parts_occupy_all_multiprocessors_once(query_len, seq_len, num_heads, most):
+def test_splits_occupy_all_multiprocessors_once(query_len, seq_len, num_heads, most):
     tokens = 64 if query_len == 64 else 128
-    _, found = list_parts(make_batch([query_len], [seq_len], num_heads), tokens)
+    _, found = list_splits(make_batch([query_len], [seq_len], num_heads), tokens)
     counts = {len(pieces) for pieces in found.values()}
     assert max(counts) in most
     if max(counts) > 1:
@@ -247,23 +247,23 @@ def test_parts_occupy_all_multiprocessors_once(query_len, seq_len, num_heads, mo
 
 
 def test_decoding_sequences_beside_a_chunk_change_nothing():
-    alone, _ = list_parts(make_batch([512], [27_512], 16))
+    alone, _ = list_splits(make_batch([512], [27_512], 16))
     query_lens, seq_lens = [1] * 200, [3000] * 200
     query_lens.insert(77, 512), seq_lens.insert(77, 27_512)
-    mixed, found = list_parts(make_batch(query_lens, seq_lens, 16, short=8))
-    assert (mixed.num_parts, mixed.part_tiles) == (alone.num_parts, alone.part_tiles)
+    mixed, found = list_splits(make_batch(query_lens, seq_lens, 16, short=8))
+    assert (mixed.num_splits, mixed.split_tiles) == (alone.num_splits, alone.split_tiles)
     assert {seq for seq, _, _ in found} == {77}
 
 
-def test_a_batch_without_long_sequences_has_no_parts():
-    parts, found = list_parts(make_batch([1, 0, 8], [5000, 0, 9000], 4, short=8))
-    assert parts.num_parts == 0
+def test_a_batch_without_long_sequences_has_no_splits():
+    made, found = list_splits(make_batch([1, 0, 8], [5000, 0, 9000], 4, short=8))
+    assert made.num_splits == 0
     assert not found
 
 
-def test_tiles_of_which_some_have_fewer_keys_have_fewer_parts():
+def test_tiles_of_which_some_have_fewer_keys_have_fewer_splits():
     """A long prompt of few heads, from its first token on."""
-    _, found = list_parts(make_batch([8192], [8192], 1))
+    _, found = list_splits(make_batch([8192], [8192], 1))
     counts = {token: len(pieces) for (_, token, _), pieces in found.items()}
     assert counts[0] == 1 < counts[8192 - 128]
     assert sorted(counts.values()) == [counts[token] for token in sorted(counts)]
@@ -272,7 +272,7 @@ def test_tiles_of_which_some_have_fewer_keys_have_fewer_parts():
 @pytest.mark.parametrize("size", [40, 96, 128, 144, 256])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("pack", [1, 4])
-def test_parts_are_merged_as_if_they_had_been_one(size, has_sinks, pack):
+def test_splits_are_merged_as_if_they_had_been_one(size, has_sinks, pack):
     rng, rows, heads, num_tokens = np.random.default_rng(size), 64, 8, 45
     for count, warpgroup in itertools.product((1, 2, 3, 5), (0, 1)):
         config = SimpleNamespace(
@@ -280,7 +280,7 @@ def test_parts_are_merged_as_if_they_had_been_one(size, has_sinks, pack):
         )
         weights = np.exp2(rng.normal(size=(count, rows, 50)).astype(np.float32))
         pivots = rng.normal(size=(count, rows)).astype(np.float32)
-        weights[0, 3:9] = 0.0  # rows that see no key of the first part, and of none
+        weights[0, 3:9] = 0.0  # rows that see no key of the first split, and of none
         pivots[0, 3:9] = -np.inf
         weights[:, 20] = 0.0
         pivots[:, 20] = -np.inf
@@ -296,19 +296,19 @@ def test_parts_are_merged_as_if_they_had_been_one(size, has_sinks, pack):
         out = np.full((200, heads, size), np.nan, np.float32)
         lse = np.full((200, heads), np.nan, np.float32)
         head, first = 1, 100
-        for part in rng.permutation(count):
+        for split in rng.permutation(count):
             columns, start = [], 0
             for i in range(num_parts(size)):  # zeros beyond the head, as in the kernel's tiles
                 here = np.zeros((rows, part_size(size, i)), np.float32)
-                there = accs[part, :, start : start + here.shape[1]]
+                there = accs[split, :, start : start + here.shape[1]]
                 here[:, : there.shape[1]] = there
                 columns.append(here.view(Numbers))
                 start += here.shape[1]
             with np.errstate(divide="ignore", invalid="ignore"):
-                HOST.finish_part(
+                HOST.finish_split(
                     Pointer(out.reshape(-1)), (), Pointer(lse.reshape(-1)), Pointer(sinks), heads,
                     heads * size, size, first, num_tokens, head, tuple(columns),
-                    pivots[part].view(Numbers), sums[part].view(Numbers), (int(part), count, 7),
+                    pivots[split].view(Numbers), sums[split].view(Numbers), (int(split), count, 7),
                     scratch, width, config, warpgroup,
                 )  # fmt: skip
         assert not scratch.arrivals.memory.any()

@@ -1,6 +1,6 @@
 """Few tiles of queries over many keys: Hopper's prefill divides the keys, on a GPU.
 
-``tests/tiles/test_hopper_parts.py`` has the schedule's arithmetic, which needs none.
+``tests/tiles/test_hopper_splits.py`` has the schedule's arithmetic, which needs none.
 """
 
 from dataclasses import replace
@@ -57,13 +57,13 @@ def spoil_scratch():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LONG, ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_merged_parts_match_float64(case, dtype):
+def test_merged_splits_match_float64(case, dtype):
     inputs = make_inputs(replace(case, dtype=dtype))
     there = inputs.to("cuda")
     spoil_scratch()
     first = there.attend(impl="hopper_prefill", out=there.out)
     assert_matches(AttentionOutput(*(tensor.cpu() for tensor in first)), inputs)
-    for _ in range(3):  # whichever part arrives last
+    for _ in range(3):  # whichever split arrives last
         spoil_scratch()
         assert_same_bits(there.attend(impl="hopper_prefill"), first)
     torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def test_a_long_prompt_alone_and_among_others():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_parts_do_not_see_the_next_sequence_s_nan(size):
+def test_splits_do_not_see_the_next_sequence_s_nan(size):
     case = PagedCase((70, 70), (9000, 7000), 4, 2, head_size=size, dtype=BF16)
     there = make_inputs(case).to("cuda")
     before = there.attend(impl="hopper_prefill")
