@@ -45,6 +45,7 @@ PAGED = {
     "prefill-bent": ("hopper_prefill", SEVERAL | BENT),
     "prefill-bent-wide": ("hopper_prefill", LONGER | BENT | {"head_size": 256}),
     "mixed": ("hopper_prefill", {"query_lens": (70, 1, 3), "seq_lens": (150, 700, 33)}),
+    "prefill-divided": ("hopper_prefill", {"query_lens": (70, 1), "seq_lens": (5000, 33)}),
     "prefill-triton": ("triton", SEVERAL),
 }
 
