@@ -148,7 +148,7 @@ def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
         size: [part_size(size, i) for i in range(num_parts(size))] for size in range(8, 257, 8)
     }
     for size, parts in sizes.items():
-        assert size <= sum(parts) <= tiling_of(size).width
+        assert size <= sum(parts) <= tiling_of(size, size).width
         assert parts == sorted(parts, reverse=True)
         assert [part_start(size, i) for i in range(len(parts))] == [0, parts[0]][: len(parts)]
     some = (8, 32, 40, 56, 64, 72, 96, 112, 136, 160, 176, 200)
@@ -173,7 +173,7 @@ def test_small_boxes_are_gathered_instead():
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
     assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SMALL_TILING}
     assert {config.tiling for config, _ in CONFIGS if config.gathers} == set(TILINGS)
-    assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
+    assert [tiling_of(size, size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]
 

@@ -153,13 +153,12 @@ def refuse_hopper_decode(problem: Problem) -> str | None:
 def refuse_hopper_prefill(problem: Problem) -> str | None:
     """Return why Hopper's forward kernel cannot run ``problem``, or None if it can."""
     q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
-    size, widest = problem.head_size, TILINGS[-1].width
     if problem.q_dtype not in _HALVES:
         return f"q is {q}; float16 and bfloat16 run"
-    if size != problem.v_head_size:
-        return f"head_size is {size} and v_head_size {problem.v_head_size}; equal sizes run"
-    if size % 8 or size > widest:
-        return f"head_size is {size}; multiples of 8 up to {widest} run"
+    for name in ("head_size", "v_head_size"):
+        size, widest = getattr(problem, name), TILINGS[-1].width
+        if size % 8 or size > widest:
+            return f"{name} is {size}; multiples of 8 up to {widest} run"
     if problem.kv_dtype != problem.q_dtype:
         return f"q is {q} but k_cache is {kv}; equal types run"
     if problem.max_visible is not None:
@@ -221,12 +220,13 @@ def make_hopper_prefill_plan(
 ) -> GpuPlan:
     """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
 
-    They depend on the head size and, for narrow heads, on ``divides_keys``. ``split_size`` is for
+    They depend on the head sizes and, for narrow heads, on ``divides_keys``. ``split_size`` is for
     the short sequences of a mixed batch: keys of others are not divided where a result must not
     depend on the batch.
     """
+    sizes = problem.head_size, problem.v_head_size
     may_divide = not batch_invariant and divides_keys(
-        tiling_of(problem.head_size),
+        tiling_of(*sizes),
         device.num_workers,
         num_seqs=problem.num_seqs,
         num_tokens=problem.num_tokens,
@@ -236,7 +236,7 @@ def make_hopper_prefill_plan(
         group=problem.group,
         short=short_len(problem),
     )
-    tiling = tiling_of(problem.head_size, is_small=may_divide)
+    tiling = tiling_of(*sizes, splits=may_divide)
     return GpuPlan(
         "prefill",
         tile_m=_ROWS_OF_WARPGROUP * tiling.warpgroups,

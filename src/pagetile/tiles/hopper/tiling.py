@@ -74,7 +74,7 @@ class ForwardConfig:
     @property
     def tiling(self) -> Tiling:
         """How its kernel is built."""
-        return tiling_of(max(self.sizes), is_small=self.is_sparse or self.splits)
+        return tiling_of(*self.sizes, is_sparse=self.is_sparse, splits=self.splits)
 
     @property
     def staged(self) -> bool:
@@ -131,8 +131,11 @@ def width_of(head_size: int) -> int:
     return next(tiling.width for tiling in TILINGS if head_size <= tiling.width)
 
 
-def tiling_of(head_size: int, *, is_small: bool = False) -> Tiling:
-    """The tiling for a head size up to 256; a small one for sparse tiles and divided keys."""
-    if is_small and head_size <= SMALL_TILING.width:
+def tiling_of(
+    head_size: int, v_head_size: int, *, is_sparse: bool = False, splits: bool = False
+) -> Tiling:
+    """The tiling for head sizes up to 256; a small one for sparse tiles and divided keys."""
+    width = max(head_size, v_head_size)
+    if (is_sparse or splits) and width <= SMALL_TILING.width:
         return SMALL_TILING
-    return next(tiling for tiling in TILINGS if head_size <= tiling.width)
+    return next(tiling for tiling in TILINGS if width <= tiling.width)
