@@ -214,7 +214,7 @@ def test_what_hopper_s_kernel_does_not_take_is_planned_for_the_portable_one(chan
 
 @pytest.mark.parametrize(
     ("head_size", "v_head_size", "tile_m", "tile_n"),
-    [(64, 64, 192, 128), (128, 128, 128, 128), (256, 256, 128, 64), (128, 64, 128, 128)],
+    [(64, 64, 192, 128), (128, 128, 128, 128), (256, 256, 128, 64), (192, 128, 128, 128)],
 )
 def test_a_plan_of_prefill_on_hopper_shows_the_tiles_that_run(
     head_size, v_head_size, tile_m, tile_n
