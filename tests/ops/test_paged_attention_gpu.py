@@ -228,6 +228,47 @@ def test_prefill_with_values_of_another_width_than_keys(case, dtype):
     check_prefill(replace(case, dtype=dtype))
 
 
+TWO_PARTS = [
+    *(
+        PagedCase((1, 1, 1, 1), (70, 1700, 64, 3), 8, 2, head_size=d, block_size=b, dtype=dtype)
+        for d in (72, 80, 88, 96, 104, 112, 144, 160, 192, 200)
+        for b, dtype in ((16, BF16), (3, F16))
+    ),
+    *(
+        PagedCase(
+            (1, 1, 2), (700, 1300, 65), 8, 2, head_size=d, dtype=dtype, kv_dtype=kv_dtype,
+            scales=scales,
+        )
+        for d in (80, 96, 112, 144, 192)
+        for dtype, kv_dtype, scales in (
+            (BF16, E4M3, "head"), (BF16, torch.int8, "token"), (F16, torch.float8_e5m2, "token"),
+        )
+    ),
+    *(
+        PagedCase((1, 1), (700, 333), 4, 2, head_size=d, v_head_size=v, dtype=BF16)
+        for d, v in ((96, 64), (64, 96), (80, 96), (96, 80), (128, 80), (80, 128), (192, 128))
+    ),
+    PagedCase(
+        (4, 1), (700, 333), 4, 1, head_size=80, dtype=BF16, sliding_window=100,
+        logits_soft_cap=5.0, has_alibi=True, has_sinks=True, strided=True,
+    ),
+    PagedCase((1, 1), (3000, 70), 4, 2, head_size=96, dtype=BF16, visible_share=0.3),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TWO_PARTS, ids=str)
+def test_decode_of_heads_in_two_parts(case):
+    """Split among CTAs, split at fixed keys, and not split."""
+    inputs = make_inputs(case)
+    expected = oracle(inputs)
+    base = plan(inputs, "hopper")
+    for changed in (base, replace(base, split_size=1024), replace(base, num_programs=1)):
+        there = inputs.to("cuda")
+        result = there.attend(impl="hopper", out=there.out, plan=changed)
+        assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs, expected)
+
+
 WITH_SINKS = [
     PagedCase((70, 300, 9, 129), (70, 700, 600, 257), 16, 2, head_size=64, sliding_window=128),
     PagedCase((70, 9, 0), (700, 600, 5), 16, 2, head_size=64),
