@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -38,7 +37,21 @@ from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, fini
 from ...tiles.triton.visible_blocks import compact_position, logical_keys
 from .hopper_fetch import FETCH_WARPS, fetch_role
 from .hopper_merge import merge_splits
-from .hopper_packed import split_packed, widen_packed
+from .hopper_parts import (
+    add_scores,
+    add_values,
+    as_float32,
+    as_operand,
+    as_operands,
+    columns_of,
+    convert_packed,
+    join_halves,
+    load_operands,
+    make_tiles,
+    no_results,
+    times,
+    times_rows,
+)
 from .triton_work import add, count_work_tiles, find_range, list_of, slot_of, write_rows
 
 SHORT = gl.constexpr(512)  # keys of a CTA range
@@ -49,7 +62,7 @@ def _fit_queries(lower, upper, layout: gl.constexpr):
     """As ``tiles.triton.online_softmax.fit_queries``, for parts of two halves of the columns."""
     unit = 1.0
     if lower[0].dtype == gl.bfloat16:
-        lower, upper = _as_float32(lower), _as_float32(upper)
+        lower, upper = as_float32(lower), as_float32(upper)
         peak = gl.max(gl.maximum(gl.abs(lower[0]), gl.abs(upper[0])), 1)
         for i in gl.static_range(1, len(lower)):
             other = gl.max(gl.maximum(gl.abs(lower[i]), gl.abs(upper[i])), 1)
@@ -57,34 +70,9 @@ def _fit_queries(lower, upper, layout: gl.constexpr):
         exponent = (peak.to(gl.int32, bitcast=True) >> 23) - 127
         exponent = gl.minimum(gl.maximum(exponent, -126), 126)
         inverse = exp2_of(-exponent)
-        lower, upper = _times_rows(lower, inverse), _times_rows(upper, inverse)
+        lower, upper = times_rows(lower, inverse), times_rows(upper, inverse)
         unit = gl.convert_layout(exp2_of(exponent), layout)[:, None]
     return lower, upper, unit
-
-
-@gluon.jit
-def _times_rows(parts, factor):
-    products = ()
-    for i in gl.static_range(len(parts)):
-        each = gl.convert_layout(factor, gl.SliceLayout(1, parts[i].type.layout))
-        products = products + (parts[i] * each[:, None],)  # type: ignore[assignment] # noqa: RUF005
-    return products
-
-
-@gluon.jit
-def _times(parts, factor):
-    products = ()
-    for i in gl.static_range(len(parts)):
-        products = products + (parts[i] * factor,)  # type: ignore[assignment] # noqa: RUF005
-    return products
-
-
-@gluon.jit
-def _as_float32(parts):
-    numbers = ()
-    for i in gl.static_range(len(parts)):
-        numbers = numbers + (parts[i].to(gl.float32),)  # type: ignore[assignment] # noqa: RUF005
-    return numbers
 
 
 @gluon.jit
@@ -141,114 +129,6 @@ def _max_of_rows(s):
     parts = gl.max(gl.max(parts, 1), 2)
     highest = gl.max(gl.convert_layout(parts, here), 1)
     return gl.convert_layout(highest, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
-
-
-@gluon.jit
-def _as_operand(x, memory, layout: gl.constexpr):
-    """Convert by way of shared memory: an operand's registers hold neighbouring columns."""
-    memory.store(x)
-    return memory.load(layout)
-
-
-@gluon.jit
-def _as_operands(parts, memory, layout: gl.constexpr):
-    operands = ()
-    for i in gl.static_range(len(parts)):
-        part = _as_operand(parts[i].to(memory[i].dtype), memory[i], layout)
-        operands = operands + (part,)  # type: ignore[assignment] # noqa: RUF005
-    return operands
-
-
-@gluon.jit
-def _load_operands(rings, stage, TRANSPOSED: gl.constexpr, layout: gl.constexpr):
-    """The parts of a tile of keys or values, from the rings to registers."""
-    operands = ()
-    for i in gl.static_range(len(rings)):
-        tile = rings[i].index(stage)
-        if TRANSPOSED:
-            tile = tile.permute((1, 0))
-        operands = operands + (tile.load(layout),)  # type: ignore[assignment] # noqa: RUF005
-    return operands
-
-
-@gluon.jit
-def _score(q, k, s):
-    """Add the products of queries and keys, part by part."""
-    for i in gl.static_range(len(q)):
-        s = mma_v2(q[i], k[i], s)
-    return s
-
-
-@gluon.jit
-def _convert(packed, FORMAT: gl.constexpr, SPLITS: gl.constexpr):
-    """Both halves of packed parts: their even and odd columns, or every first and second pair."""
-    first, second = (), ()
-    for i in gl.static_range(len(packed)):
-        if SPLITS:
-            one, other = split_packed(packed[i], FORMAT)
-        else:
-            one, other = widen_packed(packed[i], FORMAT)
-        first = first + (one,)  # type: ignore[assignment] # noqa: RUF005
-        second = second + (other,)  # type: ignore[assignment] # noqa: RUF005
-    return first, second
-
-
-@gluon.jit
-def _no_results(v_rings, TILE_M: gl.constexpr, mma: gl.constexpr):
-    """Zero accumulators, one for each part of a value's columns."""
-    acc = ()
-    for i in gl.static_range(len(v_rings)):
-        part = gl.full([TILE_M, v_rings[i].shape[2]], 0.0, gl.float32, mma)
-        acc = acc + (part,)  # type: ignore[assignment] # noqa: RUF005
-    return acc
-
-
-@gluon.jit
-def _add_values(p, v, acc, decay):
-    """Decayed sums plus weighted values, part by part."""
-    sums = ()
-    for i in gl.static_range(len(acc)):
-        part = mma_v2(p, v[i], acc[i] * decay[:, None])
-        sums = sums + (part,)  # type: ignore[assignment] # noqa: RUF005
-    return sums
-
-
-@gluon.jit
-def _join(even, odd):
-    """Accumulators of all columns from those of the even and of the odd ones."""
-    joined = ()
-    for i in gl.static_range(len(even)):
-        both = gl.join(even[i], odd[i]).reshape([even[i].shape[0], 2 * even[i].shape[1]])
-        part = gl.convert_layout(both, even[i].type.layout)
-        joined = joined + (part,)  # type: ignore[assignment] # noqa: RUF005
-    return joined
-
-
-@gluon.jit
-def _columns(acc, PART: gl.constexpr, V_SIZE: gl.constexpr, PER: gl.constexpr):
-    """The numbers of a part's columns."""
-    START: gl.constexpr = PER * part_start(V_SIZE // PER, PART)
-    return START + gl.arange(0, acc[PART].shape[1], gl.SliceLayout(0, acc[PART].type.layout))
-
-
-@gluon.jit
-def _make_tiles(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Shared memory of ``STAGES`` tiles, or of one if 0, for each part of ``WIDTH`` columns."""
-    parts = ()
-    for i in gl.static_range(num_parts(WIDTH)):
-        tiles = _make_part(dtype, STAGES, ROWS, part_size(WIDTH, i))
-        parts = parts + (tiles,)  # type: ignore[assignment] # noqa: RUF005
-    return parts
-
-
-@gluon.jit
-def _make_part(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    # Eight rows beside each other lie in different banks, also where several fit in 128 bytes.
-    layout: gl.constexpr = gl.SwizzledSharedLayout(
-        8, max(1, 64 // WIDTH), min(8, WIDTH // 8), [1, 0]
-    )
-    shape: gl.constexpr = [STAGES, ROWS, WIDTH] if STAGES > 0 else [ROWS, WIDTH]
-    return gl.allocate_shared_memory(dtype, shape, layout)
 
 
 @gluon.jit
@@ -322,8 +202,8 @@ def attend_role(
                 q, first_token, head, query_len, q_token, q_head, GROUP, 2, PAIRED, WIDTH, TILE_M
             )
             q_tile, q_upper, scale = _fit_queries(q_tile, q_upper, by_row)
-            q_upper = _as_operands(q_upper, queries, left)
-        q_tile = _as_operands(q_tile, queries, left)
+            q_upper = as_operands(q_upper, queries, left)
+        q_tile = as_operands(q_tile, queries, left)
         scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
         factor = 1.0
         if SCALES == "head":
@@ -331,19 +211,19 @@ def attend_role(
             factor = gl.load(v_scale + head * vs_head)
         m = gl.full([TILE_M], float("-inf"), gl.float32, by_row)
         sums = nothing
-        acc = _no_results(v_rings, TILE_M, mma)
+        acc = no_results(v_rings, TILE_M, mma)
         acc_odd = acc
         unit = SMALLEST
         for tile in range(low, high):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            k_tile = _load_operands(k_rings, stage, True, right)
+            k_tile = load_operands(k_rings, stage, True, right)
             if PAIRED:
-                k_tile, k_upper = _convert(k_tile, PACKED, False)
-                s = _score(q_upper, k_upper, _score(q_tile, k_tile, nothing)) * scale
+                k_tile, k_upper = convert_packed(k_tile, PACKED, False)
+                s = add_scores(q_upper, k_upper, add_scores(q_tile, k_tile, nothing)) * scale
             else:
-                s = _score(q_tile, k_tile, nothing) * scale
-            v_tile = _load_operands(v_rings, stage, False, right)
+                s = add_scores(q_tile, k_tile, nothing) * scale
+            v_tile = load_operands(v_rings, stage, False, right)
             if SCALES == "token":
                 s *= ks_ring.index(stage).load(by_key)[None, :]
                 v_scales = vs_ring.index(stage).load(by_key)
@@ -373,23 +253,23 @@ def attend_role(
                 p *= (v_scales * exp2_of(ROOM - new_unit))[None, :]
                 decay *= exp2_of(gl.maximum(unit - new_unit, -127))
                 unit = new_unit
-            p = _as_operand(p.to(DOT), weights, left)
+            p = as_operand(p.to(DOT), weights, left)
             if PAIRED:
-                v_tile, v_odd = _convert(v_tile, PACKED, True)
-                acc_odd = _add_values(p, v_odd, acc_odd, decay)
-            acc = _add_values(p, v_tile, acc, decay)
+                v_tile, v_odd = convert_packed(v_tile, PACKED, True)
+                acc_odd = add_values(p, v_odd, acc_odd, decay)
+            acc = add_values(p, v_tile, acc, decay)
             step += 1
         l = gl.sum(sums, 1)
         if PAIRED:
-            acc = _join(acc, acc_odd)
+            acc = join_halves(acc, acc_odd)
         if SCALES == "token":
-            acc = _times(acc, exp2_of(unit - ROOM))
+            acc = times(acc, exp2_of(unit - ROOM))
 
         # All keys of the head: done. Some of them: the last CTA to arrive merges.
         if count == per_head:
             for i in gl.static_range(len(acc)):
                 write_rows(
-                    out, lse, m, l, acc[i], row, _columns(acc, i, V_SIZE, PER), sinks, factor,
+                    out, lse, m, l, acc[i], row, columns_of(acc, i, V_SIZE, PER), sinks, factor,
                     first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE,
                     HAS_SINKS, i == 0,
                 )  # fmt: skip
@@ -406,7 +286,7 @@ def attend_role(
             gl.store(split_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
             place = split_accs + slot * ROWS * V + (row * V)[:, None]
             for i in gl.static_range(len(acc)):
-                columns = _columns(acc, i, V_SIZE, PER)
+                columns = columns_of(acc, i, V_SIZE, PER)
                 gl.store(place + columns[None, :], acc[i], mask=is_kept[:, None])
             barrier()  # every thread's stores come before the one thread's count
             arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
@@ -509,12 +389,12 @@ def decode_kernel(
         KEPT: gl.constexpr = gl.int16 if PAIRED else k_cache.dtype.element_ty
         PER: gl.constexpr = 2 if PAIRED else 1
         unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        k_rings = _make_tiles(KEPT, STAGES, TILE_N, SIZE // PER)
-        v_rings = _make_tiles(KEPT, STAGES, TILE_N, V_SIZE // PER)
+        k_rings = make_tiles(KEPT, STAGES, TILE_N, SIZE // PER)
+        v_rings = make_tiles(KEPT, STAGES, TILE_N, V_SIZE // PER)
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
         ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
         vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
-        queries = _make_tiles(DOT, 0, TILE_M, SIZE // PER)
+        queries = make_tiles(DOT, 0, TILE_M, SIZE // PER)
         p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
         weights = gl.allocate_shared_memory(DOT, [TILE_M, TILE_N], p_tiles)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
