@@ -129,14 +129,16 @@ def test_decode_of_wide_heads_of_eight_bits_on_hopper(
     ("size", "kv_dtype", "scales", "products", "copies"),
     [
         # Of a warp in a tile of 64 keys: for every 16 columns of keys two products; for every 32
-        # of values, or a rest of 16, four.
+        # of values, or a rest of 16, four. In a tile of 32 keys half as many.
         (80, BF16, "none", 2 * 5 + 4 * 3, 2 * 5),
         (96, BF16, "none", 2 * 6 + 4 * 3, 2 * 6),
         (96, E4M3, "head", 2 * 6 + 4 * 4, 2 * 3),
+        (192, BF16, "none", 12 + 2 * 6, 2 * 6),
         *rarely(
             (72, BF16, "none", 2 * 5 + 4 * 3, 2 * 5),
             (112, BF16, "none", 2 * 8 + 4 * 4, 2 * 8),
             (80, INT8, "token", 2 * 6 + 4 * 4, 2 * 3 + 2),
+            (144, BF16, "none", 9 + 2 * 5, 2 * 5),
         ),
     ],
     ids=str,
