@@ -217,6 +217,7 @@ NARROW_VALUES = [
         has_alibi=True, strided=True,
     ),
     PagedCase((1, 300, 4), (3000, 700, 900), 8, 2, head_size=192, v_head_size=128),  # mixed
+    PagedCase((70, 90), (9000, 3000), 2, 2, head_size=192, v_head_size=128),  # keys are divided
     PagedCase((150, 70), (700, 333), 4, 2, head_size=64, v_head_size=128),
 ]  # fmt: skip
 
