@@ -35,6 +35,11 @@ BENT: dict[str, Any] = {"logits_soft_cap": 30.0, "has_alibi": True, "has_sinks":
 PAGED = {
     "decode": ("hopper", LONG),
     "decode-8-bit": ("hopper", LONG | {"kv_dtype": torch.float8_e4m3fn, "scales": "token"}),
+    "decode-in-parts": ("hopper", LONG | {"head_size": 80}),
+    "decode-in-parts-8-bit": (
+        "hopper",
+        LONG | {"head_size": 96, "kv_dtype": torch.int8, "scales": "token"},
+    ),
     "decode-triton": ("triton", LONG),
     "prefill": ("hopper_prefill", SEVERAL),
     "prefill-narrow": ("hopper_prefill", SEVERAL | {"head_size": 64}),
@@ -42,6 +47,7 @@ PAGED = {
     "prefill-in-parts": ("hopper_prefill", SEVERAL | {"head_size": 80, "block_size": 64}),
     "prefill-gathering": ("hopper_prefill", SEVERAL | {"block_size": 1}),
     "prefill-gathering-parts": ("hopper_prefill", SEVERAL | {"head_size": 96}),
+    "prefill-narrow-values": ("hopper_prefill", SEVERAL | {"head_size": 192, "v_head_size": 128}),
     "prefill-bent": ("hopper_prefill", SEVERAL | BENT),
     "prefill-bent-wide": ("hopper_prefill", LONGER | BENT | {"head_size": 256}),
     "mixed": ("hopper_prefill", {"query_lens": (70, 1, 3), "seq_lens": (150, 700, 33)}),

@@ -30,7 +30,13 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
-from pagetile.tiles.hopper.tiling import SMALL_TILING, TILINGS, ForwardConfig, tiling_of  # noqa: E402
+from pagetile.tiles.hopper.tiling import (  # noqa: E402
+    NARROW_TILING,
+    SMALL_TILING,
+    TILINGS,
+    ForwardConfig,
+    tiling_of,
+)
 
 F16, BF16 = torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
@@ -52,7 +58,8 @@ CONFIGS = [
         8,
     ),
     # values of another width than keys
-    (ForwardConfig(BF16, 192, 0, causal=True, uniform=True, v_head_size=128), 16),
+    (ForwardConfig(BF16, 192, 0, causal=True, uniform=True, v_head_size=128), 0),
+    (ForwardConfig(BF16, 192, 16, causal=True, uniform=True, v_head_size=128), 0),
     # lists of tiles
     (
         ForwardConfig(
@@ -84,7 +91,25 @@ OTHER_CONFIGS = [
     (ForwardConfig(F16, 192, 16, uniform=True), 16),
     (ForwardConfig(BF16, 64, 16, causal=True, uniform=True), 72),
     (ForwardConfig(F16, 64, 0, uniform=True), 40),
-    (ForwardConfig(BF16, 192, 16, causal=True, pack=4, v_head_size=128), 16),
+    (
+        ForwardConfig(
+            BF16,
+            160,
+            128,
+            causal=True,
+            has_window=True,
+            pack=4,
+            v_head_size=96,
+            has_cap=True,
+            has_alibi=True,
+            has_sinks=True,
+        ),
+        16,
+    ),
+    (ForwardConfig(F16, 136, 64, uniform=True, v_head_size=128), 0),
+    (ForwardConfig(BF16, 192, 1, causal=True, v_head_size=128, splits=True, is_far=True), 104),
+    (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, v_head_size=64), 0),
+    (ForwardConfig(BF16, 256, 16, causal=True, uniform=True, v_head_size=128), 16),
     (ForwardConfig(F16, 64, 0, uniform=True, v_head_size=128), 0),
     (ForwardConfig(BF16, 128, 0, uniform=True, is_sparse=True), 0),
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True), 0),
@@ -118,11 +143,12 @@ def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
     loops = loops_that_multiply(code)
     # One each; of wide heads one for tiles that need no mask, too, and for those after them.
     has_left = config.has_window and not config.is_sparse
-    kinds = config.causal + 1 + has_left if config.tiling.width == 256 else 1
+    kinds = config.causal + 1 + has_left if config.tiling.width > 128 else 1
     assert len(loops) == kinds * config.tiling.warpgroups
     tile_n, width = config.tiling.tile_n, config.tiling.width
     parts, v_parts = (
-        [part_size(size, part) for part in range(num_parts(size))] for size in config.sizes
+        [part_size(size, part, tiles) for part in range(num_parts(size, tiles))]
+        for size, tiles in zip(config.sizes, (config.key_tiles, 1), strict=True)
     )
     most_moved = 0 if width > 64 else 56 if config.has_cap else 30 if config.has_alibi else 24
     for body in loops:
@@ -148,7 +174,7 @@ def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
         size: [part_size(size, i) for i in range(num_parts(size))] for size in range(8, 257, 8)
     }
     for size, parts in sizes.items():
-        assert size <= sum(parts) <= tiling_of(size).width
+        assert size <= sum(parts) <= tiling_of(size, size).width
         assert parts == sorted(parts, reverse=True)
         assert [part_start(size, i) for i in range(len(parts))] == [0, parts[0]][: len(parts)]
     some = (8, 32, 40, 56, 64, 72, 96, 112, 136, 160, 176, 200)
@@ -156,6 +182,20 @@ def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
         *([16], [32], [32, 16], [64], [64], [64, 16], [64, 32], [128]),
         *([128, 16], [128, 32], [128, 64], [256]),
     ]
+
+
+def test_keys_wider_than_values_lie_in_tiles_of_64_columns():
+    parts = {
+        (size, v_size): [part_size(size, i, tiles) for i in range(num_parts(size, tiles))]
+        for size in range(8, 257, 8)
+        for v_size in (64, 128, 136)
+        if (tiles := ForwardConfig(BF16, size, 0, v_head_size=v_size).key_tiles) > 1
+    }
+    assert sorted(parts) == [(size, v) for size in range(136, 193, 8) for v in (64, 128)]
+    assert [parts[size, 128] for size in (136, 160, 168, 192)] == [
+        *([64, 64, 16], [64, 64, 32], [64, 64, 64], [64, 64, 64])
+    ]
+    assert ForwardConfig(BF16, 192, 0, v_head_size=128, is_sparse=True).key_tiles == 1
 
 
 def test_small_boxes_are_gathered_instead():
@@ -171,9 +211,10 @@ def test_small_boxes_are_gathered_instead():
 
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
-    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SMALL_TILING}
-    assert {config.tiling for config, _ in CONFIGS if config.gathers} == set(TILINGS)
-    assert [tiling_of(size).width for size in (8, 64, 72, 128, 136, 256)] == [
+    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SMALL_TILING, NARROW_TILING}
+    gathering = {config.tiling for config, _ in CONFIGS if config.gathers}
+    assert gathering == {*TILINGS, NARROW_TILING}
+    assert [tiling_of(size, size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]
 

@@ -95,6 +95,9 @@ def test_hopper_supports_its_own_problems():
     assert decode == [p.rows <= 16 and p.width <= 256 for p in problems]
     many = [p.rows > 64 and p.width <= 256 and p.kv_dtype == BF16 for p in problems]
     assert prefill == many
+    narrow = [replace(case, query_lens=(70,), seq_lens=(70,)) for case in CASES if case.v_head_size]
+    taken = [hopper_prefill.supports(on_hopper(case, BF16).problem, H200) for case in narrow]
+    assert sum(reason is None for reason in taken) >= 3
     assert sum(decode) >= 19
     assert sum(prefill) >= 20
 
@@ -194,6 +197,77 @@ def test_rows_of_odd_blocks_and_of_small_boxes(case, dtype):
 def test_heads_of_any_size_are_multiplied_in_parts(size, block_size):
     lengths = (70, 300, 9, 129), (70, 700, 600, 257)
     check_prefill(PagedCase(*lengths, 4, 2, head_size=size, block_size=block_size, dtype=BF16))
+
+
+NARROW_VALUES = [
+    *(
+        PagedCase((150, 70, 9), (700, 333, 9), 4, 4, head_size=192, v_head_size=128, block_size=b)
+        for b in (1, 8, 16, 24, 64, 128, 256)
+    ),
+    *(
+        PagedCase((150, 70, 9), (700, 333, 9), 4, 2, head_size=d, v_head_size=v, block_size=b)
+        for d, v in ((64, 8), (96, 64), (128, 64), (136, 128), (160, 80), (192, 24), (248, 200))
+        for b in (2, 64)
+    ),
+    PagedCase((150, 70), (700, 333), 8, 1, head_size=192, v_head_size=128, sliding_window=100),
+    PagedCase((200, 70), (300, 333), 6, 2, head_size=192, v_head_size=128, causal=False),
+    PagedCase((80, 90), (3, 0), 4, 2, head_size=192, v_head_size=128, has_sinks=True),
+    PagedCase(
+        (200, 70, 9), (700, 333, 9), 8, 2, head_size=192, v_head_size=128, logits_soft_cap=5.0,
+        has_alibi=True, strided=True,
+    ),
+    PagedCase((1, 300, 4), (3000, 700, 900), 8, 2, head_size=192, v_head_size=128),  # mixed
+    PagedCase((70, 90), (9000, 3000), 2, 2, head_size=192, v_head_size=128),  # keys are divided
+    PagedCase((150, 70), (700, 333), 4, 2, head_size=64, v_head_size=128),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NARROW_VALUES, ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_prefill_with_values_of_another_width_than_keys(case, dtype):
+    check_prefill(replace(case, dtype=dtype))
+
+
+TWO_PARTS = [
+    *(
+        PagedCase((1, 1, 1, 1), (70, 1700, 64, 3), 8, 2, head_size=d, block_size=b, dtype=dtype)
+        for d in (72, 80, 88, 96, 104, 112, 144, 160, 192, 200)
+        for b, dtype in ((16, BF16), (3, F16))
+    ),
+    *(
+        PagedCase(
+            (1, 1, 2), (700, 1300, 65), 8, 2, head_size=d, dtype=dtype, kv_dtype=kv_dtype,
+            scales=scales,
+        )
+        for d in (80, 96, 112, 144, 192)
+        for dtype, kv_dtype, scales in (
+            (BF16, E4M3, "head"), (BF16, torch.int8, "token"), (F16, torch.float8_e5m2, "token"),
+        )
+    ),
+    *(
+        PagedCase((1, 1), (700, 333), 4, 2, head_size=d, v_head_size=v, dtype=BF16)
+        for d, v in ((96, 64), (64, 96), (80, 96), (96, 80), (128, 80), (80, 128), (192, 128))
+    ),
+    PagedCase(
+        (4, 1), (700, 333), 4, 1, head_size=80, dtype=BF16, sliding_window=100,
+        logits_soft_cap=5.0, has_alibi=True, has_sinks=True, strided=True,
+    ),
+    PagedCase((1, 1), (3000, 70), 4, 2, head_size=96, dtype=BF16, visible_share=0.3),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TWO_PARTS, ids=str)
+def test_decode_of_heads_in_two_parts(case):
+    """Split among CTAs, split at fixed keys, and not split."""
+    inputs = make_inputs(case)
+    expected = oracle(inputs)
+    base = plan(inputs, "hopper")
+    for changed in (base, replace(base, split_size=1024), replace(base, num_programs=1)):
+        there = inputs.to("cuda")
+        result = there.attend(impl="hopper", out=there.out, plan=changed)
+        assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs, expected)
 
 
 WITH_SINKS = [

@@ -213,10 +213,13 @@ def test_what_hopper_s_kernel_does_not_take_is_planned_for_the_portable_one(chan
 
 
 @pytest.mark.parametrize(
-    ("head_size", "tile_m", "tile_n"), [(64, 192, 128), (128, 128, 128), (256, 128, 64)]
+    ("head_size", "v_head_size", "tile_m", "tile_n"),
+    [(64, 64, 192, 128), (128, 128, 128, 128), (256, 256, 128, 64), (192, 128, 128, 128)],
 )
-def test_a_plan_of_prefill_on_hopper_shows_the_tiles_that_run(head_size, tile_m, tile_n):
-    problem = replace(PREFILL, head_size=head_size, v_head_size=head_size)
+def test_a_plan_of_prefill_on_hopper_shows_the_tiles_that_run(
+    head_size, v_head_size, tile_m, tile_n
+):
+    problem = replace(PREFILL, head_size=head_size, v_head_size=v_head_size)
     plan = make_plan(problem, H200)
     assert (plan.path, plan.tile_m, plan.tile_n) == ("prefill", tile_m, tile_n)
     assert plan.num_warps * 16 == tile_m  # a warpgroup of four warps computes 64 rows
@@ -252,10 +255,14 @@ def test_hopper_s_prefill_refuses_a_plan_that_it_would_not_carry_out():
             ({"block_size": n, "is_aligned": False}, "rows of the caches do not begin at")
             for n in (1, 8, 16)
         ),
+        ({"head_size": 192}, None),
+        ({"v_head_size": 64}, None),
+        ({"v_head_size": 264}, "v_head_size is 264; multiples of 8 up to 256 run"),
+        ({"head_size": 264}, "head_size is 264; multiples of 8 up to 256 run"),
     ],
     ids=str,
 )
-def test_prefill_on_hopper_takes_blocks_of_any_size(change, reason):
+def test_prefill_on_hopper_takes_blocks_and_heads_of_many_sizes(change, reason):
     pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
     from pagetile.ops.paged_attention import hopper_prefill
 

@@ -353,7 +353,7 @@ FEW = {
     ids=str,
 )
 def test_the_host_leaves_batches_that_fill_the_gpu_as_they_are(change, may):
-    assert divides_keys(tiling_of(128), 132, **(FEW | change)) is may
+    assert divides_keys(tiling_of(128, 128), 132, **(FEW | change)) is may
 
 
 def test_heads_lie_side_by_side_where_tokens_are_few():

@@ -31,7 +31,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def _sparse_tile(problem: Problem) -> tuple[int, int]:
     """Queries and keys of a tile of block-sparse attention."""
-    tiling = tiling_of(max(problem.head_size, problem.v_head_size), is_small=True)
+    tiling = tiling_of(problem.head_size, problem.v_head_size, is_sparse=True)
     return 64 * tiling.warpgroups, tiling.tile_n
 
 

@@ -6,7 +6,7 @@
     keys of a tile = boxes of a page's rows, or a part of them, straight from their pages by TMA,
                      where that is faster; otherwise row by row by cp.async
 
-Supports float16 and bfloat16, head sizes to 256 in steps of 8 (equal for values), any group,
+Supports float16 and bfloat16, head sizes of keys and of values to 256 in steps of 8, any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
 caps up to 64, ALiBi, sinks, log-sum-exp. 8-bit caches go to the Triton kernels, and so do few
 new tokens a sequence: their tile would be nearly empty. In a mixed batch they go to a launch of

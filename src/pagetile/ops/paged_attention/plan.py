@@ -153,13 +153,12 @@ def refuse_hopper_decode(problem: Problem) -> str | None:
 def refuse_hopper_prefill(problem: Problem) -> str | None:
     """Return why Hopper's forward kernel cannot run ``problem``, or None if it can."""
     q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
-    size, widest = problem.head_size, TILINGS[-1].width
     if problem.q_dtype not in _HALVES:
         return f"q is {q}; float16 and bfloat16 run"
-    if size != problem.v_head_size:
-        return f"head_size is {size} and v_head_size {problem.v_head_size}; equal sizes run"
-    if size % 8 or size > widest:
-        return f"head_size is {size}; multiples of 8 up to {widest} run"
+    for name in ("head_size", "v_head_size"):
+        size, widest = getattr(problem, name), TILINGS[-1].width
+        if size % 8 or size > widest:
+            return f"{name} is {size}; multiples of 8 up to {widest} run"
     if problem.kv_dtype != problem.q_dtype:
         return f"q is {q} but k_cache is {kv}; equal types run"
     if problem.max_visible is not None:
@@ -221,12 +220,13 @@ def make_hopper_prefill_plan(
 ) -> GpuPlan:
     """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
 
-    They depend on the head size and, for narrow heads, on ``divides_keys``. ``split_size`` is for
+    They depend on the head sizes and, for narrow heads, on ``divides_keys``. ``split_size`` is for
     the short sequences of a mixed batch: keys of others are not divided where a result must not
     depend on the batch.
     """
+    sizes = problem.head_size, problem.v_head_size
     may_divide = not batch_invariant and divides_keys(
-        tiling_of(problem.head_size),
+        tiling_of(*sizes),
         device.num_workers,
         num_seqs=problem.num_seqs,
         num_tokens=problem.num_tokens,
@@ -236,7 +236,7 @@ def make_hopper_prefill_plan(
         group=problem.group,
         short=short_len(problem),
     )
-    tiling = tiling_of(problem.head_size, is_small=may_divide)
+    tiling = tiling_of(*sizes, splits=may_divide)
     return GpuPlan(
         "prefill",
         tile_m=_ROWS_OF_WARPGROUP * tiling.warpgroups,
@@ -351,7 +351,9 @@ def kind_of(problem: Problem, hopper: bool) -> str:
     is_float32 = _multiplies_float32(problem)
     keys = "float32" if is_float32 else f"{8 * problem.kv_dtype.itemsize}-bit"
     scales = " with a scale for each token" if problem.scale_kind == "token" else ""
-    width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
+    # Hopper's kernel pads heads of up to 96 not to 128 columns, and of up to 192 not to 256.
+    widths = (64, 96, 128, 192, 256) if hopper else (64, 128, 256, 512)
+    width = next(n for n in widths if problem.width <= n)
     rows = "" if hopper or problem.rows <= 16 else ", more than 16 rows"
     return f"{'hopper' if hopper else 'triton'}, {keys} keys{scales}, heads up to {width}{rows}"
 
@@ -365,9 +367,13 @@ def _hopper_tiles(problem: Problem) -> DecodeTiles:
     is_wide = problem.width > 128
     if problem.kv_dtype.itemsize == 1:
         return DecodeTiles(64, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 3, 2, 128, 72)
-    if problem.width <= 64:
+    if problem.width <= 96:
         return DecodeTiles(64, 4, 3, 2, 128, 80)
-    return DecodeTiles(32, 4, 6, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 2, 2, 128, 80)
+    if problem.width <= 128:
+        return DecodeTiles(64, 4, 2, 2, 128, 80)
+    if problem.width <= 192:
+        return DecodeTiles(32, 4, 4, 2, 128, 80)
+    return DecodeTiles(32, 4, 6, 1, 168, 88)
 
 
 def _portable_tiles(problem: Problem, device: DeviceInfo) -> DecodeTiles:

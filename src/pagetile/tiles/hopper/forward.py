@@ -81,7 +81,7 @@ def _compute_role(
     """One warpgroup: its rows of every tile."""
     WG: gl.constexpr = warpgroup.INDEX
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
-    WIDTH: gl.constexpr = max(k_ring.tiles.shape[2], v_ring.tiles.shape[2])
+    WIDTH: gl.constexpr = max(k_ring.tiles.shape[2] * config.KEY_TILES, v_ring.tiles.shape[2])
     S_LAYOUT: gl.constexpr = product_layout(TILE_N)
     if config.PINGPONG and WG == config.WARPGROUPS - 1:
         scheduler_arrive(0)
@@ -92,15 +92,16 @@ def _compute_role(
     if num_tiles > 0:
         k_ring.barriers.wait_full(0, use)
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
-    s = _score(q_ring.tile(tile_use, WG), k_ring.operand(use, config.ATOMS), s, config)
+    q = _find_queries(q_ring, tile_use, config, WG)
+    s = _score(q, _find_keys(k_ring, use, config), s, config)
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.barriers.release(0, use)
     slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
     weights, causal_limit, m, l = _first_softmax(s, metadata, tile_use, scoring, slope, config, WG)
     while num_tiles > 0:
-        q = q_ring.tile(tile_use, WG)
-        p = pack(weights, q.dtype)
+        q = _find_queries(q_ring, tile_use, config, WG)
+        p = pack(weights, v_ring.tiles.dtype)
         acc = _no_results(config)
         num_keys = metadata.read(tile_use, NUM_KEYS)
         if not config.GATHER and num_keys < TILE_N:
@@ -144,9 +145,8 @@ def _compute_role(
         tile_use += 1
         q_ring.barriers.wait_full(0, tile_use)
         num_tiles = metadata.read(tile_use, NUM_TILES)
-        s, acc = _multiply(
-            q_ring.tile(tile_use, WG), k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG
-        )
+        q = _find_queries(q_ring, tile_use, config, WG)
+        s, acc = _multiply(q, k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG)
         slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
         weights, causal_limit, next_m, next_l = _first_softmax(
             s, metadata, tile_use, scoring, slope, config, WG
@@ -244,11 +244,36 @@ def _wait_for(acc):
 
 
 @gluon.jit
+def _find_queries(ring, use, config, WG: gl.constexpr):
+    """A warpgroup's queries in shared memory: a tile, or a tuple of ``KEY_TILES``."""
+    tiles = ring.tile(use, WG * config.KEY_TILES)
+    if config.KEY_TILES > 1:
+        tiles = (tiles,)
+        for i in gl.static_range(1, config.KEY_TILES):
+            tiles = tiles + (ring.tile(use, WG * config.KEY_TILES + i),)  # noqa: RUF005
+    return tiles
+
+
+@gluon.jit
+def _find_keys(ring, use, config):
+    """A use's keys as products take them: a tile, or a tuple of ``KEY_TILES``."""
+    tiles = ring.operand(use, config.ATOMS)
+    if config.KEY_TILES > 1:
+        tiles = (tiles,)
+        for i in gl.static_range(1, config.KEY_TILES):
+            tiles = tiles + (ring.tile(use, i),)  # noqa: RUF005
+    return tiles
+
+
+@gluon.jit
 def _score(q, k, s, config):
     """Begin the product of queries and keys."""
-    for i in gl.static_range(num_parts(config.HEAD_SIZE)):
-        k_part = part_of(k, config.HEAD_SIZE, i).permute((1, 0))
-        s = warpgroup_mma(part_of(q, config.HEAD_SIZE, i), k_part, s, use_acc=i > 0, is_async=True)
+    SIZE: gl.constexpr = config.HEAD_SIZE
+    TILES: gl.constexpr = config.KEY_TILES
+    for i in gl.static_range(num_parts(SIZE, TILES)):
+        q_part = part_of(q[i] if TILES > 1 else q, SIZE, i, TILES)
+        k_part = part_of(k[i] if TILES > 1 else k, SIZE, i, TILES).permute((1, 0))
+        s = warpgroup_mma(q_part, k_part, s, use_acc=i > 0, is_async=True)
     return s
 
 
@@ -273,7 +298,7 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
         k_ring.barriers.wait_full(0, use + 1)
     if config.PINGPONG:
         scheduler_wait(WG)
-    s = _score(q, k_ring.operand(use + 1, config.ATOMS), s, config)
+    s = _score(q, _find_keys(k_ring, use + 1, config), s, config)
     v_ring.barriers.wait_full(0, use)
     acc = _add_values(p, v_ring.operand(use, config.ATOMS), acc, config)
     if config.PINGPONG:
@@ -317,7 +342,7 @@ def _attend_tile(
     weights, decay, m, l = weigh(s, m, l, scoring.scale)
     acc = _wait_for(acc)
     v_ring.barriers.release(0, use)
-    return pack(weights, q.dtype), times(acc, decay), m, l
+    return pack(weights, v_ring.tiles.dtype), times(acc, decay), m, l
 
 
 @gluon.jit
@@ -393,6 +418,7 @@ def forward_kernel(
     UNIFORM: gl.constexpr,
     WIDTH: gl.constexpr,
     V_WIDTH: gl.constexpr,
+    KEY_TILES: gl.constexpr,
     PACK: gl.constexpr,
     BOX: gl.constexpr,
     ATOMS: gl.constexpr,
@@ -411,6 +437,7 @@ def forward_kernel(
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
+        KEY_TILES,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -418,8 +445,8 @@ def forward_kernel(
         TileLists(lists, list_seq, list_head, list_pitch),
     )  # fmt: skip
     scoring = Scoring(window, scale, inner, slopes, lists)
-    q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS, WARPGROUPS)
-    k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, 1, WARPGROUPS)
+    q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS * KEY_TILES, WARPGROUPS)
+    k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
     v_ring = make_ring(q_desc.dtype, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
     metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE or SPLITS else 8)
     schedule = ()

@@ -64,8 +64,10 @@ def gather_tiles(pages, ring, use, begin, end, keys, SIZE: gl.constexpr, config)
             key = (n - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
             block = gl.load(table + key // config.BLOCK_SIZE)
         ring.barriers.wait_empty(0, use)
-        for part in gl.static_range(num_parts(SIZE)):
-            _copy_part(pages, ring.tile(use, 0), seq_len > 0, SIZE, part)
+        TILES: gl.constexpr = ring.PARTS
+        for part in gl.static_range(num_parts(SIZE, TILES)):
+            tile = ring.tile(use, part if TILES > 1 else 0)
+            _copy_part(pages, tile, seq_len > 0, SIZE, part, TILES)
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
@@ -76,11 +78,13 @@ def gather_tiles(pages, ring, use, begin, end, keys, SIZE: gl.constexpr, config)
 
 
 @gluon.jit
-def _copy_part(pages, tile, is_there, HEAD_SIZE: gl.constexpr, PART: gl.constexpr):
+def _copy_part(
+    pages, tile, is_there, HEAD_SIZE: gl.constexpr, PART: gl.constexpr, TILES: gl.constexpr
+):
     """Start the copies of a part of a tile's columns."""
     TILE_N: gl.constexpr = tile.shape[0]
-    SIZE: gl.constexpr = part_size(HEAD_SIZE, PART)
-    START: gl.constexpr = part_start(HEAD_SIZE, PART)
+    SIZE: gl.constexpr = part_size(HEAD_SIZE, PART, TILES)
+    START: gl.constexpr = part_start(HEAD_SIZE, PART, TILES)
     LANES: gl.constexpr = min(8, SIZE // UNIT)
     AT_ONCE: gl.constexpr = 64  # as registers allow
     COPYING: gl.constexpr = gl.BlockedLayout(
@@ -93,5 +97,5 @@ def _copy_part(pages, tile, is_there, HEAD_SIZE: gl.constexpr, PART: gl.constexp
     for first in gl.static_range(0, TILE_N, AT_ONCE):
         place = pages.places.slice(first, AT_ONCE).load(gl.SliceLayout(1, COPYING))
         at = pages.base + column + place.to(gl.int64)[:, None] * UNIT
-        part = part_of(tile.slice(first, AT_ONCE), HEAD_SIZE, PART)
+        part = part_of(tile.slice(first, AT_ONCE), HEAD_SIZE, PART, TILES)
         async_copy.async_copy_global_to_shared(part, at, there)

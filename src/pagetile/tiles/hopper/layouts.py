@@ -7,12 +7,16 @@ __all__ = ["num_parts", "part_of", "part_size", "part_start", "product_layout", 
 
 
 @gluon.constexpr_function
-def _parts(head_size):
+def _parts(head_size, tiles=1):
     """What a head's columns are multiplied in: powers of two, one, or two that waste less.
 
-    A head of 96 is 64 and 32, one of 112 is 128.
+    A head of 96 is 64 and 32, one of 112 is 128. Over several tiles side by side it is as many
+    parts: one of 160 over three tiles is 64, 64 and 32.
     """
     columns = -(-int(head_size) // 16) * 16  # a product takes sixteen at a time
+    if int(tiles) > 1:
+        rest = columns - 64 * (int(tiles) - 1)
+        return (64,) * (int(tiles) - 1) + (1 << (rest - 1).bit_length(),)
     first = 1 << (columns.bit_length() - 1)
     rest = columns - first
     if rest == 0:
@@ -22,29 +26,30 @@ def _parts(head_size):
 
 
 @gluon.constexpr_function
-def num_parts(head_size):
-    """How many products take a head's columns: 1 or 2."""
-    return len(_parts(head_size))
+def num_parts(head_size, tiles=1):
+    """How many products take a head's columns: 1 or 2, or as many as there are tiles."""
+    return len(_parts(head_size, tiles))
 
 
 @gluon.constexpr_function
-def part_size(head_size, part):
+def part_size(head_size, part, tiles=1):
     """The columns of a part."""
-    return _parts(head_size)[int(part)]
+    return _parts(head_size, tiles)[int(part)]
 
 
 @gluon.constexpr_function
-def part_start(head_size, part):
+def part_start(head_size, part, tiles=1):
     """The columns before a part."""
-    return sum(_parts(head_size)[: int(part)])
+    return sum(_parts(head_size, tiles)[: int(part)])
 
 
 @gluon.jit
-def part_of(tile, HEAD_SIZE: gl.constexpr, PART: gl.constexpr):
-    """The columns of a part of a tile in shared memory."""
-    SIZE: gl.constexpr = part_size(HEAD_SIZE, PART)
+def part_of(tile, HEAD_SIZE: gl.constexpr, PART: gl.constexpr, TILES: gl.constexpr = 1):
+    """The columns of a part of a tile in shared memory; ``tile`` is the part's of ``TILES``."""
+    SIZE: gl.constexpr = part_size(HEAD_SIZE, PART, TILES)
+    START: gl.constexpr = part_start(HEAD_SIZE, PART) if TILES == 1 else 0
     if tile.shape[1] > SIZE:
-        tile = tile.slice(part_start(HEAD_SIZE, PART), SIZE, dim=1)
+        tile = tile.slice(START, SIZE, dim=1)
     return tile
 
 

@@ -65,6 +65,7 @@ class KernelConfig:
     PINGPONG: gl.constexpr
     SPARSE: gl.constexpr  # tiles of keys are those on a list
     SPLITS: gl.constexpr  # programs may share a tile's keys
+    KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
 
 
 @gluon.jit
@@ -207,13 +208,13 @@ def _load_queries(desc, ring, use, token, head, config):
     PACK: gl.constexpr = config.PACK
     CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
     ready = ring.expect(use)
-    for part in gl.static_range(config.WARPGROUPS):
+    for part in gl.static_range(ring.PARTS):
         boxes = ring.tile(use, part)._reinterpret(
             ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
         )
-        at = token + part * (ROWS // PACK)
+        at = token + part // config.KEY_TILES * (ROWS // PACK)
         for c in gl.static_range(CHUNKS):
-            where = [at, head * PACK, c * COLUMNS]
+            where = [at, head * PACK, (part % config.KEY_TILES * CHUNKS + c) * COLUMNS]
             tma.async_copy_global_to_shared(desc, where, ready, boxes.index(c))
 
 
@@ -252,13 +253,14 @@ def _load_tile(desc, ring, use, key, keys, config):
     rows = _find_rows(keys, key, BOXES, config)  # while the slot is still in use
     ring.barriers.wait_empty(0, use)
     ready = ring.expect(use)
-    tile = ring.tile(use, 0)
-    for i in gl.static_range(BOXES):
-        _load_box(desc, tile, i, keys[4], rows[i], ready, config)
+    for part in gl.static_range(ring.PARTS):
+        tile = ring.tile(use, part)
+        for i in gl.static_range(BOXES):
+            _load_box(desc, tile, i, keys[4], rows[i], part * COLUMNS, ready, config)
 
 
 @gluon.jit
-def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, ready, config):
+def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, COLUMN: gl.constexpr, ready, config):
     BOXES: gl.constexpr = tile.shape[0] // config.BOX
     CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
     if config.ATOMS:
@@ -273,7 +275,7 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, ready, config):
             tile.dtype, [CHUNKS // SHARE * BOXES, 1, SHARE, config.BOX, COLUMNS], desc.layout
         )
         for c in gl.static_range(CHUNKS // SHARE):
-            where = [kv_head, 0, row, c * COLUMNS]
+            where = [kv_head, 0, row, COLUMN + c * COLUMNS]
             tma.async_copy_global_to_shared(desc, where, ready, boxes.index(c * BOXES + INDEX))
 
 

@@ -45,6 +45,14 @@ SMALL_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
 three warpgroups have too few registers for the merge."""
 
 
+NARROW_TILING = Tiling(192, 128, 2, 1, 2, False, True, 232)
+"""For values of up to 128 columns beside wider keys.
+
+Keys lie in three tiles of 64 columns: padded to 256, as tiles of one power of two are, 128 of
+them would not fit.
+"""
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """What one compiled forward kernel is for."""
@@ -74,7 +82,7 @@ class ForwardConfig:
     @property
     def tiling(self) -> Tiling:
         """How its kernel is built."""
-        return tiling_of(max(self.sizes), is_small=self.is_sparse or self.splits)
+        return tiling_of(*self.sizes, is_sparse=self.is_sparse, splits=self.splits)
 
     @property
     def staged(self) -> bool:
@@ -85,6 +93,11 @@ class ForwardConfig:
     def sizes(self) -> tuple[int, int]:
         """Head sizes of keys and of values."""
         return self.head_size, self.head_size if self.v_head_size is None else self.v_head_size
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 columns that hold a key side by side, or 1 of a power of two."""
+        return -(-self.head_size // _COLUMNS) if self.tiling is NARROW_TILING else 1
 
     @property
     def gathers(self) -> bool:
@@ -116,7 +129,8 @@ class ForwardConfig:
 
     def chunks(self, size: int) -> int:
         """How many times 64 columns of rows of a size one copy loads."""
-        is_whole = self.box == self.tiling.tile_n and size % _COLUMNS == 0
+        has_tiles = size == self.head_size and self.key_tiles > 1
+        is_whole = self.box == self.tiling.tile_n and size % _COLUMNS == 0 and not has_tiles
         return width_of(size) // _COLUMNS if self.has_atoms or is_whole else 1
 
     def boxes(self, size: int) -> list[int]:
@@ -131,8 +145,13 @@ def width_of(head_size: int) -> int:
     return next(tiling.width for tiling in TILINGS if head_size <= tiling.width)
 
 
-def tiling_of(head_size: int, *, is_small: bool = False) -> Tiling:
-    """The tiling for a head size up to 256; a small one for sparse tiles and divided keys."""
-    if is_small and head_size <= SMALL_TILING.width:
+def tiling_of(
+    head_size: int, v_head_size: int, *, is_sparse: bool = False, splits: bool = False
+) -> Tiling:
+    """The tiling for head sizes up to 256; a small one for sparse tiles and divided keys."""
+    width = max(head_size, v_head_size)
+    if (is_sparse or splits) and width <= SMALL_TILING.width:
         return SMALL_TILING
-    return next(tiling for tiling in TILINGS if head_size <= tiling.width)
+    if not is_sparse and v_head_size <= 128 < head_size <= NARROW_TILING.width:
+        return NARROW_TILING
+    return next(tiling for tiling in TILINGS if width <= tiling.width)
