@@ -30,7 +30,6 @@ from .triton_rows import (
     TAIL,
     TOP_K,
     from_order,
-    load_logits,
     order_of,
     position_of,
     shape_logits,
@@ -46,16 +45,26 @@ FARTHEST = tl.constexpr(32.0)
 
 
 @triton.jit
-def _load_orders(start, source, scalars, step_masks, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Logits of a tile as orders, int32 ``[THREADS, EACH]``; LOWEST past the vocabulary."""
-    i, row, position, logits, ints, floats, addresses = source
-    stride, vocab_size, num_words = scalars
+def _load(start, source, scalars, THREADS: tl.constexpr, EACH: tl.constexpr):
+    """Logits of a tile, ``[THREADS, EACH]``, and nothing past the vocabulary."""
+    i, _, _, logits, _, _, _ = source
+    stride, vocab_size, _ = scalars
+    at = start + tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    line = logits + i.to(tl.int64) * stride
+    return tl.load(line + at, mask=at < vocab_size, other=-float("inf"))
+
+
+@triton.jit
+def _orders(x, start, source, scalars, step_masks, THREADS: tl.constexpr, EACH: tl.constexpr):
+    """What was loaded as orders, after penalties and bans; LOWEST past the vocabulary."""
+    i, row, position, _, ints, floats, addresses = source
+    _, vocab_size, num_words = scalars
     at = start + tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     is_token = at < vocab_size
-    x = load_logits(at, is_token, i, row, logits, stride)
     x = shape_logits(
-        x, at, is_token, i, row, position, ints, floats, addresses, step_masks, num_words
-    )
+        x.to(tl.float32), at, is_token, i, row, position, ints, floats, addresses,
+        step_masks, num_words,
+    )  # fmt: skip
     return tl.where(is_token, order_of(x), LOWEST)
 
 
@@ -63,8 +72,11 @@ def _load_orders(start, source, scalars, step_masks, THREADS: tl.constexpr, EACH
 def _find_best(source, scalars, step_masks, THREADS: tl.constexpr, EACH: tl.constexpr):
     """The order of the largest logit."""
     best = tl.full((THREADS,), LOWEST, tl.int32)
+    ahead = _load(0, source, scalars, THREADS, EACH)
     for start in range(0, scalars[1], THREADS * EACH):
-        orders = _load_orders(start, source, scalars, step_masks, THREADS, EACH)
+        x = ahead  # the next tile is on its way while this one is looked at
+        ahead = _load(start + THREADS * EACH, source, scalars, THREADS, EACH)
+        orders = _orders(x, start, source, scalars, step_masks, THREADS, EACH)
         best = tl.maximum(best, tl.max(orders, 1))
     return tl.max(best, 0)
 
@@ -136,8 +148,11 @@ def _search(
         n2 = tl.zeros((THREADS,), tl.int64)
         n3 = tl.zeros((THREADS,), tl.int64)
         n4 = tl.zeros((THREADS,), tl.int64)
+        ahead = _load(0, source, scalars, THREADS, EACH)
         for start in range(0, scalars[1], THREADS * EACH):
-            orders = _load_orders(start, source, scalars, step_masks, THREADS, EACH)
+            x = ahead
+            ahead = _load(start + THREADS * EACH, source, scalars, THREADS, EACH)
+            orders = _orders(x, start, source, scalars, step_masks, THREADS, EACH)
             above = tl.where(orders > lo.to(tl.int32), orders, HIGHEST)
             below = tl.where(orders <= hi.to(tl.int32), orders, LOWEST)
             smallest = tl.minimum(smallest, tl.min(above, 1))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NUM_WORDS", "draw", "unpack"]
 
-TILE = 4096
+TILE = 2048
 WIDTH = 2 + 2 * MAX_TOP
 """int32 words of a row's log-probabilities."""
 NUM_WORDS = 3 + WIDTH
@@ -206,7 +206,7 @@ def draw(
     )  # fmt: skip
     score_kernel[(n, num_tiles)](
         bests, scores, tokens, raw_bests, sums, logits, edges, step_masks,
-        *row_state, *scalars, NUM_TILES=padded, TILE=TILE, num_warps=16,
+        *row_state, *scalars, NUM_TILES=padded, TILE=TILE, num_warps=8,
     )  # fmt: skip
     choose_kernel[(n,)](
         chosen, largest, state.last_tokens, state.lengths, bests, scores, tokens, rows,

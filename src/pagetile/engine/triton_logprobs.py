@@ -17,6 +17,7 @@ from .triton_rows import NUM_INTS, NUM_LOGPROBS, from_order, load_logits, order_
 
 __all__ = ["report_kernel"]
 
+RANK_TILE = tl.constexpr(16384)
 NONE_LEFT = tl.constexpr(-(2**31))  # below the order of -inf
 
 
@@ -57,14 +58,13 @@ def report_kernel(
     # The token's rank: how many logits are at least as large.
     line = logits + i.to(tl.int64) * stride
     own = tl.load(line + tl.load(chosen + i)).to(tl.float32)
-    at_least = tl.zeros((TILE,), tl.int32)
-    for tile in range(num_tiles):
-        if tl.load(bests + i * NUM_TILES + tile) >= own:
-            at = tile * TILE + tl.arange(0, TILE)
-            x = load_logits(at, at < vocab_size, i, row, logits, stride)
-            at_least += ((x >= own) & (at < vocab_size)).to(tl.int32)
+    at_least = 0
+    for start in range(0, vocab_size, RANK_TILE):
+        at = start + tl.arange(0, RANK_TILE)
+        x = load_logits(at, at < vocab_size, i, row, logits, stride)
+        at_least += tl.sum(((x >= own) & (at < vocab_size)).to(tl.int32), 0)
     out = report + i.to(tl.int64) * (2 + 2 * MAX_TOP)
-    tl.store(out, tl.sum(at_least, 0))
+    tl.store(out, at_least)
     tl.store((out + 1 + MAX_TOP).to(tl.pointer_type(tl.float32)), (own - lse).to(tl.float32))
     # The likeliest tokens, of equals the lowest id first.
     left = tl.where(is_tile, order_of(best), NONE_LEFT)
