@@ -39,25 +39,26 @@ def compile_kernel(kernel, types, constants, **options):
 
 @pytest.mark.parametrize("masks", [{}, {"step_masks": "*i32"}], ids=["free", "masked"])
 def test_score_reads_logits_and_tables_in_wide_words(masks, tmp_path):
-    outputs = dict.fromkeys(("bests", "scores", "raw_bests", "sums", "edges"), "*fp32")
+    outputs = dict.fromkeys(("bests", "scores", "raw_bests", "sums"), "*fp32")
     types = {**outputs, "tokens": "*i32", **LOGITS, **masks, "num_words": "i32"}
     constants = {"NUM_TILES": 128, "TILE": triton_draw.TILE}
     if not masks:
         constants["step_masks"] = None
     compiled = compile_kernel(triton_draw.score_kernel, types, constants, num_warps=8)
     used = resources(compiled, tmp_path)
-    assert used["REG"] <= 64, used  # four programs a multiprocessor
+    assert used["REG"] <= (72 if masks else 64), used  # four programs a multiprocessor, or three
     assert used["STACK"] == used["LOCAL"] == 0, used
     # Eight logits; eight biases and eight counts of two words each.
     assert len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"])) == 5
 
 
 def test_the_passes_of_cut_need_no_exchange_between_threads(tmp_path):
-    types = {"edges": "*fp32", **LOGITS, "num_words": "i32"}
+    outputs = {"chosen": "*i64", "last_tokens": "*i64", "largest": "*fp32"}
+    types = {**outputs, **LOGITS, "num_words": "i32"}
     constants = {"step_masks": None, "THREADS": 512, "EACH": 8}
     compiled = compile_kernel(triton_cut.cut_kernel, types, constants, num_warps=16, maxnreg=64)
-    assert resources(compiled, tmp_path)["LOCAL"] == 0
-    assert "convert_layout" not in compiled.asm["ttgir"]
+    used = resources(compiled, tmp_path)
+    assert used["SHARED"] <= 2048, used  # of reductions between passes; a tile would take 16 KiB
 
 
 def test_report_and_choose_compile(tmp_path):
@@ -70,8 +71,8 @@ def test_report_and_choose_compile(tmp_path):
     assert resources(compiled, tmp_path)["STACK"] == 0
     types = {
         "chosen": "*i64", "largest": "*fp32", "last_tokens": "*i64", "lengths": "*i32",
-        "bests": "*fp32", "scores": "*fp32", "tokens": "*i32", "rows": "*i32", "floats": "*fp64",
-        "addresses": "*i64", "num_tiles": "i32",
+        "bests": "*fp32", "scores": "*fp32", "tokens": "*i32", "rows": "*i32", "ints": "*i32",
+        "floats": "*fp64", "addresses": "*i64", "vocab_size": "i32", "num_tiles": "i32",
     }  # fmt: skip
     compiled = compile_kernel(triton_draw.choose_kernel, types, {"NUM_TILES": 128}, num_warps=1)
     assert resources(compiled, tmp_path)["STACK"] == 0

@@ -6,11 +6,19 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels to interpret")
+
+import triton
+import triton.language as tl
+
 from pagetile.engine.logprobs import compute_logprobs, read_logprobs
 from pagetile.engine.sampler import Sampler, SamplingInput
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.engine.sampling_rows import MAX_TOP, Feature
 from pagetile.engine.sampling_tables import pack_bits
+from pagetile.engine.triton_cut import find_edge
+from pagetile.engine.triton_draw import draw, unpack
+from pagetile.engine.triton_rows import from_order, position_of
 
 pytestmark = pytest.mark.interpret
 
@@ -30,26 +38,34 @@ def make_sampler(rows, vocab_size, device):
 
 def draw_by_kernels(logits, rows, step_masks=None):
     """Tokens, largest logits, log-probabilities, and the sampler afterwards."""
-    from pagetile.engine import triton_draw
-
     sampler = make_sampler(rows, logits.shape[1], home())
     where = torch.arange(len(rows), device=home())
     masks = None if step_masks is None else step_masks.to(home())
-    packed = triton_draw.draw(logits.to(home()), where, sampler, masks)
-    return (*(part.cpu() for part in triton_draw.unpack(packed, len(rows))), sampler)
+    packed = draw(logits.to(home()), where, sampler, masks)
+    return (*(part.cpu() for part in unpack(packed, len(rows))), sampler)
+
+
+@triton.jit
+def edge_kernel(
+    edges, logits, lengths, ints, floats, addresses, stride, vocab_size, num_words,
+    THREADS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    row = i.to(tl.int64)
+    source = i, row, position_of(row, lengths, ints), logits, ints, floats, addresses
+    scalars = stride, vocab_size, num_words
+    best = tl.load(edges + i)
+    tl.store(edges + i, from_order(find_edge(source, scalars, None, best, THREADS, EACH)))
 
 
 def find_edges(logits, rows):
     """The smallest logit that the kernel keeps of each row."""
-    from pagetile.engine.triton_cut import cut_kernel
-
     n, vocab_size = logits.shape
     sampler, logits = make_sampler(rows, vocab_size, home()), logits.to(home())
-    edges = torch.full((n,), math.nan, device=home())
-    cut_kernel[(n,)](
-        edges, logits, None, torch.arange(n, device=home()), sampler.lengths, sampler.ints,
-        sampler.floats, sampler.addresses, logits.stride(0), vocab_size, -(-vocab_size // 32),
-        THREADS=128, EACH=8, num_warps=4,
+    edges = logits.max(dim=1).values
+    edge_kernel[(n,)](
+        edges, logits, sampler.lengths, sampler.ints, sampler.floats, sampler.addresses,
+        logits.stride(0), vocab_size, -(-vocab_size // 32), THREADS=128, EACH=8, num_warps=4,
     )  # fmt: skip
     return edges.cpu()
 
@@ -109,7 +125,7 @@ def spread(kind, generator):
     if kind == "equal":
         return torch.full((SIZE,), 2.5)
     if kind == "outliers":
-        x[::3], x[1::7] = -math.inf, torch.finfo(torch.float32).min
+        x[::3], x[1::7] = -math.inf, -1e30
         return x
     if kind == "around zero":
         return x * 1e-30
@@ -129,12 +145,29 @@ def test_edges_are_those_of_sorting(kind):
         assert torch.equal(x >= edge, expected), options
 
 
-def test_rows_without_cuts_keep_everything_and_bad_rows_do_not_stall():
+@pytest.mark.parametrize("kind", ["even", "peaked", "outliers", "equal"])
+def test_what_is_drawn_with_cuts_is_kept_and_what_torch_draws(kind):
+    generator = torch.Generator().manual_seed(1)
+    rows = [row(seed=seed, **options) for options in CUTS for seed in range(2)]
+    logits = torch.stack([spread(kind, generator) for _ in rows])
+    tokens, _, _, on_device = draw_by_kernels(logits, rows)
+    on_host = make_sampler(rows, SIZE, torch.device("cpu"))
+    expected, _, _ = on_host.sample(logits, torch.arange(len(rows)), range(len(rows)))
+    assert tokens.tolist() == expected.tolist()
+    assert torch.equal(on_device.last_tokens.cpu(), tokens)
+    assert torch.equal(on_device.lengths.cpu(), on_host.lengths)
+    for x, token, input_ in zip(logits, tokens, rows, strict=True):
+        assert keep_by_sorting(x, input_.params)[token]
+
+
+def test_bad_rows_do_not_stall():
     logits = torch.zeros(5, 300)
     logits[1, 3], logits[2, 4], logits[3] = math.nan, math.inf, -math.inf
     rows = [row(), *[row(top_k=3, top_p=0.5, min_p=0.1)] * 3, row(temperature=0.0, top_k=3)]
-    edges = find_edges(logits, rows)
-    assert edges[[0, 2, 3, 4]].tolist() == [-math.inf] * 4
+    tokens, best, _, sampler = draw_by_kernels(logits, rows)
+    assert best.isfinite().tolist() == [True, False, False, False, True]
+    assert tokens[1:].tolist() == [0] * 4
+    assert sampler.lengths.tolist() == [1] * 5
 
 
 def random_rows(rng, num_rows, vocab_size):

@@ -2,15 +2,18 @@
 
 ::
 
-    cut      one program a row     row ─► edge: the smallest logit that top_k, top_p, min_p keep
     score    one program a tile    tile of the logits ─► best logit; best score and its token
     choose   one program a row     tiles ─► token ─► row: last token, length + 1, counts
+    cut      one program a row     token ─► it, or another that top_k, top_p and min_p keep ─► row
     report   one program a row     tiles, token ─► log-probabilities
 
-``cut`` and ``report`` return at once for rows that do not ask for them. ``score`` reads the logits
-once. A score is ``(x - tile's best) / temperature - log(E)``, so that it keeps its digits at low
-temperatures; ``choose`` adds what lies between the tiles' bests. The noise E is that of
-``torch_draw.make_noise``, bit for bit but for the logarithms.
+The token with the largest score of all is the one with the largest score of those that are kept, if
+it is kept itself, so cuts come after the draw. ``cut`` and ``report`` return at once for rows that
+do not ask for them.
+
+``score`` reads the logits once. A score is ``(x - tile's best) / temperature - log(E)``, so that it
+keeps its digits at low temperatures; ``choose`` adds what lies between the tiles' bests. The noise
+E is that of ``torch_draw.make_noise``, bit for bit but for the logarithms.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from .triton_rows import (
     NUM_FLOATS,
     NUM_INTS,
     NUM_LOGPROBS,
-    NUM_TABLES,
+    advance,
+    has_cut,
     load_logits,
+    make_noise,
     position_of,
     shape_logits,
 )
@@ -49,27 +54,6 @@ NUM_WORDS = 3 + WIDTH
 
 
 @triton.jit
-def _mix(x, key):
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x += key
-    x *= 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _exponential(token, first, second):
-    """Noise of a token, float32: ``-log(1 - u)``."""
-    words = _mix(token.to(tl.uint32) + first, second)
-    u = ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
-    u = tl.minimum(u, 1.0 - 1.0 / 16777216.0)
-    # log(1 - u) loses the digits of a small u, and the smallest noise wins.
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
-    return tl.where(u < 0.0625, series, -tl.log(1.0 - u))
-
-
-@triton.jit
 def score_kernel(
     # outputs, of each tile
     bests,  # float32 [n, NUM_TILES]: the largest logit, NaN if any is
@@ -79,7 +63,6 @@ def score_kernel(
     sums,  # float32 [n, NUM_TILES]: of the model's exp(logit - raw_best), likewise
     # inputs
     logits,  # [n, vocab_size]
-    edges,  # float32 [n]: smaller logits are not drawn
     step_masks,  # int32 [n, num_words], or None
     rows,  # int32 or int64 [n]
     lengths,  # int32 [num_rows]
@@ -115,14 +98,9 @@ def score_kernel(
     inverse = tl.load(floats + row * NUM_FLOATS + INVERSE).to(tl.float32)
     score = tl.where(x == best, 0.0, -float("inf"))
     if inverse >= 0:
-        shift = position.to(tl.uint32)
-        first = _mix(tl.load(ints + row * NUM_INTS).to(tl.uint32) + shift * 0x9E3779B9, 0)
-        key = tl.load(ints + row * NUM_INTS + 1).to(tl.uint32)
-        second = _mix((key ^ first) + shift * 0x85EBCA6B, 0)
-        noise = _exponential(at, first, second)
+        noise = make_noise(at, row, position, ints)
         centre = tl.where(tl.abs(best) < float("inf"), best, 0.0)
         score = (x - centre) * inverse - tl.log(noise)
-        score = tl.where(x >= tl.load(edges + i), score, -float("inf"))
     largest = tl.max(score, 0)
     token = tl.min(tl.where((score == largest) & is_token, at, 2147483647), 0)
     tl.store(bests + out, tl.where(is_nan, float("nan"), best))
@@ -135,16 +113,18 @@ def choose_kernel(
     # outputs
     chosen,  # int64 [n]
     largest,  # float32 [n]: the largest logit
-    last_tokens,  # int64 [num_rows]
+    last_tokens,  # int64 [num_rows]: of rows without cuts, as are lengths and counts
     lengths,  # int32 [num_rows]
     # inputs
     bests,  # float32 [n, NUM_TILES]
     scores,  # float32 [n, NUM_TILES]
     tokens,  # int32 [n, NUM_TILES]
     rows,  # int32 or int64 [n]
+    ints,  # int32 [num_rows, NUM_INTS]
     floats,  # float64 [num_rows, NUM_FLOATS]
     addresses,  # int64 [num_rows, NUM_TABLES]: a row's counts are written
     # scalars
+    vocab_size,
     num_tiles,
     NUM_TILES: tl.constexpr,
 ):
@@ -170,12 +150,8 @@ def choose_kernel(
     found = tl.where(is_good, found, 0).to(tl.int64)
     tl.store(chosen + i, found)
     tl.store(largest + i, tl.where(is_nan, float("nan"), top))
-    tl.store(last_tokens + row, found)
-    tl.store(lengths + row, tl.load(lengths + row) + 1)
-    counts = tl.load(addresses + row * NUM_TABLES)
-    if counts != 0:
-        count = counts.to(tl.pointer_type(tl.int32)) + found
-        tl.store(count, tl.load(count) + 2)
+    if has_cut(row, ints, floats, vocab_size) == 0:
+        advance(row, found, last_tokens, lengths, addresses)
 
 
 def draw(
@@ -195,22 +171,22 @@ def draw(
     device = logits.device
     bests, scores, raw_bests, sums = torch.empty(4, n, padded, dtype=torch.float32, device=device)
     tokens = torch.empty(n, padded, dtype=torch.int32, device=device)
-    edges = torch.empty(n, dtype=torch.float32, device=device)
     packed = torch.empty(_pad(n) * NUM_WORDS, dtype=torch.int32, device=device)
     chosen, largest, report = unpack(packed, n)
     row_state = rows, state.lengths, state.ints, state.floats, state.addresses
     scalars = logits.stride(0), vocab_size, num_words
-    cut_kernel[(n,)](
-        edges, logits, step_masks, *row_state, *scalars,
-        THREADS=512, EACH=16 // logits.element_size(), num_warps=16, maxnreg=64,
-    )  # fmt: skip
     score_kernel[(n, num_tiles)](
-        bests, scores, tokens, raw_bests, sums, logits, edges, step_masks,
+        bests, scores, tokens, raw_bests, sums, logits, step_masks,
         *row_state, *scalars, NUM_TILES=padded, TILE=TILE, num_warps=8,
     )  # fmt: skip
     choose_kernel[(n,)](
         chosen, largest, state.last_tokens, state.lengths, bests, scores, tokens, rows,
-        state.floats, state.addresses, num_tiles, NUM_TILES=padded, num_warps=1,
+        state.ints, state.floats, state.addresses, vocab_size, num_tiles, NUM_TILES=padded,
+        num_warps=1,
+    )  # fmt: skip
+    cut_kernel[(n,)](
+        chosen, state.last_tokens, largest, logits, step_masks, *row_state, *scalars,
+        THREADS=512, EACH=16 // logits.element_size(), num_warps=16, maxnreg=64,
     )  # fmt: skip
     report_kernel[(n,)](
         report, chosen, raw_bests, sums, logits, rows, state.ints, logits.stride(0), vocab_size,

@@ -12,7 +12,16 @@ import triton.language as tl
 from . import sampling_rows as columns
 from .sampling_tables import NUM_TABLES as TABLES
 
-__all__ = ["from_order", "load_logits", "order_of", "position_of"]
+__all__ = [
+    "advance",
+    "from_order",
+    "has_cut",
+    "load_logits",
+    "make_noise",
+    "order_of",
+    "position_of",
+    "shape_logits",
+]
 
 NUM_INTS = tl.constexpr(columns.NUM_INTS)
 NUM_FLOATS = tl.constexpr(columns.NUM_FLOATS)
@@ -49,6 +58,51 @@ def from_order(order):
 def position_of(row, lengths, ints):
     """How many tokens a row has drawn."""
     return tl.load(lengths + row) - tl.load(ints + row * NUM_INTS + PROMPT_LEN)
+
+
+@triton.jit
+def has_cut(row, ints, floats, vocab_size):
+    """Whether a row asks for top_k, top_p or min_p."""
+    top_k = tl.load(ints + row * NUM_INTS + TOP_K)
+    numbers = floats + row * NUM_FLOATS
+    has_margin = tl.load(numbers + MARGIN) > -float("inf")
+    return (top_k < vocab_size) | (tl.load(numbers + TAIL) > 0) | has_margin
+
+
+@triton.jit
+def advance(row, token, last_tokens, lengths, addresses):
+    """Give a row its token, int64."""
+    tl.store(last_tokens + row, token)
+    tl.store(lengths + row, tl.load(lengths + row) + 1)
+    counts = tl.load(addresses + row * NUM_TABLES)
+    if counts != 0:
+        count = counts.to(tl.pointer_type(tl.int32)) + token
+        tl.store(count, tl.load(count) + 2)
+
+
+@triton.jit
+def _mix(x, key):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x += key
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def make_noise(at, row, position, ints):
+    """Exponential noise of tokens, float32: ``torch_draw.make_noise`` but for the logarithm."""
+    shift = position.to(tl.uint32)
+    first = _mix(tl.load(ints + row * NUM_INTS).to(tl.uint32) + shift * 0x9E3779B9, 0)
+    key = tl.load(ints + row * NUM_INTS + 1).to(tl.uint32)
+    second = _mix((key ^ first) + shift * 0x85EBCA6B, 0)
+    words = _mix(at.to(tl.uint32) + first, second)
+    u = ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    u = tl.minimum(u, 1.0 - 1.0 / 16777216.0)
+    # log(1 - u) loses the digits of a small u, and the smallest noise wins.
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
+    return tl.where(u < 0.0625, series, -tl.log(1.0 - u))
 
 
 @triton.jit
