@@ -612,6 +612,25 @@ def test_an_edge_is_searched_only_in_rows_that_have_one(monkeypatch):
     assert searched == [1]
 
 
+@pytest.mark.parametrize(
+    ("options", "bad_words", "expected"),
+    [
+        ({"top_k": 3, "top_p": 0.5, "presence_penalty": 1.0, "logprobs": 20}, (), False),
+        ({"bad_words": ["x"]}, ((4,),), False),
+        ({"bad_words": ["x"]}, ((4, 5),), True),
+        ({"logprobs": 21}, (), True),
+    ],
+)
+def test_rows_are_sampled_within_a_graph_but_for_long_bad_words_and_many_logprobs(
+    options, bad_words, expected
+):
+    one = Sampler(2, 30, torch.device("cpu"))
+    one.start([1], [SamplingInput(SamplingParams(**options), (), (), 0, 0, (), bad_words)])
+    assert one.needs_torch([0, 1]) is expected
+    assert not one.needs_torch([0])
+    assert one.has_logprobs([1]) is ("logprobs" in options)
+
+
 def test_greedy_tokens_carry_nothing_that_was_not_asked():
     assert sample(torch.tensor([[0.0, 1.0]]), [SamplingInput(GREEDY, (), (), 0, 0)]) == [
         SampledToken(1)
