@@ -275,3 +275,17 @@ def test_likeliest_tokens_have_the_lowest_id_first_among_equals():
     assert found[1].top_ids == [5, 4000, 0, 1, 2, 3, 4, *range(6, 19)]
     assert found[2].top_ids == [*range(20)]
     assert [f.rank for f in found] == [5, 2, 5000]
+
+
+def test_a_row_with_many_logprobs_leaves_those_of_its_neighbours_as_they_are():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 100, generator=generator)
+    asked = [3, 60, MAX_TOP]
+    rows = [row(seed=i, logprobs=n) for i, n in enumerate(asked)]
+    tokens, _, report, sampler = draw_by_kernels(logits, rows)
+    here = (part.to(home()) for part in (report, logits, tokens))
+    both = sampler._add_logprobs(*here, range(3), [1])
+    alone = read_logprobs(report, tokens.tolist(), [3, None, MAX_TOP])
+    found = read_logprobs(both, tokens.tolist(), asked)
+    assert [found[0], found[2]] == [alone[0], alone[2]]
+    assert len(found[1].top_ids) == 60

@@ -34,6 +34,7 @@ from .logprobs import TokenLogprobs, compute_logprobs, read_logprobs
 from .sampling_params import SamplingParams
 from .sampling_rows import (
     BY_TORCH,
+    MAX_TOP,
     NUM_FLOATS,
     NUM_INTS,
     Feature,
@@ -206,8 +207,11 @@ class Sampler:
                 self._tables.add(host_rows, tokens.tolist())
         if not np.any(features & Feature.LOGPROBS):
             return tokens, best, None
-        if logprobs is None or np.any(features & Feature.MANY_LOGPROBS):
-            logprobs = self._compute_logprobs(logits, tokens, host_rows, features)
+        # What a row gets from a kernel does not change because of others beside it.
+        asked = Feature.LOGPROBS if logprobs is None else Feature.MANY_LOGPROBS
+        at = np.flatnonzero(features & asked).tolist()
+        if at:
+            logprobs = self._add_logprobs(logprobs, logits, tokens, host_rows, at)
         return tokens, best, logprobs
 
     def accept(self, host_rows: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -262,17 +266,27 @@ class Sampler:
         state.lengths[rows] += 1
         return tokens, best
 
-    def _compute_logprobs(
-        self, logits: Tensor, tokens: Tensor, host_rows: Sequence[int], features: Any
+    def _add_logprobs(
+        self,
+        known: Tensor | None,
+        logits: Tensor,
+        tokens: Tensor,
+        host_rows: Sequence[int],
+        at: Sequence[int],
     ) -> Tensor:
-        at = np.flatnonzero(features & Feature.LOGPROBS).tolist()
-        asked = [self._inputs[host_rows[i]].params.logprobs or 0 for i in at]
-        num_top = min(max(asked), self.vocab_size)
+        """Log-probabilities of some rows by torch beside those that kernels computed of others."""
+        num_top = max(self._inputs[host_rows[i]].params.logprobs or 0 for i in at)
+        num_top = min(num_top, self.vocab_size)
         if len(at) == len(host_rows):
             return compute_logprobs(logits, tokens, num_top)
         where = self._send(at)
         found = compute_logprobs(logits[where], tokens[where], num_top)
-        return found.new_zeros(len(host_rows), found.shape[1]).index_copy_(0, where, found)
+        wide = found.new_zeros(len(host_rows), found.shape[1])
+        if known is not None:
+            most, end = min(MAX_TOP, num_top) + 1, MAX_TOP + 1
+            wide[:, :most] = known[:, :most]
+            wide[:, num_top + 1 : num_top + 1 + most] = known[:, end : end + most]
+        return wide.index_copy_(0, where, found)
 
     # --- tokens that are ruled out in one step only ---------------------------------------------
 
