@@ -50,6 +50,7 @@ OPTIONAL = {
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
         "fused.*.triton",
         "engine.triton",
+        "engine.triton_",
         "integrations.vllm_ops.triton_",
     ),
     "transformers": ("integrations.swin.frameworks",),

@@ -35,7 +35,7 @@ def make_sampler(device, seed=0, temperature=0.8):
     sampler.lengths.copy_(torch.randint(7, WIDTH * BLOCK_SIZE, (NUM_ROWS,), generator=generator))
     sampler.lengths[2] = BLOCK_SIZE * 2 + 1  # a block of its own for the last token
     sampler.last_tokens.copy_(torch.randint(0, VOCAB_SIZE, (NUM_ROWS,), generator=generator))
-    for name in ("lengths", "last_tokens", "ints", "floats"):
+    for name in ("lengths", "last_tokens", "ints", "floats", "addresses"):
         setattr(sampler, name, getattr(sampler, name).to(device))
     return sampler
 
@@ -70,7 +70,7 @@ def test_begin_lays_out_the_rows_of_the_inbox():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("temperature", [0.8, 1e-3, 1e300])
 def test_drawn_tokens_are_those_of_torch_and_the_rows_advance(dtype, temperature):
-    from pagetile.engine import triton as kernels
+    from pagetile.engine import triton_draw
 
     generator = torch.Generator().manual_seed(1)
     for seed in range(3):
@@ -83,16 +83,16 @@ def test_drawn_tokens_are_those_of_torch_and_the_rows_advance(dtype, temperature
         on_host = make_sampler(torch.device("cpu"), seed, temperature)
         rows = torch.tensor([3, 1, 0, 4, 2, 5, 6])
         before = on_host.lengths.clone()
-        tokens, best = on_host.draw(logits[rows], rows, on_host.features[rows.numpy()])
+        tokens, best, _ = on_host.sample(logits[rows], rows, rows.tolist())
         assert torch.equal(on_host.lengths[rows], before[rows] + 1)
         on_device = make_sampler(home(), seed, temperature)
         some = torch.tensor([3, 1, 0, -1, 4, 2, 5, 6], dtype=torch.int32)
         given = torch.cat([logits[rows[:3]], logits[:1], logits[rows[3:]]]).to(home())
-        packed = kernels.draw(given, some.to(home()), on_device).cpu()
-        kept = some >= 0
-        assert packed[:16].view(torch.int64)[kept].tolist() == tokens.tolist()
-        assert torch.equal(packed[16:].view(torch.float32)[kept].isnan(), best.isnan())
-        assert torch.equal(packed[16:].view(torch.float32)[kept].nan_to_num(), best.nan_to_num())
+        packed = triton_draw.draw(given, some.to(home()), on_device).cpu()
+        found, top, _ = (part[some >= 0] for part in triton_draw.unpack(packed, 8))
+        assert found.tolist() == tokens.tolist()
+        assert torch.equal(top.isnan(), best.isnan())
+        assert torch.equal(top.nan_to_num(), best.nan_to_num())
         assert torch.equal(on_device.lengths.cpu(), on_host.lengths)
         assert torch.equal(on_device.last_tokens.cpu(), on_host.last_tokens)
 

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagetile.engine import sampler
+from pagetile.engine import sampling_rows, torch_draw, torch_shape
 from pagetile.engine.logprobs import compute_logprobs, read_logprobs
 from pagetile.engine.sampler import SampledToken, Sampler, SamplingInput, sample
 from pagetile.engine.sampling_params import SamplingParams
+from pagetile.engine.sampling_rows import Feature
+from pagetile.engine.sampling_tables import pack_bits
 from pagetile.errors import DTypeError, GenerationError, NoTokenLeftError, ShapeError
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,10 +30,11 @@ def shaped(logits, rows):
     one = Sampler(len(rows), logits.shape[1], logits.device)
     numbers = list(range(len(rows)))
     one.start(numbers, rows)
-    one.lengths.copy_(
-        torch.tensor([len(r.prompt_token_ids) + len(r.output_token_ids) for r in rows])
-    )
-    return one._shape(logits.float(), torch.tensor(numbers), numbers, one.features, None)
+    lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in rows]
+    return torch_shape.shape_logits(
+        logits.float(), one.features, one._tables.of(numbers), torch.tensor(lengths),
+        one.ints, one.floats,
+    )  # fmt: skip
 
 
 def mix(x, key=0):
@@ -177,10 +180,10 @@ def test_seed_index_position_and_token_give_unrelated_numbers():
         for index in range(8)
         for position in range(8)
     ]
-    ints = torch.tensor([sampler._encode(i, sampler.Feature.RANDOM, 64)[0] for i in inputs])
+    ints = torch.tensor([sampling_rows.encode_row(i, Feature.RANDOM, 64)[0] for i in inputs])
     lengths = torch.tensor([len(i.output_token_ids) for i in inputs], dtype=torch.int32)
     ints = ints.to(torch.uint32).view(torch.int32)
-    found = sampler._noise(torch.arange(64, dtype=torch.int32), ints, lengths).double()
+    found = torch_draw.make_noise(torch.arange(64, dtype=torch.int32), ints, lengths).double()
     expected = torch.tensor(np.array([noise(i, 64) for i in inputs]))
     is_small = expected < 5  # float32 has few digits of the largest, which never win
     torch.testing.assert_close(found[is_small], expected[is_small], rtol=1e-5, atol=0)
@@ -197,9 +200,9 @@ def test_seed_index_position_and_token_give_unrelated_numbers():
 
 @pytest.mark.parametrize("word", [0, -1, 0x7FFFFFFF, -(2**31)])
 def test_noise_is_finite_and_positive_at_both_ends(word, monkeypatch):
-    monkeypatch.setattr(sampler, "_mix", lambda x, key=0: torch.full_like(x, word))
-    ints, zero = torch.zeros(1, 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    found = sampler._noise(torch.arange(3, dtype=torch.int32), ints, zero)
+    monkeypatch.setattr(torch_draw, "_mix", lambda x, key=0: torch.full_like(x, word))
+    ints, zero = torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    found = torch_draw.make_noise(torch.arange(3, dtype=torch.int32), ints, zero)
     assert (found > 0).all()
     assert found.isfinite().all()
 
@@ -404,7 +407,7 @@ def test_a_mask_of_bits_rules_tokens_out_for_one_step():
     logits, vocab_size = logits_of(3, 70, seed=2), 70
     one = Sampler(3, vocab_size, logits.device)
     one.start([0, 1, 2], [row(seed=i) for i in range(3)])
-    mask = sampler._pack_bits([5, 68], vocab_size)
+    mask = pack_bits(np.isin(np.arange(vocab_size), [5, 68]))
     rows = torch.arange(3)
     masked = one.sample(logits, rows, [0, 1, 2], [(1, mask)])[0].tolist()
     assert masked[1] in (5, 68)
@@ -598,15 +601,34 @@ def test_rows_pay_only_for_what_they_ask():
 
 def test_an_edge_is_searched_only_in_rows_that_have_one(monkeypatch):
     searched = []
-    search = sampler._is_kept
+    search = torch_shape._is_kept
 
     def counted(logits, amounts, need):
         searched.append(len(logits))
         return search(logits, amounts, need)
 
-    monkeypatch.setattr(sampler, "_is_kept", counted)
+    monkeypatch.setattr(torch_shape, "_is_kept", counted)
     sample(logits_of(5, 50, seed=0), [row(), row(top_k=3), row(temperature=0.0), row(), row()])
     assert searched == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "bad_words", "expected"),
+    [
+        ({"top_k": 3, "top_p": 0.5, "presence_penalty": 1.0, "logprobs": 20}, (), False),
+        ({"bad_words": ["x"]}, ((4,),), False),
+        ({"bad_words": ["x"]}, ((4, 5),), True),
+        ({"logprobs": 21}, (), True),
+    ],
+)
+def test_rows_are_sampled_within_a_graph_but_for_long_bad_words_and_many_logprobs(
+    options, bad_words, expected
+):
+    one = Sampler(2, 30, torch.device("cpu"))
+    one.start([1], [SamplingInput(SamplingParams(**options), (), (), 0, 0, (), bad_words)])
+    assert one.needs_torch([0, 1]) is expected
+    assert not one.needs_torch([0])
+    assert one.has_logprobs([1]) is ("logprobs" in options)
 
 
 def test_greedy_tokens_carry_nothing_that_was_not_asked():

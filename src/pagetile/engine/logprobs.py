@@ -8,7 +8,7 @@ tokens lie in the ``k`` chunks whose maxima are best, so only those are searched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -168,20 +168,22 @@ def descending_order(values: Tensor) -> Tensor:
 
 
 def read_logprobs(
-    packed: Tensor, token_ids: Sequence[int], num_top: Iterable[int]
-) -> list[TokenLogprobs]:
+    packed: Tensor, token_ids: Sequence[int], num_top: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
     """What ``compute_logprobs`` returned, on the host, for each row.
 
     Args:
         packed: int32 ``[n, 2 + 2 * k]``.
         token_ids: The tokens that it was computed for.
-        num_top: Alternatives to keep, of each row.
+        num_top: Alternatives to keep, of each row; ``None`` for rows that are not reported.
     """
     packed, k = packed.cpu(), packed.shape[1] // 2 - 1
-    numbers = packed[:, : k + 1].tolist()
-    logprobs = packed[:, k + 1 :].view(torch.float32).tolist()
-    rows = zip(token_ids, numbers, logprobs, num_top, strict=True)
+    longest = min(k, max((n for n in num_top if n is not None), default=0))
+    numbers = packed[:, : longest + 1].tolist()
+    logprobs = packed[:, k + 1 : k + 2 + longest].view(torch.float32).tolist()
     return [
-        TokenLogprobs(token_id, own[0], ids[0], ids[1 : count + 1], own[1 : count + 1])
-        for token_id, ids, own, count in rows
+        None
+        if count is None
+        else TokenLogprobs(token_id, own[0], ids[0], ids[1 : count + 1], own[1 : count + 1])
+        for token_id, ids, own, count in zip(token_ids, numbers, logprobs, num_top, strict=True)
     ]

@@ -85,7 +85,7 @@ def _forward(
     )
 
 
-def _score(logits: Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+def _score(logits: Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
     num_top = min(num_top, logits.shape[1])
     at = torch.tensor(targets, device=logits.device)
     packed = compute_logprobs(logits, at, num_top).cpu()

@@ -32,7 +32,7 @@ from ..transfer import pack, unpack
 from .cuda_graphs import PromptBuffers, StepGraphs, padded_sizes, prompt_sizes
 from .prefix_groups import MAX_GROUPS, PrefixGroups
 from .request import Sequence as OneSequence
-from .sampler import PLAIN, SampledTokens, Sampler, SamplingInput
+from .sampler import SampledTokens, Sampler, SamplingInput
 from .scheduler import SchedulerOutput
 
 __all__ = ["LaunchedStep", "Runner"]
@@ -209,9 +209,9 @@ class Runner:
         if self._begin is None:
             batch, where = self._begin_on_host(rows, blocks, longest, groups)
             return self.sampler.sample(self.model.forward(batch), where, rows, masks)
-        n, features = len(rows), self.sampler.features
-        is_plain = not masks and not np.any(features[rows] & ~np.int32(PLAIN))
-        size, form = n, (is_plain, groups is not None)
+        n = len(rows)
+        samples = not masks and not self.sampler.needs_torch(rows)
+        size, form = n, (samples, groups is not None)
         if self.graphs is not None:
             # A step that shares is recorded for few sizes: reading less gains more than they lose.
             size = self.graphs.fit(n if groups is None else self._round_up(n))
@@ -232,7 +232,7 @@ class Runner:
             found = self.graphs.replay(size, *form)
         else:
             found = self._step(size, *form, longest)
-        if is_plain:
+        if samples:
             return found, None, None
         return self.sampler.sample(found[:n], self._begin.rows(size)[:n].long(), rows, masks)
 
@@ -392,14 +392,14 @@ class Runner:
         tokens, best, logprobs = found
         if rows and best is None:  # packed by a graph
             n = len(rows)
-            packed = self._to_host(tokens)
-            size = tokens.shape[0] // 3
-            tokens = packed[: 2 * size].view(torch.int64)[:n]
-            best = packed[2 * size :].view(torch.float32)[:n]
+            size = self._begin.size_of(tokens)
+            has_logprobs = self.sampler.has_logprobs(rows)
+            packed = self._to_host(tokens if has_logprobs else tokens[: 3 * size])
+            tokens, best, logprobs = (part[:n] for part in self._begin.unpack(packed, size))
+            logprobs = logprobs if has_logprobs else None
         elif rows:
             tokens, best = self._to_host(tokens), self._to_host(best)
-        if logprobs is not None:
-            logprobs = self._to_host(logprobs)
+            logprobs = None if logprobs is None else self._to_host(logprobs)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return LaunchedStep(step, rows, (tokens, best, logprobs), event, started)

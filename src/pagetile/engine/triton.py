@@ -1,14 +1,10 @@
-"""Triton kernels around a decode step: what its rows compute next, and what they sample.
+"""The Triton kernel that lays out a decode step, and the static memory of such steps.
 
 ::
 
     begin   one program a sequence   row ─► last token, position, slot, length, block table
-    score   one program a tile       tile of the logits ─► best logit; best score and its token
-    choose  one program a sequence   tiles ─► token ─► row: last token, length + 1
 
-``score`` reads the logits once. A score is ``(x - tile's best) / temperature - log(E)``, so that
-it keeps its digits at low temperatures; ``choose`` adds what lies between the tiles' bests. The
-noise E is that of ``sampler._noise``, bit for bit but for the logarithms.
+What the step's rows draw from its logits is in ``triton_draw.py``.
 """
 
 from __future__ import annotations
@@ -23,36 +19,12 @@ from torch import Tensor
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from .prefix_groups import MAX_GROUPS
+from .triton_draw import NUM_WORDS, draw, unpack
 
 if TYPE_CHECKING:
     from .sampler import Sampler
 
-__all__ = ["DecodeBuffers", "draw"]
-
-TILE = 4096
-NUM_INTS: tl.constexpr = tl.constexpr(5)
-NUM_FLOATS: tl.constexpr = tl.constexpr(7)
-
-
-@triton.jit
-def _mix(x, key):
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x += key
-    x *= 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _exponential(token, first, second):
-    """Noise of a token, float32: ``-log(1 - u)``."""
-    words = _mix(token.to(tl.uint32) + first, second)
-    u = ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
-    u = tl.minimum(u, 1.0 - 1.0 / 16777216.0)
-    # log(1 - u) loses the digits of a small u, and the smallest noise wins.
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
-    return tl.where(u < 0.0625, series, -tl.log(1.0 - u))
+__all__ = ["DecodeBuffers"]
 
 
 @triton.jit
@@ -97,121 +69,6 @@ def begin_kernel(
         blocks = tl.load(tables + row * width + at, mask=at < last, other=0)
         blocks = tl.where(at == last, block, blocks)
         tl.store(batch_tables + i.to(tl.int64) * width + at, blocks, mask=at <= last)
-
-
-@triton.jit
-def score_kernel(
-    # outputs, of each tile
-    bests,  # float32 [n, num_tiles]: the largest logit, NaN if any is
-    scores,  # float32 [n, num_tiles]: the largest score, less the best logit's part
-    tokens,  # int32 [n, num_tiles]: its token
-    # inputs
-    logits,  # [n, vocab_size]
-    rows,  # int32 or int64 [n]
-    lengths,  # int32 [num_rows]
-    ints,  # int32 [num_rows, NUM_INTS]
-    floats,  # float64 [num_rows, NUM_FLOATS]
-    # scalars
-    stride,
-    vocab_size,
-    num_tiles,
-    TILE: tl.constexpr,
-):
-    i, tile = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + i).to(tl.int64)
-    if row < 0:
-        return
-    at = tile * TILE + tl.arange(0, TILE)
-    is_token = at < vocab_size
-    x = tl.load(logits + i.to(tl.int64) * stride + at, mask=is_token, other=-float("inf"))
-    x = x.to(tl.float32)
-    best = tl.max(x, 0)
-    is_nan = tl.max((x != x).to(tl.int32), 0) > 0
-    inverse = tl.load(floats + row * NUM_FLOATS).to(tl.float32)
-    score = tl.where(x == best, 0.0, -float("inf"))
-    if inverse >= 0:
-        position = (tl.load(lengths + row) - tl.load(ints + row * NUM_INTS + 2)).to(tl.uint32)
-        first = _mix(tl.load(ints + row * NUM_INTS).to(tl.uint32) + position * 0x9E3779B9, 0)
-        key = tl.load(ints + row * NUM_INTS + 1).to(tl.uint32)
-        second = _mix((key ^ first) + position * 0x85EBCA6B, 0)
-        noise = _exponential(at, first, second)
-        centre = tl.where(tl.abs(best) < float("inf"), best, 0.0)  # no infinity less infinity
-        score = (x - centre) * inverse - tl.log(noise)
-    largest = tl.max(score, 0)
-    token = tl.min(tl.where((score == largest) & is_token, at, 2147483647), 0)
-    out = i * num_tiles + tile
-    tl.store(bests + out, tl.where(is_nan, float("nan"), best))
-    tl.store(scores + out, largest)
-    tl.store(tokens + out, token)
-
-
-@triton.jit
-def choose_kernel(
-    # outputs
-    chosen,  # int64 [n]
-    largest,  # float32 [n]: the largest logit
-    last_tokens,  # int64 [num_rows]
-    lengths,  # int32 [num_rows]
-    # inputs
-    bests,  # float32 [n, num_tiles]
-    scores,  # float32 [n, num_tiles]
-    tokens,  # int32 [n, num_tiles]
-    rows,  # int32 or int64 [n]
-    floats,  # float64 [num_rows, NUM_FLOATS]
-    # scalars
-    num_tiles,
-    NUM_TILES: tl.constexpr,
-):
-    i = tl.program_id(0)
-    row = tl.load(rows + i).to(tl.int64)
-    if row < 0:
-        return
-    at = tl.arange(0, NUM_TILES)
-    mask = at < num_tiles
-    best = tl.load(bests + i * num_tiles + at, mask=mask, other=-float("inf"))
-    score = tl.load(scores + i * num_tiles + at, mask=mask, other=-float("inf"))
-    token = tl.load(tokens + i * num_tiles + at, mask=mask, other=2147483647)
-    top = tl.max(best, 0)
-    is_nan = tl.max((best != best).to(tl.int32), 0) > 0
-    inverse = tl.load(floats + row * NUM_FLOATS).to(tl.float32)
-    # Greedy rows: 0 in the tiles that hold the best logit.
-    total = tl.where(best == top, 0.0, -float("inf"))
-    if inverse >= 0:
-        centre = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-        total = tl.where(best > -float("inf"), (best - centre) * inverse + score, -float("inf"))
-    found = tl.min(tl.where(total == tl.max(total, 0), token, 2147483647), 0)
-    is_good = (tl.abs(top) < float("inf")) & (is_nan == 0)
-    found = tl.where(is_good, found, 0).to(tl.int64)
-    tl.store(chosen + i, found)
-    tl.store(largest + i, tl.where(is_nan, float("nan"), top))
-    tl.store(last_tokens + row, found)
-    tl.store(lengths + row, tl.load(lengths + row) + 1)
-
-
-def draw(logits: Tensor, rows: Tensor, sampler: Sampler) -> Tensor:
-    """Sample rows and advance them: int32 words ``[3 * n]``, token ids int64 then best logits.
-
-    Args:
-        logits: ``[n, vocab_size]``, last dimension contiguous.
-        rows: ``[n]``; a negative one gets no token.
-        sampler: The rows' parameters, last tokens and lengths.
-    """
-    n, vocab_size = logits.shape
-    num_tiles = triton.cdiv(vocab_size, TILE)
-    device = logits.device
-    bests, scores = torch.empty(2, n, num_tiles, dtype=torch.float32, device=device)
-    tokens = torch.empty(n, num_tiles, dtype=torch.int32, device=device)
-    packed = torch.empty(3 * n, dtype=torch.int32, device=device)
-    score_kernel[(n, num_tiles)](
-        bests, scores, tokens, logits, rows, sampler.lengths, sampler.ints, sampler.floats,
-        logits.stride(0), vocab_size, num_tiles, TILE=TILE, num_warps=8,
-    )  # fmt: skip
-    choose_kernel[(n,)](
-        packed[: 2 * n].view(torch.int64), packed[2 * n :].view(torch.float32),
-        sampler.last_tokens, sampler.lengths, bests, scores, tokens, rows, sampler.floats,
-        num_tiles, NUM_TILES=triton.next_power_of_2(num_tiles), num_warps=1,
-    )  # fmt: skip
-    return packed
 
 
 class DecodeBuffers:
@@ -283,8 +140,16 @@ class DecodeBuffers:
         return self.inbox[:size]
 
     def draw(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """See ``draw``."""
+        """See ``triton_draw.draw``."""
         return draw(logits, rows, self._sampler)
+
+    def size_of(self, packed: Tensor) -> int:
+        """The number of rows that a draw was for, rounded up."""
+        return len(packed) // NUM_WORDS
+
+    def unpack(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``triton_draw.unpack``."""
+        return unpack(packed, size)
 
     def keep(self, logits: Tensor) -> Tensor:
         """A copy of logits where the next graph does not overwrite them."""

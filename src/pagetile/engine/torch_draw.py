@@ -1,0 +1,65 @@
+"""The draw in torch: what ``triton_draw.py`` computes, on a CPU.
+
+The noise is a hash of (seed, index of the sample, position, token), so a row draws the same token
+alone or among others, after preemption, and on another device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .sampling_rows import INVERSE, PROMPT_LEN, Feature
+
+__all__ = ["draw_tokens", "make_noise"]
+
+
+def draw_tokens(
+    x: Tensor, features: Any, lengths: Tensor, ints: Tensor, floats: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token ids int64 ``[n]``, 0 where there is none, and the largest logits float32 ``[n]``.
+
+    Args:
+        x: float32 ``[n, vocab_size]``.
+        features: int ``[n]``; rows that are greedy cost no more than that.
+        lengths: int32 ``[n]``, tokens that each row has.
+        ints: int32 ``[n, NUM_INTS]``.
+        floats: float64 ``[n, NUM_FLOATS]``.
+    """
+    best, tokens = x.max(dim=1)
+    if drawn := np.flatnonzero(features & Feature.RANDOM).tolist():
+        at = slice(None) if len(drawn) == len(x) else drawn
+        noise = make_noise(torch.arange(x.shape[1], dtype=torch.int32), ints[at], lengths[at])
+        scale = floats[at, INVERSE, None].float()
+        scores = torch.sub(x[at], best[at, None]).mul_(scale).sub_(noise.log_())
+        tokens[at] = scores.argmax(dim=1)
+    return tokens.where(torch.isfinite(best), 0), best
+
+
+def make_noise(tokens: Tensor, ints: Tensor, lengths: Tensor) -> Tensor:
+    """Exponential noise float32 ``[n, vocab_size]``; ``triton_draw.py`` computes the same."""
+    position = lengths - ints[:, PROMPT_LEN]
+    first = _mix(ints[:, 0] + position * _GOLDEN)
+    second = _mix((ints[:, 1] ^ first) + position * _STEP)
+    words = _mix(tokens + first[:, None], second[:, None])
+    # 31 bits as a number in (0, 1); as 1 - u they keep all digits where the winner is: near 0.
+    uniform = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
+    """A hash of 32 bits, one to one (Wellons' ``lowbias32``, with a key); writes to ``x``."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).add_(key).mul_(_MIX_B)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+_MIX_A, _MIX_B = 0x7FEB352D, _signed(0x846CA68B)
+_GOLDEN, _STEP = _signed(0x9E3779B9), _signed(0x85EBCA6B)
