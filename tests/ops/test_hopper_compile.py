@@ -107,7 +107,7 @@ OTHER_CONFIGS = [
         16,
     ),
     (ForwardConfig(F16, 136, 64, uniform=True, v_head_size=128), 0),
-    (ForwardConfig(BF16, 192, 1, causal=True, v_head_size=128, splits=True, is_far=True), 104),
+    (ForwardConfig(BF16, 192, 16, causal=True, v_head_size=128, splits=True), 104),
     (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, v_head_size=64), 0),
     (ForwardConfig(BF16, 256, 16, causal=True, uniform=True, v_head_size=128), 16),
     (ForwardConfig(F16, 64, 0, uniform=True, v_head_size=128), 0),
