@@ -196,7 +196,7 @@ def _list_strides(lists: Tensor) -> tuple[int, int, int]:
 
 
 def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scratch for partial results: see ``splits.PartSchedule``."""
+    """Scratch for partial results: see ``splits.SplitSchedule``."""
     places = SLOTS * config.tiling.warpgroups
     device, rows = q.get_device(), places * _ROWS
     sizes = rows * width_of(config.sizes[1]), 2 * rows, places
