@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import math
 
@@ -9,7 +10,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagetile.engine import sampling_rows, torch_draw, torch_shape
-from pagetile.engine.logprobs import compute_logprobs, read_logprobs
+from pagetile.engine.logprobs import (
+    LogprobDicts,
+    TokenLogprobs,
+    TokenLogprobsList,
+    compute_logprobs,
+    read_logprobs,
+)
 from pagetile.engine.sampler import SampledToken, Sampler, SamplingInput, sample
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.engine.sampling_rows import Feature
@@ -509,6 +516,33 @@ def test_top_logprobs_put_the_lowest_id_first_among_equals():
     logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, -0.0]])
     wanted = sample(logits, [row(logprobs=4, temperature=0.0)])[0].logprobs
     assert wanted.top_ids == [1, 3, 0, 2]
+
+
+def test_a_list_of_logprobs_gives_back_what_was_added():
+    rng = np.random.default_rng(0)
+    tokens, expected = TokenLogprobsList(), []
+    for num_top in (0, 3, 0, 1, 20, 2):
+        ids, logprobs = rng.integers(0, 2**31, num_top).tolist(), rng.normal(size=num_top).tolist()
+        expected.append(TokenLogprobs(num_top + 5, -math.inf, num_top + 1, ids, logprobs))
+        tokens.append(expected[-1])
+    assert [*tokens] == tokens[:] == expected
+    assert tokens[-1] == expected[-1]
+    assert tokens[1:5:2] == expected[1:5:2]
+    with pytest.raises(IndexError):
+        tokens[6]
+    before = tokens.copy()
+    tokens.append(expected[0])
+    assert (len(before), len(tokens)) == (6, 7)
+    assert LogprobDicts(tokens)[1:3] == LogprobDicts(expected)[1:3]
+
+
+def test_kept_logprobs_are_nothing_for_the_garbage_collector():
+    tokens = TokenLogprobsList()
+    gc.collect()
+    before = len(gc.get_objects())
+    for i in range(1000):
+        tokens.append(TokenLogprobs(i, -1.0, 1, [i], [-1.0]))
+    assert len(gc.get_objects()) < before + 100
 
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels to
 import triton
 import triton.language as tl
 
+from pagetile.engine import triton_draw
 from pagetile.engine.logprobs import compute_logprobs, read_logprobs
 from pagetile.engine.sampler import Sampler, SamplingInput
 from pagetile.engine.sampling_params import SamplingParams
@@ -289,3 +290,70 @@ def test_a_row_with_many_logprobs_leaves_those_of_its_neighbours_as_they_are():
     found = read_logprobs(both, tokens.tolist(), asked)
     assert [found[0], found[2]] == [alone[0], alone[2]]
     assert len(found[1].top_ids) == 60
+
+
+def sample_both_ways(logits, inputs, host_rows, **options):
+    """What a sampler of four rows chooses with torch and with kernels, and the samplers."""
+    found = []
+    for device, kernels in ((torch.device("cpu"), None), (home(), triton_draw)):
+        sampler = Sampler(4, logits.shape[1], device)
+        sampler.start(range(len(inputs)), inputs)
+        lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in inputs]
+        sampler.lengths[: len(inputs)] = torch.tensor(lengths, dtype=torch.int32)
+        sampler._kernels = kernels
+        where = torch.tensor(host_rows, device=device)
+        tokens, best, logprobs = sampler.sample(logits.to(device), where, host_rows, **options)
+        found.append((sampler.collect(tokens, best, logprobs, host_rows), sampler))
+    return found
+
+
+def test_drafts_are_sampled_by_kernels_as_by_torch():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, 32, generator=generator)
+    logits[:, 8] = 12.0  # an end, too early before the third drafted token
+    logits[1, 6] = logits[5, 9] = 20.0  # the ends of bad words
+    params = SamplingParams(
+        min_tokens=5, repetition_penalty=1.3, frequency_penalty=0.5, top_k=20, logit_bias={7: 2.0}
+    )
+    bad_words = ((3, 4, 9), (4, 6), (5,))
+    inputs = [
+        SamplingInput(params, [1, 2, 3], [6, 3], 11, 0, (0, 8), bad_words),
+        SamplingInput(SamplingParams(top_p=0.7), [1], [2], 5, 0),
+    ]
+    draft = [4, 4, 9, 3, 4]
+    drafts = [draft[:n] for n in range(6)] + [[], [3]]
+    (expected, _), (found, sampler) = sample_both_ways(
+        logits, inputs, [0] * 6 + [1] * 2, drafts=drafts
+    )
+    assert found == expected
+    assert sampler.lengths.tolist() == [5, 2, 0, 0], "no row advances"
+    counts = sampler._tables.of([0])[0].counts.cpu()
+    assert counts.nonzero()[:, 0].tolist() == [1, 2, 3, 6], "nor is a draft counted"
+
+
+def test_masks_and_bad_words_are_heeded_by_kernels_as_by_torch():
+    logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
+    logits[1, 31], logits[2, 63] = 9.0, 9.0
+    words = ((4, 31), (9, 63))
+    inputs = [row(seed=i, output=[4], top_p=0.9) for i in range(3)]
+    inputs[1:] = [SamplingInput(r.params, (), (4,), 1, 0, (), words) for r in inputs[1:]]
+    masks = [(0, pack_bits(np.isin(np.arange(70), [5, 68])))]
+    (expected, _), (found, _) = sample_both_ways(logits, inputs, [0, 1, 2], masks=masks)
+    assert found == expected
+    assert found.token_ids[0] in (5, 68)
+    assert found.token_ids[1] != 31
+    assert found.token_ids[2] == 63
+
+
+def test_kernels_for_masks_are_compiled_beforehand_on_no_row(monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        triton_draw, "draw", lambda *args: launched.append(args[1].tolist()) or draw(*args)
+    )
+    sampler = make_sampler([row()], 50, home())
+    sampler._kernels, sampler.compiles_masks = triton_draw, True
+    logits, where = torch.zeros(1, 50, device=home()), torch.zeros(1, dtype=int, device=home())
+    for _ in range(2):
+        sampler.sample(logits, where, [0])
+    assert launched == [[-1], [0], [0]]
+    assert sampler.lengths.tolist() == [2]

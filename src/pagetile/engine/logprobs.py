@@ -8,6 +8,7 @@ tokens lie in the ``k`` chunks whose maxima are best, so only those are searched
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
@@ -19,6 +20,7 @@ __all__ = [
     "Logprob",
     "LogprobDicts",
     "TokenLogprobs",
+    "TokenLogprobsList",
     "compute_logprobs",
     "descending_order",
     "read_logprobs",
@@ -42,6 +44,54 @@ class TokenLogprobs(NamedTuple):
     def top(self, num_top: int | None = None) -> list[tuple[int, float]]:
         """Alternatives with their log-probabilities, best first; at most ``num_top`` of them."""
         return list(zip(self.top_ids[:num_top], self.top_logprobs, strict=False))
+
+
+class TokenLogprobsList(Sequence[TokenLogprobs]):
+    """A list of ``TokenLogprobs`` that keeps numbers only, and makes each when it is asked for.
+
+    A thousand tokens of each of hundreds of sequences would be as many objects for Python's garbage
+    collector to visit, again and again, while the device waits.
+
+    Example:
+        >>> tokens = TokenLogprobsList()
+        >>> tokens.append(TokenLogprobs(7, -0.5, 1, [7], [-0.5]))
+        >>> tokens[-1]
+        TokenLogprobs(token_id=7, logprob=-0.5, rank=1, top_ids=[7], top_logprobs=[-0.5])
+    """
+
+    def __init__(self) -> None:
+        self._ids = array("q")  # of each token: its id, its rank, and those of the alternatives
+        self._logprobs = array("d")  # of each token: its own, and the alternatives'
+        self._ends = array("q")  # in the log-probabilities
+
+    def append(self, token: TokenLogprobs) -> None:
+        """Add the numbers of a token."""
+        self._ids.extend((token.token_id, token.rank, *token.top_ids))
+        self._logprobs.extend((token.logprob, *token.top_logprobs))
+        self._ends.append(len(self._logprobs))
+
+    def copy(self) -> TokenLogprobsList:
+        """Another list of the same tokens."""
+        other = TokenLogprobsList()
+        other._ids, other._logprobs, other._ends = self._ids[:], self._logprobs[:], self._ends[:]
+        return other
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, at: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        i = range(len(self))[at]
+        start, end = self._ends[i - 1] if i else 0, self._ends[i]
+        # Each token before has one id more than it has log-probabilities.
+        token_id, rank, *top_ids = self._ids[start + i : end + i + 1]
+        logprob, *top_logprobs = self._logprobs[start:end]
+        return TokenLogprobs(token_id, logprob, rank, top_ids, top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

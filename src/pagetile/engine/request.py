@@ -29,7 +29,7 @@ from ..errors import GenerationError
 from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
-from .logprobs import LogprobDicts, TokenLogprobs
+from .logprobs import LogprobDicts, TokenLogprobs, TokenLogprobsList
 from .ngram import NgramProposer
 from .sampling_params import SamplingParams
 
@@ -163,7 +163,7 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str | None = None
     error_type: type[GenerationError] = GenerationError
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: TokenLogprobsList = field(default_factory=TokenLogprobsList)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)

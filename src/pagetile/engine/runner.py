@@ -161,6 +161,7 @@ class Runner:
         Args:
             show: Wraps the list of recordings, for a progress bar.
         """
+        self.sampler.compiles_masks = True
         if self.graphs is None or self.prompt_graphs is None:
             return
         decode = [(self.graphs, size, True, False) for size in self.graphs.sizes]

@@ -116,6 +116,7 @@ class Sampler:
             negative for greedy rows.
         addresses: int64 ``[num_rows, NUM_TABLES]``: of the rows' tables, see ``sampling_tables``.
         features: int32 ``[num_rows]``, on the host: what each row asks for.
+        compiles_masks: Set it to have the next ``sample`` compile the kernels for grammars, too.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -129,6 +130,7 @@ class Sampler:
         self.features = np.zeros(num_rows, np.int32)
         self._inputs: dict[int, SamplingInput] = {}
         self._tails: dict[int, Tensor] = {}
+        self.compiles_masks = False
         self._kernels: Any = None
         if device.type == "cuda":
             from . import triton_draw
@@ -195,6 +197,8 @@ class Sampler:
             rows = torch.arange(len(host_rows), device=self.device)
         logprobs = None
         if self._kernels is not None:
+            if self.compiles_masks:
+                self._compile_masks(logits)
             packed = self._kernels.draw(logits, rows.int(), state, step_masks)
             tokens, best, logprobs = self._kernels.unpack(packed, len(host_rows))
         else:
@@ -248,6 +252,13 @@ class Sampler:
             self.floats[rows],
             self._send([each.addresses() for each in tables]),
         )
+
+    def _compile_masks(self, logits: Tensor) -> None:
+        """Compile what the first request with a grammar would wait for, on no row at all."""
+        self.compiles_masks = False
+        row = torch.full((1,), -1, dtype=torch.int32, device=self.device)
+        masks = torch.zeros(1, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
+        self._kernels.draw(logits[:1], row, self, masks)
 
     def _draw_by_torch(
         self,
