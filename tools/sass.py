@@ -168,7 +168,7 @@ def _spilled(instruction: str) -> tuple[str | None, frozenset[int]]:
     if not found:
         return None, frozenset()
     size = 16 if "128" in found[2] else 8 if "64" in found[2] else 4
-    first = int(found[3] or "0", 16)
+    first = int(found[3] or "0", 16) // 4 * 4  # half a word may be loaded
     return found[1], frozenset(range(first, first + size, 4))
 
 

@@ -48,6 +48,14 @@ PAGED = {
     "prefill-gathering": ("hopper_prefill", SEVERAL | {"block_size": 1}),
     "prefill-gathering-parts": ("hopper_prefill", SEVERAL | {"head_size": 96}),
     "prefill-narrow-values": ("hopper_prefill", SEVERAL | {"head_size": 192, "v_head_size": 128}),
+    "prefill-8-bit": (
+        "hopper_prefill",
+        SEVERAL | {"kv_dtype": torch.float8_e4m3fn, "scales": "head"},
+    ),
+    "prefill-8-bit-token": (
+        "hopper_prefill",
+        SEVERAL | {"kv_dtype": torch.int8, "scales": "token", "head_size": 64},
+    ),
     "prefill-bent": ("hopper_prefill", SEVERAL | BENT),
     "prefill-bent-wide": ("hopper_prefill", LONGER | BENT | {"head_size": 256}),
     "mixed": ("hopper_prefill", {"query_lens": (70, 1, 3), "seq_lens": (150, 700, 33)}),

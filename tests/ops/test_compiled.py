@@ -70,6 +70,9 @@ def test_a_load_that_nothing_was_stored_for_is_found():
     (load,) = loads_of_nothing(*read_listing(LISTING))
     assert load.startswith("LDL R4, [R1+0x14]")
     assert not loads_of_nothing(*read_listing(LISTING.replace("@!P1 BRA", "@!P1 NOP")))
+    half = LISTING.replace("LDL R3, [R1+0x8]", "LDL.S16 R3, [R1+0xa]").replace("+0x14", "+0x10")
+    assert not loads_of_nothing(*read_listing(half.replace("@!P1 BRA", "@!P1 NOP")))
+    assert loads_of_nothing(*read_listing(half.replace("[R1+0x8]", "[R1+0x20]")))
     overwritten = "LDL R4, [R1+0x14] ;\n  /*0044*/ IMAD.MOV.U32 R4, RZ, RZ, "
     for source, count in (("RZ", 0), ("R9", 0), ("R4", 1)):
         listing = LISTING.replace("LDL R4, [R1+0x14]", overwritten + source)

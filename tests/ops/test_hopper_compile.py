@@ -28,10 +28,13 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
     make_rows_plan,
 )
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
+from pagetile.tiles.hopper.gather_packed import IN_FLIGHT, chunk_layout, chunk_rows  # noqa: E402
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
 from pagetile.tiles.hopper.tiling import (  # noqa: E402
     NARROW_TILING,
+    PACKED_TILINGS,
+    SMALL_PACKED_TILING,
     SMALL_TILING,
     TILINGS,
     ForwardConfig,
@@ -78,6 +81,15 @@ CONFIGS = [
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 24),
     # keys divided among programs
     (ForwardConfig(BF16, 128, 16, causal=True, splits=True), 104),
+    # caches of 8 bits
+    (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, packed="e4m3"), 64),
+    (
+        ForwardConfig(BF16, 128, 16, causal=True, packed="e4m3", has_token_scales=True),
+        64,
+    ),
+    (ForwardConfig(BF16, 64, 16, causal=True, packed="int8", has_cap=True, has_alibi=True), 128),
+    (ForwardConfig(F16, 192, 1, causal=True, has_window=True, packed="e5m2", is_far=True), 64),
+    (ForwardConfig(BF16, 64, 16, causal=True, packed="e4m3", splits=True), 104),
 ]
 OTHER_CONFIGS = [
     (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
@@ -124,6 +136,19 @@ OTHER_CONFIGS = [
         48,
     ),
     (ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64, splits=True), 120),
+    *(
+        (ForwardConfig(dtype, size, 16, causal=True, uniform=True, packed=packed), 128)
+        for dtype in (F16, BF16)
+        for size in (64, 128, 256)
+        for packed in ("e4m3", "e5m2", "int8")
+    ),
+    (ForwardConfig(BF16, 48, 16, causal=True, packed="e4m3", has_sinks=True), 128),
+    (ForwardConfig(BF16, 112, 16, packed="int8", pack=4), 64),
+    *(
+        (ForwardConfig(dtype, size, 16, causal=True, packed=packed, has_token_scales=True), 128)
+        for dtype, packed in ((F16, "e4m3"), (BF16, "e5m2"), (BF16, "int8"))
+        for size in (64, 128, 256)
+    ),
 ]
 
 
@@ -160,6 +185,10 @@ def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
         assert sorted(map(int, products)) == sorted(
             [tile_n] * (sum(parts) // 16) + v_parts * (tile_n // 16)
         )
+    if config.packed != "none":
+        check_conversion(code, parts, tile_n, most_moved=12 if width > 64 else 24)
+        check_products_overlap(code)
+        return
     gathering = loops_with("LDGSTS", code)
     assert len(gathering) == (2 if config.gathers else 0)  # keys, values
     for body in gathering:
@@ -168,6 +197,20 @@ def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
         # by 64 threads, eight elements each
         assert len(copies) in {tile_n * sum(columns) // 8 // 64 for columns in (parts, v_parts)}
         assert len(re.findall(r"\b(LDL|STL)", "\n".join(body))) <= (6 if width == 64 else 1)
+
+
+def check_conversion(code, parts, tile_n, most_moved):
+    """Keys and values have a loop each of 16-byte loads, 16-byte stores and few barriers."""
+    loops = [body for body in loops_with("LDG.E.128", code) if "STS.128" in "\n".join(body)]
+    assert len(loops) == 2
+    for body in loops:
+        text = "\n".join(body)
+        values = tile_n * sum(parts) // 64  # of each of 64 threads
+        # Narrow parts have rows for some of the lanes only.
+        assert values // 16 <= text.count("LDG.E.128") <= values // 16 * 2
+        assert text.count("STS.128") == 2 * text.count("LDG.E.128")
+        assert text.count("BAR.SYNC") <= 12  # Triton 3.6 has one before each chunk
+        assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved
 
 
 def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
@@ -199,6 +242,29 @@ def test_keys_wider_than_values_lie_in_tiles_of_64_columns():
     assert ForwardConfig(BF16, 192, 0, v_head_size=128, is_sparse=True).key_tiles == 1
 
 
+def span(bases):
+    """All sums of some of the bases."""
+    places = {(0, 0)}
+    for row, column in bases:
+        places |= {(r ^ row, c ^ column) for r, c in places}
+    return places
+
+
+@pytest.mark.parametrize("size", range(16, 257, 16))
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_lanes_hold_every_word_of_a_chunk_and_store_without_bank_conflicts(size, warpgroups):
+    tile_n = tiling_of(size, size).tile_n
+    rows = chunk_rows(tile_n, size, warpgroups)
+    assert tile_n % (rows * int(IN_FLIGHT)) == 0
+    for words in (part_size(size, part) // 4 for part in range(num_parts(size))):
+        layout = chunk_layout(rows, words, 2)
+        bases = layout.reg_bases + layout.lane_bases + layout.warp_bases
+        assert span(bases) == {(row, column) for row in range(rows) for column in range(words)}
+        if words >= 16:  # eight lanes store 16 bytes each, to an atom of eight 16-byte columns
+            lanes = span(layout.lane_bases[:3])
+            assert len({(column // 2 % 8) ^ (row % 8) for row, column in lanes}) == 8
+
+
 def test_small_boxes_are_gathered_instead():
     by_rows = {
         (size, block): ForwardConfig(BF16, size, block, causal=True, uniform=True).gathers
@@ -212,9 +278,11 @@ def test_small_boxes_are_gathered_instead():
 
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
-    assert {config.tiling for config, _ in CONFIGS} == {*TILINGS, SMALL_TILING, NARROW_TILING}
+    packed = {*PACKED_TILINGS, SMALL_PACKED_TILING}
+    tilings = {*TILINGS, SMALL_TILING, NARROW_TILING, *packed}
+    assert {config.tiling for config, _ in CONFIGS} == tilings
     gathering = {config.tiling for config, _ in CONFIGS if config.gathers}
-    assert gathering == {*TILINGS, NARROW_TILING}
+    assert gathering == {*TILINGS, NARROW_TILING, *packed}
     assert [tiling_of(size, size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, prepare_short
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+E5M2, INT8 = torch.float8_e5m2, torch.int8
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 TINY = 12_000  # scores that the interpreter computes in some tenths of a second
@@ -93,13 +95,15 @@ def test_hopper_supports_its_own_problems():
     decode = [hopper.supports(problem, H200) is None for problem in problems]
     prefill = [hopper_prefill.supports(problem, H200) is None for problem in problems]
     assert decode == [p.rows <= 16 and p.width <= 256 for p in problems]
-    many = [p.rows > 64 and p.width <= 256 and p.kv_dtype == BF16 for p in problems]
+    many = [p.rows > 64 and p.width <= 256 for p in problems]
     assert prefill == many
     narrow = [replace(case, query_lens=(70,), seq_lens=(70,)) for case in CASES if case.v_head_size]
     taken = [hopper_prefill.supports(on_hopper(case, BF16).problem, H200) for case in narrow]
     assert sum(reason is None for reason in taken) >= 3
     assert sum(decode) >= 19
     assert sum(prefill) >= 20
+    for case in EIGHT_BITS:
+        assert hopper_prefill.supports(make_inputs(replace(case, dtype=BF16)).problem, H200) is None
 
 
 @pytest.mark.gpu
@@ -156,6 +160,113 @@ def test_a_capped_sequence_does_not_see_its_neighbour_s_nan(size):
     after = there.attend(impl="hopper_prefill")
     assert_same_bits([x[:start] for x in after], [x[:start] for x in before])
     assert after.out[start:end].isnan().all()
+
+
+packed_case = partial(PagedCase, kv_dtype=E4M3, scales="head")
+EIGHT_BITS = [
+    *(
+        packed_case((70, 300, 9), (70, 700, 600), 4, 2, head_size=d, block_size=b, scales=scales)
+        for d, b, scales in (
+            *((64, 16, "head"), (64, 1, "tensor"), (128, 16, "head"), (128, 24, "tensor")),
+            *((128, 128, "head"), (256, 16, "head"), (256, 3, "head")),
+        )
+    ),
+    *(
+        packed_case((200, 70), (900, 400), 8, 2, head_size=d, block_size=16)
+        for d in (16, 32, 48, 80, 96, 112, 144, 192, 208)
+    ),
+    packed_case((1, 300, 4, 70), (2000, 700, 500, 70), 8, 2, head_size=128),  # mixed
+    packed_case((80, 90), (3, 0), 4, 2, head_size=128),
+    packed_case((80, 90), (3, 0), 4, 2, head_size=64, block_size=1, causal=False),
+    packed_case((64,) * 37 + (40, 33), (64,) * 20 + (200,) * 19, 16, 4, head_size=128),
+    packed_case(
+        (200, 70), (3000, 333), 6, 2, head_size=128, sliding_window=150, logits_soft_cap=5.0,
+        has_alibi=True, has_sinks=True,
+    ),
+    packed_case((200, 70), (900, 333), 8, 1, head_size=256, sliding_window=300),
+    packed_case((200, 70), (300, 301), 4, 4, head_size=64, has_alibi=True),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("by_token", [False, True], ids=["", "by-token"])
+def test_prefill_over_8_bit_caches(case, kv_dtype, dtype, by_token):
+    scales = "token" if by_token else case.scales
+    check_prefill(replace(case, dtype=dtype, kv_dtype=kv_dtype, scales=scales))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_prefill_reads_every_code_as_torch_does(kv_dtype, dtype, size):
+    """With one key of each sequence the result is its value, code times scale."""
+    case = PagedCase(
+        (80,), (1,), 256 // size, 256 // size, size, dtype=dtype, kv_dtype=kv_dtype,
+        scales="tensor", causal=False,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype).view(-1, size)
+    if kv_dtype == E5M2:  # an infinity times the weight 0 of a repeated key is no number
+        codes = torch.where(codes.float().isinf(), 0.0, codes.float()).to(kv_dtype)
+    seq = inputs.batch.seq_lens.tolist().index(1)
+    inputs.v_cache[int(inputs.batch.block_tables[seq, 0]), 0] = codes
+    inputs.options["v_scale"] = torch.tensor(0.5)
+    first, end = inputs.batch.cu_seqlens_q[seq : seq + 2].tolist()
+    result = inputs.to("cuda").attend(impl="hopper_prefill").out[first:end].cpu()
+    expected = (codes.float() * 0.5).expand(end - first, -1, -1)
+    torch.testing.assert_close(result.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("features", [{}, {"has_alibi": True}, {"logits_soft_cap": 5.0}], ids=str)
+def test_scales_of_prefill_may_be_negative_or_0(kv_dtype, features):
+    case = PagedCase(
+        (200, 70), (700, 333), 8, 4, head_size=128, dtype=BF16, kv_dtype=kv_dtype, scales="head",
+        **features,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    signs = {"k_scale": torch.tensor([-1.0, 0.0, 1.0, -1.0]), "v_scale": torch.tensor([1.0, -1.0])}
+    signs["v_scale"] = signs["v_scale"].repeat_interleave(2)
+    changed = {name: inputs.options[name] * sign for name, sign in signs.items()}
+    inputs = inputs.replace(options={**inputs.options, **changed})
+    result = inputs.to("cuda").attend(impl="hopper_prefill")
+    assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+def test_a_nan_code_shows_in_prefill_in_the_heads_that_see_it(where, kv_dtype):
+    case = PagedCase((300,), (300,), 4, 2, 128, dtype=BF16, kv_dtype=kv_dtype, scales="head")
+    inputs = make_inputs(case)
+    expected = inputs.to("cuda").attend(impl="hopper_prefill").out.cpu()
+    seq = inputs.batch.seq_lens.tolist().index(300)
+    block, first = int(inputs.batch.block_tables[seq, 0]), int(inputs.batch.cu_seqlens_q[seq])
+    getattr(inputs, where).view(torch.uint8)[block, 0, 0, 5] = 0xFF
+    result = inputs.to("cuda").attend(impl="hopper_prefill").out.cpu()
+    columns = slice(5, 6) if where == "v_cache" else slice(None)
+    assert result[first : first + 300, :2, columns].isnan().all()
+    assert torch.equal(result[:, 2:], expected[:, 2:])
+
+
+@pytest.mark.gpu
+def test_prefill_over_8_bit_caches_is_captured_and_repeats_its_bits():
+    case = PagedCase((300, 70), (900, 400), 8, 2, 128, dtype=BF16, kv_dtype=E4M3, scales="head")
+    there = make_inputs(case).to("cuda")
+    first = there.attend(impl="hopper_prefill")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = there.attend(impl="hopper_prefill")
+    for _ in range(20):
+        for tensor in result:
+            tensor.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(result, first)
 
 
 BENT = [

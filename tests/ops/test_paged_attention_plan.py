@@ -271,6 +271,26 @@ def test_prefill_on_hopper_takes_blocks_and_heads_of_many_sizes(change, reason):
     assert answer is None if reason is None else reason in answer
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"scale_kind": "head"}, None),
+        ({"scale_kind": "token"}, None),
+        ({"scale_kind": "head", "head_size": 72, "v_head_size": 72}, "multiples of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_prefill_on_hopper_takes_8_bit_caches(kv_dtype, change, reason):
+    problem = replace(PREFILL, kv_dtype=kv_dtype, **change)
+    answer = refuse_hopper_prefill(problem)
+    assert answer is None if reason is None else reason in answer
+    own, portable = make_hopper_prefill_plan(problem, H200), make_gpu_plan(problem, H200)
+    assert make_plan(problem, H200) == (own if reason is None else portable)
+    # Registers that the warps which convert need are left to them.
+    assert own.max_registers <= make_plan(PREFILL, H200).max_registers
+
+
 def test_two_types_of_16_bits_are_multiplied_and_planned_as_float32():
     for problem in (replace(DECODE, max_query_len=16, **WIDE), PREFILL):
         mixed = replace(problem, kv_dtype=torch.float16)

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...tiles.hopper.layouts import num_parts, part_size, part_start
-from .hopper_packed import split_packed, widen_packed
+from ...tiles.hopper.packed import split_packed, widen_packed
 
 __all__ = [
     "add_scores",

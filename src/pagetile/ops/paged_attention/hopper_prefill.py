@@ -4,12 +4,13 @@
 
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
     keys of a tile = boxes of a page's rows, or a part of them, straight from their pages by TMA,
-                     where that is faster; otherwise row by row by cp.async
+                     where that is faster; otherwise row by row by cp.async; of 8 bits,
+                     row by row by way of registers, where they are converted
 
 Supports float16 and bfloat16, head sizes of keys and of values to 256 in steps of 8, any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
-caps up to 64, ALiBi, sinks, log-sum-exp. 8-bit caches go to the Triton kernels, and so do few
-new tokens a sequence: their tile would be nearly empty. In a mixed batch they go to a launch of
+caps up to 64, ALiBi, sinks, log-sum-exp, 8-bit caches. Few new tokens a sequence go to the Triton
+kernels: their tile would be nearly empty. In a mixed batch they go to a launch of
 ``hopper_decode`` beside this one. Few tiles over many keys are divided among CTAs
 (``tiles.hopper.splits``), unless the plan is batch-invariant.
 """
@@ -20,6 +21,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
@@ -94,5 +96,14 @@ def _run(
         sinks=call.sinks,
         short=short_len(problem),
         splits=divides_keys,
+        k_scale=_of_heads(problem, call.k_scale),
+        v_scale=_of_heads(problem, call.v_scale),
     )
     return AttentionOutput(out, lse)
+
+
+def _of_heads(problem: Problem, scale: Tensor | None) -> Tensor | None:
+    """Scales as the kernel takes them: one number for all becomes every KV head's."""
+    if scale is not None and scale.shape in ((), (1,)):
+        scale = scale.reshape(1).expand(problem.num_kv_heads)
+    return scale

@@ -22,7 +22,7 @@ from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
 from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.hopper.dividing import divides_keys
-from ...tiles.hopper.tiling import TILINGS, tiling_of
+from ...tiles.hopper.tiling import PACKED_FORMATS, TILINGS, tiling_of
 from .problem import Problem
 
 __all__ = [
@@ -159,8 +159,8 @@ def refuse_hopper_prefill(problem: Problem) -> str | None:
         size, widest = getattr(problem, name), TILINGS[-1].width
         if size % 8 or size > widest:
             return f"{name} is {size}; multiples of 8 up to {widest} run"
-    if problem.kv_dtype != problem.q_dtype:
-        return f"q is {q} but k_cache is {kv}; equal types run"
+    if problem.kv_dtype not in (problem.q_dtype, *PACKED_FORMATS):
+        return f"q is {q} but k_cache is {kv}; equal types, and 8 bits, run"
     if problem.max_visible is not None:
         return "it takes no visible_blocks"
     if problem.rows <= DECODE_ROWS:
@@ -220,9 +220,9 @@ def make_hopper_prefill_plan(
 ) -> GpuPlan:
     """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
 
-    They depend on the head sizes and, for narrow heads, on ``divides_keys``. ``split_size`` is for
-    the short sequences of a mixed batch: keys of others are not divided where a result must not
-    depend on the batch.
+    They depend on the head sizes, on whether caches are of 8 bits and, for narrow heads, on
+    ``divides_keys``. ``split_size`` is for the short sequences of a mixed batch: keys of others are
+    not divided where a result must not depend on the batch.
     """
     sizes = problem.head_size, problem.v_head_size
     may_divide = not batch_invariant and divides_keys(
@@ -236,7 +236,8 @@ def make_hopper_prefill_plan(
         group=problem.group,
         short=short_len(problem),
     )
-    tiling = tiling_of(*sizes, splits=may_divide)
+    is_packed = problem.kv_dtype in PACKED_FORMATS
+    tiling = tiling_of(*sizes, splits=may_divide, is_packed=is_packed)
     return GpuPlan(
         "prefill",
         tile_m=_ROWS_OF_WARPGROUP * tiling.warpgroups,

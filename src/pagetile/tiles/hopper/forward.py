@@ -13,10 +13,11 @@ a tile's last product goes with the next tile's first::
 
 While one warpgroup does a softmax, another multiplies (``PINGPONG``). Keys and values come in
 boxes of ``BOX`` rows: a page, a part of one, or, of ragged tensors, a tile. Where boxes would be
-small, rows are gathered, by two warps for keys and two for values. Results that fill a warpgroup's
-rows are stored through shared memory where they are ``STAGED``. Rows past a sequence's end are read
-as zeros, or overwritten with zeros inside its last box, or, gathered, repeat the last key: no NaN
-from outside of the sequence enters a product. Where tiles are few, programs may share a tile's keys
+small, rows are gathered, by two warps for keys and two for values; rows of 8-bit caches always are,
+and converted on their way (``PACKED``). Results that fill a warpgroup's rows are stored through
+shared memory where they are ``STAGED``. Rows past a sequence's end are read as zeros, or
+overwritten with zeros inside its last box, or, gathered, repeat the last key: no NaN from outside
+of the sequence enters a product. Where tiles are few, programs may share a tile's keys
 (``SPLITS``): ``splits`` says which program gets which, ``merge`` puts results together.
 """
 
@@ -31,12 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .finish import finish, times
 from .gather import GATHERING_WARPS, make_pages
+from .gather_packed import HeadScales, make_token_scales
 from .layouts import num_parts, part_of, part_size, product_layout
 from .load import (
     CAUSAL_LIMIT,
     COLUMNS,
     COUNT,
     HEAD,
+    K_SCALE,
     NUM_FULL,
     NUM_KEYS,
     NUM_RIGHT,
@@ -47,6 +50,7 @@ from .load import (
     SLOT,
     SPLIT,
     TOKEN,
+    V_SCALE,
     KernelConfig,
     load_keys_role,
     load_values_role,
@@ -76,7 +80,7 @@ __all__ = ["forward_kernel"]
 @gluon.jit
 def _compute_role(
     out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
-    metadata, q_ring, k_ring, v_ring, config, warpgroup,
+    metadata, q_ring, k_ring, v_ring, k_scales, config, warpgroup,
 ):  # fmt: skip
     """One warpgroup: its rows of every tile."""
     WG: gl.constexpr = warpgroup.INDEX
@@ -97,6 +101,9 @@ def _compute_role(
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.barriers.release(0, use)
+    s = _scale_keys(s, k_scales, use)
+    given = scoring
+    scoring = _scale_scores(given, metadata, tile_use, config)
     slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
     weights, causal_limit, m, l = _first_softmax(s, metadata, tile_use, scoring, slope, config, WG)
     while num_tiles > 0:
@@ -120,7 +127,9 @@ def _compute_role(
             # From here on the rows' own keys count from the sequence's first.
             causal_limit += gl.load(listed) * TILE_N
             state = (use, p, acc, m, l, causal_limit)
-        operands = (q, k_ring, v_ring, first_full, first_left, listed, scoring, slope, config)
+        operands = (
+            q, k_ring, v_ring, k_scales, first_full, first_left, listed, scoring, slope, config
+        )  # fmt: skip
         if WIDTH <= 128:
             state = _walk(0, num_tiles - 1, None, state, operands, WG)
         else:
@@ -138,6 +147,8 @@ def _compute_role(
                 metadata.read(tile_use, SPLIT), metadata.read(tile_use, COUNT),
                 metadata.read(tile_use, SLOT),
             )  # fmt: skip
+        if config.SCALES == "head":
+            v_scale = metadata.read(tile_use, V_SCALE).to(gl.float32, bitcast=True)
         q_ring.barriers.release(0, tile_use)
 
         # The last product with values overlaps the next tile's first product with keys. After the
@@ -147,6 +158,8 @@ def _compute_role(
         num_tiles = metadata.read(tile_use, NUM_TILES)
         q = _find_queries(q_ring, tile_use, config, WG)
         s, acc = _multiply(q, k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG)
+        s = _scale_keys(s, k_scales, use + 1)
+        scoring = _scale_scores(given, metadata, tile_use, config)
         slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
         weights, causal_limit, next_m, next_l = _first_softmax(
             s, metadata, tile_use, scoring, slope, config, WG
@@ -154,6 +167,8 @@ def _compute_role(
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
         use += 1
+        if config.SCALES == "head":
+            acc = times(acc, gl.where(l == 0.0, 0.0, v_scale))
         if config.SPLITS:
             finish_split(
                 out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens,
@@ -183,6 +198,24 @@ def _first_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constex
     l = gl.zeros([ROWS], gl.float32, ROW)
     weights, _, m, l = weigh(s, m, l, scoring.scale)
     return weights, causal_limit, m, l
+
+
+@gluon.jit
+def _scale_keys(s, k_scales, use):
+    """Products times each key's scale, where every token has its own."""
+    if len(k_scales) > 0:
+        scale = k_scales[0].of_use(use).load(gl.SliceLayout(0, s.type.layout))
+        s *= scale[None, :]
+    return s
+
+
+@gluon.jit
+def _scale_scores(scoring, metadata, tile_use, config):
+    """The scoring of a tile's products, with the scale of its head's keys."""
+    if config.SCALES == "head":
+        scale = metadata.read(tile_use, K_SCALE).to(gl.float32, bitcast=True)
+        scoring = scoring.times(scale, config.HAS_CAP)
+    return scoring
 
 
 @gluon.jit
@@ -313,7 +346,7 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
 def _walk(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
     """Visit some tiles to the left; ``MASKED``: all, none, or (None) those at both ends."""
     use, p, acc, m, l, causal_limit = state
-    q, k_ring, v_ring, first_full, first_left, listed, scoring, slope, config = operands
+    q, k_ring, v_ring, k_scales, first_full, first_left, listed, scoring, slope, config = operands
     for step in range(first, end):
         limit = causal_limit
         if config.SPARSE:
@@ -324,20 +357,22 @@ def _walk(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
             limit = causal_limit
         masked = (step < first_full) | (step >= first_left) if MASKED is None else MASKED
         p, acc, m, l = _attend_tile(
-            q, k_ring, v_ring, use, p, acc, m, l, limit, scoring, slope, masked, config, WG
-        )
+            q, k_ring, v_ring, k_scales, use, p, acc, m, l, limit, scoring, slope, masked, config,
+            WG,
+        )  # fmt: skip
         use += 1
     return use, p, acc, m, l, causal_limit
 
 
 @gluon.jit
 def _attend_tile(
-    q, k_ring, v_ring, use, p, acc, m, l, causal_limit, scoring, slope, masked, config,
+    q, k_ring, v_ring, k_scales, use, p, acc, m, l, causal_limit, scoring, slope, masked, config,
     WG: gl.constexpr,
 ):  # fmt: skip
     """One step: the product with this use's values, and the softmax of the next use's scores."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, config, WG)
+    s = _scale_keys(s, k_scales, use + 1)
     s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
     weights, decay, m, l = weigh(s, m, l, scoring.scale)
     acc = _wait_for(acc)
@@ -402,6 +437,15 @@ def forward_kernel(
     v_block,
     v_slot,
     v_head,
+    # scales of packed caches
+    k_scale,  # float32 [num_kv_heads] or [num_blocks, block_size, num_kv_heads]
+    v_scale,
+    ks_block,
+    ks_slot,
+    ks_head,
+    vs_block,
+    vs_slot,
+    vs_head,
     # scratch, where programs may share a tile's keys: see ``SplitSchedule``
     accs,
     sums,
@@ -432,12 +476,14 @@ def forward_kernel(
     REGISTERS: gl.constexpr,
     SPARSE: gl.constexpr,
     SPLITS: gl.constexpr,
+    PACKED: gl.constexpr,
+    SCALES: gl.constexpr,
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES,
+        KEY_TILES, PACKED, SCALES,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -447,8 +493,10 @@ def forward_kernel(
     scoring = Scoring(window, scale, inner, slopes, lists)
     q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS * KEY_TILES, WARPGROUPS)
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
-    v_ring = make_ring(q_desc.dtype, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
-    metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE or SPLITS else 8)
+    # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
+    V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
+    v_ring = make_ring(V_DTYPE, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
+    metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8)
     schedule = ()
     if SPLITS:
         schedule = make_split_schedule(
@@ -464,10 +512,20 @@ def forward_kernel(
     if GATHER:
         k = make_pages(k, k_block, k_slot, k_head, TILE_N)
         v = make_pages(v, v_block, v_slot, v_head, TILE_N)
+    k_scales = ()
+    if SCALES == "head":
+        k, v = (k, (HeadScales(k_scale, v_scale, ks_head, vs_head),)), (v, ())
+    elif SCALES == "token":
+        of_keys = make_token_scales(
+            k_scale, ks_block, ks_slot, ks_head, TILE_N, 2 * STAGES, False
+        )  # fmt: skip
+        of_values = make_token_scales(v_scale, vs_block, vs_slot, vs_head, TILE_N, 1, True)
+        k_scales = (of_keys,)  # type: ignore[assignment]
+        k, v = (k, k_scales), (v, (of_values,))
     fence_async_shared()
     compute = (
         out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
-        metadata, q_ring, k_ring, v_ring, config,
+        metadata, q_ring, k_ring, v_ring, k_scales, config,
     )  # fmt: skip
     # What the others leave of a multiprocessor's registers, which go round in eights.
     EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8

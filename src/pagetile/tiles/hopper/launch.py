@@ -19,7 +19,7 @@ from ..triton.workspace import borrow
 from .dividing import SLOTS, pack_of
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align, is_described
-from .tiling import TILINGS, UNIT, ForwardConfig, width_of
+from .tiling import PACKED_FORMATS, TILINGS, UNIT, ForwardConfig, width_of
 
 __all__ = [
     "attend",
@@ -85,6 +85,8 @@ def attend(
     short: int = 0,
     lists: Tensor | None = None,
     splits: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Fill ``out`` and ``lse``.
 
@@ -93,8 +95,8 @@ def attend(
         lse: ``[num_tokens, num_heads]`` float32, contiguous.
         q: ``[num_tokens, num_heads, head_size]``.
         k: ``[num_blocks, block_size, num_kv_heads, head_size]``, every row beginning at a
-            multiple of 16 bytes. Or, without ``block_tables``, ragged
-            ``[num_keys, num_kv_heads, head_size]``, any rows.
+            multiple of 16 bytes; of ``q``'s type, or of 8 bits. Or, without ``block_tables``,
+            ragged ``[num_keys, num_kv_heads, head_size]``, any rows.
         v: As ``k``, of ``v_head_size``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``.
         lengths: int32 ``[num_seqs]``, keys of each sequence; of ragged ones ``cu_seqlens_k``,
@@ -113,6 +115,9 @@ def attend(
             For ragged keys of sequences of one length, whose tiles have
             ``64 * tiling.warpgroups`` queries and ``tiling.tile_n`` keys.
         splits: Whether programs may share a tile's keys (``dividing.divides_keys``): of paged keys.
+        k_scale: float32 ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
+            strides, where ``k`` is of 8 bits.
+        v_scale: Likewise.
     """
     if not q.numel():
         return
@@ -141,6 +146,8 @@ def attend(
         has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
         splits=splits,
+        packed=PACKED_FORMATS.get(k.dtype, "none"),
+        has_token_scales=k_scale is not None and k_scale.dim() == 3,
     )
     if lists is None:
         pack = pack_of(group, max_query_len, config.tiling)
@@ -153,6 +160,9 @@ def attend(
     )
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
     scratch = _borrow(config, q) if splits else ()
+    scales: tuple[Any, ...] = ()
+    if k_scale is not None and v_scale is not None:
+        scales = k_scale, v_scale, *_scale_strides(k_scale), *_scale_strides(v_scale)
     make_launcher(config)(
         (num_programs if splits else min(num_programs, tiles), 1, 1),
         written,
@@ -182,10 +192,16 @@ def attend(
         written.stride(0),
         written.stride(1),
         *(strides or (0,) * 6 if splits else strides),
+        *(scales or (None, None, *(0,) * 6) if splits else scales),
         *scratch,
     )
     if written is not out:
         out.copy_(written)
+
+
+def _scale_strides(scale: Tensor) -> tuple[int, ...]:
+    """Strides of blocks, slots and heads; 0 where all have the same scale."""
+    return (0, 0, *scale.stride())[-3:]
 
 
 def _list_strides(lists: Tensor) -> tuple[int, int, int]:
@@ -224,7 +240,8 @@ def _schedule(
         return seq_tiles * heads, seq_tiles, 1
     seq_tiles = -(-max_query_len // tokens)
     # Half or a quarter of the programs divide most barriers evenly; else everything is one section.
-    head_bytes = 2 * max_seq_len * q.shape[2] * q.element_size() * config.pack // group
+    itemsize = q.element_size() if config.packed == "none" else 1
+    head_bytes = 2 * max_seq_len * q.shape[2] * itemsize * config.pack // group
     fitting = [n for n in (num_programs // 2, num_programs // 4) if n * head_bytes < _SHARED_KEYS]
     return pairs * seq_tiles, seq_tiles, max(1, min([*fitting[:1], pairs]))
 
@@ -246,7 +263,8 @@ def _boxed(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
 def _gathered(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
     """Keys and values whose rows are copied one by one."""
     assert all(map(is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
-    units = (stride // UNIT for x in (k, v) for stride in x.stride()[:3])
+    unit = 16 // k.element_size()
+    units = (stride // unit for x in (k, v) for stride in x.stride()[:3])
     # Places in 32 bits may wrap round, and strides likewise.
     return (k, v), 0, tuple(n if config.is_far else ctypes.c_int32(n).value for n in units)
 
@@ -257,7 +275,7 @@ def _is_far(*caches: Tensor) -> bool:
         sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
         for x in caches
     )
-    return max(spans) >= UNIT << 32
+    return max(spans) >= 16 // caches[0].element_size() << 32
 
 
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,7 +323,9 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         f"tensordesc<{name}{boxes},{_layout(len(boxes))!r}>"
         for boxes in map(config.boxes, config.sizes)
     ]
-    k_source, v_source = [f"*{name}:16"] * 2 if config.gathers else sources
+    is_packed = config.packed != "none"
+    element = "i32" if is_packed else name  # words of four 8-bit values
+    k_source, v_source = [f"*{element}:16"] * 2 if config.gathers else sources
     types = {
         "out": f"*{name}:16",
         "out_desc": rows if config.staged else f"*{name}:16",
@@ -327,10 +347,16 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
     scratch = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
+    of_scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {
+        f"{cache}s_{which}": "i32" for cache in "kv" for which in ("block", "slot", "head")
+    }
     takes_strides = config.gathers or config.splits  # constants come last
+    takes_scales = is_packed or config.splits
     types |= dict.fromkeys(strides if takes_strides else [], "i64" if config.is_far else "i32")
+    types |= of_scales if takes_scales else {}
     types |= scratch if config.splits else {}
-    constants = dict.fromkeys([] if takes_strides else strides, 0)
+    constants: dict[str, Any] = dict.fromkeys([] if takes_strides else strides, 0)
+    constants |= {} if takes_scales else dict.fromkeys(of_scales, 0)
     constants |= {} if config.splits else dict.fromkeys(scratch, 0)
     constants |= {
         "HEAD_SIZE": config.head_size,
@@ -358,5 +384,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "REGISTERS": tiling.registers,
         "SPARSE": config.is_sparse,
         "SPLITS": config.splits,
+        "PACKED": config.packed,
+        "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
     }
     return GluonLauncher(forward_kernel, types, constants, num_warps=4)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .gather import gather_tiles
+from .gather_packed import gather_packed_tiles
 from .names import barrier
 from .record import record
 from .schedule import (
@@ -41,6 +42,8 @@ RECORD = gl.constexpr(8)  # where the tile's list begins, if SPARSE
 SPLIT = gl.constexpr(9)  # which split of the tile, if it SPLITS
 COUNT = gl.constexpr(10)  # how many splits the tile has
 SLOT = gl.constexpr(11)  # where the first split's result is kept
+K_SCALE = gl.constexpr(12)  # bits of the scales, of a head
+V_SCALE = gl.constexpr(13)
 
 
 @record
@@ -66,6 +69,8 @@ class KernelConfig:
     SPARSE: gl.constexpr  # tiles of keys are those on a list
     SPLITS: gl.constexpr  # programs may share a tile's keys
     KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
+    PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
+    SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
 
 
 @gluon.jit
@@ -140,7 +145,12 @@ def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)
                 origin = (end - 1) * TILE_N
                 num_tiles, num_right = end - begin, end - 1 - full_end
                 num_full, num_keys = full_end - full_begin, seq_len - origin
+            if config.SCALES == "head":
+                k_scale, v_scale = k[1][0].bits(keys[4])
             q_ring.barriers.wait_empty(0, tile_use)
+            if config.SCALES == "head":
+                metadata.write(tile_use, K_SCALE, k_scale)
+                metadata.write(tile_use, V_SCALE, v_scale)
             metadata.write(tile_use, NUM_TILES, num_tiles)
             metadata.write(tile_use, NUM_RIGHT, num_right)
             metadata.write(tile_use, NUM_FULL, num_full)
@@ -222,7 +232,9 @@ def _load_queries(desc, ring, use, token, head, config):
 def _load_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr, config):
     """Load tiles of keys or values from the right to the left; returns the ring's next use."""
     TILE_N: gl.constexpr = ring.tiles.shape[1]
-    if config.GATHER:
+    if config.PACKED != "none":
+        use = gather_packed_tiles(source, ring, use, begin, end, keys, SIZE, config)
+    elif config.GATHER:
         use = gather_tiles(source, ring, use, begin, end, keys, SIZE, config)
     else:
         key = end * TILE_N

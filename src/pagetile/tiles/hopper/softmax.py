@@ -40,6 +40,17 @@ class Scoring:
     slopes: gl.tensor  # pointer to [num_heads] float32
     lists: gl.tensor  # pointer to the lists of tiles, of block-sparse attention
 
+    @gluon.jit
+    def times(self, factor, HAS_CAP: gl.constexpr):
+        """The same for products that are to be multiplied by a factor first."""
+        scale = self.scale
+        inner = self.inner
+        if HAS_CAP:
+            inner *= factor
+        else:
+            scale *= factor
+        return Scoring(self.window, scale, inner, self.slopes, self.lists)
+
 
 # (2 ** x - 1) / (2 ** x + 1) for eight numbers, as they lie in a thread: two columns, the same of
 # the row eight below, then the next columns of both. Four of a row share one reciprocal, that of

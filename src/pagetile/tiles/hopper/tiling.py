@@ -6,8 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TILINGS", "UNIT", "ForwardConfig", "Tiling", "tiling_of", "width_of"]
+__all__ = [
+    "PACKED_FORMATS",
+    "PACKED_TILINGS",
+    "TILINGS",
+    "UNIT",
+    "ForwardConfig",
+    "Tiling",
+    "tiling_of",
+    "width_of",
+]
 
+PACKED_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 UNIT = 8  # rows of an atom; elements of 16 bytes
 _COLUMNS = 64  # of an atom
 _LONG_ROWS = (2 * _COLUMNS, 4 * _COLUMNS)  # head sizes
@@ -43,6 +53,14 @@ TILINGS = (
 SMALL_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
 """For narrow heads of block-sparse attention, whose blocks have 128 queries, and of divided keys:
 three warpgroups have too few registers for the merge."""
+PACKED_TILINGS = (
+    Tiling(64, 128, 3, 2, 2, False, True, 160),
+    Tiling(128, 128, 2, 2, 2, True, True, 216),
+    Tiling(256, 64, 2, 1, 2, False, True, 216),
+)
+"""For 8-bit caches: the same tiles, with more registers for the warps that convert them."""
+SMALL_PACKED_TILING = Tiling(64, 128, 2, 2, 2, False, True, 216)
+"""Likewise, for narrow heads whose keys are divided."""
 
 
 NARROW_TILING = Tiling(192, 128, 2, 1, 2, False, True, 232)
@@ -78,16 +96,26 @@ class ForwardConfig:
     """Whether offsets of gathered rows take 64 bits."""
     splits: bool = False
     """Whether programs may share the keys of a tile of queries; then it is paged."""
+    packed: str = "none"
+    """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
+    has_token_scales: bool = False
+    """Whether 8-bit caches have a scale for each token instead of one for each head."""
 
     @property
     def tiling(self) -> Tiling:
         """How its kernel is built."""
-        return tiling_of(*self.sizes, is_sparse=self.is_sparse, splits=self.splits)
+        is_packed = self.packed != "none"
+        return tiling_of(
+            *self.sizes, is_sparse=self.is_sparse, splits=self.splits, is_packed=is_packed
+        )
 
     @property
     def staged(self) -> bool:
-        """Whether results leave by the copy engine; where keys are divided few are whole."""
-        return self.tiling.staged and not self.splits
+        """Whether results leave by the copy engine.
+
+        Where keys are divided few are whole; scales of tokens need the shared memory.
+        """
+        return self.tiling.staged and not self.splits and not self.has_token_scales
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -109,6 +137,8 @@ class ForwardConfig:
         """
         if self.block_size == 0:
             return False
+        if self.packed != "none":  # converted on the way, as no copy engine does
+            return True
         if all(size in _LONG_ROWS for size in self.sizes):
             return self.block_size != UNIT and self.block_size % (2 * UNIT) != 0
         return self.block_size & -self.block_size < _LONG_BOX
@@ -146,12 +176,22 @@ def width_of(head_size: int) -> int:
 
 
 def tiling_of(
-    head_size: int, v_head_size: int, *, is_sparse: bool = False, splits: bool = False
+    head_size: int,
+    v_head_size: int,
+    *,
+    is_sparse: bool = False,
+    splits: bool = False,
+    is_packed: bool = False,
 ) -> Tiling:
-    """The tiling for head sizes up to 256; a small one for sparse tiles and divided keys."""
+    """The tiling for head sizes up to 256; a small one for sparse tiles and divided keys.
+
+    ``is_packed``: for 8-bit caches.
+    """
     width = max(head_size, v_head_size)
     if (is_sparse or splits) and width <= SMALL_TILING.width:
-        return SMALL_TILING
+        return SMALL_PACKED_TILING if is_packed else SMALL_TILING
+    if is_packed:
+        return next(tiling for tiling in PACKED_TILINGS if width <= tiling.width)
     if not is_sparse and v_head_size <= 128 < head_size <= NARROW_TILING.width:
         return NARROW_TILING
     return next(tiling for tiling in TILINGS if width <= tiling.width)
