@@ -35,11 +35,6 @@ BENT: dict[str, Any] = {"logits_soft_cap": 30.0, "has_alibi": True, "has_sinks":
 PAGED = {
     "decode": ("hopper", LONG),
     "decode-8-bit": ("hopper", LONG | {"kv_dtype": torch.float8_e4m3fn, "scales": "token"}),
-    "decode-in-parts": ("hopper", LONG | {"head_size": 80}),
-    "decode-in-parts-8-bit": (
-        "hopper",
-        LONG | {"head_size": 96, "kv_dtype": torch.int8, "scales": "token"},
-    ),
     "decode-triton": ("triton", LONG),
     "prefill": ("hopper_prefill", SEVERAL),
     "prefill-narrow": ("hopper_prefill", SEVERAL | {"head_size": 64}),

@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import HOPPER, SLACK, assert_fits, rarely
-from tools.sass import disassemble, loops_with, resources
+from test_compiled import assert_fits, rarely
 from triton.backends.compiler import GPUTarget
 
 from pagetile.device import DeviceInfo
@@ -123,36 +122,6 @@ def test_decode_of_wide_heads_of_eight_bits_on_hopper(
 ):
     question = problem(2, size, kv_dtype, scales)
     assert_fits(make_launcher(SPECIALISED, question, features=features), tmp_path, spilled)
-
-
-@pytest.mark.parametrize(
-    ("size", "kv_dtype", "scales", "products", "copies"),
-    [
-        # Of a warp in a tile of 64 keys: for every 16 columns of keys two products; for every 32
-        # of values, or a rest of 16, four. In a tile of 32 keys half as many.
-        (80, BF16, "none", 2 * 5 + 4 * 3, 2 * 5),
-        (96, BF16, "none", 2 * 6 + 4 * 3, 2 * 6),
-        (96, E4M3, "head", 2 * 6 + 4 * 4, 2 * 3),
-        (192, BF16, "none", 12 + 2 * 6, 2 * 6),
-        *rarely(
-            (72, BF16, "none", 2 * 5 + 4 * 3, 2 * 5),
-            (112, BF16, "none", 2 * 8 + 4 * 4, 2 * 8),
-            (80, INT8, "token", 2 * 6 + 4 * 4, 2 * 3 + 2),
-            (144, BF16, "none", 9 + 2 * 5, 2 * 5),
-        ),
-    ],
-    ids=str,
-)
-def test_decode_does_not_pad_heads_of_two_parts(size, kv_dtype, scales, products, copies, tmp_path):
-    compiled = make_launcher(SPECIALISED, problem(4, size, kv_dtype, scales)).compile(HOPPER)
-    used = resources(compiled, tmp_path)
-    assert used["STACK"] <= SLACK, used
-    assert 2 * (compiled.metadata.shared + 1024) <= 228 << 10  # two CTAs on a multiprocessor
-    code = disassemble(compiled, tmp_path)
-    (computing,) = loops_with("HMMA", code)
-    assert sum("HMMA" in text for text in computing) == products
-    (loading,) = loops_with("LDGSTS", code)
-    assert sum("LDGSTS.E" in text for text in loading) == copies
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)], ids=str)

@@ -340,7 +340,7 @@ def test_prefill_with_values_of_another_width_than_keys(case, dtype):
     check_prefill(replace(case, dtype=dtype))
 
 
-TWO_PARTS = [
+PADDED = [
     *(
         PagedCase((1, 1, 1, 1), (70, 1700, 64, 3), 8, 2, head_size=d, block_size=b, dtype=dtype)
         for d in (72, 80, 88, 96, 104, 112, 144, 160, 192, 200)
@@ -369,8 +369,8 @@ TWO_PARTS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", TWO_PARTS, ids=str)
-def test_decode_of_heads_in_two_parts(case):
+@pytest.mark.parametrize("case", PADDED, ids=str)
+def test_decode_of_heads_that_are_padded(case):
     """Split among CTAs, split at fixed keys, and not split."""
     inputs = make_inputs(case)
     expected = oracle(inputs)

@@ -155,6 +155,8 @@ def test_what_lies_in_unlisted_blocks_does_not_show(
         sliding_window=sliding_window, visible_share=0.0,
     )  # fmt: skip
     inputs = make_inputs(taken_by(case, impl))
+    if impl == "hopper" and inputs.problem.rows > 16:
+        pytest.skip("hopper takes up to 16 rows; the drawn sequence without keys has more")
     lists = torch.full((inputs.batch.num_seqs, 2, 3), -1, dtype=torch.int32)
     k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
     for seq, seq_len in enumerate(inputs.batch.seq_lens.tolist()):

@@ -113,7 +113,7 @@ class Scheduler:
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step.
         chunks: How many prompt tokens a step may compute beside streams that decode.
-        grouper: Finds what sequences of a decode step share; ``None``: nobody looks.
+        grouper: Finds what sequences of a decode step share; ``None``: prefixes are read by each.
     """
 
     def __init__(

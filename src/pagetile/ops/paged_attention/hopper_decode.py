@@ -16,9 +16,6 @@ and an odd one. Halves have products of their own::
 
     s = q_lower · k_lower + q_upper · k_upper        acc_even += p · v_even,  acc_odd += p · v_odd
 
-A head is one power of two of columns, or two that waste less: 80 is 64 and 16, 96 is 64 and 32
-(``tiles.hopper.layouts``). Rings, operands and ``acc`` are tuples of one or two parts.
-
 Each warp has keys of its own in the first product and columns of its own in the second, so warps
 synchronise twice a tile: for the maxima of rows, and to exchange the weights. Sums of weights
 stay in each warp until the end of a head.
@@ -28,30 +25,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...tiles.hopper.layouts import num_parts, part_size, part_start
 from ...tiles.hopper.names import barrier
+from ...tiles.hopper.packed import split_packed, widen_packed
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finite, tanh
 from ...tiles.triton.visible_blocks import compact_position, logical_keys
 from .hopper_fetch import FETCH_WARPS, fetch_role
 from .hopper_merge import merge_splits
-from .hopper_parts import (
-    add_scores,
-    add_values,
-    as_float32,
-    as_operand,
-    as_operands,
-    columns_of,
-    convert_packed,
-    join_halves,
-    load_operands,
-    make_tiles,
-    no_results,
-    times,
-    times_rows,
-)
 from .triton_work import add, count_work_tiles, find_range, list_of, slot_of, write_rows
 
 SHORT = gl.constexpr(512)  # keys of a CTA range
@@ -59,50 +42,31 @@ SHORT = gl.constexpr(512)  # keys of a CTA range
 
 @gluon.jit
 def _fit_queries(lower, upper, layout: gl.constexpr):
-    """As ``tiles.triton.online_softmax.fit_queries``, for parts of two halves of the columns."""
+    """As ``tiles.triton.online_softmax.fit_queries``, for two halves of the columns."""
     unit = 1.0
-    if lower[0].dtype == gl.bfloat16:
-        lower, upper = as_float32(lower), as_float32(upper)
-        peak = gl.max(gl.maximum(gl.abs(lower[0]), gl.abs(upper[0])), 1)
-        for i in gl.static_range(1, len(lower)):
-            other = gl.max(gl.maximum(gl.abs(lower[i]), gl.abs(upper[i])), 1)
-            peak = gl.maximum(peak, gl.convert_layout(other, peak.type.layout))
+    if lower.dtype == gl.bfloat16:
+        lower, upper = lower.to(gl.float32), upper.to(gl.float32)
+        peak = gl.max(gl.maximum(gl.abs(lower), gl.abs(upper)), 1)
         exponent = (peak.to(gl.int32, bitcast=True) >> 23) - 127
         exponent = gl.minimum(gl.maximum(exponent, -126), 126)
-        inverse = exp2_of(-exponent)
-        lower, upper = times_rows(lower, inverse), times_rows(upper, inverse)
+        inverse = exp2_of(-exponent)[:, None]
+        lower, upper = lower * inverse, upper * inverse
         unit = gl.convert_layout(exp2_of(exponent), layout)[:, None]
-    return lower, upper, unit
+    return lower.to(gl.float16), upper.to(gl.float16), unit
 
 
 @gluon.jit
 def _load_queries(
     q, first_token, head, query_len, q_token, q_head, GROUP: gl.constexpr, FIRST: gl.constexpr,
-    PAIRED: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr,
+    PAIRED: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """A KV head's rows of ``q``, in parts: all columns, or two of every four from ``FIRST`` on."""
-    parts = ()
-    for i in gl.static_range(num_parts(WIDTH)):
-        part = _load_query_part(
-            q, first_token, head, query_len, q_token, q_head, GROUP, FIRST, PAIRED, WIDTH, TILE_M,
-            part_start(WIDTH, i), part_size(WIDTH, i),
-        )  # fmt: skip
-        parts = parts + (part,)  # type: ignore[assignment] # noqa: RUF005
-    return parts
-
-
-@gluon.jit
-def _load_query_part(
-    q, first_token, head, query_len, q_token, q_head, GROUP: gl.constexpr, FIRST: gl.constexpr,
-    PAIRED: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr, START: gl.constexpr,
-    D: gl.constexpr,
-):  # fmt: skip
+    """A KV head's rows of ``q``: all columns, or two of every four from ``FIRST`` on."""
     LANES: gl.constexpr = min(32, D // 8)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
     row = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-    column = START + gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     at = (first_token + row // GROUP).to(gl.int64) * q_token
     at += (head * GROUP + row % GROUP) * q_head
     place = FIRST + 4 * (column // 2) + column % 2 if PAIRED else column
@@ -132,6 +96,13 @@ def _max_of_rows(s):
 
 
 @gluon.jit
+def _as_operand(x, memory, layout: gl.constexpr):
+    """Convert by way of shared memory: an operand's registers hold neighbouring columns."""
+    memory.store(x)
+    return memory.load(layout)
+
+
+@gluon.jit
 def attend_role(
     rings, bars, queries, weights, out, lse, split_accs, split_sums, arrivals, q, seq_lens,
     cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
@@ -141,17 +112,19 @@ def attend_role(
     GROUP: gl.constexpr, WIDTH: gl.constexpr, V_SIZE: gl.constexpr, PACKED: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr,
-    AT_ONCE: gl.constexpr, VISIBLE: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
+    VISIBLE: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
-    k_rings, v_rings, ks_ring, vs_ring = rings
+    k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
-    STAGES: gl.constexpr = k_rings[0].shape[0]
-    TILE_N: gl.constexpr = k_rings[0].shape[1]
+    STAGES: gl.constexpr = k_ring.shape[0]
+    TILE_N: gl.constexpr = k_ring.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    V: gl.constexpr = v_ring.shape[2]
     PAIRED: gl.constexpr = PACKED != "none"
-    PER: gl.constexpr = 2 if PAIRED else 1
-    DOT: gl.constexpr = gl.float16 if PAIRED else k_rings[0].dtype
+    V_ALL: gl.constexpr = 2 * V if PAIRED else V
+    DOT: gl.constexpr = gl.float16 if PAIRED else k_ring.dtype
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -159,13 +132,14 @@ def attend_role(
     by_key: gl.constexpr = gl.SliceLayout(0, mma)
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
     in_each_warp: gl.constexpr = gl.BlockedLayout([TILE_N // 32], [32], [WARPS], [0])
-    V_LANES: gl.constexpr = min(32, V // 4)
+    V_LANES: gl.constexpr = min(32, V_ALL // 4)
     merging: gl.constexpr = gl.BlockedLayout(
         [1, 1, 4], [1, 32 // V_LANES, V_LANES], [1, WARPS, 1], [2, 1, 0]
     )
 
     row = gl.arange(0, TILE_M, layout=by_row)
     keys = gl.arange(0, TILE_N, layout=by_key)
+    v_column = gl.arange(0, V_ALL, layout=by_key)
     nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
     step = 0
     while work < end_work:
@@ -194,16 +168,16 @@ def attend_role(
                 mask=row < query_len * GROUP, other=0.0,
             )  # fmt: skip
         q_tile = _load_queries(
-            q, first_token, head, query_len, q_token, q_head, GROUP, 0, PAIRED, WIDTH, TILE_M
+            q, first_token, head, query_len, q_token, q_head, GROUP, 0, PAIRED, WIDTH, TILE_M, D
         )
         scale = 1.0
         if PAIRED:
             q_upper = _load_queries(
-                q, first_token, head, query_len, q_token, q_head, GROUP, 2, PAIRED, WIDTH, TILE_M
+                q, first_token, head, query_len, q_token, q_head, GROUP, 2, PAIRED, WIDTH, TILE_M, D
             )
             q_tile, q_upper, scale = _fit_queries(q_tile, q_upper, by_row)
-            q_upper = as_operands(q_upper, queries, left)
-        q_tile = as_operands(q_tile, queries, left)
+            q_upper = _as_operand(q_upper, queries, left)
+        q_tile = _as_operand(q_tile, queries, left)
         scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
         factor = 1.0
         if SCALES == "head":
@@ -211,19 +185,19 @@ def attend_role(
             factor = gl.load(v_scale + head * vs_head)
         m = gl.full([TILE_M], float("-inf"), gl.float32, by_row)
         sums = nothing
-        acc = no_results(v_rings, TILE_M, mma)
-        acc_odd = acc
+        acc = gl.full([TILE_M, V], 0.0, gl.float32, mma)
+        acc_odd = gl.full([TILE_M, V], 0.0, gl.float32, mma) if PAIRED else 0.0
         unit = SMALLEST
         for tile in range(low, high):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            k_tile = load_operands(k_rings, stage, True, right)
+            k_tile = k_ring.index(stage).permute((1, 0)).load(right)
             if PAIRED:
-                k_tile, k_upper = convert_packed(k_tile, PACKED, False)
-                s = add_scores(q_upper, k_upper, add_scores(q_tile, k_tile, nothing)) * scale
+                k_tile, k_upper = widen_packed(k_tile, PACKED)
+                s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
             else:
-                s = add_scores(q_tile, k_tile, nothing) * scale
-            v_tile = load_operands(v_rings, stage, False, right)
+                s = mma_v2(q_tile, k_tile, nothing) * scale
+            v_tile = v_ring.index(stage).load(right)
             if SCALES == "token":
                 s *= ks_ring.index(stage).load(by_key)[None, :]
                 v_scales = vs_ring.index(stage).load(by_key)
@@ -253,26 +227,24 @@ def attend_role(
                 p *= (v_scales * exp2_of(ROOM - new_unit))[None, :]
                 decay *= exp2_of(gl.maximum(unit - new_unit, -127))
                 unit = new_unit
-            p = as_operand(p.to(DOT), weights, left)
+            p = _as_operand(p.to(DOT), weights, left)
             if PAIRED:
-                v_tile, v_odd = convert_packed(v_tile, PACKED, True)
-                acc_odd = add_values(p, v_odd, acc_odd, decay)
-            acc = add_values(p, v_tile, acc, decay)
+                v_tile, v_odd = split_packed(v_tile, PACKED)
+                acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
+            acc = mma_v2(p, v_tile, acc * decay[:, None])
             step += 1
         l = gl.sum(sums, 1)
         if PAIRED:
-            acc = join_halves(acc, acc_odd)
+            acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
         if SCALES == "token":
-            acc = times(acc, exp2_of(unit - ROOM))
+            acc *= exp2_of(unit - ROOM)
 
         # All keys of the head: done. Some of them: the last CTA to arrive merges.
         if count == per_head:
-            for i in gl.static_range(len(acc)):
-                write_rows(
-                    out, lse, m, l, acc[i], row, columns_of(acc, i, V_SIZE, PER), sinks, factor,
-                    first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE,
-                    HAS_SINKS, i == 0,
-                )  # fmt: skip
+            write_rows(
+                out, lse, m, l, acc, row, v_column, sinks, factor, first_token, head, query_len,
+                num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+            )  # fmt: skip
         else:
             seq_head = seq * num_kv_heads + head
             start = head_start.to(gl.int64)
@@ -284,23 +256,21 @@ def attend_role(
             is_kept = row < ROWS
             gl.store(split_sums + slot * 2 * ROWS + row, m, mask=is_kept)
             gl.store(split_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
-            place = split_accs + slot * ROWS * V + (row * V)[:, None]
-            for i in gl.static_range(len(acc)):
-                columns = columns_of(acc, i, V_SIZE, PER)
-                gl.store(place + columns[None, :], acc[i], mask=is_kept[:, None])
+            place = split_accs + slot * ROWS * V_ALL + (row * V_ALL)[:, None] + v_column[None, :]
+            gl.store(place, acc, mask=is_kept[:, None])
             barrier()  # every thread's stores come before the one thread's count
             arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
             if arrived == num_splits - 1:
                 gl.store(arrivals + seq_head, 0)
                 all_m, all_l, all_acc = merge_splits(
                     split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-                    SPLITS_FIXED, V_SIZE, ROWS, V, AT_ONCE, merging,
+                    SPLITS_FIXED, ROWS, V_ALL, AT_ONCE, merging,
                 )  # fmt: skip
                 merged: gl.constexpr = gl.SliceLayout(0, merging)
                 write_rows(
                     out, lse, all_m, all_l, all_acc,
                     gl.arange(0, ROWS, layout=gl.SliceLayout(1, merged)),
-                    gl.arange(0, V, layout=gl.SliceLayout(0, merged)),
+                    gl.arange(0, V_ALL, layout=gl.SliceLayout(0, merged)),
                     sinks, factor, first_token, head, query_len, num_kv_heads, out_token, out_head,
                     GROUP, V_SIZE, HAS_SINKS,
                 )  # fmt: skip
@@ -314,7 +284,7 @@ def attend_role(
 def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
-    split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys, V_SIZE columns of it
+    split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
     split_sums,  # float32 [slots, 2, ROWS]: their m and l
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
@@ -337,7 +307,7 @@ def decode_kernel(
     PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, HALVED: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
+    TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, DOT: gl.constexpr,
     FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr,
 ):  # fmt: skip
@@ -388,13 +358,15 @@ def decode_kernel(
         PAIRED: gl.constexpr = PACKED != "none"
         KEPT: gl.constexpr = gl.int16 if PAIRED else k_cache.dtype.element_ty
         PER: gl.constexpr = 2 if PAIRED else 1
+        k_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, D // PER // 8), [1, 0])
+        v_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, V // PER // 8), [1, 0])
         unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        k_rings = make_tiles(KEPT, STAGES, TILE_N, SIZE // PER)
-        v_rings = make_tiles(KEPT, STAGES, TILE_N, V_SIZE // PER)
+        k_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, D // PER], k_tiles)
+        v_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, V // PER], v_tiles)
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
         ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
         vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
-        queries = make_tiles(DOT, 0, TILE_M, SIZE // PER)
+        queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_tiles)
         p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
         weights = gl.allocate_shared_memory(DOT, [TILE_M, TILE_N], p_tiles)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -402,7 +374,7 @@ def decode_kernel(
         for stage in gl.static_range(STAGES):
             mbarrier.init(full.index(stage), count=32 * FETCH_WARPS)
             mbarrier.init(empty.index(stage), count=1)
-        rings = (k_rings, v_rings, ks_ring, vs_ring)
+        rings = (k_ring, v_ring, ks_ring, vs_ring)
         bars = (full, empty)
         gl.warp_specialize(
             [
@@ -414,7 +386,7 @@ def decode_kernel(
                     num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
                     GROUP, SIZE // PER, V_SIZE, PACKED, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
-                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, V, ROWS, AT_ONCE, VISIBLE,
+                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, VISIBLE,
                 )),
                 (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,

@@ -7,71 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...tiles.hopper.layouts import part_start
 from .triton_work import find_block_numbers, find_range, list_of, load_block_ids
 
 __all__ = ["FETCH_WARPS", "fetch_role"]
 
 FETCH_WARPS = gl.constexpr(4)
-
-
-@gluon.constexpr_function
-def _copying(columns, known_columns, tile_n):
-    """How threads copy rows of a part, 16 bytes each.
-
-    ``known_columns`` are those of the part whose rows' places the threads know. Where this one is
-    narrower, lanes that knew the same rows copy different ones of them: each warp's rows are the
-    same, so places pass from lane to lane and not through shared memory.
-    """
-    columns, known_columns, tile_n = int(columns), int(known_columns), int(tile_n)
-    lanes, known = (min(32, n // 8) for n in (columns, known_columns))
-    if lanes >= known:
-        return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [int(FETCH_WARPS), 1], [1, 0])
-
-    def powers(first, end):
-        return [1 << i for i in range(first.bit_length() - 1, end.bit_length() - 1)]
-
-    rows_of_lanes = powers(1, 32 // known)
-    rows_of_warps = powers(32 // known, 32 // known * int(FETCH_WARPS))
-    others = powers(32 // known * int(FETCH_WARPS), tile_n)
-    spread = others[: (known // lanes).bit_length() - 1]
-    spread += [0] * ((known // lanes).bit_length() - 1 - len(spread))
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *[[row, 0] for row in others[len(spread) :]]],
-        lane_bases=[
-            *[[0, 8 * n] for n in powers(1, lanes)],
-            *[[row, 0] for row in (*spread, *rows_of_lanes)],
-        ],
-        warp_bases=[[row, 0] for row in rows_of_warps],
-        block_bases=[],
-        shape=[tile_n, columns],
-    )
-
-
-@gluon.jit
-def _copy_rows(rings, stage, cache, row, seen, KNOWN: gl.constexpr, WIDTH: gl.constexpr):
-    """Start the copies of a tile's rows; ``row`` is where each begins in the cache."""
-    for i in gl.static_range(len(rings)):
-        _copy_part(rings[i].index(stage), cache, row, seen, KNOWN, WIDTH, part_start(WIDTH, i))
-
-
-@gluon.jit
-def _copy_part(
-    tile, cache, row, seen, KNOWN: gl.constexpr, WIDTH: gl.constexpr, START: gl.constexpr
-):
-    TILE_N: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = _copying(COLUMNS, KNOWN, TILE_N)
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    first, first_key, end_key = seen
-    key = first + gl.arange(0, TILE_N, layout=by_row)
-    column = START + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    used = (key >= first_key) & (key < end_key)
-    async_copy.async_copy_global_to_shared(
-        tile,
-        cache + gl.convert_layout(row, by_row)[:, None] + column[None, :],
-        mask=used[:, None] & (column < WIDTH)[None, :],
-    )
 
 
 @gluon.jit
@@ -85,13 +25,25 @@ def fetch_role(
     SPLITS_FIXED: gl.constexpr, VISIBLE: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of every tile of the range into the ring, in order."""
-    k_rings, v_rings, ks_ring, vs_ring = rings
+    k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
-    STAGES: gl.constexpr = k_rings[0].shape[0]
-    TILE_N: gl.constexpr = k_rings[0].shape[1]
-    k_layout: gl.constexpr = _copying(k_rings[0].shape[2], k_rings[0].shape[2], TILE_N)
+    STAGES: gl.constexpr = k_ring.shape[0]
+    TILE_N: gl.constexpr = k_ring.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    V: gl.constexpr = v_ring.shape[2]
+    K_LANES: gl.constexpr = min(32, D // 8)
+    V_LANES: gl.constexpr = min(32, V // 8)
+    k_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // K_LANES, K_LANES], [FETCH_WARPS, 1], [1, 0]
+    )
+    v_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // V_LANES, V_LANES], [FETCH_WARPS, 1], [1, 0]
+    )
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [FETCH_WARPS], [0])
     keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, k_layout))
+    v_keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, v_layout))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, k_layout))
+    v_columns = gl.arange(0, V, layout=gl.SliceLayout(0, v_layout))
     step = 0
     while work < end_work:
         seq, head, _, _, _, _, per_head, _, count, low, high, first_key, end_key = find_range(
@@ -127,10 +79,20 @@ def fetch_role(
             )
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             row = block * k_block + slot * k_slot + head * k_head
-            seen = (tile * TILE_N, first_key, end_key)
-            _copy_rows(k_rings, stage, k_cache, row, seen, k_rings[0].shape[2], WIDTH)
+            async_copy.async_copy_global_to_shared(
+                k_ring.index(stage),
+                k_cache + row[:, None] + columns[None, :],
+                mask=used[:, None] & (columns < WIDTH)[None, :],
+            )
             row = block * v_block + slot * v_slot + head * v_head
-            _copy_rows(v_rings, stage, v_cache, row, seen, k_rings[0].shape[2], V_WIDTH)
+            row = gl.convert_layout(row, gl.SliceLayout(1, v_layout))
+            v_key = tile * TILE_N + v_keys
+            v_used = (v_key >= first_key) & (v_key < end_key)
+            async_copy.async_copy_global_to_shared(
+                v_ring.index(stage),
+                v_cache + row[:, None] + v_columns[None, :],
+                mask=v_used[:, None] & (v_columns < V_WIDTH)[None, :],
+            )
             if SCALES == "token":
                 row = block * ks_block + slot * ks_slot + head * ks_head
                 at = gl.convert_layout(row, flat)

@@ -30,8 +30,8 @@ def _per_lane(row, zero):
 @gluon.jit
 def _load_splits(
     split_accs, split_sums, start, num_splits, seq_head, first_cta, max_splits,
-    SPLITS_FIXED: gl.constexpr, V_SIZE: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
-    AT_ONCE: gl.constexpr, layout: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """The states of ``AT_ONCE`` splits of a head, from ``start`` on; empty ones past the last."""
     pairs: gl.constexpr = gl.SliceLayout(2, layout)
@@ -46,18 +46,15 @@ def _load_splits(
     # .cg: from the second-level cache, where the stores of other CTAs are.
     m = gl.load(sums, mask=is_split, other=float("-inf"), cache_modifier=".cg")
     l = gl.load(sums + ROWS, mask=is_split, other=0.0, cache_modifier=".cg")
-    is_stored = is_split[:, :, None]
-    if V_SIZE < V:
-        is_stored = is_stored & gl.expand_dims(gl.expand_dims(column < V_SIZE, 0), 1)
-    acc = gl.load(at, mask=is_stored, other=0.0, cache_modifier=".cg")
+    acc = gl.load(at, mask=is_split[:, :, None], other=0.0, cache_modifier=".cg")
     return m, l, acc
 
 
 @gluon.jit
 def merge_splits(
     split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-    SPLITS_FIXED: gl.constexpr, V_SIZE: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
-    AT_ONCE: gl.constexpr, layout: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """The state of a head from those of all its splits, in the order of their keys."""
     merged: gl.constexpr = gl.SliceLayout(0, layout)
@@ -68,14 +65,14 @@ def merge_splits(
     # One half is being loaded while the other half is added up.
     HALF: gl.constexpr = max(1, AT_ONCE // 2)
     next_m, next_l, next_acc = _load_splits(
-        split_accs, split_sums, 0, num_splits, seq_head, first_cta, max_splits, SPLITS_FIXED,
-        V_SIZE, ROWS, V, HALF, layout,
+        split_accs, split_sums, 0, num_splits, seq_head, first_cta, max_splits, SPLITS_FIXED, ROWS,
+        V, HALF, layout,
     )  # fmt: skip
     for start in range(0, num_splits, HALF):
         split_m, split_l, split_acc = next_m, next_l, next_acc
         next_m, next_l, next_acc = _load_splits(
             split_accs, split_sums, start + HALF, num_splits, seq_head, first_cta, max_splits,
-            SPLITS_FIXED, V_SIZE, ROWS, V, HALF, layout,
+            SPLITS_FIXED, ROWS, V, HALF, layout,
         )  # fmt: skip
         new_m = gl.maximum(m, gl.max(split_m, 0))
         pivot = finite(new_m)

@@ -352,9 +352,7 @@ def kind_of(problem: Problem, hopper: bool) -> str:
     is_float32 = _multiplies_float32(problem)
     keys = "float32" if is_float32 else f"{8 * problem.kv_dtype.itemsize}-bit"
     scales = " with a scale for each token" if problem.scale_kind == "token" else ""
-    # Hopper's kernel pads heads of up to 96 not to 128 columns, and of up to 192 not to 256.
-    widths = (64, 96, 128, 192, 256) if hopper else (64, 128, 256, 512)
-    width = next(n for n in widths if problem.width <= n)
+    width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
     rows = "" if hopper or problem.rows <= 16 else ", more than 16 rows"
     return f"{'hopper' if hopper else 'triton'}, {keys} keys{scales}, heads up to {width}{rows}"
 
@@ -368,13 +366,9 @@ def _hopper_tiles(problem: Problem) -> DecodeTiles:
     is_wide = problem.width > 128
     if problem.kv_dtype.itemsize == 1:
         return DecodeTiles(64, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 3, 2, 128, 72)
-    if problem.width <= 96:
+    if problem.width <= 64:
         return DecodeTiles(64, 4, 3, 2, 128, 80)
-    if problem.width <= 128:
-        return DecodeTiles(64, 4, 2, 2, 128, 80)
-    if problem.width <= 192:
-        return DecodeTiles(32, 4, 4, 2, 128, 80)
-    return DecodeTiles(32, 4, 6, 1, 168, 88)
+    return DecodeTiles(32, 4, 6, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 2, 2, 128, 80)
 
 
 def _portable_tiles(problem: Problem, device: DeviceInfo) -> DecodeTiles:

@@ -184,9 +184,8 @@ def slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED: tl.constexpr):
 def write_rows(
     out, lse, m, l, acc, row, column, sinks, factor, first_token, head, query_len, num_kv_heads,
     out_token, out_head, GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr = True,
 ):  # fmt: skip
-    """Add the sinks, divide, and write a KV head's rows of ``out`` and, if ``HAS_LSE``, ``lse``.
+    """Add the sinks, divide, and write a KV head's rows of ``out`` and ``lse``.
 
     ``row`` and ``column`` are the numbers of the rows and columns of ``acc``, in its layout.
     """
@@ -204,6 +203,5 @@ def write_rows(
         result.to(out.dtype.element_ty),
         mask=is_row[:, None] & (column < V_SIZE)[None, :],
     )
-    if HAS_LSE:
-        row_lse = tl.where(seen, (m + tl.log2(divisor)) * LN_2, float("-inf"))
-        tl.store(lse + token * num_kv_heads * GROUP + q_head, row_lse, mask=is_row)
+    row_lse = tl.where(seen, (m + tl.log2(divisor)) * LN_2, float("-inf"))
+    tl.store(lse + token * num_kv_heads * GROUP + q_head, row_lse, mask=is_row)
