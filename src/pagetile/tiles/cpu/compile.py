@@ -81,7 +81,7 @@ def _digest(folder: Path) -> str:
 @cache
 def _warn() -> None:
     warnings.warn(
-        "pagetile compiles its CPU kernels anew in this process, some 20 seconds for each set of "
+        "pagetile compiles its CPU kernels anew in this process, some 10 seconds for each set of "
         "element types, since it cannot keep them anywhere: name a directory that can be written, "
         "NUMBA_CACHE_DIR=...",
         RuntimeWarning,
