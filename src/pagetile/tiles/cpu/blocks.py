@@ -8,13 +8,13 @@ LLVM splits a vector into as many registers as it needs, and keeps on the stack 
 sums of a block that is too large are loaded and stored at every step. So the size of a block
 follows from how many float32 numbers the registers of the target hold:
 
-=======  =======  ===============  ==============================================
+=======  =======  ===============  ================================================
 numbers  lanes    targets          sums of a block, rows × columns
-=======  =======  ===============  ==============================================
-512      16       AVX-512          4 × 64; where fewer columns are left, 8 × 16
+=======  =======  ===============  ================================================
+512      16       AVX-512          4 × 64; where fewer are left, 4 × 32 and 8 × 16
 128      8 or 4   AVX2, NEON       6 × 16: twelve of AVX2's sixteen registers
 64       4        SSE4.2           2 × 16
-=======  =======  ===============  ==============================================
+=======  =======  ===============  ================================================
 
 A sum is taken in the order of ``k`` whatever block it belongs to, so blocks show in no bits.
 """

@@ -32,7 +32,14 @@ def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, ste
             r += count
     if WIDE == 16:  # so LLVM need not find out that nothing is left
         return
-    for column in range(wide, columns, 16):
+    pairs = columns - columns % 32
+    for column in range(wide, pairs, 32):
+        for r in range(0, rows, 4):
+            multiply_block(
+                c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
+                b, b_at + column, b_step, steps, adds, 4, 4, 32,
+            )  # fmt: skip
+    for column in range(pairs, columns, 16):
         r = 0
         while r < rows:
             count = rows_of_next(rows - r, NARROW_ROWS)
