@@ -1,10 +1,13 @@
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
 
 from pagetile.device import _left_by_limits
+
+NARROW = (4, 32) if platform.machine() in ("aarch64", "arm64") else (4, 16)
 
 
 def write(folder, **files):
@@ -38,11 +41,15 @@ def test_without_limits_there_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}, "False False"),
-        ({"NUMBA_CPU_NAME": "generic"}, "False False"),
+        ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}, f"False False {NARROW}"),
+        ({"NUMBA_CPU_NAME": "generic"}, f"False False {NARROW}"),
         (
-            {"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": "+avx512bf16,-avx512vbmi"},
-            "True False",
+            {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"},
+            "False False (8, 16)",
+        ),
+        (
+            {"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,-avx512vbmi"},
+            "True False (16, 32)",
         ),
     ],
     ids=str,
@@ -51,8 +58,9 @@ def test_instruction_sets_are_those_of_numbas_target(target, expected):
     """Whatever this machine has: a kernel for another dies in LLVM of an instruction it lacks."""
     script = """
 import torch
-from pagetile.device import DeviceInfo, cpu_features
-print(DeviceInfo.of(torch.device("cpu")).bf16_dot, "avx512vbmi" in cpu_features())
+from pagetile.device import DeviceInfo, cpu_features, vector_registers
+bf16_dot = DeviceInfo.of(torch.device("cpu")).bf16_dot
+print(bf16_dot, "avx512vbmi" in cpu_features(), vector_registers())
 """
     command, environment = [sys.executable, "-c", script], os.environ | target
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

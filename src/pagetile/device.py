@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceInfo", "available_memory", "cpu_features", "refusing_to_wait"]
+__all__ = ["DeviceInfo", "available_memory", "cpu_features", "refusing_to_wait", "vector_registers"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,17 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
+
+
+@functools.cache
+def vector_registers() -> tuple[int, int]:
+    """Return the float32 lanes of a vector register of the target, and how many it has."""
+    features = cpu_features()
+    if "avx512f" in features:
+        return 16, 32
+    if "avx2" in features:
+        return 8, 16
+    return 4, 32 if platform.machine() in ("aarch64", "arm64") else 16
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from pagetile import LLM, RequestError, SamplingParams
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item"
 HALF_STEPS = {"int8": 1 / 254, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}  # of the largest number
-# A kernel takes 20 seconds to compile: those of the others wait until slow tests are asked for.
+# A kernel takes 10 seconds to compile: those of the others wait until slow tests are asked for.
 NAMES = [
     "int8",
     *(pytest.param(f"fp8_{name}", marks=pytest.mark.slow) for name in ("e4m3", "e5m2")),

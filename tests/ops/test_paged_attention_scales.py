@@ -11,7 +11,7 @@ from pagetile.ops.write_kv import write_kv
 from pagetile.testing import PagedCase, assert_matches, make_inputs
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-# Every run compiles kernels for two of them, 20 seconds each.
+# Every run compiles kernels for two of them, 10 seconds each.
 KINDS = [E4M3, INT8, pytest.param(E5M2, marks=pytest.mark.slow)]
 CASE = PagedCase(
     (1, 3), (700, 9), 4, 2, 16, dtype=torch.bfloat16, kv_dtype=E4M3, scales="token"

@@ -5,8 +5,10 @@ import warnings
 
 import numba.core.caching
 import pytest
+from numba import njit
 
 from pagetile.tiles.cpu import compile
+from pagetile.tiles.cpu.linking import LinkedLibrary
 
 
 def test_kernels_run_where_they_cannot_be_kept(monkeypatch):
@@ -18,6 +20,17 @@ def test_kernels_run_where_they_cannot_be_kept(monkeypatch):
     with warnings.catch_warnings():  # said once
         warnings.simplefilter("error")
         assert compile.entry()(lambda x: x + 1)(1) == 2
+
+
+def test_a_helper_is_compiled_only_as_part_of_its_callers():
+    """Numba would optimise it, and make machine code of it, at every level of calls."""
+    triple = compile.inner()(lambda x: 3 * x)
+    twice = compile.inner()(lambda x: triple(x) + triple(x))
+    assert njit(lambda x: twice(x) + 1)(2) == 13
+    for helper in (triple, twice):
+        (found,) = helper.overloads.values()
+        assert isinstance(found.library, LinkedLibrary)
+        assert found.library.get_pointer_to_function(found.fndesc.llvm_func_name) == 0
 
 
 KERNEL = """

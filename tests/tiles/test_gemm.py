@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
-from numba import njit
+from machine_code import loops_of_products, spills
+from numba import njit, types
 
+from pagetile.device import cpu_features
 from pagetile.tiles.cpu.gemm import load_rows, multiply, transpose
+from pagetile.tiles.cpu.microkernels import mix_tile, score_tile
 
 RANDOM = np.random.default_rng(0)
 
@@ -17,7 +20,8 @@ def run(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, a
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "columns", "steps"), [(4, 16, 1), (8, 64, 3), (4, 80, 0), (12, 144, 17)]
+    ("rows", "columns", "steps"),
+    [(4, 16, 1), (8, 64, 3), (4, 80, 0), (12, 144, 17), (16, 32, 5), (20, 80, 9), (64, 64, 2)],
 )
 def test_products_are_numpys(rows, columns, steps, turned, adds):
     a = RANDOM.standard_normal((steps, rows) if turned else (rows, steps)).astype(np.float32)
@@ -37,6 +41,51 @@ def test_products_are_numpys(rows, columns, steps, turned, adds):
     assert np.isnan(c[rows]).all()
     assert np.isnan(c[:, :16]).all()
     assert np.isnan(c[:, columns + 16 :]).all()
+
+
+def test_a_sum_has_the_same_bits_in_every_block():
+    """However many rows travel with it, and whatever columns lie beside it."""
+    a = RANDOM.standard_normal((28, 50)).astype(np.float32)
+    b = RANDOM.standard_normal((50, 80)).astype(np.float32)
+
+    def product(first, end, columns):
+        c = np.zeros((end - first, columns), np.float32)
+        run(
+            c.reshape(-1), 0, columns, a[first:end].reshape(-1), 0, 50, 1, b.reshape(-1), 80,
+            end - first, columns, 50, False,
+        )  # fmt: skip
+        return c
+
+    whole = product(0, 28, 80)
+    for first, end, columns in ((0, 4, 80), (4, 12, 64), (8, 28, 16), (16, 28, 48)):
+        assert (product(first, end, columns) == whole[first:end, :columns]).all()
+
+
+def mix(acc, decay, num_rows, p, tile_n, v, rows, ahead, num_keys, width):
+    mix_tile(acc, 0, width, decay, num_rows, p, tile_n, v, 0, rows, ahead, num_keys, width)
+
+
+def score(scores, q, num_rows, k, rows, ahead, tile_n, width):
+    score_tile(scores, q, 0, width, num_rows, k, 0, rows, ahead, tile_n, width)
+
+
+FLOATS, INDICES, INDEX = types.float32[::1], types.intp[::1], types.intp
+SIGNATURES = {
+    run.py_func: (
+        FLOATS, INDEX, INDEX, FLOATS, *[INDEX] * 3, FLOATS, *[INDEX] * 4, types.boolean,
+    ),
+    mix: (FLOATS, FLOATS, INDEX, FLOATS, INDEX, FLOATS, INDICES, INDICES, INDEX, INDEX),
+    score: (FLOATS, FLOATS, INDEX, FLOATS, INDICES, INDICES, INDEX, INDEX),
+}  # fmt: skip
+
+
+@pytest.mark.skipif("avx2" not in cpu_features(), reason="fewer registers than a block needs")
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_sums_stay_in_registers(function):
+    """A sum that is kept on the stack is loaded and stored at every step."""
+    loops = loops_of_products(function, SIGNATURES[function])
+    assert len(loops) >= 2
+    assert not [line for loop in loops for line in spills(loop)]
 
 
 @njit

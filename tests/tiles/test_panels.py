@@ -1,10 +1,9 @@
 """Products with packed rows against NumPy's, at every edge of a block and of a panel."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
+from machine_code import loops_of_products, spills
 from numba import njit, types
 
 from pagetile.device import cpu_features
@@ -94,13 +93,8 @@ def test_memory_is_found_by_its_address():
 def test_sums_stay_in_registers():
     """A sum that is kept on the stack is loaded and stored at every step."""
     args = [types.float32[::1], *[types.intp] * 2] * 2
-    kernel = njit(multiply.py_func)
-    kernel.compile((*args, types.float32[::1], *[types.intp] * 3, types.float32))
-    (code,) = kernel.inspect_asm().values()
-    blocks = re.findall(r"^(\.LBB\w+):(.*?)(?=^\.LBB)", code, re.DOTALL | re.MULTILINE)
-    loops = [
-        body.partition(f"{label}\n")[0] for label, body in blocks
-        if "fmadd" in body and re.search(rf"\tj\w+\t{re.escape(label)}\n", body)
-    ]  # fmt: skip
-    assert len(loops) >= 8  # of 6, 5, 4 and 1 rows, of two registers and of one
-    assert not [line for loop in loops for line in loop.splitlines() if re.search("mm.*rsp", line)]
+    loops = loops_of_products(
+        multiply.py_func, (*args, types.float32[::1], *[types.intp] * 3, types.float32)
+    )
+    assert len(loops) >= 12  # of one to six rows, of two registers and of one
+    assert not [line for loop in loops for line in spills(loop)]

@@ -108,7 +108,7 @@ def paged_attention(
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
     On a CPU the first call with each combination of element types compiles, once a machine, which
-    takes some 20 seconds.
+    takes some 10 seconds.
 
     It has no gradients, because a cache is written in place: a ``q`` that requires one warns once.
     ``pagetile.attention`` has gradients.

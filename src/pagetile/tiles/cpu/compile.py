@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.extending import overload
 
-__all__ = ["allocating", "entry", "folded", "inner"]
+from .linking import LINKED
 
-inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+__all__ = ["allocating", "entry", "folded", "inner", "inner_by_types"]
+
+inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, **LINKED)
 """For functions called from kernels: they borrow their arrays and allocate none.
 
 Numba would otherwise count references to every array of every call, with atomic instructions:
@@ -21,14 +24,12 @@ on a tile of 64 keys that took longer than the arithmetic.
 """
 
 folded = partial(inner, inline="always")
-"""For those with one caller: a part of it before LLVM sees either.
+"""For those with one caller: a part of it before Numba infers types."""
 
-LLVM optimises and compiles a function together with all that it calls, and does so anew at every
-level up to the entry: two levels less are a quarter of the time.
-"""
+inner_by_types = partial(overload, jit_options={"_nrt": False, **LINKED})
+"""For those whose source depends on the types of their arguments."""
 
-
-allocating = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+allocating = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, **LINKED)
 """For functions called from ``entry`` ones that make a thread's scratch memory."""
 
 
@@ -80,7 +81,7 @@ def _digest(folder: Path) -> str:
 @cache
 def _warn() -> None:
     warnings.warn(
-        "pagetile compiles its CPU kernels anew in this process, some 20 seconds for each set of "
+        "pagetile compiles its CPU kernels anew in this process, some 10 seconds for each set of "
         "element types, since it cannot keep them anywhere: name a directory that can be written, "
         "NUMBA_CACHE_DIR=...",
         RuntimeWarning,

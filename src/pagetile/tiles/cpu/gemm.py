@@ -1,118 +1,53 @@
-"""Products of small float32 matrices in scratch memory, four rows by 64 columns at a time.
-
-The rest of the columns goes by sixteens, eight rows at a time: as many sums as hide the latency.
+"""Products of small float32 matrices in scratch memory.
 
 ::
 
     c[r, n]  =  Σ_k a[r, k] · b[k, n]        or, with ``adds``,  +=
 
 ``b`` and ``c`` have contiguous rows; ``a`` is read number by number, so it may lie transposed.
-The sixteen vectors of a block of ``c`` stay in registers while ``k`` runs.
+The sums of a block of ``c`` stay in registers while ``k`` runs (``blocks``).
 """
 
 from __future__ import annotations
 
+from .blocks import NARROW_ROWS, ROWS, WIDE, multiply_block, rows_of_next
 from .compile import inner
-from .microkernels import store_64
-from .simd import fma, load, load_half, load_splat, store, store_transposed, zeros
+from .simd import load, load_half, store, store_transposed
 
 __all__ = ["load_rows", "multiply", "transpose"]
 
 
 @inner()
-def _multiply_4x64(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps, adds):
-    c0, c1, c2, c3 = at, at + c_row, at + 2 * c_row, at + 3 * c_row
-    a0, a1, a2, a3 = a_at, a_at + a_row, a_at + 2 * a_row, a_at + 3 * a_row
-    s00 = s01 = s02 = s03 = zeros()
-    s10 = s11 = s12 = s13 = zeros()
-    s20 = s21 = s22 = s23 = zeros()
-    s30 = s31 = s32 = s33 = zeros()
-    if adds:
-        s00, s01, s02, s03 = load(c, c0), load(c, c0 + 16), load(c, c0 + 32), load(c, c0 + 48)
-        s10, s11, s12, s13 = load(c, c1), load(c, c1 + 16), load(c, c1 + 32), load(c, c1 + 48)
-        s20, s21, s22, s23 = load(c, c2), load(c, c2 + 16), load(c, c2 + 32), load(c, c2 + 48)
-        s30, s31, s32, s33 = load(c, c3), load(c, c3 + 16), load(c, c3 + 32), load(c, c3 + 48)
-    for k in range(steps):
-        n, j = b_at + k * b_step, k * a_step
-        b0, b1, b2, b3 = load(b, n), load(b, n + 16), load(b, n + 32), load(b, n + 48)
-        w = load_splat(a, a0 + j)
-        s00, s01, s02, s03 = fma(w, b0, s00), fma(w, b1, s01), fma(w, b2, s02), fma(w, b3, s03)
-        w = load_splat(a, a1 + j)
-        s10, s11, s12, s13 = fma(w, b0, s10), fma(w, b1, s11), fma(w, b2, s12), fma(w, b3, s13)
-        w = load_splat(a, a2 + j)
-        s20, s21, s22, s23 = fma(w, b0, s20), fma(w, b1, s21), fma(w, b2, s22), fma(w, b3, s23)
-        w = load_splat(a, a3 + j)
-        s30, s31, s32, s33 = fma(w, b0, s30), fma(w, b1, s31), fma(w, b2, s32), fma(w, b3, s33)
-    store_64(c, c0, s00, s01, s02, s03)
-    store_64(c, c1, s10, s11, s12, s13)
-    store_64(c, c2, s20, s21, s22, s23)
-    store_64(c, c3, s30, s31, s32, s33)
-
-
-@inner()
-def _multiply_4x16(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps, adds):
-    c0, c1, c2, c3 = at, at + c_row, at + 2 * c_row, at + 3 * c_row
-    a0, a1, a2, a3 = a_at, a_at + a_row, a_at + 2 * a_row, a_at + 3 * a_row
-    s0 = s1 = s2 = s3 = zeros()
-    if adds:
-        s0, s1, s2, s3 = load(c, c0), load(c, c1), load(c, c2), load(c, c3)
-    for k in range(steps):
-        x, j = load(b, b_at + k * b_step), k * a_step
-        s0, s1 = fma(load_splat(a, a0 + j), x, s0), fma(load_splat(a, a1 + j), x, s1)
-        s2, s3 = fma(load_splat(a, a2 + j), x, s2), fma(load_splat(a, a3 + j), x, s3)
-    store(c, c0, s0)
-    store(c, c1, s1)
-    store(c, c2, s2)
-    store(c, c3, s3)
-
-
-@inner()
-def _multiply_8x16(c, at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps, adds):
-    c4, a4 = at + 4 * c_row, a_at + 4 * a_row
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zeros()
-    if adds:
-        s0, s1 = load(c, at), load(c, at + c_row)
-        s2, s3 = load(c, at + 2 * c_row), load(c, at + 3 * c_row)
-        s4, s5 = load(c, c4), load(c, c4 + c_row)
-        s6, s7 = load(c, c4 + 2 * c_row), load(c, c4 + 3 * c_row)
-    for k in range(steps):
-        x, j, i = load(b, b_at + k * b_step), a_at + k * a_step, a4 + k * a_step
-        s0, s1 = fma(load_splat(a, j), x, s0), fma(load_splat(a, j + a_row), x, s1)
-        s2, s3 = fma(load_splat(a, j + 2 * a_row), x, s2), fma(load_splat(a, j + 3 * a_row), x, s3)
-        s4, s5 = fma(load_splat(a, i), x, s4), fma(load_splat(a, i + a_row), x, s5)
-        s6, s7 = fma(load_splat(a, i + 2 * a_row), x, s6), fma(load_splat(a, i + 3 * a_row), x, s7)
-    store(c, at, s0)
-    store(c, at + c_row, s1)
-    store(c, at + 2 * c_row, s2)
-    store(c, at + 3 * c_row, s3)
-    store(c, c4, s4)
-    store(c, c4 + c_row, s5)
-    store(c, c4 + 2 * c_row, s6)
-    store(c, c4 + 3 * c_row, s7)
-
-
-@inner()
 def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds, b_at=0):
     """Rows by fours, columns by sixteens; ``a[r, k]`` is at ``a_at + r * a_row + k * a_step``."""
-    wide = columns - columns % 64
-    for column in range(0, wide, 64):
+    wide = columns - columns % WIDE
+    for column in range(0, wide, WIDE):
+        r = 0
+        while r < rows:
+            count = rows_of_next(rows - r, ROWS)
+            multiply_block(
+                c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
+                b, b_at + column, b_step, steps, adds, count, ROWS, WIDE,
+            )  # fmt: skip
+            r += count
+    if WIDE == 16:  # so LLVM need not find out that nothing is left
+        return
+    pairs = columns - columns % 32
+    for column in range(wide, pairs, 32):
         for r in range(0, rows, 4):
-            _multiply_4x64(
+            multiply_block(
                 c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
-                b, b_at + column, b_step, steps, adds,
+                b, b_at + column, b_step, steps, adds, 4, 4, 32,
             )  # fmt: skip
-    eights = rows - rows % 8
-    for column in range(wide, columns, 16):
-        for r in range(0, eights, 8):
-            _multiply_8x16(
+    for column in range(pairs, columns, 16):
+        r = 0
+        while r < rows:
+            count = rows_of_next(rows - r, NARROW_ROWS)
+            multiply_block(
                 c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
-                b, b_at + column, b_step, steps, adds,
+                b, b_at + column, b_step, steps, adds, count, NARROW_ROWS, 16,
             )  # fmt: skip
-        for r in range(eights, rows, 4):
-            _multiply_4x16(
-                c, at + r * c_row + column, c_row, a, a_at + r * a_row, a_row, a_step,
-                b, b_at + column, b_step, steps, adds,
-            )  # fmt: skip
+            r += count
 
 
 @inner()

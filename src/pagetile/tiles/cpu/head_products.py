@@ -11,9 +11,7 @@ lie side by side: memory is read in its order, a few keys ahead. Sums are taken 
 
 from __future__ import annotations
 
-from numba.extending import overload
-
-from .compile import inner
+from .compile import inner, inner_by_types
 from .simd import fma, load, mul, prefetch, splat, store, sum_each, zeros
 from .simd_pairs import (
     are_pairs,
@@ -121,7 +119,7 @@ def mix_keys(acc, at, p, p_at, v, rows, first, end, column, width):
     raise NotImplementedError
 
 
-@overload(mix_4_keys, jit_options={"_nrt": False})
+@inner_by_types(mix_4_keys)
 def _(acc, at, p, p_at, v, rows, n, later, m, column, width):
     def of_float32(acc, at, p, p_at, v, rows, n, later, m, column, width):
         k0, k1, k2, k3 = rows[n], rows[n + 1], rows[n + 2], rows[n + 3]
@@ -150,7 +148,7 @@ def _(acc, at, p, p_at, v, rows, n, later, m, column, width):
     return of_pairs if are_pairs(p) else of_float32
 
 
-@overload(mix_keys, jit_options={"_nrt": False})
+@inner_by_types(mix_keys)
 def _(acc, at, p, p_at, v, rows, first, end, column, width):
     def of_float32(acc, at, p, p_at, v, rows, first, end, column, width):
         for n in range(first, end):

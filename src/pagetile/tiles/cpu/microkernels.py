@@ -25,9 +25,8 @@ A key or value is found at ``base + rows[n]``: a page's slots and a contiguous t
 
 from __future__ import annotations
 
-from numba.extending import overload
-
-from .compile import inner
+from .blocks import ROWS, WIDE, mix_block, rows_of_next, score_block
+from .compile import inner, inner_by_types
 from .simd import (
     add,
     fma,
@@ -57,9 +56,21 @@ from .simd_pairs import (
 )
 
 
-@inner()
 def scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     """Dot products of 4 query rows and 4 keys: lane ``4 * row + key``."""
+    raise NotImplementedError
+
+
+@inner_by_types(scores_4x4)
+def _(q, q_at, q_stride, k, base, rows, ahead, key, width):
+    def of_float32(q, q_at, q_stride, k, base, rows, ahead, key, width):
+        return sum_each(score_block(q, q_at, q_stride, k, base, rows, ahead, key, width, 4))
+
+    return _pair_scores_4x4.py_func if are_pairs(q) else of_float32
+
+
+@inner()
+def _pair_scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     k0, k1 = base + rows[key], base + rows[key + 1]
     k2, k3 = base + rows[key + 2], base + rows[key + 3]
     q0, q1, q2, q3 = q_at, q_at + q_stride, q_at + 2 * q_stride, q_at + 3 * q_stride
@@ -85,9 +96,21 @@ def scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):
     )
 
 
-@inner()
 def _scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     """Dot products of one query row and 16 keys."""
+    raise NotImplementedError
+
+
+@inner_by_types(_scores_1x16)
+def _(q, q_at, k, base, rows, ahead, key, width):
+    def of_float32(q, q_at, k, base, rows, ahead, key, width):
+        return sum_each(score_block(q, q_at, 0, k, base, rows, ahead, key, width, 1))
+
+    return _pair_scores_1x16.py_func if are_pairs(q) else of_float32
+
+
+@inner()
+def _pair_scores_1x16(q, q_at, k, base, rows, ahead, key, width):
     k0, k1 = base + rows[key], base + rows[key + 1]
     k2, k3 = base + rows[key + 2], base + rows[key + 3]
     k4, k5 = base + rows[key + 4], base + rows[key + 5]
@@ -143,38 +166,6 @@ def _prefetch_64(p, v, ahead, n, column):
 
 
 @inner()
-def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
-    d0, d1, d2, d3 = splat(decay[r]), splat(decay[r + 1]), splat(decay[r + 2]), splat(decay[r + 3])
-    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
-    a00, a01 = mul(d0, load(acc, at0)), mul(d0, load(acc, at0 + 16))
-    a02, a03 = mul(d0, load(acc, at0 + 32)), mul(d0, load(acc, at0 + 48))
-    a10, a11 = mul(d1, load(acc, at1)), mul(d1, load(acc, at1 + 16))
-    a12, a13 = mul(d1, load(acc, at1 + 32)), mul(d1, load(acc, at1 + 48))
-    a20, a21 = mul(d2, load(acc, at2)), mul(d2, load(acc, at2 + 16))
-    a22, a23 = mul(d2, load(acc, at2 + 32)), mul(d2, load(acc, at2 + 48))
-    a30, a31 = mul(d3, load(acc, at3)), mul(d3, load(acc, at3 + 16))
-    a32, a33 = mul(d3, load(acc, at3 + 32)), mul(d3, load(acc, at3 + 48))
-    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
-    for n in range(0, num_keys, keys_of(p)):
-        _prefetch_64(p, v, ahead, n, column)
-        first, last = rows[n] + column, rows[n + keys_of(p) - 1] + column
-        b0, b1 = load_values(p, v, first, last)
-        b2, b3 = load_values(p, v, first + 32, last + 32)
-        w = load_weights(p, p0 + n)
-        a00, a01, a02, a03 = dot(w, b0, a00), dot(w, b1, a01), dot(w, b2, a02), dot(w, b3, a03)
-        w = load_weights(p, p1 + n)
-        a10, a11, a12, a13 = dot(w, b0, a10), dot(w, b1, a11), dot(w, b2, a12), dot(w, b3, a13)
-        w = load_weights(p, p2 + n)
-        a20, a21, a22, a23 = dot(w, b0, a20), dot(w, b1, a21), dot(w, b2, a22), dot(w, b3, a23)
-        w = load_weights(p, p3 + n)
-        a30, a31, a32, a33 = dot(w, b0, a30), dot(w, b1, a31), dot(w, b2, a32), dot(w, b3, a33)
-    store_64(acc, at0, a00, a01, a02, a03)
-    store_64(acc, at1, a10, a11, a12, a13)
-    store_64(acc, at2, a20, a21, a22, a23)
-    store_64(acc, at3, a30, a31, a32, a33)
-
-
-@inner()
 def _mix_1x64(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     d = splat(decay)
     a0, a1 = mul(d, load(acc, at)), mul(d, load(acc, at + 16))
@@ -213,19 +204,7 @@ def mix_tile(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, 
         for column in range(wide, width, size_of(p)):
             _mix_1_narrow(acc, at + column, decay[0], p, 0, v, rows, ahead, base + column, num_keys)
         return
-    for r in range(0, num_rows, 4):
-        for column in range(0, wide, 64):
-            start = at + r * stride + column
-            _mix_4x64(
-                acc, start, stride, decay, r, p, r * tile_n, tile_n,
-                v, rows, ahead, base + column, num_keys,
-            )  # fmt: skip
-        for column in range(wide, width, size_of(p)):
-            start = at + r * stride + column
-            _mix_4_narrow(
-                acc, start, stride, decay, r, p, r * tile_n, tile_n,
-                v, rows, ahead, base + column, num_keys,
-            )  # fmt: skip
+    _mix_rows(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width)
 
 
 @inner()
@@ -237,12 +216,90 @@ def add_scaled(acc, at, scale, other, other_at, other_scale, width):
         store(acc, at + d, add(scaled, mul(b, load(other, other_at + d))))
 
 
-# --- the columns that are left: sixteen of float32, or thirty-two of pairs -------------------
+# --- several rows, by the element type of weights ----------------------------------------------
 
 
-def _mix_4_narrow(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
-    """``_mix_4x64`` for fewer columns."""
+def _mix_rows(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
+    """``mix_tile`` for a multiple of four rows."""
     raise NotImplementedError
+
+
+@inner_by_types(_mix_rows)
+def _(acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width):
+    def of_float32(
+        acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width
+    ):
+        wide, r = width - width % WIDE, 0
+        while r < num_rows:
+            count = rows_of_next(num_rows - r, ROWS)
+            start = at + r * stride
+            for column in range(0, wide, WIDE):
+                mix_block(
+                    acc, start + column, stride, decay, r, p, r * tile_n, tile_n,
+                    v, rows, ahead, base + column, num_keys, count, WIDE,
+                )  # fmt: skip
+            if WIDE > 16:
+                for column in range(wide, width, 16):
+                    mix_block(
+                        acc, start + column, stride, decay, r, p, r * tile_n, tile_n,
+                        v, rows, ahead, base + column, num_keys, count, 16,
+                    )  # fmt: skip
+            r += count
+
+    def of_pairs(
+        acc, at, stride, decay, num_rows, p, tile_n, v, base, rows, ahead, num_keys, width
+    ):
+        wide = width - width % 64
+        for r in range(0, num_rows, 4):
+            for column in range(0, wide, 64):
+                start = at + r * stride + column
+                _mix_4x64(
+                    acc, start, stride, decay, r, p, r * tile_n, tile_n,
+                    v, rows, ahead, base + column, num_keys,
+                )  # fmt: skip
+            for column in range(wide, width, 32):
+                start = at + r * stride + column
+                _mix_4x32(
+                    acc, start, stride, decay, r, p, r * tile_n, tile_n,
+                    v, rows, ahead, base + column, num_keys,
+                )  # fmt: skip
+
+    return of_pairs if are_pairs(p) else of_float32
+
+
+@inner()
+def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
+    d0, d1, d2, d3 = splat(decay[r]), splat(decay[r + 1]), splat(decay[r + 2]), splat(decay[r + 3])
+    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
+    a00, a01 = mul(d0, load(acc, at0)), mul(d0, load(acc, at0 + 16))
+    a02, a03 = mul(d0, load(acc, at0 + 32)), mul(d0, load(acc, at0 + 48))
+    a10, a11 = mul(d1, load(acc, at1)), mul(d1, load(acc, at1 + 16))
+    a12, a13 = mul(d1, load(acc, at1 + 32)), mul(d1, load(acc, at1 + 48))
+    a20, a21 = mul(d2, load(acc, at2)), mul(d2, load(acc, at2 + 16))
+    a22, a23 = mul(d2, load(acc, at2 + 32)), mul(d2, load(acc, at2 + 48))
+    a30, a31 = mul(d3, load(acc, at3)), mul(d3, load(acc, at3 + 16))
+    a32, a33 = mul(d3, load(acc, at3 + 32)), mul(d3, load(acc, at3 + 48))
+    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
+    for n in range(0, num_keys, keys_of(p)):
+        _prefetch_64(p, v, ahead, n, column)
+        first, last = rows[n] + column, rows[n + keys_of(p) - 1] + column
+        b0, b1 = load_values(p, v, first, last)
+        b2, b3 = load_values(p, v, first + 32, last + 32)
+        w = load_weights(p, p0 + n)
+        a00, a01, a02, a03 = dot(w, b0, a00), dot(w, b1, a01), dot(w, b2, a02), dot(w, b3, a03)
+        w = load_weights(p, p1 + n)
+        a10, a11, a12, a13 = dot(w, b0, a10), dot(w, b1, a11), dot(w, b2, a12), dot(w, b3, a13)
+        w = load_weights(p, p2 + n)
+        a20, a21, a22, a23 = dot(w, b0, a20), dot(w, b1, a21), dot(w, b2, a22), dot(w, b3, a23)
+        w = load_weights(p, p3 + n)
+        a30, a31, a32, a33 = dot(w, b0, a30), dot(w, b1, a31), dot(w, b2, a32), dot(w, b3, a33)
+    store_64(acc, at0, a00, a01, a02, a03)
+    store_64(acc, at1, a10, a11, a12, a13)
+    store_64(acc, at2, a20, a21, a22, a23)
+    store_64(acc, at3, a30, a31, a32, a33)
+
+
+# --- the columns of one row that are left: sixteen of float32, or thirty-two of pairs ------------
 
 
 def _mix_1_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
@@ -250,31 +307,9 @@ def _mix_1_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     raise NotImplementedError
 
 
-@overload(_mix_4_narrow, jit_options={"_nrt": False})
-def _(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
-    return (_mix_4x32 if are_pairs(p) else _mix_4x16).py_func
-
-
-@overload(_mix_1_narrow, jit_options={"_nrt": False})
+@inner_by_types(_mix_1_narrow)
 def _(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):
     return (_mix_1x32 if are_pairs(p) else _mix_1x16).py_func
-
-
-@inner()
-def _mix_4x16(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, column, num_keys):
-    at0, at1, at2, at3 = at, at + stride, at + 2 * stride, at + 3 * stride
-    a0, a1 = mul(splat(decay[r]), load(acc, at0)), mul(splat(decay[r + 1]), load(acc, at1))
-    a2, a3 = mul(splat(decay[r + 2]), load(acc, at2)), mul(splat(decay[r + 3]), load(acc, at3))
-    p0, p1, p2, p3 = p_at, p_at + p_stride, p_at + 2 * p_stride, p_at + 3 * p_stride
-    for n in range(num_keys):
-        prefetch(v, ahead[n] + column)
-        b = load(v, rows[n] + column)
-        a0, a1 = fma(load_splat(p, p0 + n), b, a0), fma(load_splat(p, p1 + n), b, a1)
-        a2, a3 = fma(load_splat(p, p2 + n), b, a2), fma(load_splat(p, p3 + n), b, a3)
-    store(acc, at0, a0)
-    store(acc, at1, a1)
-    store(acc, at2, a2)
-    store(acc, at3, a3)
 
 
 @inner()

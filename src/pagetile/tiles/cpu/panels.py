@@ -2,7 +2,7 @@
 
 ::
 
-     b, 16 rows a panel       panel: steps × 16          c, in blocks of 4 to 6 rows
+     b, 16 rows a panel       panel: steps × 16          c, in blocks of 6 rows at most
     ┌──────────────────┐     ┌──────────────────┐       ┌───────┬───────┬──
     │ b[0, :]          │pack │ b[0:16, 0]       │multi- │ 6 × 2 │ 6 × 2 │   of two
     │ ...              │───▶ │ b[0:16, 1]       │─ply─▶ ├───────┼───────┤   registers
@@ -23,10 +23,9 @@ import functools
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...device import cpu_features
+from .blocks import I64, LANES, NARROW_ROWS, add_products, each_case, finder, rows_of_next, splat
 from .compile import inner
 from .formats import load_lanes, store_lanes
 from .simd import pointer_to
@@ -34,12 +33,10 @@ from .simd import pointer_to
 __all__ = ["PANEL", "multiply_panels", "pack_panels"]
 
 PANEL = 16
-_WIDTH = 16 if "avx512f" in cpu_features() else 8  # lanes of a register
-_MOST_ROWS = 6  # of a block
+_MOST_ROWS = min(6, NARROW_ROWS)  # of a block
 _SIDE = 8  # of the squares that are transposed
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, _WIDTH)
+_F32, _I32 = ir.FloatType(), ir.IntType(32)
 
 
 @inner()
@@ -62,111 +59,75 @@ def multiply_panels(c, at, c_row, a, a_at, a_row, panels, rows, columns, steps, 
 
     Results are stored in their order, and rounded to the type of ``c``.
     """
-    vectors, blocks = (columns + _WIDTH - 1) // _WIDTH, (rows + _MOST_ROWS - 1) // _MOST_ROWS
-    few, more = rows // blocks, rows % blocks  # rows of a block, and blocks that have one more
-    for block in range(blocks):
-        count = few + 1 if block < more else few
+    vectors = (columns + LANES - 1) // LANES
+    while rows > 0:
+        count = rows_of_next(rows, _MOST_ROWS)
         for v in range(0, vectors, 2):
             n0, b0 = _find_vector(v, vectors, columns, steps)
             n1, b1 = _find_vector(min(v + 1, vectors - 1), vectors, columns, steps)
             _multiply_block(
-                c, at + n0, at + n1, c_row, a, a_at, a_row, panels, b0, b1, count,
-                v + 1 < vectors, steps, scale,
+                c, at + n0, at + n1, c_row, a, a_at, a_row, panels, b0, b1, steps, scale, count,
+                min(2, vectors - v),
             )  # fmt: skip
-        at, a_at = at + count * c_row, a_at + count * a_row
+        rows, at, a_at = rows - count, at + count * c_row, a_at + count * a_row
 
 
 @inner()
 def _find_vector(v, vectors, columns, steps):
     """A vector's first column of ``c``, and where it begins in the panels."""
-    n = v * _WIDTH
+    n = v * LANES
     whole, lane = columns // PANEL * PANEL, n % PANEL
     if n < whole:
         return n, (n - lane) * steps + lane
     if v == vectors - 1:
-        lane = PANEL - _WIDTH
+        lane = PANEL - LANES
     return columns - PANEL + lane, whole * steps + lane
-
-
-@inner()
-def _multiply_block(c, c0, c1, c_row, a, at, a_row, b, b0, b1, rows, is_pair, steps, scale):
-    if is_pair:
-        if rows == 6:
-            _block(c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, 6, 2)
-        elif rows == 5:
-            _block(c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, 5, 2)
-        elif rows == 4:
-            _block(c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, 4, 2)
-        else:
-            for r in range(rows):
-                to, start = r * c_row, at + r * a_row
-                _block(c, c0 + to, c1 + to, c_row, a, start, a_row, b, b0, b1, steps, scale, 1, 2)
-    elif rows == 6:
-        _block(c, c0, c0, c_row, a, at, a_row, b, b0, b0, steps, scale, 6, 1)
-    elif rows == 5:
-        _block(c, c0, c0, c_row, a, at, a_row, b, b0, b0, steps, scale, 5, 1)
-    elif rows == 4:
-        _block(c, c0, c0, c_row, a, at, a_row, b, b0, b0, steps, scale, 4, 1)
-    else:
-        for r in range(rows):
-            to, start = c0 + r * c_row, at + r * a_row
-            _block(c, to, to, c_row, a, start, a_row, b, b0, b0, steps, scale, 1, 1)
 
 
 # --- in registers ----------------------------------------------------------------------------
 
 
-@intrinsic(prefer_literal=True)
-def _block(typingctx, c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, rows, vectors):
-    """``rows`` rows of one or two vectors, at ``c0`` and ``c1``; ``steps`` is not 0."""
-    height, width = range(rows.literal_value), range(vectors.literal_value)
+@intrinsic
+def _multiply_block(
+    typingctx, c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, rows, vectors
+):
+    """Up to six rows of one or two vectors, at ``c0`` and ``c1``."""
 
     def codegen(context, builder, sig, args):
-        c0, c1, c_row, at, a_row, b0, b1, steps, scale = (args[i] for i in _NUMBERS)
+        _, c0, c1, c_row, _, at, a_row, _, b0, b1, steps, scale, rows, vectors = args
+        find = finder(context, builder, sig, args)
 
-        def find(array, *terms):
-            index = functools.reduce(builder.add, terms)
-            return pointer_to(context, builder, sig.args[array], args[array], index)
+        def emit(height, width):
+            starts = [builder.add(at, builder.mul(a_row, I64(r))) for r in range(height)]
 
-        def load_vector(start, line):
-            return load_lanes(builder, types.float32, find(_B, start, line), _WIDTH)
+            def load_operands(d):
+                line = builder.mul(d, I64(PANEL))
+                right = [
+                    load_lanes(builder, types.float32, find(7, start, line), LANES)
+                    for start in (b0, b1)[:width]
+                ]
+                left = [splat(builder, builder.load(find(4, start, d))) for start in starts]
+                return left, right
 
-        starts = [builder.add(at, builder.mul(a_row, _I64(r))) for r in height]
-        before, body = builder.basic_block, builder.append_basic_block("products")
-        after = builder.append_basic_block("stores")
-        builder.branch(body)
-        builder.position_at_end(body)
-        d = builder.phi(_I64)
-        sums = {(r, v): builder.phi(_VECTOR) for r in height for v in width}
-        line = builder.mul(d, _I64(PANEL))
-        right = [load_vector((b0, b1)[v], line) for v in width]
-        left = [_splat(builder, builder.load(find(_A, start, d))) for start in starts]
-        grown = {(r, v): _multiply_add(builder, left[r], right[v], sums[r, v]) for r, v in sums}
-        following = builder.add(d, _I64(1))
-        builder.cbranch(builder.icmp_signed("<", following, steps), body, after)
-        none = ir.Constant(_VECTOR, [0.0] * _WIDTH)
-        for phi, first, later in [(d, _I64(0), following)] + [
-            (sums[place], none, grown[place]) for place in sums
-        ]:
-            phi.add_incoming(first, before)
-            phi.add_incoming(later, body)
-        builder.position_at_end(after)
-        factor = _splat(builder, scale)
-        for (r, v), total in grown.items():
-            to = find(_C, (c0, c1)[v], builder.mul(c_row, _I64(r)))
-            store_lanes(builder, sig.args[_C].dtype, to, builder.fmul(factor, total))
+            none = ir.Constant(ir.VectorType(_F32, LANES), [0.0] * LANES)
+            sums = {(r, v): none for r in range(height) for v in range(width)}
+            factor = splat(builder, scale)
+            for (r, v), total in add_products(builder, steps, sums, load_operands).items():
+                to = find(0, (c0, c1)[v], builder.mul(c_row, I64(r)))
+                store_lanes(builder, sig.args[0].dtype, to, builder.fmul(factor, total))
+
+        def emit_width(width):
+            heights = range(1, _MOST_ROWS + 1)
+            each_case(builder, rows, heights, functools.partial(emit, width=width))
+
+        each_case(builder, vectors, (1, 2), emit_width)
         return context.get_dummy_value()
 
     index = types.intp
     signature = types.void(
-        c, index, index, index, a, index, index, b, index, index, index, types.float32,
-        rows, vectors,
-    )  # fmt: skip
+        c, index, index, index, a, index, index, b, index, index, index, types.float32, index, index
+    )
     return signature, codegen
-
-
-_C, _A, _B = 0, 4, 7  # where arrays stand among the arguments of ``_block``
-_NUMBERS = (1, 2, 3, 5, 6, 8, 9, 10, 11)
 
 
 @intrinsic
@@ -186,7 +147,7 @@ def _turn_square(typingctx, into, to, x, at, row):
             at = builder.add(at, row)
         for column in _transpose(builder, lines):
             store_lanes(builder, types.float32, find(into, to), column)
-            to = builder.add(to, _I64(PANEL))
+            to = builder.add(to, I64(PANEL))
         return context.get_dummy_value()
 
     return types.void(into, types.intp, x, types.intp, types.intp), codegen
@@ -216,14 +177,3 @@ def _transpose(builder, rows):
         [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15],
     )  # fmt: skip
     return halves[::2] + halves[1::2]
-
-
-def _splat(builder, number):
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, _WIDTH), [0] * _WIDTH))
-
-
-def _multiply_add(builder, a, b, c):
-    name = f"llvm.fmuladd.v{_WIDTH}f32"
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])

@@ -6,8 +6,7 @@ bfloat16 on both sides, on a machine that multiplies it, they travel as they are
 
 from __future__ import annotations
 
-from numba.extending import overload
-
+from .compile import inner_by_types
 from .gemm import multiply
 from .microkernels import mix_tile, score_tile
 from .online_softmax import TILE_N
@@ -22,7 +21,7 @@ def score_turned(scores, q, q_at, num_rows, keys, num_keys, width):
     raise NotImplementedError
 
 
-@overload(score_turned, jit_options={"_nrt": False})
+@inner_by_types(score_turned)
 def _(scores, q, q_at, num_rows, keys, num_keys, width):
     def of_float32(scores, q, q_at, num_rows, keys, num_keys, width):
         columns = (num_keys + 15) // 16 * 16

@@ -441,17 +441,19 @@ def prefetch(typingctx, array, index):
     """Ask for the cache line of ``array[index]`` ahead of its use."""
 
     def codegen(context, builder, sig, args):
-        byte = ir.IntType(8).as_pointer()
-        pointer = builder.bitcast(
-            builder.gep(context.make_array(sig.args[0])(context, builder, args[0]).data, [args[1]]),
-            byte,
-        )
-        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-        fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(fn, [pointer, _I32(0), _I32(2), _I32(1)])  # to read, into level 2, data
+        emit_prefetch(builder, pointer_to(context, builder, sig.args[0], *args))
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
+
+
+def emit_prefetch(builder, pointer):
+    """Ask for a cache line."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    # To read, into level 2, data.
+    builder.call(fn, [builder.bitcast(pointer, byte), _I32(0), _I32(2), _I32(1)])
 
 
 @intrinsic

@@ -1,6 +1,6 @@
 """The inner loops of window attention on a CPU, a tile of rows of scores at a time.
 
-Products keep four or eight rows of results in registers; ``rows`` describes the layouts that they
+Products keep their results in registers; ``rows`` describes the layouts that they
 read. Scores are in powers of two.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....tiles.cpu.compile import folded, inner
+from ....tiles.cpu.gemm import multiply
 from ....tiles.cpu.microkernels import store_4x4
 from ....tiles.cpu.simd import (
     LOG2_E,
@@ -35,36 +36,9 @@ from .rows import ROWS
 
 @inner()
 def score(s, rows, num_rows, keys, at, width, depth):
-    """``s[r, n] = Σ_d rows[r, d] · keys[d, n]`` for rows by fours.
-
-    Visits thirty-two keys for all rows before the next, so that they are read from L2 once.
-    """
-    for n in range(0, width, 32):
-        for r in range(0, num_rows, 4):
-            r0 = r * depth
-            r1, r2, r3 = r0 + depth, r0 + 2 * depth, r0 + 3 * depth
-            s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zeros()
-            for d in range(depth):
-                b0, b1 = load(keys, at + d * width + n), load(keys, at + d * width + n + 16)
-                a = splat(rows[r0 + d])
-                s00, s01 = fma(a, b0, s00), fma(a, b1, s01)
-                a = splat(rows[r1 + d])
-                s10, s11 = fma(a, b0, s10), fma(a, b1, s11)
-                a = splat(rows[r2 + d])
-                s20, s21 = fma(a, b0, s20), fma(a, b1, s21)
-                a = splat(rows[r3 + d])
-                s30, s31 = fma(a, b0, s30), fma(a, b1, s31)
-            to = r * width + n
-            _store_32(s, to, s00, s01)
-            _store_32(s, to + width, s10, s11)
-            _store_32(s, to + 2 * width, s20, s21)
-            _store_32(s, to + 3 * width, s30, s31)
-
-
-@inner()
-def _store_32(into, at, a0, a1):
-    store(into, at, a0)
-    store(into, at + 16, a1)
+    """``s[r, n] = Σ_d rows[r, d] · keys[d, n]`` for rows by fours."""
+    padded = (num_rows + 3) // 4 * 4
+    multiply(s, 0, width, rows, 0, depth, 1, keys, width, padded, width, depth, False, at)
 
 
 @inner()
@@ -103,35 +77,16 @@ def mix_columns(result, weights, num_rows, values, at, width, depth):
 
 @inner()
 def mix_rows(result, weights, num_rows, values, at, num_tokens, width, depth):
-    """``mix_columns`` for ``values[n, d]``, 32 columns at a time, without sums over lanes."""
-    wide = depth // 32 * 32
-    for r in range(0, num_rows, 4):
-        for d in range(0, wide, 32):
-            _mix_4x32(result, weights, r, values, at + d, d, num_tokens, width, depth)
-        if wide < depth:
+    """``mix_columns`` for ``values[n, d]``, without sums over lanes."""
+    wide, padded = depth // 32 * 32, (num_rows + 3) // 4 * 4
+    if wide > 0:
+        multiply(
+            result, 0, depth, weights, 0, width, 1, values, depth, padded, wide, num_tokens, False,
+            at,
+        )  # fmt: skip
+    if wide < depth:
+        for r in range(0, num_rows, 4):
             _mix_4x16(result, weights, r, values, at + wide, wide, num_tokens, width, depth)
-
-
-@folded()
-def _mix_4x32(result, weights, r, values, at, d, num_tokens, width, depth):
-    w0 = r * width
-    w1, w2, w3 = w0 + width, w0 + 2 * width, w0 + 3 * width
-    a00 = a01 = a10 = a11 = a20 = a21 = a30 = a31 = zeros()
-    for n in range(num_tokens):
-        v0, v1 = load(values, at + n * depth), load(values, at + n * depth + 16)
-        w = splat(weights[w0 + n])
-        a00, a01 = fma(w, v0, a00), fma(w, v1, a01)
-        w = splat(weights[w1 + n])
-        a10, a11 = fma(w, v0, a10), fma(w, v1, a11)
-        w = splat(weights[w2 + n])
-        a20, a21 = fma(w, v0, a20), fma(w, v1, a21)
-        w = splat(weights[w3 + n])
-        a30, a31 = fma(w, v0, a30), fma(w, v1, a31)
-    to = r * depth + d
-    _store_32(result, to, a00, a01)
-    _store_32(result, to + depth, a10, a11)
-    _store_32(result, to + 2 * depth, a20, a21)
-    _store_32(result, to + 3 * depth, a30, a31)
 
 
 @folded()

@@ -1,0 +1,299 @@
+"""Blocks of sums that stay in registers while products are added to them.
+
+::
+
+    sums[r, n]  +=  left[r, k] · right[k, n]        k = 0, 1, …
+
+LLVM splits a vector into as many registers as it needs, and keeps on the stack what finds none: the
+sums of a block that is too large are loaded and stored at every step. So the size of a block
+follows from how many float32 numbers the registers of the target hold:
+
+=======  =======  ===============  ================================================
+numbers  lanes    targets          sums of a block, rows × columns
+=======  =======  ===============  ================================================
+512      16       AVX-512          4 × 64; where fewer are left, 4 × 32 and 8 × 16
+128      8 or 4   AVX2, NEON       6 × 16: twelve of AVX2's sixteen registers
+64       4        SSE4.2           2 × 16
+=======  =======  ===============  ================================================
+
+A sum is taken in the order of ``k`` whatever block it belongs to, so blocks show in no bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ...device import vector_registers
+from .compile import inner
+from .formats import load_lanes, store_lanes
+from .simd import emit_prefetch, f32x16, pointer_to
+
+__all__ = [
+    "LANES", "NARROW_ROWS", "ROWS", "WIDE", "add_products", "each_case", "finder", "mix_block",
+    "multiply_block", "rows_of_next", "score_block", "splat",
+]  # fmt: skip
+
+_REGISTER, _COUNT = vector_registers()
+_NUMBERS = _REGISTER * _COUNT
+
+LANES = max(_REGISTER, 8)
+"""Of a vector in a block: one register, or two of four lanes."""
+WIDE = 64 if _NUMBERS >= 512 else 16
+"""Columns of the largest block."""
+ROWS = 4 if WIDE == 64 else 6 if _NUMBERS >= 128 else 2
+"""Rows of the largest block."""
+NARROW_ROWS = 8 if WIDE == 64 else ROWS
+"""Rows of a block of sixteen columns."""
+_LEAST = {2: 2, 4: 4, 6: 4, 8: 4}  # rows of a share of a multiple of four, by the most
+_SCORES = 16 if WIDE == 64 else 8 if _NUMBERS >= 128 else 4  # that are summed at once
+
+_F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_INDEX = types.intp
+
+
+@inner()
+def rows_of_next(left, most):
+    """Rows of the next block where ``left`` are shared out evenly to blocks of at most ``most``."""
+    blocks = (left + most - 1) // most
+    return (left + blocks - 1) // blocks
+
+
+def splat(builder, number, lanes=LANES):
+    """``number`` in every lane."""
+    vector = ir.VectorType(_F32, lanes)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+
+def _multiply_add(builder, a, b, c):
+    """``a * b + c``, in one instruction where the target has one."""
+    kind = ir.FunctionType(c.type, [c.type] * 3)
+    name = f"llvm.fmuladd.v{c.type.count}f32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
+
+
+def add_products(builder, steps, sums, load_operands, step=1):
+    """Emit the loop over ``k``: 0, ``step``, … below ``steps``; returns the sums after it.
+
+    Args:
+        builder: Of the function, at the place where the loop begins.
+        steps: A number known at run time.
+        sums: A dictionary of vectors, by row and column of the block.
+        load_operands: Emits the loads of a step ``k``; returns vectors by row, and by column.
+        step: A constant.
+    """
+    before, body = builder.basic_block, builder.append_basic_block("products")
+    after = builder.append_basic_block("summed")
+    builder.cbranch(builder.icmp_signed(">", steps, I64(0)), body, after)
+    builder.position_at_end(body)
+    k = builder.phi(I64)
+    held = {place: builder.phi(start.type) for place, start in sums.items()}
+    left, right = load_operands(k)
+    grown = {(r, v): _multiply_add(builder, left[r], right[v], held[r, v]) for r, v in sums}
+    following = builder.add(k, I64(step))
+    last = builder.basic_block
+    builder.cbranch(builder.icmp_signed("<", following, steps), body, after)
+    k.add_incoming(I64(0), before)
+    k.add_incoming(following, last)
+    builder.position_at_end(after)
+    totals = {place: builder.phi(start.type) for place, start in sums.items()}
+    for place, start in sums.items():
+        held[place].add_incoming(start, before)
+        held[place].add_incoming(grown[place], last)
+        totals[place].add_incoming(start, before)
+        totals[place].add_incoming(grown[place], last)
+    return totals
+
+
+def each_case(builder, number, cases, emit):
+    """Emit ``emit(case)`` for every case; the one that ``number`` is at run time runs."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(number, end)
+    for case in cases:
+        block = builder.append_basic_block(f"case{case}")
+        choice.add_case(I64(case), block)
+        builder.position_at_end(block)
+        emit(case)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def finder(context, builder, sig, args):
+    """A function of an argument's place and terms of an index; returns the element's address."""
+
+    def find(place, *terms):
+        index = functools.reduce(builder.add, terms)
+        return pointer_to(context, builder, sig.args[place], args[place], index)
+
+    return find
+
+
+def _load_splat(builder, dtype, pointer):
+    one = load_lanes(builder, dtype, pointer, 1)
+    return splat(builder, builder.extract_element(one, I32(0)))
+
+
+@intrinsic(prefer_literal=True)
+def multiply_block(
+    typingctx, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps, adds, rows, most,
+    columns,
+):  # fmt: skip
+    """``c[r, n] = Σ_k a[r, k] · b[k, n]``, or ``+=``, for a share of rows and literal columns."""
+    vectors, most = range(columns.literal_value // LANES), most.literal_value
+    c_type, a_type, b_type = c.dtype, a.dtype, b.dtype
+
+    def codegen(context, builder, sig, args):
+        _, c_at, c_row, _, a_at, a_row, a_step, _, b_at, b_step, steps, adds, rows, _, _ = args
+        find = finder(context, builder, sig, args)
+
+        def emit(count):
+            starts = [builder.add(a_at, builder.mul(a_row, I64(r))) for r in range(count)]
+            targets = {
+                (r, v): find(0, c_at, builder.mul(c_row, I64(r)), I64(v * LANES))
+                for r in range(count) for v in vectors
+            }  # fmt: skip
+
+            def load_operands(k):
+                here, line = builder.mul(k, a_step), builder.add(b_at, builder.mul(k, b_step))
+                right = [
+                    load_lanes(builder, b_type, find(7, line, I64(v * LANES)), LANES)
+                    for v in vectors
+                ]
+                left = [_load_splat(builder, a_type, find(3, start, here)) for start in starts]
+                return left, right
+
+            sums = _load_if(builder, adds, c_type, targets)
+            totals = add_products(builder, steps, sums, load_operands)
+            for place, to in targets.items():
+                store_lanes(builder, c_type, to, totals[place])
+
+        each_case(builder, rows, range(_LEAST[most], most + 1), emit)
+        return context.get_dummy_value()
+
+    signature = types.void(
+        c, _INDEX, _INDEX, a, _INDEX, _INDEX, _INDEX, b, _INDEX, _INDEX, _INDEX, types.boolean,
+        _INDEX, types.literal(most), columns,
+    )  # fmt: skip
+    return signature, codegen
+
+
+def _load_if(builder, wanted, dtype, targets):
+    """What lies at ``targets``, or zeros."""
+    zeros = ir.Constant(ir.VectorType(_F32, LANES), [0.0] * LANES)
+    before = builder.basic_block
+    with builder.if_then(wanted):
+        found = {place: load_lanes(builder, dtype, at, LANES) for place, at in targets.items()}
+        loaded = builder.basic_block
+    sums = {}
+    for place in targets:
+        sums[place] = builder.phi(zeros.type)
+        sums[place].add_incoming(zeros, before)
+        sums[place].add_incoming(found[place], loaded)
+    return sums
+
+
+@intrinsic(prefer_literal=True)
+def mix_block(
+    typingctx, acc, at, stride, decay, first, p, p_at, p_row, v, v_rows, ahead, column, steps, rows,
+    columns,
+):  # fmt: skip
+    """``acc[r] = decay[first + r] · acc[r] + Σ_n p[r, n] · v[v_rows[n] + column]``.
+
+    For a share of rows and literal columns; asks for the values at ``ahead`` on the way.
+    """
+    vectors, p_type, v_type = range(columns.literal_value // LANES), p.dtype, v.dtype
+
+    def codegen(context, builder, sig, args):
+        _, at, stride, _, first, _, p_at, p_row, _, _, _, column, steps, rows, _ = args
+        find = finder(context, builder, sig, args)
+
+        def emit(count):
+            starts = [builder.add(p_at, builder.mul(p_row, I64(r))) for r in range(count)]
+            targets, sums = {}, {}
+            for r in range(count):
+                factor = splat(builder, builder.load(find(3, first, I64(r))))
+                for c in vectors:
+                    to = find(0, at, builder.mul(stride, I64(r)), I64(c * LANES))
+                    targets[r, c] = to
+                    sums[r, c] = builder.fmul(factor, load_lanes(builder, types.float32, to, LANES))
+
+            def load_operands(n):
+                row = builder.load(find(9, n))
+                later = builder.load(find(10, n))
+                for c in range(0, columns.literal_value, 16):
+                    emit_prefetch(builder, find(8, later, column, I64(c)))
+                right = [
+                    load_lanes(builder, v_type, find(8, row, column, I64(c * LANES)), LANES)
+                    for c in vectors
+                ]
+                return [_load_splat(builder, p_type, find(5, start, n)) for start in starts], right
+
+            totals = add_products(builder, steps, sums, load_operands)
+            for place, to in targets.items():
+                store_lanes(builder, types.float32, to, totals[place])
+
+        each_case(builder, rows, range(_LEAST[ROWS], ROWS + 1), emit)
+        return context.get_dummy_value()
+
+    signature = types.void(
+        acc, _INDEX, _INDEX, decay, _INDEX, p, _INDEX, _INDEX, v, v_rows, ahead, _INDEX, _INDEX,
+        _INDEX, columns,
+    )  # fmt: skip
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def score_block(typingctx, q, q_at, q_row, k, base, rows, ahead, key, width, queries):
+    """Products of one or four float32 queries with 16 or 4 keys: a vector a pair, to be summed.
+
+    Asks for the keys at ``ahead`` on the way. ``width`` is a multiple of 16.
+    """
+    height = queries.literal_value
+    num_keys, few = 16 // height, _SCORES // height
+
+    def codegen(context, builder, sig, args):
+        _, q_at, q_row, _, base, _, _, key, width, _ = args
+        find = finder(context, builder, sig, args)
+        queries = [builder.add(q_at, builder.mul(q_row, I64(r))) for r in range(height)]
+        parts = {}
+        for n, part in itertools.product(range(0, num_keys, few), range(0, 16, LANES)):
+            keys = range(n, n + few)
+            at = [builder.add(base, builder.load(find(5, key, I64(i)))) for i in keys]
+            later = [builder.add(base, builder.load(find(6, key, I64(i)))) for i in keys]
+
+            def load_operands(d, at=at, later=later, part=part):
+                for start in later if part == 0 else ():
+                    emit_prefetch(builder, find(3, start, d))
+                left, right = (
+                    [load_lanes(builder, sig.args[place].dtype, find(place, start, d, I64(part)),
+                                LANES) for start in starts]
+                    for place, starts in ((0, queries), (3, at))
+                )  # fmt: skip
+                return left, right
+
+            none = ir.Constant(ir.VectorType(_F32, LANES), [0.0] * LANES)
+            sums = {(r, i): none for r in range(height) for i in range(few)}
+            for (r, i), total in add_products(builder, width, sums, load_operands, 16).items():
+                parts[r, n + i, part] = total
+        whole = []
+        for r, n in itertools.product(range(height), range(num_keys)):
+            found = [parts[r, n, part] for part in range(0, 16, LANES)]
+            whole.append(functools.reduce(functools.partial(_join, builder), found))
+        return context.make_tuple(builder, sig.return_type, whole)
+
+    signature = types.UniTuple(f32x16, 16)(
+        q, _INDEX, _INDEX, k, _INDEX, rows, ahead, _INDEX, _INDEX, queries
+    )
+    return signature, codegen
+
+
+def _join(builder, low, high):
+    """Both vectors' lanes in one."""
+    lanes = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
+    return builder.shuffle_vector(low, high, lanes)
