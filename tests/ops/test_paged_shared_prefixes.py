@@ -222,11 +222,11 @@ def test_the_kernel_lays_both_passes_out_as_torch_does(case, groups, prefixes, s
         there.shared_prefixes.cu_group_seqs, there.shared_prefixes.prefix_lens,
         splits=splits, num_tokens=problem.num_tokens, block_size=problem.block_size,
     )  # fmt: skip
-    for name, own, theirs in zip(found._fields[1:], found[1:], expected[1:], strict=True):
-        assert own.cpu().tolist() == theirs.tolist(), name
-    for own, theirs, length in zip(found.tables.cpu(), expected[0], expected[1], strict=True):
+    for name, own, reference in zip(found._fields[1:], found[1:], expected[1:], strict=True):
+        assert own.cpu().tolist() == reference.tolist(), name
+    for own, reference, length in zip(found.tables.cpu(), expected[0], expected[1], strict=True):
         used = -(-int(length) // problem.block_size)
-        assert own[:used].tolist() == theirs[:used].tolist()
+        assert own[:used].tolist() == reference[:used].tolist()
 
 
 def test_sequences_without_blocks_are_laid_out():
