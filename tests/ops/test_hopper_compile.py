@@ -128,7 +128,6 @@ OTHER_CONFIGS = [
     (ForwardConfig(BF16, 64, 4, causal=True, uniform=True), 72),
     (ForwardConfig(F16, 40, 16, causal=True, has_window=True, uniform=True), 112),
     (ForwardConfig(BF16, 64, 16, causal=True, splits=True), 104),
-    (ForwardConfig(BF16, 192, 16, causal=True, v_head_size=128, splits=True), 104),
     (
         ForwardConfig(
             BF16, 256, 16, causal=True, has_window=True, has_cap=True, pack=2, splits=True
