@@ -525,7 +525,8 @@ def test_a_list_of_logprobs_gives_back_what_was_added():
         ids, logprobs = rng.integers(0, 2**31, num_top).tolist(), rng.normal(size=num_top).tolist()
         expected.append(TokenLogprobs(num_top + 5, -math.inf, num_top + 1, ids, logprobs))
         tokens.append(expected[-1])
-    assert [*tokens] == tokens[:] == expected
+    assert [*tokens] == tokens[:] == expected == tokens
+    assert tokens != expected[1:]
     assert tokens[-1] == expected[-1]
     assert tokens[1:5:2] == expected[1:5:2]
     with pytest.raises(IndexError):

@@ -76,6 +76,13 @@ class TokenLogprobsList(Sequence[TokenLogprobs]):
         other._ids, other._logprobs, other._ends = self._ids[:], self._logprobs[:], self._ends[:]
         return other
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (TokenLogprobsList, list)):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __len__(self) -> int:
         return len(self._ends)
 

@@ -237,23 +237,27 @@ def _is_kept(source, scalars, step_masks, order, best, THREADS: tl.constexpr, EA
     top_k = tl.load(ints + row * NUM_INTS + TOP_K)
     tail = tl.load(floats + row * NUM_FLOATS + TAIL)
     inverse = tl.load(floats + row * NUM_FLOATS + INVERSE).to(tl.float32)
-    least = order_of(best - FARTHEST / inverse)
-    counted = tl.where(top_k < vocab_size, tl.maximum(order, least), least)
-    number = tl.zeros((THREADS,), tl.int32)
-    above = tl.zeros((THREADS,), tl.int64)
-    total = tl.zeros((THREADS,), tl.int64)
-    ahead = _load(0, source, scalars, THREADS, EACH)
-    for start in range(0, scalars[1], THREADS * EACH):
-        x = ahead  # the next tile is on its way while this one is looked at
-        ahead = _load(start + THREADS * EACH, source, scalars, THREADS, EACH)
-        orders = _orders(x, start, source, scalars, step_masks, THREADS, EACH)
-        units = _units(orders, counted, best, inverse)
-        number += tl.sum((orders > order).to(tl.int32), 1)
-        above += tl.sum(tl.where(orders > order, units, 0), 1)
-        total += tl.sum(units, 1)
-    need = _needed(tl.sum(total, 0), tail)
-    is_kept = (tail <= 0) | (tl.sum(above, 0) < need)
-    return is_kept & ((top_k >= vocab_size) | (tl.sum(number, 0) < top_k))
+    # The best token is always kept, and any that min_p alone keeps.
+    is_kept = (order >= order_of(best)) | ((top_k >= vocab_size) & (tail <= 0))
+    if is_kept == 0:
+        least = order_of(best - FARTHEST / inverse)
+        counted = tl.where(top_k < vocab_size, tl.maximum(order, least), least)
+        number = tl.zeros((THREADS,), tl.int32)
+        above = tl.zeros((THREADS,), tl.int64)
+        total = tl.zeros((THREADS,), tl.int64)
+        ahead = _load(0, source, scalars, THREADS, EACH)
+        for start in range(0, scalars[1], THREADS * EACH):
+            x = ahead  # the next tile is on its way while this one is looked at
+            ahead = _load(start + THREADS * EACH, source, scalars, THREADS, EACH)
+            orders = _orders(x, start, source, scalars, step_masks, THREADS, EACH)
+            units = _units(orders, counted, best, inverse)
+            number += tl.sum((orders > order).to(tl.int32), 1)
+            above += tl.sum(tl.where(orders > order, units, 0), 1)
+            total += tl.sum(units, 1)
+        need = _needed(tl.sum(total, 0), tail)
+        is_kept = (tail <= 0) | (tl.sum(above, 0) < need)
+        is_kept &= (top_k >= vocab_size) | (tl.sum(number, 0) < top_k)
+    return is_kept
 
 
 @triton.jit
@@ -326,4 +330,5 @@ def cut_kernel(
             found = _draw_above(edge, source, scalars, step_masks, best, THREADS, EACH)
             token = found.to(tl.int64)
             tl.store(chosen + i, token)
+    tl.debug_barrier()  # every warp has read the row, and decided the same
     advance(row, token, last_tokens, lengths, addresses)
