@@ -141,7 +141,7 @@ OTHER_CONFIGS = [
         for size in (64, 128, 256)
         for packed in ("e4m3", "e5m2", "int8")
     ),
-    (ForwardConfig(BF16, 48, 16, causal=True, packed="e4m3", has_sinks=True), 128),
+    (ForwardConfig(BF16, 32, 16, causal=True, packed="e4m3", has_sinks=True), 128),
     (ForwardConfig(BF16, 112, 16, packed="int8", pack=4), 64),
     *(
         (ForwardConfig(dtype, size, 16, causal=True, packed=packed, has_token_scales=True), 200)
