@@ -139,6 +139,26 @@ def test_a_stop_token_is_no_text_even_if_text_is_made_early(llm: LLM) -> None:
     assert "".join(delta.text for delta in llm.stream(PROMPTS[0], stop)) == whole.outputs[0].text
 
 
+def test_the_last_delta_of_each_sample_says_what_ended_it(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)
+    [free] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    stops = [sample.token_ids[3 + sample.index] for sample in free.outputs[:3]]
+    params = replace(params, stop_token_ids=stops, logprobs=1)
+    request_id, found = llm.engine.add_request(PROMPTS[0], params, stream=True), {}
+    while llm.engine.has_unfinished:
+        for delta in llm.engine.step():
+            if delta.finish_reason is not None:
+                found[delta.index] = delta.stop_reason
+    output = llm.engine.take_output(request_id)
+    assert found == {sample.index: sample.stop_reason for sample in output.outputs}
+    assert set(found.values()) & set(stops)
+    for sample in output.outputs:
+        total = sum(
+            token[i].logprob for i, token in zip(sample.token_ids, sample.logprobs, strict=True)
+        )
+        assert sample.cumulative_logprob == pytest.approx(total)
+
+
 def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     [output] = llm.generate(PROMPTS[0], replace(GREEDY, logprobs=2, max_tokens=4), use_tqdm=False)
     [sample] = output.outputs

@@ -434,6 +434,30 @@ def test_an_end_may_come_after_min_tokens_and_no_earlier():
     assert ends == [2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("min_tokens", [2**31 - 1, 2**31, 2**32, 10**20])
+def test_an_end_never_comes_before_any_number_of_min_tokens(min_tokens):
+    params = SamplingParams(temperature=0.0, min_tokens=min_tokens, max_tokens=None)
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    row = SamplingInput(params, (2, 2), (2,) * 5, 0, 0, (1,))
+    assert sample(logits, [row])[0].token_id == 2
+
+
+def test_rows_that_ask_for_different_numbers_of_logprobs_get_them():
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    packed, wanted = compute_logprobs(logits, tokens, 250), [2, None, 250, 0, 2]
+    together = read_logprobs(packed, tokens.tolist(), wanted)
+    for i, (count, report) in enumerate(zip(wanted, together, strict=True)):
+        if count is None:
+            assert report is None
+            continue
+        [alone] = read_logprobs(packed[i : i + 1], [int(tokens[i])], [count])
+        assert report == alone
+        best = torch.log_softmax(logits[i], -1).topk(count)
+        assert report.top_ids == best.indices.tolist()
+        torch.testing.assert_close(report.top_logprobs, best.values.tolist())
+
+
 def test_a_bad_word_is_ruled_out_where_it_would_be_complete():
     logits = torch.zeros(1, 10)
     logits[0, 7], logits[0, 4] = 2.0, 1.0

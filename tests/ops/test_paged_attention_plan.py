@@ -296,3 +296,14 @@ def test_two_types_of_16_bits_are_multiplied_and_planned_as_float32():
         mixed = replace(problem, kv_dtype=torch.float16)
         single = replace(problem, q_dtype=torch.float32, kv_dtype=torch.float32)
         assert make_plan(mixed, H200) == make_plan(single, H200)
+
+
+def test_float16_with_a_scale_for_each_token_is_left_to_triton_s_prefill():
+    """Values times their scale are rounded to the type of q before the product."""
+    by_token = replace(PREFILL, kv_dtype=torch.float8_e5m2, scale_kind="token")
+    assert refuse_hopper_prefill(by_token) is None
+    reason = refuse_hopper_prefill(replace(by_token, q_dtype=torch.float16))
+    assert reason is not None
+    assert "may overflow" in reason
+    by_head = replace(by_token, q_dtype=torch.float16, scale_kind="head")
+    assert refuse_hopper_prefill(by_head) is None

@@ -127,6 +127,7 @@ def test_sharing_is_used_where_it_saves_enough():
         ([0, 3], [50], r"prefix_lens\[0\] is 50, expected whole blocks of 8"),
         ([0, 3], [64], r"prefix_lens\[0\] is 64, but sequence 2 has 63 keys before its new tokens"),
         ([0, 3, 3][:2], [56, 8], "cu_group_seqs has 2 entries, expected num_groups"),
+        ([0], [], "prefix_lens has no group, but the batch has 3 sequences"),
     ],
     ids=str,
 )

@@ -89,6 +89,24 @@ def test_steps_that_come_while_the_loop_is_busy_are_delivered_together_and_in_or
     asyncio.run(main())
 
 
+def test_a_stream_that_cannot_take_its_news_fails_alone():
+    async def main():
+        def fails(deltas):
+            raise OSError("the connection is gone")
+
+        mailbox, streams = Mailbox(asyncio.get_running_loop()), [stream_of("a"), stream_of("b")]
+        waiting = asyncio.ensure_future(streams[0].take())
+        await asyncio.sleep(0)
+        streams[0].on_deltas = fails
+        mailbox.post([news(streams[0], "1"), news(streams[1], "x")])
+        assert [delta.text for delta in await streams[1].take()] == ["x"]
+        with pytest.raises(OSError, match="the connection is gone"):
+            await waiting
+        assert streams[0].is_closed
+
+    asyncio.run(main())
+
+
 def test_nothing_is_lost_between_two_threads():
     async def main():
         mailbox, stream = Mailbox(asyncio.get_running_loop()), stream_of()

@@ -155,10 +155,10 @@ class EngineThread:
                 self._intervals[interval] = self._intervals.get(interval, 0) + 1
             is_first, stream.stepped = stream.stepped is None, now
             output = None
-            if any(delta.finish_reason is not None for delta in own):
+            has_ended = any(delta.finish_reason is not None for delta in own)
+            if has_ended and self._engine.is_finished(request_id):
                 output = self._engine.take_output(request_id)
-                if output.finished:
-                    del self._admitted[request_id]
+                del self._admitted[request_id]
             elif not (stream.is_streamed or is_first):
                 continue  # nothing is read before the end
             batches.setdefault(stream.loop, []).append((stream, own, output, now))
@@ -268,7 +268,11 @@ class Mailbox:
                     merged[entry[0]] = entry if earlier is None else _add(earlier, entry)
             news = list(merged.values())
         for stream, deltas, output, now in news:
-            stream.put(deltas, output, now)
+            try:
+                stream.put(deltas, output, now)
+            except Exception as error:  # its connection's: the others' news must arrive
+                stream.fail(error)
+                stream.close()
 
 
 def _add(earlier: News, later: News) -> News:

@@ -63,17 +63,21 @@ class TokenLogprobsList(Sequence[TokenLogprobs]):
         self._ids = array("q")  # of each token: its id, its rank, and those of the alternatives
         self._logprobs = array("d")  # of each token: its own, and the alternatives'
         self._ends = array("q")  # in the log-probabilities
+        self.total = 0.0
+        """Sum of the tokens' own log-probabilities."""
 
     def append(self, token: TokenLogprobs) -> None:
         """Add the numbers of a token."""
         self._ids.extend((token.token_id, token.rank, *token.top_ids))
         self._logprobs.extend((token.logprob, *token.top_logprobs))
         self._ends.append(len(self._logprobs))
+        self.total += token.logprob
 
     def copy(self) -> TokenLogprobsList:
         """Another list of the same tokens."""
         other = TokenLogprobsList()
         other._ids, other._logprobs, other._ends = self._ids[:], self._logprobs[:], self._ends[:]
+        other.total = self.total
         return other
 
     def __eq__(self, other: object) -> bool:
@@ -235,12 +239,14 @@ def read_logprobs(
         num_top: Alternatives to keep, of each row; ``None`` for rows that are not reported.
     """
     packed, k = packed.cpu(), packed.shape[1] // 2 - 1
-    longest = min(k, max((n for n in num_top if n is not None), default=0))
-    numbers = packed[:, : longest + 1].tolist()
-    logprobs = packed[:, k + 1 : k + 2 + longest].view(torch.float32).tolist()
-    return [
-        None
-        if count is None
-        else TokenLogprobs(token_id, own[0], ids[0], ids[1 : count + 1], own[1 : count + 1])
-        for token_id, ids, own, count in zip(token_ids, numbers, logprobs, num_top, strict=True)
-    ]
+    found: list[TokenLogprobs | None] = [None] * len(token_ids)
+    # Rows with as many alternatives are read together: one that asks for thousands is alone.
+    for count in {n for n in num_top if n is not None}:
+        at = [i for i, n in enumerate(num_top) if n == count]
+        rows = packed if len(at) == len(token_ids) else packed[at]
+        end = 1 + min(k, count)
+        numbers = rows[:, :end].tolist()
+        logprobs = rows[:, k + 1 : k + 1 + end].view(torch.float32).tolist()
+        for i, ids, own in zip(at, numbers, logprobs, strict=True):
+            found[i] = TokenLogprobs(token_ids[i], own[0], ids[0], ids[1:], own[1:])
+    return found

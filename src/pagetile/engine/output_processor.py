@@ -31,6 +31,8 @@ class Delta:
     """The token's log-probability and the likeliest alternatives, if asked for."""
     prompt_logprobs: LogprobDicts | None = None
     """Those of the prompt's tokens, if asked for: in the request's first delta with a token."""
+    stop_reason: str | int | None = None
+    """With a ``finish_reason``: the stop string or token that ended the sequence, if one did."""
 
 
 class OutputProcessor:
@@ -85,6 +87,7 @@ class OutputProcessor:
             reason,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            stop_reason=sequence.stop_reason,
         )
 
     def write_out(self, sequence: Sequence) -> None:

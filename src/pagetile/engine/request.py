@@ -198,7 +198,7 @@ class Sequence:
         logprobs, total = None, None
         if self.request.params.logprobs is not None:
             logprobs = LogprobDicts(self.logprobs.copy(), self.request.decode_token)
-            total = sum(token.logprob for token in self.logprobs)
+            total = self.logprobs.total
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text,

@@ -229,7 +229,11 @@ class Sampler:
         """What ``sample`` returned, brought to the host, for each row."""
         ids, others = tokens.tolist(), {}
         if logprobs is not None:
-            asked = [self._inputs[row].params.logprobs for row in host_rows]
+            most = min(self.vocab_size, logprobs.shape[1] // 2 - 1)
+            asked = [
+                None if n is None else min(n, most)
+                for n in (self._inputs[row].params.logprobs for row in host_rows)
+            ]
             reports = read_logprobs(logprobs, ids, asked)
             others = {i: SampledToken(r.token_id, r) for i, r in enumerate(reports) if r}
         if not torch.isfinite(best).all():

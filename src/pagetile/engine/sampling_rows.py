@@ -108,7 +108,8 @@ def encode_row(
         if params.min_p:
             margin = params.temperature * math.log(params.min_p)
     num_logprobs = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
-    ints = (*keys, len(input_.prompt_token_ids), top_k, params.min_tokens, num_logprobs)
+    min_tokens = min(params.min_tokens, 1 << 30)  # no sequence is longer, and sums fit 32 bits
+    ints = (*keys, len(input_.prompt_token_ids), top_k, min_tokens, num_logprobs)
     return ints, (
         inverse,
         params.temperature,

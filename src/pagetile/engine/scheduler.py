@@ -501,7 +501,7 @@ class Scheduler:
 
 def _group(step: SchedulerOutput, grouper: PrefixGrouper) -> None:
     """Make sequences that share their first blocks neighbours, in a decode step."""
-    if not step.is_decode:
+    if not step.is_decode or not step.sequences:
         grouper.forget()
         return
     order = grouper.find(step.sequences, step.ends)

@@ -280,7 +280,8 @@ def _draw_above(edge, source, scalars, step_masks, best, THREADS: tl.constexpr, 
         first = tl.min(tl.where(scores == top[:, None], at, HIGHEST), 1)
         tokens = tl.where(top > largest, first, tokens)
         largest = tl.maximum(top, largest)
-    return tl.min(tl.where(largest == tl.max(largest, 0), tokens, HIGHEST), 0)
+    found = tl.min(tl.where(largest == tl.max(largest, 0), tokens, HIGHEST), 0)
+    return tl.minimum(found, scalars[1] - 1)  # whatever it is, it is a token
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from .generation import (
     join,
     note_usage,
     server_sent_events,
-    stop_reason,
     write_text,
 )
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -230,7 +229,7 @@ class ChatCompletion:
         choice["logprobs"] = logprobs
         if reason is not None:
             choice["finish_reason"] = _finish_reason(reason, sample.num_calls > 0)
-            choice["stop_reason"] = stop_reason(self.stream, added.index)
+            choice["stop_reason"] = added.stop_reason
         if body.return_token_ids:
             choice["token_ids"] = added.token_ids
         return event_of(self._chunk([choice], self._usage_now() if self._counts_usage else None))

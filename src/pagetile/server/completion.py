@@ -21,7 +21,6 @@ from .generation import (
     note_usage,
     results,
     server_sent_events,
-    stop_reason,
     write_text,
 )
 from .logprobs import completion_logprobs, prompt_logprobs
@@ -210,7 +209,7 @@ class Completion:
             return ""
         choice = _choice(number * (body.n or 1) + added.index, text, added.finish_reason)
         if added.finish_reason is not None:
-            choice["stop_reason"] = stop_reason(stream, added.index)
+            choice["stop_reason"] = added.stop_reason
         if body.logprobs is not None:
             choice["logprobs"] = self._new_logprobs(number, added.index, body.logprobs)
         if body.return_token_ids:

@@ -37,7 +37,6 @@ __all__ = [
     "note_usage",
     "results",
     "server_sent_events",
-    "stop_reason",
     "write_text",
 ]
 
@@ -100,12 +99,6 @@ def close_all(streams: Sequence[RequestStream]) -> None:
         stream.close()
 
 
-def stop_reason(stream: RequestStream, sample: int) -> str | int | None:
-    """The stop string or token that ended a sample; ``None`` for any other end."""
-    output = stream.output
-    return output.outputs[sample].stop_reason if output is not None else None
-
-
 # --- server-sent events ---------------------------------------------------------------------
 
 
@@ -117,6 +110,8 @@ class Added:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or token that ended the sample, if one did."""
 
 
 def join(deltas: Sequence[Delta]) -> list[Added]:
@@ -129,7 +124,7 @@ def join(deltas: Sequence[Delta]) -> list[Added]:
         added.text += delta.text
         if delta.token_id is not None:
             added.token_ids.append(delta.token_id)
-        added.finish_reason = delta.finish_reason
+        added.finish_reason, added.stop_reason = delta.finish_reason, delta.stop_reason
     return list(found.values())
 
 

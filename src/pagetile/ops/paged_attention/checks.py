@@ -137,6 +137,11 @@ def _check_shared_prefixes(form: CallForm) -> None:
             f"cu_group_seqs has {length} entries, expected num_groups + 1 = {num_groups + 1}: it "
             "starts with 0 and ends with num_seqs"
         )
+    if not num_groups and form.seq_lens.shape[0]:
+        raise ShapeError(
+            f"prefix_lens has no group, but the batch has {form.seq_lens.shape[0]} sequences: each "
+            "belongs to a group, of prefix 0 where it shares nothing"
+        )
     check_dtype("cu_group_seqs", groups, torch.int32)
     check_dtype("prefix_lens", lens, torch.int32)
     check_device("q", form.q.device, cu_group_seqs=groups, prefix_lens=lens)

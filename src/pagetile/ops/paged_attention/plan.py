@@ -161,6 +161,8 @@ def refuse_hopper_prefill(problem: Problem) -> str | None:
             return f"{name} is {size}; multiples of 8 up to {widest} run"
     if problem.kv_dtype not in (problem.q_dtype, *PACKED_FORMATS):
         return f"q is {q} but k_cache is {kv}; equal types, and 8 bits, run"
+    if problem.q_dtype == torch.float16 and problem.scale_kind == "token":
+        return "q is float16, in which values times their token's scale may overflow"
     if problem.max_visible is not None:
         return "it takes no visible_blocks"
     if problem.rows <= DECODE_ROWS:

@@ -129,8 +129,9 @@ def _lay_out(
     if tables.is_cuda:
         from .triton_prefixes import lay_out
 
+        metadata = (batch.seq_lens, batch.cu_seqlens_q, groups, lens)
         return lay_out(
-            tables, batch.seq_lens, batch.cu_seqlens_q, groups, lens,
+            tables, *(tensor.contiguous() for tensor in metadata),
             splits=splits, num_tokens=problem.num_tokens, block_size=problem.block_size,
         )  # fmt: skip
     num_groups, width, block_size = shared.num_groups, tables.shape[1], problem.block_size

@@ -70,6 +70,7 @@ def _digest(folder: Path) -> str:
     """Of the shared tiles, of an operation's own kernels, and of its problem and types."""
     sources = {
         *Path(__file__).parent.glob("*.py"),
+        Path(__file__).parents[2] / "device.py",  # which registers there are
         *folder.glob("*.py" if folder.name == "cpu" else "cpu*.py"),
         *folder.glob("problem.py"),
         *folder.parent.glob("*.py"),

@@ -74,7 +74,9 @@ class _LinkedCompiler(CompilerBase):
         return [pipeline]
 
 
-_HAS_ALL = all(hasattr(JITCodeLibrary, name) for name in _OVERRIDDEN)
+_HAS_ALL = all(
+    hasattr(JITCodeLibrary, name) for name in (*_OVERRIDDEN, "_finalize_dynamic_globals", "codegen")
+)
 
 LINKED = {"pipeline_class": _LinkedCompiler} if _HAS_ALL else {}
 """Options of ``njit`` for functions that are called from compiled code only."""

@@ -18,7 +18,7 @@ from ..triton.launch import refuse as refuse_triton
 from ..triton.workspace import borrow
 from .dividing import SLOTS, pack_of
 from .forward import forward_kernel
-from .gluon_launcher import Described, GluonLauncher, align, is_described
+from .gluon_launcher import Described, GluonLauncher, align
 from .tiling import PACKED_FORMATS, TILINGS, UNIT, ForwardConfig, width_of
 
 __all__ = [
@@ -127,7 +127,7 @@ def attend(
         return
     if softmax_scale <= 0:  # the largest product has to be the largest score
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, written = align(q), out if is_described(out) else out.new_empty(out.shape)
+    q, written = align(q), align(out)  # with what another launch wrote of short sequences
     if block_tables is None:
         k, v = k[None], v[None]
     block_size = k.shape[1] if block_tables is not None else 0
