@@ -268,6 +268,7 @@ def _check_schemas(form: StructuredOutputsParams) -> None:
             elif isinstance(part, dict):
                 parts += part.values()
                 _check_bounds(part)
+                _check_constants(part)
                 _check_reference(schema, part)
 
 
@@ -297,6 +298,21 @@ def _check_bounds(part: dict[str, Any]) -> None:
                 f"structured_outputs has a schema with {name}={bound} of a range less than 1 wide, "
                 "which is not supported: give a bound that is included"
             )
+
+
+def _check_constants(part: dict[str, Any]) -> None:
+    """Refuse numbers that llguidance rounds to a double, or to the largest integer of 64 bits."""
+    for name in ("const", "enum"):
+        values = [part.get(name)]
+        while values:
+            value = values.pop()
+            if isinstance(value, (list, dict)):
+                values += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, (int, float)) and (value == 2**63 - 1 or not _is_bound(value)):
+                raise RequestError(
+                    f"structured_outputs has a schema with {value} in {name}: expected a number "
+                    "between -2**63 and 2**63 that a double holds exactly"
+                )
 
 
 def _is_bound(value: float) -> bool:
