@@ -1,15 +1,15 @@
 """Which sequences of a decode step share their first blocks, so that those are read once.
 
-Samples of one prompt share it, and so do requests with one system prompt. Their tables begin with
-the same blocks, which the scheduler knows from nowhere else::
+Samples of one prompt share its blocks, and requests with one system prompt share those of the
+system prompt. Their block tables begin with the same blocks::
 
     blocks    a [7 2 5]      groups   {a c} 2 blocks    step   a c b d
               b [4 9]                 {b d} none
               c [7 2 8 1]
               d [6]
 
-Sequences of a group are neighbours in the step. Those that share nothing worth it are the last
-group, without a prefix.
+Sequences of a group are neighbours in the step. Those that share nothing, or too little, are the
+last group, without a prefix.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ __all__ = ["MAX_GROUPS", "PrefixGrouper", "PrefixGroups", "find_groups"]
 MAX_GROUPS = 8
 """Groups of a step, those without a prefix being one: what a recorded step has room for."""
 
-
 _MAX_DIVISIONS = 16
 """Of a group into groups that share more: it bounds the work, whatever the requests are."""
 
 
 class PrefixGroups(NamedTuple):
-    """Groups of neighbouring sequences of a step, ``MAX_GROUPS`` in all; the last may be empty."""
+    """Groups of neighbouring sequences of a step, ``MAX_GROUPS`` in all; some may be empty."""
 
     cu_group_seqs: list[int]
     """Where each group's sequences start, and the end of the last."""
@@ -68,8 +67,12 @@ class PrefixGrouper:
         """Look at the tables again at the next step: sequences have run otherwise since."""
         self._sequences = []
 
-    def find(self, sequences: list[Sequence], ends: SequenceOf[int]) -> list[int] | None:
-        """The order that makes neighbours of a group; ``None``: sharing is not worth it.
+    def find(
+        self, sequences: list[Sequence], ends: SequenceOf[int]
+    ) -> tuple[list[int], PrefixGroups] | None:
+        """The order that makes neighbours of each group, and the groups in it.
+
+        ``None``: sharing would save too little.
 
         Args:
             sequences: Of a decode step.
@@ -81,12 +84,7 @@ class PrefixGrouper:
             # The new token's block is written by its sequence alone.
             limits = [(end - 1) // self._block_size for end in ends]
             self._order, self._groups = self._arrange(tables, limits)
-        return self._order if self._groups is not None else None
-
-    @property
-    def groups(self) -> PrefixGroups | None:
-        """Those that ``find`` has found."""
-        return self._groups
+        return None if self._groups is None else (self._order, self._groups)
 
     def _arrange(
         self, tables: list[list[int]], limits: list[int]

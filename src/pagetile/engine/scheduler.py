@@ -61,8 +61,8 @@ class SchedulerOutput:
     is_decode: bool = True
     """Whether every sequence computes one token, which the device has, and samples the next."""
     prefix_groups: PrefixGroups | None = None
-    """Of a decode step: neighbours whose first blocks are the same, where reading these once is
-    worth it."""
+    """Of a decode step: neighbours whose first blocks are the same, where reading these once saves
+    time."""
     number: int = 0
 
     def find_assumed(self) -> list[list[int]]:
@@ -504,12 +504,12 @@ def _group(step: SchedulerOutput, grouper: PrefixGrouper) -> None:
     if not step.is_decode or not step.sequences:
         grouper.forget()
         return
-    order = grouper.find(step.sequences, step.ends)
-    if order is not None:
+    found = grouper.find(step.sequences, step.ends)
+    if found is not None:
+        order, step.prefix_groups = found
         step.sequences = [step.sequences[at] for at in order]
         step.ends = [step.ends[at] for at in order]
         step.sampled = step.sequences.copy()
-        step.prefix_groups = grouper.groups
 
 
 def _num_rows(sequence: Sequence) -> int:
