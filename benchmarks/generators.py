@@ -14,7 +14,17 @@ import torch
 from pagetile import LLM, SamplingParams
 from pagetile.demo import path
 
-__all__ = ["BLOCK_SIZE", "QWEN3", "SHIPPED", "Generate", "Generators", "Model", "Prompts", "load"]
+__all__ = [
+    "BLOCK_SIZE",
+    "LLAMA",
+    "QWEN3",
+    "SHIPPED",
+    "Generate",
+    "Generators",
+    "Model",
+    "Prompts",
+    "load",
+]
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
@@ -31,11 +41,13 @@ class Model:
 
     about: str
     sizes: Mapping[str, Any] | None = None
-    """Of a ``Qwen3Config``, for random weights; ``None``: the shipped checkpoint."""
+    """Of a configuration, for random weights; ``None``: the shipped checkpoint."""
+    family: str = "qwen3"
+    """Of the configuration, as Transformers names it."""
 
     def load(self, dtype: torch.dtype, device: str) -> Any:
         """The model as Transformers runs it; random weights are the same every time."""
-        from transformers import AutoModelForCausalLM, Qwen3Config
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -45,7 +57,8 @@ class Model:
             return AutoModelForCausalLM.from_pretrained(path(), **options).to(device).eval()
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(Qwen3Config(**self.sizes), **options).eval()
+            config = AutoConfig.for_model(self.family, **self.sizes)
+            return AutoModelForCausalLM.from_config(config, **options).eval()
 
 
 SHIPPED = Model("shipped checkpoint")
@@ -63,6 +76,21 @@ QWEN3 = Model(
         "max_position_embeddings": 40960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
+)
+LLAMA = Model(
+    "Llama-8B's sizes, random weights",
+    {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "llama",
 )
 
 

@@ -13,7 +13,10 @@ every sequence reading them itself.
 
 ``n4``, ``stop``, ``logprobs``, ``top_p``, ``penalty`` and ``fp8`` are N with one change. Each
 prints its tokens/s and their share of N's, measured before in the same process. ``fp8`` needs an
-engine of its own, which is loaded last, once the first one is gone.
+engine of its own, which is loaded once the first one is gone.
+
+``llama`` is another model, loaded last: the share of the memory's speed that decode steps of
+Llama-8B's sizes reach.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ import torch
 
 from pagetile import LLM, SamplingParams
 
-from .generators import QWEN3
+from .generators import LLAMA, QWEN3
+from .gpu_timing import time_in_turns
 from .report import REPEATS
 
 __all__ = [
@@ -263,6 +267,33 @@ def time_per_token(llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int =
     return statistics.median(found)
 
 
+def shares_of_floor(llm: LLM, num_weight_bytes: int, num_new: int = 64) -> dict[str, float]:
+    """What decode steps of 1, 8 and 64 sequences must read, by what the GPU could read meanwhile.
+
+    Each sequence has a prompt of 512 tokens. A step reads all weights but the table of embeddings,
+    and the keys and values of all sequences; the GPU's speed is that of a sum over 4 GiB.
+    """
+    cache = llm.engine.cache
+    memory = torch.zeros(1 << 30, device="cuda")
+    seconds = time_in_turns({"sum": memory.sum}, "cuda", clean=True)["sum"].median
+    read_rate = memory.nbytes / seconds
+    del memory
+    found = {"GB/s of a sum": read_rate / 1e9}
+    for num_seqs in (1, 8, 64):
+        ms = time_per_token(llm, num_seqs, num_prompt=512, num_new=num_new)
+        num_keys = num_seqs * (512 + 8 + num_new / 2)
+        floor = (num_weight_bytes + num_keys * cache.num_bytes / cache.num_tokens) / read_rate
+        found[f"ms a token, {num_seqs}"] = ms
+        found[f"share of the floor, {num_seqs}"] = 1e3 * floor / ms
+    return found
+
+
+def count_weight_bytes(module: torch.nn.Module) -> int:
+    """Of a model's parameters but the table of embeddings, which a step reads a few rows of."""
+    embeddings: torch.nn.Module = module.get_input_embeddings()  # type: ignore[operator]
+    return sum(p.nbytes for p in set(module.parameters()) - set(embeddings.parameters()))
+
+
 def host_time_per_step(llm: LLM, num_seqs: int, num_steps: int = 200) -> float:
     """Milliseconds of the host's own work a decode step: what a step takes without waiting."""
     engine = llm.engine
@@ -339,7 +370,7 @@ def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests
 
     Args:
         parts: What is run.
-        load: Makes an engine, given options of ``LLM`` besides its own.
+        load: Makes an engine, given options of ``LLM`` besides its own, ``model`` among them.
         requests: Those of N.
     """
     start = time.perf_counter()
@@ -374,14 +405,26 @@ def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests
         if name in parts:
             llm.reset_prefix_cache()
             _print(name, name, **serve(llm, draw()))
+    del llm
     if "fp8" in parts:
-        del llm
-        gc.unfreeze()
-        gc.collect()  # the engine's parts refer to one another
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory()
         found = time_n(load(**FP8), requests)
         _print_share("fp8", "N with kv_cache_dtype=fp8", base, found)
+    if "llama" in parts:
+        _free_memory()
+        module = LLAMA.load(torch.bfloat16, "cuda")
+        found = shares_of_floor(load(model=module), count_weight_bytes(module))
+        bounds = {"1": 0.88, "8": 0.88, "64": 0.8}
+        targets = [(f"share of the floor, {n}", bound, ">=") for n, bound in bounds.items()]
+        _print("llama", "Llama-8B's sizes, prompts of 512", targets=targets, **found)
+
+
+def _free_memory() -> None:
+    """Of an engine that nobody holds: its parts refer to one another."""
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -393,10 +436,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert QWEN3.sizes is not None
     tokenizer = make_tokenizer(QWEN3.sizes["vocab_size"]) if "stop" in asked.parts else None
 
-    def load(**options: Any) -> LLM:
+    def load(model: torch.nn.Module | None = None, **options: Any) -> LLM:
         llm = LLM(
-            QWEN3.load(torch.bfloat16, "cuda"),
-            tokenizer=tokenizer,
+            QWEN3.load(torch.bfloat16, "cuda") if model is None else model,
+            tokenizer=None if model is not None else tokenizer,
             device="cuda",
             max_num_seqs=256,
             max_model_len=40960 if "long" in asked.parts else 4608,
