@@ -420,7 +420,7 @@ def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests
 
 
 def _free_memory() -> None:
-    """Of an engine that nobody holds: its parts refer to one another."""
+    """Of an engine that is no longer held: its parts refer to one another."""
     gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():

@@ -47,8 +47,7 @@ def rotate_and_write(
         cos: ``[1, num_tokens, n]`` as for ``rotate``, or ``None`` with ``sin``: nothing turns.
         sin: The same.
         heads: How a row is divided.
-        k_cache: As for ``write_kv``, and so the three below. Keys of an 8-bit cache take another
-            launch.
+        k_cache: As for ``write_kv``, and so the three below.
         v_cache: ``[num_blocks, block_size, num_kv_heads, v_head_size]``.
         slot_mapping: int64 ``[num_tokens]``; -1 writes nothing.
         k_scale: Scales of an 8-bit cache.

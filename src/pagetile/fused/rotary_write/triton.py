@@ -11,7 +11,7 @@
 
 A program has ``TILE_M`` heads; those of the queries of all tokens come first, then the keys', then
 the values'. Numbers are rounded to the type after the norm and after the turn, as by separate
-operations. An 8-bit cache is written by ``write_kv`` from what this kernel leaves in a buffer.
+operations, and then to the codes of an 8-bit cache, as ``write_kv`` does it.
 Supports float32, float16 and bfloat16, heads of up to 1024 numbers.
 """
 
@@ -28,10 +28,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device import DeviceInfo
-from ...ops.scales import LARGEST_CODE
-from ...ops.write_kv import write_kv
+from ...ops.scales import LARGEST_CODE, SMALLEST_SCALE, bind_scales
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
 from ...tiles.triton.norms import normalise
+from ...tiles.triton.quantise import amax, encode, larger, refuse_cache, scale_of
 from .problem import Heads, Problem
 
 TILE = 512  # numbers of a program
@@ -51,8 +51,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "the last dimension of a tensor is not contiguous"
     if any(dtype != problem.dtype for dtype in problem.norm_dtypes):
         return f"the weight of a norm has another type than qkv, which is {problem.dtype}"
-    caches = {} if problem.cache_dtype in LARGEST_CODE else {"k_cache": problem.cache_dtype}
-    return refuse(device, qkv=problem.dtype, **caches)
+    return refuse_cache(device, problem.cache_dtype) or refuse(device, qkv=problem.dtype)
 
 
 @triton.jit
@@ -71,10 +70,25 @@ def _weights(weight, column, SIZE: tl.constexpr, END: tl.constexpr):
 
 
 @triton.jit
+def _row_scale(
+    scale, at, is_row, largest,
+    SCALES: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """The scales of rows whose largest numbers are given: stored at ``at``, or read there."""
+    if SCALES == "token":
+        row_scale = scale_of(largest, LARGEST, SMALLEST)
+        tl.store(scale + at, row_scale, mask=is_row)
+    else:
+        row_scale = tl.load(scale + at, mask=is_row, other=1.0)
+    return row_scale
+
+
+@triton.jit
 def _norm_and_turn(
-    out, to, x, at, is_row, weight, cos, sin, cos_at, sin_at, eps,
+    out, to, scale, scale_at, x, at, is_row, weight, cos, sin, cos_at, sin_at, eps,
     dtype: tl.constexpr, NORM: tl.constexpr, ANGLES: tl.constexpr, SIZE: tl.constexpr,
-    HALF: tl.constexpr, W: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, W: tl.constexpr, REST: tl.constexpr,
+    SCALES: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """Heads at ``at`` of ``x`` to ``to`` of ``out``, both ``[TILE_M, 1]``."""
     column = tl.arange(0, W)[None, :]
@@ -92,11 +106,11 @@ def _norm_and_turn(
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(squares / SIZE + eps)[:, None]
-        first = normalise(first, scale, first_weight, NORM, dtype)
-        second = normalise(second, scale, second_weight, NORM, dtype)
+        factor = tl.rsqrt(squares / SIZE + eps)[:, None]
+        first = normalise(first, factor, first_weight, NORM, dtype)
+        second = normalise(second, factor, second_weight, NORM, dtype)
         if REST > 0:
-            rest = normalise(rest, scale, _weights(weight, last, SIZE, SIZE), NORM, dtype)
+            rest = normalise(rest, factor, _weights(weight, last, SIZE, SIZE), NORM, dtype)
     if ANGLES != "":
         cos_first, cos_second = _angles(cos, cos_at + column, inside, ANGLES == "shared", HALF)
         sin_first, sin_second = _angles(sin, sin_at + column, inside, ANGLES == "shared", HALF)
@@ -104,10 +118,25 @@ def _norm_and_turn(
         second = second * cos_second + first * sin_second
         first = turned
     kind: tl.constexpr = out.dtype.element_ty
-    tl.store(out + to + column, first.to(dtype).to(kind), mask=inside)
-    tl.store(out + to + column + HALF, second.to(dtype).to(kind), mask=inside)
+    first, second = first.to(dtype), second.to(dtype)
     if REST > 0:
-        tl.store(out + to + last, rest.to(dtype).to(kind), mask=in_rest)
+        rest = rest.to(dtype)
+    if SCALES != "none":
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        largest = larger(amax(first), amax(second))
+        if REST > 0:
+            rest = rest.to(tl.float32)
+            largest = larger(largest, amax(rest))
+        is_head = tl.reshape(is_row, largest.shape)
+        row_scale = _row_scale(scale, scale_at, is_head, largest, SCALES, LARGEST, SMALLEST)
+        first = encode(first, row_scale, SCALES, LARGEST, kind)
+        second = encode(second, row_scale, SCALES, LARGEST, kind)
+        if REST > 0:
+            rest = encode(rest, row_scale, SCALES, LARGEST, kind)
+    tl.store(out + to + column, first.to(kind), mask=inside)
+    tl.store(out + to + column + HALF, second.to(kind), mask=inside)
+    if REST > 0:
+        tl.store(out + to + last, rest.to(kind), mask=in_rest)
 
 
 @triton.jit
@@ -121,6 +150,8 @@ def _rotary_write(
     cos,  # [num_tokens, HALF] if ANGLES == "shared", else [num_tokens, 2 * HALF]
     sin,
     slot_mapping,  # int64 [num_tokens]
+    k_scale,  # float32 [NUM_KV_HEADS] ("head"), [num_blocks, BLOCK_SIZE, NUM_KV_HEADS] ("token")
+    v_scale,
     num_tokens,
     q_programs,  # how many of the first programs have queries
     k_programs,
@@ -128,12 +159,14 @@ def _rotary_write(
     qkv_token, cos_token, sin_token,
     k_block, k_slot, k_head,
     v_block, v_slot, v_head,
+    k_scale_block, k_scale_slot, k_scale_head,
+    v_scale_block, v_scale_slot, v_scale_head,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,  # 0: a token's slot is its number
+    BLOCK_SIZE: tl.constexpr,
     Q_NORM: tl.constexpr,  # a kind of ``rms_norm``, or ""
     K_NORM: tl.constexpr,
     ANGLES: tl.constexpr,  # "", "shared" or "own"
@@ -141,6 +174,9 @@ def _rotary_write(
     W: tl.constexpr,
     REST: tl.constexpr,
     V: tl.constexpr,
+    SCALES: tl.constexpr,  # "none", "head" or "token"
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -153,10 +189,10 @@ def _rotary_write(
         row = program * TILE_M + rows
         token, head = (row // NUM_HEADS).to(tl.int64), (row % NUM_HEADS).to(tl.int64)
         _norm_and_turn(
-            q_out, (row.to(tl.int64) * SIZE)[:, None],
+            q_out, (row.to(tl.int64) * SIZE)[:, None], q_out, row,
             qkv, (token * qkv_token + head * SIZE)[:, None], (token < num_tokens)[:, None],
             q_weight, cos, sin, (token * cos_token)[:, None], (token * sin_token)[:, None], q_eps,
-            dtype, Q_NORM, ANGLES, SIZE, HALF, W, REST, PDL,
+            dtype, Q_NORM, ANGLES, SIZE, HALF, W, REST, "none", LARGEST, SMALLEST,
         )  # fmt: skip
     else:
         program -= q_programs
@@ -165,20 +201,17 @@ def _rotary_write(
             program -= k_programs
         row = program * TILE_M + rows
         token, head = (row // NUM_KV_HEADS).to(tl.int64), (row % NUM_KV_HEADS).to(tl.int64)
-        if BLOCK_SIZE > 0:
-            slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
-            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        else:
-            slot = tl.where(token < num_tokens, token, -1)
-            block, offset = slot, slot * 0
+        slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         is_row = (slot >= 0)[:, None]
         first_key: tl.constexpr = NUM_HEADS * SIZE
         if is_key:
             _norm_and_turn(
                 k_cache, (block * k_block + offset * k_slot + head * k_head)[:, None],
+                k_scale, block * k_scale_block + offset * k_scale_slot + head * k_scale_head,
                 qkv, (token * qkv_token + first_key + head * SIZE)[:, None], is_row,
                 k_weight, cos, sin, (token * cos_token)[:, None], (token * sin_token)[:, None],
-                k_eps, dtype, K_NORM, ANGLES, SIZE, HALF, W, REST, PDL,
+                k_eps, dtype, K_NORM, ANGLES, SIZE, HALF, W, REST, SCALES, LARGEST, SMALLEST,
             )  # fmt: skip
         else:
             first_value: tl.constexpr = (NUM_HEADS + NUM_KV_HEADS) * SIZE
@@ -187,7 +220,15 @@ def _rotary_write(
             at = (token * qkv_token + first_value + head * V_SIZE)[:, None] + column
             to = (block * v_block + offset * v_slot + head * v_head)[:, None] + column
             value = tl.load(qkv + at, mask=inside, other=0.0)
-            tl.store(v_cache + to, value.to(v_cache.dtype.element_ty), mask=inside)
+            kind: tl.constexpr = v_cache.dtype.element_ty
+            if SCALES != "none":
+                value = value.to(tl.float32)
+                scale_at = block * v_scale_block + offset * v_scale_slot + head * v_scale_head
+                row_scale = _row_scale(
+                    v_scale, scale_at, slot >= 0, amax(value), SCALES, LARGEST, SMALLEST
+                )
+                value = encode(value, row_scale, SCALES, LARGEST, kind)
+            tl.store(v_cache + to, value.to(kind), mask=inside)
 
 
 def run(
@@ -201,42 +242,36 @@ def run(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """One launch over the heads of all tokens, and another one for an 8-bit cache."""
+    """One launch over the heads of all tokens."""
     num_tokens = qkv.shape[0]
     q_out = qkv.new_empty(num_tokens, heads.num_heads, heads.head_size)
     if num_tokens == 0:
         return q_out
-    is_quantised = k_cache.dtype in LARGEST_CODE
-    if is_quantised:
-        k_to = qkv.new_empty(num_tokens, 1, heads.num_kv_heads, heads.head_size)
-        v_to = qkv.new_empty(num_tokens, 1, heads.num_kv_heads, heads.v_head_size)
-    else:
-        k_to, v_to = k_cache, v_cache
     # Any address will do for what is not there.
     q_weight, k_weight = (qkv if n is None else n.weight for n in (heads.q_norm, heads.k_norm))
     angles = (qkv, qkv) if cos is None or sin is None else (cos, sin)
     addresses = functools.reduce(
         int.__or__,
-        (t.data_ptr() for t in (qkv, k_to, v_to, q_weight, k_weight, *angles)),
+        (t.data_ptr() for t in (qkv, k_cache, v_cache, q_weight, k_weight, *angles)),
     )
+    kind, k_scale, v_scale = bind_scales(k_scale, v_scale, k_cache, v_cache)
+    scales = (slot_mapping,) * 2 if k_scale is None or v_scale is None else (k_scale, v_scale)
+    scale_strides = [n for t in scales for n in (0, 0, 0, *t.stride())[-3:]]
     launch = _prepare(
         num_tokens,
         (heads.num_heads, heads.num_kv_heads, heads.head_size, heads.v_head_size),
         tuple(None if n is None else n[1:] for n in (heads.q_norm, heads.k_norm)),
         None if cos is None or sin is None else (heads.is_shared, cos.shape[2]),
-        (qkv.dtype, k_to.dtype),
-        0 if is_quantised else k_to.shape[1],
+        (qkv.dtype, k_cache.dtype),
+        k_cache.shape[1],
         (qkv.stride(0), angles[0].stride(-2), angles[1].stride(-2)),
-        (*k_to.stride()[:3], *v_to.stride()[:3]),
+        (*k_cache.stride()[:3], *v_cache.stride()[:3]),
+        kind,
+        tuple(scale_strides),
         addresses % 16 == 0,
         begins_early(qkv.device),
     )
-    launch(q_out, k_to, v_to, qkv, q_weight, k_weight, *angles, slot_mapping)
-    if is_quantised:
-        write_kv(
-            k_to[:, 0], v_to[:, 0], k_cache, v_cache, slot_mapping,
-            k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+    launch(q_out, k_cache, v_cache, qkv, q_weight, k_weight, *angles, slot_mapping, *scales)
     return q_out
 
 
@@ -250,6 +285,8 @@ def _prepare(
     block_size: int,
     strides: tuple[int, int, int],
     cache_strides: tuple[int, ...],
+    scales: str,
+    scale_strides: tuple[int, ...],
     is_aligned: bool,
     is_early: bool,
 ) -> Launch:
@@ -261,14 +298,14 @@ def _prepare(
     to_factor = math.gcd(16 // dtypes[1].itemsize, size, v_size, half, *cache_strides)
     launcher = make_launcher(
         dtypes, sizes, half, block_size, tuple("" if n is None else n[1] for n in norms), kind,
-        (factor, to_factor), is_aligned, is_early,
+        (factor, to_factor), scales, is_aligned, is_early,
     )  # fmt: skip
     tile = launcher.constants["TILE_M"]
     programs = [-(-num_tokens * n // tile) for n in (num_heads, num_kv_heads)]
     eps = (0.0 if norm is None else norm[0] for norm in norms)
     return launcher.bind(
         (programs[0] + 2 * programs[1], 1, 1),
-        num_tokens, *programs, *eps, *strides, *cache_strides,
+        num_tokens, *programs, *eps, *strides, *cache_strides, *scale_strides,
     )  # fmt: skip
 
 
@@ -281,6 +318,7 @@ def make_launcher(
     norms: tuple[str, ...],
     angles: str,
     factors: tuple[int, int],
+    scales: str,
     is_aligned: bool,
     is_early: bool,
 ) -> Launcher:
@@ -290,17 +328,21 @@ def make_launcher(
     given, cache = (POINTERS[dtype] + aligned for dtype in dtypes)
     types = {"q_out": f"{POINTERS[dtypes[0]]}:16", "k_cache": cache, "v_cache": cache}
     types |= dict.fromkeys(("qkv", "q_weight", "k_weight", "cos", "sin"), given)
-    types |= {"slot_mapping": "*i64", "num_tokens": "i32", "q_programs": "i32"}
+    types |= {"slot_mapping": "*i64", "k_scale": "*fp32", "v_scale": "*fp32"}
+    types |= {"num_tokens": "i32", "q_programs": "i32"}
     types |= {"k_programs": "i32", "q_eps": "fp32", "k_eps": "fp32"}
     types |= dict.fromkeys(("qkv_token", "cos_token", "sin_token"), f"i64:{factors[0]}")
     to = ("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
     types |= dict.fromkeys(to, f"i64:{factors[1]}")
+    of = ("block", "slot", "head")
+    types |= {f"{tensor}_scale_{part}": "i64" for tensor in ("k", "v") for part in of}
     width, rest = triton.next_power_of_2(half), size - 2 * half
     constants = {
         "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "SIZE": size, "V_SIZE": v_size,
         "HALF": half, "BLOCK_SIZE": block_size, "Q_NORM": norms[0], "K_NORM": norms[1],
         "ANGLES": angles, "TILE_M": max(1, TILE // triton.next_power_of_2(max(size, v_size))),
         "W": width, "REST": triton.next_power_of_2(rest) if rest else 0,
-        "V": triton.next_power_of_2(v_size), "PDL": is_early,
+        "V": triton.next_power_of_2(v_size), "SCALES": scales,
+        "LARGEST": LARGEST_CODE.get(dtypes[1], 0.0), "SMALLEST": SMALLEST_SCALE, "PDL": is_early,
     }  # fmt: skip
     return Launcher(_rotary_write, types, constants, num_warps=2, launch_pdl=is_early)

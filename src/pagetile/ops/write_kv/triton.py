@@ -26,6 +26,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...shapes import Form, form
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...tiles.triton.quantise import amax, encode, refuse_cache, scale_of
 from ..scales import LARGEST_CODE, SMALLEST_SCALE
 
 TILE = 2048  # elements of a program's keys, and of its values
@@ -33,50 +34,7 @@ TILE = 2048  # elements of a program's keys, and of its values
 
 def supports(dtypes: tuple[torch.dtype, torch.dtype], device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if dtypes[1] == torch.float8_e4m3fn and device.kind == "cuda" and device.capability < (8, 9):
-        return "k_cache is float8_e4m3fn, which a GPU converts to from compute capability 8.9 on"
-    caches = {} if dtypes[1] in LARGEST_CODE else {"k_cache": dtypes[1]}
-    return refuse(device, k=dtypes[0], **caches)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _measure(x, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    """The scale of each row; NaN for one with NaN or infinity."""
-    amax = tl.reduce(tl.abs(x), 1, _larger)
-    scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
-    return tl.where(amax < float("inf"), scale, float("nan"))
-
-
-@triton.jit
-def _divide(x, scale):
-    """``x / scale``: a product with the reciprocal, corrected once by what it leaves over.
-
-    It rounds as a division does (but for numbers near the end of float32's range), keeps the
-    sign of a zero, and takes a third of the time.
-    """
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
-    quotient = x * inverse
-    excess = tl.fma(quotient, scale[:, None], -x)
-    # Triton's -x is 0 - x, which turns the 0 of an exact quotient into +0 and -0 into it.
-    return tl.fma(excess * -1.0, inverse, quotient)
-
-
-@triton.jit
-def _clamp(x, bound):
-    x = tl.maximum(x, -bound, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _round_to_int8(x, is_number):
-    """Bits whose last byte is the int8; of what is no number, 0."""
-    # From 1.5 * 2 ** 23 on a float32 has no fractions.
-    return tl.where(is_number, x + 12582912.0, 0.0).to(tl.int32, bitcast=True)
+    return refuse_cache(device, dtypes[1]) or refuse(device, k=dtypes[0])
 
 
 @triton.jit
@@ -101,17 +59,11 @@ def _store(
     if SCALES != "none":
         x = x.to(tl.float32)
         if SCALES == "token":
-            # Nothing is beyond the largest code, and where anything is no number, nothing is.
-            row_scale = _measure(x, LARGEST, SMALLEST)
+            row_scale = scale_of(amax(x), LARGEST, SMALLEST)
             tl.store(scale + scale_at, row_scale, mask=is_wanted)
-            x = _divide(x, row_scale)
-            is_number = (row_scale == row_scale)[:, None]
         else:
             row_scale = tl.load(scale + scale_at, mask=is_wanted, other=1.0)
-            x = _divide(_clamp(x, (LARGEST * row_scale)[:, None]), row_scale)
-            is_number = x == x
-        if cache.dtype.element_ty == tl.int8:
-            x = _round_to_int8(x, is_number)
+        x = encode(x, row_scale, SCALES, LARGEST, cache.dtype.element_ty)
     at = at[:, None] + tl.arange(0, D)[None, :]
     tl.store(cache + at, x.to(cache.dtype.element_ty), mask=inside)
 

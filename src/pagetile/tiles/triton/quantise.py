@@ -1,0 +1,90 @@
+"""Rounding rows to 8 bits as the reference does: a scale for each row, and codes in its units.
+
+::
+
+    scale = max(amax / LARGEST, SMALLEST)          of a token's KV head, where scales are its own
+    code  = round(x / scale)
+
+A scale of a whole KV head is given; numbers beyond the largest code become that one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...device import DeviceInfo
+from .launch import refuse
+
+__all__ = ["amax", "encode", "larger", "refuse_cache", "scale_of"]
+
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+def refuse_cache(device: DeviceInfo, dtype: torch.dtype) -> str | None:
+    """Why Triton's kernels cannot write a cache of these elements; None if they can."""
+    if dtype == torch.float8_e4m3fn and device.kind == "cuda" and device.capability < (8, 9):
+        return "k_cache is float8_e4m3fn, which a GPU converts to from compute capability 8.9 on"
+    return refuse(device, **({} if dtype in _EIGHT_BITS else {"k_cache": dtype}))
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one; NaN where one is no number."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax(x):
+    """The largest absolute value of each row."""
+    return tl.reduce(tl.abs(x), 1, larger)
+
+
+@triton.jit
+def scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    """The scale of each row by its largest absolute value; NaN for one with NaN or infinity."""
+    scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def encode(x, scale, SCALES: tl.constexpr, LARGEST: tl.constexpr, code: tl.constexpr):
+    """Codes of float32 rows by their scales: the rows' own ("token"), or given ("head")."""
+    if SCALES == "token":
+        # Nothing is beyond the largest code, and where anything is no number, nothing is.
+        x = _divide(x, scale)
+        is_number = (scale == scale)[:, None]
+    else:
+        x = _divide(_clamp(x, (LARGEST * scale)[:, None]), scale)
+        is_number = x == x
+    if code == tl.int8:
+        x = _round_to_int8(x, is_number)
+    return x.to(code)
+
+
+@triton.jit
+def _divide(x, scale):
+    """``x / scale``: a product with the reciprocal, corrected once by what it leaves over.
+
+    It rounds as a division does (but for numbers near the end of float32's range), keeps the
+    sign of a zero, and takes a third of the time.
+    """
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    quotient = x * inverse
+    excess = tl.fma(quotient, scale[:, None], -x)
+    # Triton's -x is 0 - x, which turns the 0 of an exact quotient into +0 and -0 into it.
+    return tl.fma(excess * -1.0, inverse, quotient)
+
+
+@triton.jit
+def _clamp(x, bound):
+    x = tl.maximum(x, -bound, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _round_to_int8(x, is_number):
+    """Bits whose last byte is the int8; of what is no number, 0."""
+    # From 1.5 * 2 ** 23 on a float32 has no fractions.
+    return tl.where(is_number, x + 12582912.0, 0.0).to(tl.int32, bitcast=True)
