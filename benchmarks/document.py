@@ -7,6 +7,8 @@ the times of contestants::
     <!-- table: h200-decode gpu-decode- | GB/s | share of read bandwidth | time: sdpa cudnn -->
     <!-- end -->
 
+The caption says what all rows share, and what most do: "Unless a row says otherwise: bfloat16."
+
 The last column may be ``until recorded: COMMAND``, which is named in the table's place as long as
 the record does not exist.
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +39,7 @@ _TABLE = re.compile(r"(<!-- table: (\S+) (\S+) \|(.*?)-->\n)(?:.*?)(<!-- end -->
 _FIGURE = re.compile(
     r"(<!-- figure: (\S+) (\S+) \| ([^|>]+?) \| (.+?) -->)(.*?)(<!-- /figure -->)", re.DOTALL
 )
+_COMMA = re.compile(r", (?![^\[(]*[\])])")
 _STYLE = re.compile(r"(?:(\d+) digits ?)?(%|µs)?")
 _FACTORS = {None: 1.0, "%": 1e2, "µs": 1e6}
 _TIME = "time: "
@@ -141,11 +145,14 @@ def _table(match: re.Match[str], results: Path) -> str:
     lines = [["case", *(name.removeprefix(_TIME) for name in names)]]
     lines.append(["---", *["---:"] * len(names)])
     shared = _shared_parts([case["about"] for case in cases])
-    for case in cases:
-        about = _join(part for part in _parts(case["about"]) if part not in shared)
+    own = [[part for part in _parts(case["about"]) if part not in shared] for case in cases]
+    usual = _usual_parts(own)
+    for case, parts in zip(cases, own, strict=True):
+        about = _join(part for i, part in enumerate(parts) if usual.get(i) != part)
         lines.append([about, *(_cell(case, name) for name in names)])
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{head}\n{_caption(result['machine'], cases, shared)}\n\n{rows}\n{end}"
+    caption = _caption(result["machine"], cases, shared, list(usual.values()))
+    return f"{head}\n{caption}\n\n{rows}\n{end}"
 
 
 def is_wanted(name: str, beginning: str) -> bool:
@@ -154,8 +161,9 @@ def is_wanted(name: str, beginning: str) -> bool:
 
 
 def _parts(about: str) -> list[str]:
+    """What a case is, in parts; commas in brackets divide nothing."""
     kind, colon, rest = about.partition(": ")
-    return [kind + colon.strip(), *rest.split(", ")] if colon else about.split(", ")
+    return [kind + colon.strip(), *_COMMA.split(rest)] if colon else _COMMA.split(about)
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -168,7 +176,23 @@ def _shared_parts(abouts: list[str]) -> list[str]:
     return [part for part in first if others and all(part in other for other in others)]
 
 
-def _caption(machine: dict[str, Any], cases: list[dict[str, Any]], shared: list[str]) -> str:
+def _usual_parts(rows: list[list[str]]) -> dict[int, str]:
+    """What most rows say alike, by its place; the caption says it and the other rows differ.
+
+    The first part always stays in its row. Places that some rows lack are none, since such a row
+    would be read as having what is usual.
+    """
+    usual = {}
+    for place in range(1, min(map(len, rows))):
+        [(part, count)] = Counter(parts[place] for parts in rows).most_common(1)
+        if count >= 3 and 2 * count > len(rows):
+            usual[place] = part
+    return usual
+
+
+def _caption(
+    machine: dict[str, Any], cases: list[dict[str, Any]], shared: list[str], usual: list[str]
+) -> str:
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['cpu']}"
     there = {name for case in cases for name in case["times"]}
     shapes = [shape for case in cases for shape in case.get("details", ())]  # of a sweep
@@ -184,11 +208,14 @@ def _caption(machine: dict[str, Any], cases: list[dict[str, Any]], shared: list[
         {time["repeats"] for case in cases for time in case["times"].values()}
         | {len(found) for case in cases for found in case.get("repeats", {}).values()}
     )
-    repeats = f", {'–'.join(map(str, dict.fromkeys(counts[:: len(counts) - 1 or 1])))} repeats"
+    repeats = f", {'–'.join(map(str, dict.fromkeys(counts[:: len(counts) - 1 or 1])))} repeat"
+    repeats += "s" * (counts != [1])
     used += [days(cases), f"commit {' and '.join(commits)}"]
     caption = f"{where}, {', '.join(used)}{repeats if counts else ''}."
     if shared:
         caption += f" All rows: {_join(shared).rstrip(':')}."
+    if usual:
+        caption += f" Unless a row says otherwise: {_join(usual)}."
     return caption + _absence(cases)
 
 

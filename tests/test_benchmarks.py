@@ -643,10 +643,36 @@ def test_a_table_says_when_its_cases_were_measured(tmp_path):
     record = {"machine": {"cpu": "CPU", "cores": 2}, "cases": [one, two]}
     (tmp_path / "r.json").write_text(json.dumps(record))
     page = fill("<!-- table: r a- | x | time: q -->\n<!-- end -->", tmp_path)
+    alone = fill("<!-- table: r a-1, | x -->\n<!-- end -->", tmp_path)
+    assert "Unless" not in page + alone
     caption = "torch 2.1 and 2.2, 2026-01-02 to 2026-01-04, commit abcdef0, 9–27 repeats. "
     assert f"2 cores of an CPU, {caption}All rows: one: f16. " in page
     assert "No part: p (out of memory; 1 of 2 rows).\n" in page
     assert "| 4 | 1.5 | 1 ms |\n| 5 | 1.5 | 1 ms |\n" in page
+
+
+@pytest.mark.parametrize(
+    ("abouts", "said", "rows"),
+    [
+        (["p: 4, f16, [1, 8]", "p: 5, f16, [1, 8]", "p: 5, f32, [1, 8]", "p: 5, f16, [1, 8], cap"],
+         "All rows: p: [1, 8]. Unless a row says otherwise: f16.", ["4", "5", "5, f32", "5, cap"]),
+        # Half of the rows are not most, and the first part stays in its row.
+        (["p: 4, f16", "p: 4, f16", "p: 4, f32", "p: 5, f32"],
+         "All rows: p.", ["4, f16", "4, f16", "4, f32", "5, f32"]),
+        # A row without the part would be read as having it.
+        (["p: 4, cap", "p: 5, cap", "p: 6, cap", "p: 7"],
+         "All rows: p.", ["4, cap", "5, cap", "6, cap", "7"]),
+    ],
+)  # fmt: skip
+def test_a_caption_says_what_most_rows_share(abouts, said, rows, tmp_path):
+    common = {"name": "a", "versions": {}, "commit": "abcdef0", "date": "2026-01-02T03:04:05",
+              "times": {}, "metrics": {"x": 1.5}, "targets": []}  # fmt: skip
+    record = {"machine": {"cpu": "CPU", "cores": 2}}
+    record["cases"] = [common | {"about": about} for about in abouts]
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    page = fill("<!-- table: r a | x -->\n<!-- end -->", tmp_path)
+    assert f" {said}\n\n" in page
+    assert re.findall(r"\| (.+) \| 1.5 \|", page) == rows
 
 
 def test_compare_prints_both_results_and_their_ratio(run, tmp_path):
