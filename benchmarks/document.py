@@ -43,6 +43,7 @@ _COMMA = re.compile(r", (?![^\[(]*[\])])")
 _STYLE = re.compile(r"(?:(\d+) digits ?)?(%|µs)?")
 _FACTORS = {None: 1.0, "%": 1e2, "µs": 1e6}
 _TIME = "time: "
+_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _UNTIL = "until recorded: "
 
 
@@ -147,11 +148,13 @@ def _table(match: re.Match[str], results: Path) -> str:
     shared = _shared_parts([case["about"] for case in cases])
     own = [[part for part in _parts(case["about"]) if part not in shared] for case in cases]
     usual = _usual_parts(own)
+    unit = _unit(cases, names)
     for case, parts in zip(cases, own, strict=True):
         about = _join(part for i, part in enumerate(parts) if usual.get(i) != part)
-        lines.append([about, *(_cell(case, name) for name in names)])
+        lines.append([about, *(_cell(case, name, unit) for name in names)])
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     caption = _caption(result["machine"], cases, shared, list(usual.values()))
+    caption += f" Times in {unit}." if unit else ""
     return f"{head}\n{caption}\n\n{rows}\n{end}"
 
 
@@ -260,20 +263,27 @@ def _names(columns: str) -> list[str]:
     return [name for name in names if not name.startswith(_UNTIL)]
 
 
-def _cell(case: dict[str, Any], name: str) -> str:
+def _unit(cases: list[dict[str, Any]], names: list[str]) -> str | None:
+    """The unit of all times of a table, in which the shortest is at least 1."""
+    columns = [name for name in names if name.startswith(_TIME)]
+    times = [value_of(case, column) for case in cases for column in columns]
+    shortest = min((time for time in times if time is not None), default=None)
+    if shortest is None:
+        return None
+    return next((unit for unit, one in _UNITS.items() if shortest >= one), "ns")
+
+
+def _cell(case: dict[str, Any], name: str, unit: str | None) -> str:
     value = value_of(case, name)
     if value is None:
         return ""
     if name.startswith(_TIME):
-        return _time(value)
-    text = f"{value:.0%}" if name.startswith("share") else f"{value:.4g}"
-    text = f"{value:,.0f}".replace(",", " ") if value >= 1e4 else text
+        assert unit is not None
+        return _with_spaces(float(f"{value / _UNITS[unit]:.3g}"))
+    text = f"{value:.0%}" if name.startswith("share") else _with_spaces(value)
     targets = {target["metric"]: target for target in case["targets"]}
     return text if name not in targets or not targets[name]["reached"] else f"**{text}**"
 
 
-def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+def _with_spaces(value: float) -> str:
+    return f"{value:,.0f}".replace(",", " ") if value >= 1e4 else f"{value:.4g}"

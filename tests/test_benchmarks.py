@@ -647,8 +647,30 @@ def test_a_table_says_when_its_cases_were_measured(tmp_path):
     assert "Unless" not in page + alone
     caption = "torch 2.1 and 2.2, 2026-01-02 to 2026-01-04, commit abcdef0, 9–27 repeats. "
     assert f"2 cores of an CPU, {caption}All rows: one: f16. " in page
-    assert "No part: p (out of memory; 1 of 2 rows).\n" in page
-    assert "| 4 | 1.5 | 1 ms |\n| 5 | 1.5 | 1 ms |\n" in page
+    assert "No part: p (out of memory; 1 of 2 rows). Times in ms.\n" in page
+    assert "| 4 | 1.5 | 1 |\n| 5 | 1.5 | 1 |\n" in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "cells"),
+    [
+        ((26.94e-6, 1.4949e-3), "µs", ["26.9", "1490"]),
+        ((1.5, 12345.6), "s", ["1.5", "12 300"]),
+        ((9e-4, 1e-3), "µs", ["900", "1000"]),
+        ((2e-10, 1e-9), "ns", ["0.2", "1"]),
+        ((None, 2e-3), "ms", ["", "2"]),
+    ],
+)
+def test_all_times_of_a_table_have_the_unit_of_the_shortest(seconds, unit, cells, tmp_path):
+    times = [{} if time is None else {"q": {"median": time, "repeats": 9}} for time in seconds]
+    case = {"name": "a", "versions": {}, "commit": "abcdef0", "date": "2026-01-02T03:04:05",
+            "metrics": {}, "targets": []}  # fmt: skip
+    record = {"machine": {"cpu": "CPU", "cores": 2}}
+    record["cases"] = [case | {"about": str(i), "times": time} for i, time in enumerate(times)]
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    page = fill("<!-- table: r a | time: q -->\n<!-- end -->", tmp_path)
+    assert f" Times in {unit}.\n\n" in page
+    assert re.findall(r"\| \d \| (.*) \|", page) == cells
 
 
 @pytest.mark.parametrize(
