@@ -1,10 +1,13 @@
 """The kernels of a decode step compute what the torch code beside them does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from pagetile import BlockPool, KVCache
+from pagetile.engine import Engine
 from pagetile.engine.cuda_graphs import PromptBuffers, padded_sizes, prompt_sizes
 from pagetile.engine.sampler import Sampler, SamplingInput
 from pagetile.engine.sampling_params import SamplingParams
@@ -188,3 +191,42 @@ def test_packed_arrays_come_back_as_they_were():
         assert np.array_equal(tensor.numpy(), array)
         assert tensor.numpy().dtype == array.dtype
         assert tensor.data_ptr() % 16 == 0 or not array.size
+
+
+@pytest.mark.interpret
+def test_steps_whose_rows_and_blocks_are_as_before_send_nothing_and_sample_the_same(monkeypatch):
+    from pagetile.engine.step_memory import StepMemory
+
+    sent = []
+    send = StepMemory.send
+    monkeypatch.setattr(StepMemory, "send", lambda *args: sent.append(1) or send(*args))
+    found = []
+    for by_kernels in (False, True):
+        model = load_model(tiny_model("llama", num_hidden_layers=1))
+        cache = KVCache(model.layers, BlockPool(64, BLOCK_SIZE))
+        engine = Engine(
+            model, cache, max_num_seqs=6, max_num_batched_tokens=32, max_model_len=40,
+            async_scheduling=True, num_speculative_tokens=0,
+        )  # fmt: skip
+        if by_kernels:
+            engine._runner._decode_by_kernels()
+        params = SamplingParams(temperature=0.8, seed=4, max_tokens=14, ignore_eos=True)
+        ids, num_decode = [], 0
+        for step in range(60):
+            if step == 0:
+                ids += [engine.add_request([5, 6, 7], replace(params, temperature=0.0))]
+                ids += [engine.add_request([5, 6, 7, 8, 9, 10], replace(params, n=2, logprobs=1))]
+            if step == 5:  # a sequence leaves, another takes its row
+                engine.abort(ids[0])
+                ids += [engine.add_request([9, 8], replace(params, max_tokens=5))]
+            if step in (7, 8, 10, 13):  # a prompt between two decode steps of the same sequences
+                ids += [engine.add_request([step, 8], replace(params, max_tokens=1))]
+            engine.step()
+            engine.check()
+            num_decode += sum(launched.step.is_decode for launched in engine._in_flight)
+        found.append([engine.take_output(request_id).outputs for request_id in ids])
+    assert not engine.has_unfinished
+    for outputs, expected in zip(*found, strict=True):
+        assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
+        assert [one.finish_reason for one in outputs] == [one.finish_reason for one in expected]
+    assert 4 < len(sent) < num_decode - 2

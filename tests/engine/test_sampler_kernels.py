@@ -303,7 +303,12 @@ def sample_both_ways(logits, inputs, host_rows, **options):
         sampler._kernels = kernels
         where = torch.tensor(host_rows, device=device)
         tokens, best, logprobs = sampler.sample(logits.to(device), where, host_rows, **options)
-        found.append((sampler.collect(tokens, best, logprobs, host_rows), sampler))
+        found.append(
+            (
+                sampler.collect(tokens.cpu().numpy(), best.cpu().numpy(), logprobs, host_rows),
+                sampler,
+            )
+        )
     return found
 
 

@@ -54,11 +54,47 @@ class Steps:
         self.scheduler.check()
         self.scheduler.complete(step)
         for sequence in step.sampled:
+            sequence.is_decoding = True
             sequence.token_ids.append(7)
             if len(sequence.token_ids) == sequence.max_len:
                 self.scheduler.finish(sequence, "length")
         self.scheduler.check()
         return step
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_that_only_decode_choose_what_any_other_step_would(seed: int) -> None:
+    found = []
+    for is_usual in (True, False):
+        rng = random.Random(seed)
+        steps = Steps(rng.choice([14, 30, 200]), sharing=True, max_num_seqs=4)
+        scheduler, chosen, num_decode = steps.scheduler, [], 0
+        if not is_usual:
+            scheduler._only_decodes = lambda: False  # type: ignore[method-assign]
+        for _ in range(120):
+            if rng.random() < 0.2:
+                steps.add(rng.randint(1, 20), rng.randint(1, 30), head=rng.choice([(), HEAD[:9]]))
+            if scheduler.running and rng.random() < 0.03:
+                scheduler.finish(rng.choice(scheduler.running), "abort")
+            step = steps.step()
+            num_decode += step.is_decode and len(step.sequences) > 1
+            tables = [
+                (s.request.request_id, s.num_computed, tuple(s.table.blocks))
+                for s in (*step.sequences, *step.sampled)
+            ]
+            chosen.append((tables, step.num_tokens, step.ends, step.logits_rows, step.copies))
+        found.append((chosen, replace(scheduler.counts)))
+        assert num_decode > 5
+    assert found[0] == found[1]
+
+
+def test_tables_take_slots_by_the_block_and_say_which_grew() -> None:
+    steps = Steps(64)
+    first, second = steps.add(4), steps.add(6)
+    steps.step()
+    grown = [steps.step().grown for _ in range(6)]
+    assert grown == [[first, second], [], [second], [], [first], []]
+    assert (first.num_computed, first.table.num_tokens) == (10, 12)
 
 
 def test_decode_comes_before_prefill_and_prompts_fill_the_budget() -> None:

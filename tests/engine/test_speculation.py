@@ -202,13 +202,15 @@ def test_rows_with_drafts_are_sampled_as_they_would_be_later() -> None:
     sampler.start([2], [input_of(output)])
     sampler.lengths[2] = 5
     rows = [2] * 6
-    found = sampler.sample(logits, torch.tensor(rows), rows, None, [draft[:n] for n in range(6)])
-    assert sampler.collect(*found, rows).listed() == expected
+    tokens, best, logprobs = sampler.sample(
+        logits, torch.tensor(rows), rows, None, [draft[:n] for n in range(6)]
+    )
+    assert sampler.collect(tokens.numpy(), best.numpy(), logprobs, rows).listed() == expected
     assert sampler.lengths.tolist() == [0, 0, 5], "the row does not advance"
     sampler.accept([2] * 5, draft)
     sampler.lengths[2] += 5
-    found = sampler.sample(logits[5:], torch.tensor([2]), [2])
-    assert sampler.collect(*found, [2]).listed() == expected[5:]
+    tokens, best, logprobs = sampler.sample(logits[5:], torch.tensor([2]), [2])
+    assert sampler.collect(tokens.numpy(), best.numpy(), logprobs, [2]).listed() == expected[5:]
 
 
 # --- one rule, one test ------------------------------------------------------------------------

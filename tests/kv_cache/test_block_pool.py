@@ -151,6 +151,10 @@ def miscount_the_free_blocks(pool):
     pool._num_free = 4
 
 
+def miscount_the_shared_blocks(pool):
+    pool._num_shared = 1
+
+
 def hold_a_free_block(pool):
     pool._ref_counts[3] = 1
 
@@ -163,6 +167,7 @@ def hold_a_free_block(pool):
         (break_the_backward_links, r"\[3, 4, 5\] forwards, \[5, 4, 2, 1, 0\] backwards"),
         (tie_a_loop, r"\[3, 4, 3, 4, 3, 4, 3\] forwards"),
         (miscount_the_free_blocks, "3 entries, 3 distinct; num_free=4"),
+        (miscount_the_shared_blocks, "num_shared=1, but 0 blocks are shared"),
         (hold_a_free_block, "4 of 6 blocks are held"),
     ],
 )

@@ -410,16 +410,17 @@ class Engine:
             kept = self.scheduler.verify(step, tokens.token_ids)
             self._runner.accept(launched, tokens, kept)
         self.scheduler.complete(step)
-        others, advance = tokens.others, self._output.advance
+        sampled, token_ids, others = step.sampled, tokens.token_ids, tokens.others
+        advance, add = self._output.advance, self._deltas.append
         for at in kept:
-            sequence, token_id = step.sampled[at], tokens.token_ids[at]
+            sequence = sampled[at]
             if sequence.status is Status.FINISHED:
                 continue  # it ended a step ago, or within its draft: this token is one too many
             token = others.get(at) if others else None
             if token is not None and token.error is not None:
                 self.scheduler.evict_from_prefix_cache(sequence)
-            delta = advance(sequence, token_id, token)
-            self._deltas.append(delta)
+            delta = advance(sequence, token_ids[at], token)
+            add(delta)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence, delta.finish_reason)
 

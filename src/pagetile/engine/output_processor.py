@@ -46,7 +46,7 @@ class OutputProcessor:
             token_id: The token.
             token: Its log-probabilities or error, if it has any.
         """
-        logprobs = None
+        logprobs = prompt_logprobs = None
         if token is not None:
             if token.error is not None:
                 self.write_out(sequence)
@@ -63,7 +63,7 @@ class OutputProcessor:
                 sequence.stop_reason = token_id
         elif len(sequence.token_ids) >= sequence.max_len:
             reason = "length"
-        request, prompt_logprobs = sequence.request, None
+        request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = time.perf_counter()
             prompt_logprobs = request.prompt_logprob_dicts
@@ -79,15 +79,16 @@ class OutputProcessor:
                 sequence.grammar.accept(token_id)
             except Exception as error:
                 return _fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
-        return Delta(
+        return Delta(  # by position: keywords take twice as long
             request.request_id,
             sequence.index,
             text,
             token_id,
             reason,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            stop_reason=sequence.stop_reason,
+            None,
+            logprobs,
+            prompt_logprobs,
+            sequence.stop_reason,
         )
 
     def write_out(self, sequence: Sequence) -> None:

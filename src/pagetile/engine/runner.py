@@ -1,8 +1,8 @@
 """Launches steps: from the scheduler's choice to sampled tokens, with the state on the device.
 
 A running sequence has a row on the device: its last token, its length, its block table and its
-sampling parameters. A decode step is told which rows take part and each one's last block; all
-else is on the device already, and on a GPU the whole step is one graph replay::
+sampling parameters. A decode step is told which rows take part and each one's last block, if any
+has changed; all else is on the device already, and on a GPU the whole step is one graph replay::
 
     host     rows and last blocks ──┐ one pinned copy                  ┌─► tokens, a step later
     device                          ▼                                  │ pinned copy, event
@@ -15,7 +15,8 @@ their forward is a graph replay as well.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +31,16 @@ from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from ..transfer import pack, unpack
 from .cuda_graphs import PromptBuffers, StepGraphs, padded_sizes, prompt_sizes
-from .prefix_groups import MAX_GROUPS, PrefixGroups
+from .prefix_groups import PrefixGroups
 from .request import Sequence as OneSequence
 from .sampler import SampledTokens, Sampler, SamplingInput
 from .scheduler import SchedulerOutput
+from .step_memory import DecodeForm, StepMemory, StepResults
 
 __all__ = ["LaunchedStep", "Runner"]
 
-_NUM_BUFFERS = 4
-"""Pinned buffers in turn: at most two steps are in flight."""
+_NUM_MEMORIES = 4
+"""Used in turn: at most two steps are in flight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +50,8 @@ class LaunchedStep:
     step: SchedulerOutput
     rows: list[int]
     """Of the sequences that get a token."""
-    tensors: Sequence[Tensor | None]
-    """What ``Sampler.sample`` returned, on the host once the event has happened."""
+    results: StepResults | None
+    """Of these rows, then others; ``None`` if no sequence gets a token."""
     event: torch.cuda.Event | None
     started: float
 
@@ -98,18 +100,15 @@ class Runner:
         self._owners: list[Any] = [None] * max_num_seqs
         self._num_sent = [0] * max_num_seqs  # blocks
         self._begin: Any = None
+        self._memories: deque[StepMemory] = deque()
+        self._form: DecodeForm | None = None  # whose rows are in the inbox
         self.min_saved_tokens: int | None = None
         self.graphs: StepGraphs | None = None
         self.prompt_graphs: StepGraphs | None = None
         self._prompts: PromptBuffers | None = None
         if model.device.type == "cuda":
-            from .triton import DecodeBuffers
-
-            self._begin = DecodeBuffers(self._tables, self.sampler, cache.block_size)
+            self._decode_by_kernels()
             self.min_saved_tokens = -(-GPU_BYTES // _bytes_per_key(cache))
-            shape = (_NUM_BUFFERS, len(self._begin.inbox))
-            self._pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
-            self._turn = 0
             if not enforce_eager:
                 self._make_graphs(max_num_seqs, max_num_batched_tokens)
         model.bind(cache)
@@ -126,27 +125,27 @@ class Runner:
         started = time.perf_counter()
         if step.copies:
             self.cache.copy(step.copies)
-        self._load_rows(step)
-        rows = [sequence.row for sequence in step.sampled]
-        found: Sequence[Tensor | None]
+        event = None
+        if self._memories:
+            self._memories.rotate()
+            event = self._memories[0].event
         if step.is_decode:
-            found = self._decode(step, rows, masks)
+            rows, results = self._decode(step, masks)
         else:
-            found = self._compute(step, rows, masks)
-            for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
-                # What is accepted of drafts the host finds out: rows have to be told.
-                sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
-        return self._send_back(step, rows, found, started)
+            rows, results = self._compute(step, masks)
+        if event is not None:
+            event.record()
+        return LaunchedStep(step, rows, results, event, started)
 
     def read(self, launched: LaunchedStep) -> SampledTokens:
         """Wait for a step and return the tokens of ``step.sampled``."""
         launched.wait()
-        if not launched.rows:
+        if launched.results is None:
             return SampledTokens([], {})
-        tokens, best, logprobs = launched.tensors
-        assert tokens is not None
-        assert best is not None
-        return self.sampler.collect(tokens, best, logprobs, launched.rows)
+        rows, (tokens, best, logprobs) = launched.rows, launched.results
+        n = len(rows)
+        logprobs = None if logprobs is None else logprobs[:n]
+        return self.sampler.collect(tokens[:n], best[:n], logprobs, rows)
 
     @torch.inference_mode()
     def accept(self, launched: LaunchedStep, tokens: SampledTokens, kept: list[int]) -> None:
@@ -171,8 +170,20 @@ class Runner:
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
 
+    def _decode_by_kernels(self) -> None:
+        """Have kernels lay out decode steps and sample them, from an inbox on the device."""
+        from .triton import DecodeBuffers
+
+        self._begin = DecodeBuffers(self._tables, self.sampler, self.cache.block_size)
+        inbox, num_rows = self._begin.inbox, len(self._tables)
+        self._memories.extend(StepMemory(inbox, num_rows) for _ in range(_NUM_MEMORIES))
+
+    def _clear_inbox(self, size: int) -> None:
+        self._form = None
+        self._begin.clear(size)
+
     def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.graphs = StepGraphs(self._record_step, self._begin.clear, padded_sizes(max_num_seqs))
+        self.graphs = StepGraphs(self._record_step, self._clear_inbox, padded_sizes(max_num_seqs))
         sizes = prompt_sizes(max_num_batched_tokens)
         self._prompts = prompts = PromptBuffers(
             sizes[-1], max_num_seqs, self.cache.block_size, self.max_model_len, self.device
@@ -188,8 +199,6 @@ class Runner:
 
     def _load_rows(self, step: SchedulerOutput) -> None:
         """Load the sampling parameters of sequences that have got a row."""
-        if step.is_decode:
-            return
         owners = self._owners
         new = [s for s in step.sequences if owners[s.row] is not s.table]
         if len(step.sampled) > len(step.sequences) or new:
@@ -203,39 +212,46 @@ class Runner:
 
     # --- decode ----------------------------------------------------------------------------
 
-    def _decode(self, step: SchedulerOutput, rows: list[int], masks: Any) -> Any:
-        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
-        longest = max(step.ends)
-        groups = step.prefix_groups
+    def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
+        """Launch a step of sequences that the device has but for their new blocks."""
         if self._begin is None:
-            batch, where = self._begin_on_host(rows, blocks, longest, groups)
-            return self.sampler.sample(self.model.forward(batch), where, rows, masks)
-        n = len(rows)
-        samples = not masks and not self.sampler.needs_torch(rows)
-        size, form = n, (samples, groups is not None)
+            return self._decode_on_host(step, masks)
+        memory, form = self._memories[0], self._form
+        if form is None or not form.fits(step, has_masks=bool(masks)):
+            form = self._find_form(step, has_masks=bool(masks))
+            memory.send(form.numbers)
+        elif step.grown:
+            form.update(step.grown)
+            memory.send(form.numbers)
+        self._form = form
+        kind = form.size, form.samples, form.groups is not None
+        if self.graphs is not None and self.graphs.reason is None:
+            found = self.graphs.replay(*kind)
+        else:
+            found = self._step(*kind, max(step.ends))
+        n, rows = len(form.rows), form.rows
+        if form.samples:
+            return rows, memory.receive(found, form.size, has_logprobs=form.has_logprobs)
+        where = self._begin.rows(form.size)[:n].long()
+        return rows, self._send_back(self.sampler.sample(found[:n], where, rows, masks))
+
+    def _find_form(self, step: SchedulerOutput, *, has_masks: bool) -> DecodeForm:
+        """How to launch a step of other sequences than the last; a graph is recorded if missing."""
+        rows, groups = [sequence.row for sequence in step.sequences], step.prefix_groups
+        size = n = len(rows)
+        samples = not has_masks and not self.sampler.needs_torch(rows)
         if self.graphs is not None:
             # A step that shares is recorded for few sizes: reading less gains more than they lose.
             size = self.graphs.fit(n if groups is None else self._round_up(n))
-            if not self.graphs.ensure(size, *form):
+            if not self.graphs.ensure(size, samples, groups is not None):
                 size = n
-        self._turn = (self._turn + 1) % _NUM_BUFFERS
-        packet = self._pinned[self._turn]
-        numbers = packet.numpy()
-        numbers[:n], numbers[n:size] = rows, -1
-        numbers[size : size + n] = blocks
-        num_sent = 2 * size
-        if groups is not None:
-            cu_group_seqs = [*groups.cu_group_seqs[:-1], size]
-            num_sent += 2 * MAX_GROUPS + 1
-            numbers[2 * size : num_sent] = cu_group_seqs + groups.prefix_lens
-        self._begin.inbox[:num_sent].copy_(packet[:num_sent], non_blocking=True)
-        if self.graphs is not None and self.graphs.reason is None:
-            found = self.graphs.replay(size, *form)
-        else:
-            found = self._step(size, *form, longest)
-        if samples:
-            return found, None, None
-        return self.sampler.sample(found[:n], self._begin.rows(size)[:n].long(), rows, masks)
+        return DecodeForm(
+            step,
+            size,
+            has_masks=has_masks,
+            samples=samples,
+            has_logprobs=self.sampler.has_logprobs(rows),
+        )
 
     def _round_up(self, size: int) -> int:
         assert self.graphs is not None
@@ -260,6 +276,16 @@ class Runner:
             return self._begin.keep(logits) if self.graphs is not None else logits
         packed: Tensor = self._begin.draw(logits, self._begin.rows(size))
         return packed
+
+    def _decode_on_host(
+        self, step: SchedulerOutput, masks: Any
+    ) -> tuple[list[int], StepResults | None]:
+        """What ``_decode`` does on a GPU, in torch."""
+        rows = [sequence.row for sequence in step.sequences]
+        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
+        batch, where = self._begin_on_host(rows, blocks, max(step.ends), step.prefix_groups)
+        logits = self.model.forward(batch)
+        return rows, self._send_back(self.sampler.sample(logits, where, rows, masks))
 
     def _begin_on_host(
         self, rows: list[int], blocks: list[int], longest: int, groups: PrefixGroups | None
@@ -288,8 +314,11 @@ class Runner:
 
     # --- any other step --------------------------------------------------------------------
 
-    def _compute(self, step: SchedulerOutput, rows: list[int], masks: Any) -> Any:
+    def _compute(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
         """Launch a step whose tokens the host knows, but for those that are still unread."""
+        self._form = None
+        self._load_rows(step)
+        rows = [sequence.row for sequence in step.sampled]
         assumed = step.find_assumed() if step.drafts else None
         arrays = self._gather(step, rows, assumed)
         if self.device.type == "cuda":
@@ -299,9 +328,13 @@ class Runner:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch = self._place(tensors, max(step.num_tokens), max(step.ends))
         logits = self._forward(batch)
+        for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
+            # What is accepted of drafts the host finds out: rows have to be told.
+            sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
         if not rows:
-            return None, None, None
-        return self.sampler.sample(logits, tensors["sampled_rows"], rows, masks, assumed)
+            return rows, None
+        found = self.sampler.sample(logits, tensors["sampled_rows"], rows, masks, assumed)
+        return rows, self._send_back(found)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of a step that is no decode step, valid until the next launch."""
@@ -384,28 +417,16 @@ class Runner:
             logits_rows=t["logits_rows"],
         )
 
-    def _send_back(
-        self, step: SchedulerOutput, rows: list[int], found: Any, started: float
-    ) -> LaunchedStep:
-        """Copy the results to the host behind the step, so that nothing waits for them here."""
-        if self.device.type != "cuda":
-            return LaunchedStep(step, rows, found, None, started)
-        tokens, best, logprobs = found
-        if rows and best is None:  # packed by a graph
-            n = len(rows)
-            size = self._begin.size_of(tokens)
-            has_logprobs = self.sampler.has_logprobs(rows)
-            packed = self._to_host(tokens if has_logprobs else tokens[: 3 * size])
-            tokens, best, logprobs = (part[:n] for part in self._begin.unpack(packed, size))
-            logprobs = logprobs if has_logprobs else None
-        elif rows:
-            tokens, best = self._to_host(tokens), self._to_host(best)
-            logprobs = None if logprobs is None else self._to_host(logprobs)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return LaunchedStep(step, rows, (tokens, best, logprobs), event, started)
+    def _send_back(self, found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
+        """Copy what was sampled to the host behind the step, so that nothing waits for it here."""
+        tokens, best, logprobs = (None if each is None else self._to_host(each) for each in found)
+        assert tokens is not None
+        assert best is not None
+        return StepResults(tokens.numpy(), best.numpy(), logprobs)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 

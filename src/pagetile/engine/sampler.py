@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -224,7 +225,11 @@ class Sampler:
         self._move_tails(self._send(token_ids), host_rows)
 
     def collect(
-        self, tokens: Tensor, best: Tensor, logprobs: Tensor | None, host_rows: Sequence[int]
+        self,
+        tokens: npt.NDArray[Any],
+        best: npt.NDArray[Any],
+        logprobs: Tensor | None,
+        host_rows: Sequence[int],
     ) -> SampledTokens:
         """What ``sample`` returned, brought to the host, for each row."""
         ids, others = tokens.tolist(), {}
@@ -236,7 +241,7 @@ class Sampler:
             ]
             reports = read_logprobs(logprobs, ids, asked)
             others = {i: SampledToken(r.token_id, r) for i, r in enumerate(reports) if r}
-        if not torch.isfinite(best).all():
+        if not np.isfinite(best).all():
             for i, top in enumerate(best.tolist()):
                 if not math.isfinite(top):
                     params = self._inputs[host_rows[i]].params
@@ -385,8 +390,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     lengths = [len(row.prompt_token_ids) + len(row.output_token_ids) for row in rows]
     sampler.lengths.copy_(send(np.array(lengths, np.int32), logits.device))
     where = torch.arange(num_rows, device=logits.device)
-    found = sampler.sample(logits, where, numbers)
-    return sampler.collect(*found, numbers).listed()
+    tokens, best, logprobs = sampler.sample(logits, where, numbers)
+    found = sampler.collect(tokens.cpu().numpy(), best.cpu().numpy(), logprobs, numbers)
+    return found.listed()
 
 
 def _why_no_token(params: SamplingParams, best: float) -> tuple[str, type[GenerationError]]:

@@ -63,6 +63,8 @@ class SchedulerOutput:
     prefix_groups: PrefixGroups | None = None
     """Of a decode step: neighbours whose first blocks are the same, where reading these once saves
     time."""
+    grown: list[Sequence] = field(default_factory=list)
+    """The sequences whose last block may be another than in the step before."""
     number: int = 0
 
     def find_assumed(self) -> list[list[int]]:
@@ -167,7 +169,10 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         spare = budget - len(self.running)  # for drafts: every sequence gets its one token
         num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
-        num_decoding = sum([s.num_tokens - s.num_computed == 1 for s in self.running])
+        only_decodes = self._only_decodes()
+        num_decoding = len(self.running)
+        if not only_decodes:
+            num_decoding = sum(s.num_tokens - s.num_computed == 1 for s in self.running)
         beside = budget - num_decoding
         if num_waiting or num_decoding < len(self.running):
             beside = self.chunks.limit(self.running, beside, num_waiting)
@@ -175,7 +180,10 @@ class Scheduler:
             return None
         self._num_scheduled += 1
         preempted = False
-        for sequence in self.running.copy():
+        if only_decodes:
+            self._decode_all(step)
+            budget -= len(step.sequences)
+        for sequence in () if only_decodes else self.running.copy():
             if sequence.row < 0 or sequence.num_tokens >= sequence.max_len:
                 continue  # preempted in this very step, or its last token is on its way
             chunk = sequence.num_tokens - sequence.num_computed
@@ -298,11 +306,46 @@ class Scheduler:
         """Prove that every block is free or held by the tables of sequences that have a row."""
         holders = [*self.running, *self.ended]
         self.pool.check(sequence.table.blocks for sequence in holders)
+        for sequence in self.running:
+            num_tokens, num_blocks = sequence.num_computed, len(sequence.table.blocks)
+            assert sequence.table.num_tokens >= num_tokens, sequence
+            assert num_blocks == -(-num_tokens // self.block_size), sequence
         rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
         assert rows == list(range(self.max_num_seqs)), f"rows are lost or held twice: {rows}"
         for sequence in self.waiting:
             assert sequence.status is Status.WAITING, sequence
             assert not sequence.table.blocks, "a waiting sequence holds blocks"
+
+    # --- a step of single tokens -------------------------------------------------------------
+
+    def _only_decodes(self) -> bool:
+        """Whether every running sequence can compute the one token that the device has."""
+        return self.pool.can_allocate(len(self.running)) and all(
+            s.is_decoding and s.proposer is None for s in self.running
+        )
+
+    def _decode_all(self, step: SchedulerOutput) -> None:
+        """Schedule one token of every running sequence: of most steps all there is to do.
+
+        A table takes the slots of a whole block at once, so few sequences need it in a step.
+        """
+        size, number = self.block_size, step.number
+        for sequence in self.running:
+            end = sequence.num_tokens
+            if end >= sequence.max_len:
+                continue  # its last token is on its way
+            table = sequence.table
+            if end > table.num_tokens:
+                step.copies += table.append(size - table.num_tokens % size)
+                step.grown.append(sequence)
+            sequence.num_computed = end
+            sequence.num_tokens = end + 1
+            sequence.last_step = number
+            step.sequences.append(sequence)
+            step.ends.append(end)
+        step.num_tokens = [1] * len(step.ends)
+        step.sampled = step.sequences.copy()
+        step.logits_rows = list(range(len(step.ends)))
 
     # --- one sequence ----------------------------------------------------------------------
 
@@ -310,12 +353,12 @@ class Scheduler:
         self, step: SchedulerOutput, sequence: Sequence, chunk: int, draft: SequenceOf[int] = ()
     ) -> None:
         chunk, at = chunk + len(draft), len(step.sequences)
-        copies = sequence.table.append(chunk)
-        if copies:
-            step.copies += copies
+        end = sequence.num_computed = sequence.num_computed + chunk
+        if end > sequence.table.num_tokens:
+            step.copies += sequence.table.append(end - sequence.table.num_tokens)
+            step.grown.append(sequence)
         step.sequences.append(sequence)
         step.num_tokens.append(chunk)
-        end = sequence.num_computed = sequence.num_computed + chunk
         step.ends.append(end)
         sequence.last_step = step.number
         if not sequence.is_decoding:
@@ -361,7 +404,7 @@ class Scheduler:
         blocks for it are left. Nothing is held for long: every step computes some of the prompt
         that it waits for.
         """
-        rows, held, set_aside = self._rows_left(), [], 0
+        rows, held, set_aside = self._rows_left() if self.waiting else 0, [], 0
         while budget and self.waiting:
             sequence = self.waiting[0]
             rows -= _num_rows(sequence)
@@ -415,13 +458,13 @@ class Scheduler:
         for sequence in self.running:
             if sequence.num_tokens < sequence.max_len:
                 chunk = sequence.num_pending
-                needed += sequence.table.blocks_needed(chunk if chunk == 1 else min(chunk, beside))
+                needed += _blocks_needed(sequence, chunk if chunk == 1 else min(chunk, beside))
         return not self.pool.can_allocate(needed)
 
     def _make_room(self, sequence: Sequence, chunk: int) -> bool:
         """Preempt until ``sequence`` can have its blocks, itself last; True if anyone gave way."""
         preempted = False
-        while not self.pool.can_allocate(sequence.table.blocks_needed(chunk)):
+        while not self.pool.can_allocate(_blocks_needed(sequence, chunk)):
             later = self.running[self.running.index(sequence) :]
             victim = min(reversed(later[1:] or later), key=self._cost)
             self.counts.preemptions += 1
@@ -483,20 +526,13 @@ class Scheduler:
         return len(self._free_rows) - sum(promised.values())
 
     def _count(self, step: SchedulerOutput) -> None:
-        counts, size = self.counts, self.block_size
+        counts, size, pool = self.counts, self.block_size, self.pool
+        held = pool.num_blocks - pool.num_free
         counts.copied_blocks += len(step.copies)
-        held = self.pool.num_blocks - self.pool.num_free
         counts.peak_blocks = max(counts.peak_blocks, held)
-        references = sum([len(sequence.table.blocks) for sequence in self.running])
-        unused = references * size - sum([sequence.num_computed for sequence in self.running])
-        if references > held:
-            counts.shared_blocks = max(counts.shared_blocks, self._num_shared())
+        counts.shared_blocks = max(counts.shared_blocks, pool.num_shared)
         counts.held_slots += held * size
-        counts.unused_slots += unused
-
-    def _num_shared(self) -> int:
-        blocks = {block for sequence in self.running for block in sequence.table.blocks}
-        return sum(self.pool.ref_count(block) > 1 for block in blocks)
+        counts.unused_slots += sum([-s.num_computed % size for s in self.running])
 
 
 def _group(step: SchedulerOutput, grouper: PrefixGrouper) -> None:
@@ -510,6 +546,12 @@ def _group(step: SchedulerOutput, grouper: PrefixGrouper) -> None:
         step.sequences = [step.sequences[at] for at in order]
         step.ends = [step.ends[at] for at in order]
         step.sampled = step.sequences.copy()
+
+
+def _blocks_needed(sequence: Sequence, num_tokens: int) -> int:
+    """Blocks that a running sequence takes for its next tokens, beyond the slots that it has."""
+    end, table = sequence.num_computed + num_tokens, sequence.table
+    return table.blocks_needed(max(0, end - table.num_tokens))
 
 
 def _num_rows(sequence: Sequence) -> int:

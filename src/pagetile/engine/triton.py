@@ -19,7 +19,7 @@ from torch import Tensor
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from .prefix_groups import MAX_GROUPS
-from .triton_draw import NUM_WORDS, draw, unpack
+from .triton_draw import draw
 
 if TYPE_CHECKING:
     from .sampler import Sampler
@@ -142,14 +142,6 @@ class DecodeBuffers:
     def draw(self, logits: Tensor, rows: Tensor) -> Tensor:
         """See ``triton_draw.draw``."""
         return draw(logits, rows, self._sampler)
-
-    def size_of(self, packed: Tensor) -> int:
-        """The number of rows that a draw was for, rounded up."""
-        return len(packed) // NUM_WORDS
-
-    def unpack(self, packed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``triton_draw.unpack``."""
-        return unpack(packed, size)
 
     def keep(self, logits: Tensor) -> Tensor:
         """A copy of logits where the next graph does not overwrite them."""

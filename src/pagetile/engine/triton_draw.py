@@ -44,13 +44,11 @@ from .triton_rows import (
 if TYPE_CHECKING:
     from .sampler import DrawState, Sampler
 
-__all__ = ["NUM_WORDS", "draw", "unpack"]
+__all__ = ["count_words", "draw", "unpack"]
 
 TILE = 2048
 WIDTH = 2 + 2 * MAX_TOP
 """int32 words of a row's log-probabilities."""
-NUM_WORDS = 3 + WIDTH
-"""int32 words of a row's results: a token id of two, its largest logit, log-probabilities."""
 
 
 @triton.jit
@@ -171,7 +169,7 @@ def draw(
     device = logits.device
     bests, scores, raw_bests, sums = torch.empty(4, n, padded, dtype=torch.float32, device=device)
     tokens = torch.empty(n, padded, dtype=torch.int32, device=device)
-    packed = torch.empty(_pad(n) * NUM_WORDS, dtype=torch.int32, device=device)
+    packed = torch.empty(count_words(n), dtype=torch.int32, device=device)
     chosen, largest, report = unpack(packed, n)
     row_state = rows, state.lengths, state.ints, state.floats, state.addresses
     scalars = logits.stride(0), vocab_size, num_words
@@ -198,6 +196,14 @@ def draw(
 def _pad(n: int) -> int:
     """So many rows that each part of a result is aligned to 16 bytes, whatever n is."""
     return -(-n // 4) * 4
+
+
+def count_words(n: int) -> int:
+    """int32 words of the results of ``n`` rows.
+
+    Each has a token id of two words, its largest logit, and its log-probabilities.
+    """
+    return _pad(n) * (3 + WIDTH)
 
 
 def unpack(packed: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

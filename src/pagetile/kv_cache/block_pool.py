@@ -54,6 +54,7 @@ class BlockPool:
         num_blocks = whole_number("num_blocks", num_blocks, least=1)
         self._block_size = whole_number("block_size", block_size, least=1)
         self._num_blocks = self._num_free = num_blocks
+        self._num_shared = 0
         self._reuse_listeners: list[Callable[[int], None]] = []
         self._ref_counts = [0] * num_blocks
         # A ring: the extra place `num_blocks` is both ends of the list and never handed out.
@@ -74,6 +75,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks without a holder, those with cached content included."""
         return self._num_free
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one holder."""
+        return self._num_shared
 
     def ref_count(self, block: int) -> int:
         """How many hold ``block``; 0 is free.
@@ -141,6 +147,7 @@ class BlockPool:
                 self._next[before], self._previous[after] = after, before
                 self._num_free -= 1
             self._ref_counts[block] += 1
+            self._num_shared += self._ref_counts[block] == 2
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take one holder from each block, in order; the last one freed is reused last.
@@ -163,6 +170,7 @@ class BlockPool:
         ends = self._num_blocks
         for block in blocks:
             self._ref_counts[block] -= 1
+            self._num_shared -= self._ref_counts[block] == 1
             if not self._ref_counts[block]:
                 youngest = self._previous[ends]
                 self._next[youngest], self._previous[block] = block, youngest
@@ -211,6 +219,9 @@ class BlockPool:
                 raise AssertionError(
                     f"block {block} has ref count {count} but is in {holders[block]} tables"
                 )
+        shared = sum(count > 1 for count in self._ref_counts)
+        if shared != self._num_shared:
+            raise AssertionError(f"num_shared={self._num_shared}, but {shared} blocks are shared")
 
     def _check_table(self, table: Sequence[int]) -> None:
         for block, times in Counter(table).items():

@@ -81,7 +81,7 @@ def snapshot(engine: Engine, written: dict[Any, int], *, show_text: bool) -> dic
     for sequence in scheduler.running:
         key = (sequence.request.request_id, sequence.index)
         seen.add(key)
-        before, now = written.get(key, 0), sequence.table.num_tokens
+        before, now = written.get(key, 0), sequence.num_computed
         if key not in written:
             before = min(sequence.request.num_cached_tokens or 0, now)
         blocks = sequence.table.blocks
@@ -117,7 +117,7 @@ def _describe(
         "id": f"{key[0]}.{key[1]}",
         "request": key[0],
         "sample": key[1],
-        "tokens": sequence.table.num_tokens,
+        "tokens": sequence.num_computed,
         "prompt_tokens": len(request.prompt_token_ids),
         "cached_tokens": request.num_cached_tokens or 0,
         "blocks": list(sequence.table.blocks),

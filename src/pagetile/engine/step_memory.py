@@ -1,0 +1,122 @@
+"""Memory that the host and the device exchange decode steps through.
+
+A step needs one copy to the device at most, and one back. Both go through pinned memory that is
+taken once and used in turn, so a launch makes no tensor and takes no memory::
+
+    host     rows │ last blocks │ groups            token ids │ largest logits │ log-probabilities
+                  │ where any has changed                     ▲
+    device        ▼                                           │
+                inbox ─────────── graph of the step ──────► packed
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .request import Sequence
+from .scheduler import SchedulerOutput
+
+__all__ = ["DecodeForm", "StepMemory", "StepResults"]
+
+
+class StepResults(NamedTuple):
+    """What ``Sampler.sample`` returned, in host memory that is filled when the step is computed."""
+
+    tokens: npt.NDArray[Any]
+    best: npt.NDArray[Any]
+    logprobs: Tensor | None
+
+
+class StepMemory:
+    """Host memory of one step in flight, pinned for a GPU.
+
+    Args:
+        inbox: On the device, int32: where a step's numbers are read.
+        num_rows: The most rows of a step.
+
+    Attributes:
+        event: Recorded behind a step; ``None`` on a CPU.
+    """
+
+    def __init__(self, inbox: Tensor, num_rows: int) -> None:
+        from .triton_draw import count_words, unpack
+
+        def zeros(num_words: int) -> Tensor:
+            return torch.zeros(num_words, dtype=torch.int32, pin_memory=inbox.is_cuda)
+
+        self._inbox, self._outbox = inbox, zeros(len(inbox))
+        self._words, self._unpack = zeros(count_words(num_rows)), unpack
+        self._views: dict[int, tuple[Tensor, StepResults]] = {}  # by the number of rows
+        self._numbers = self._outbox.numpy()
+        self.event = torch.cuda.Event(blocking=True) if inbox.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def send(self, numbers: npt.NDArray[Any]) -> None:
+        """Copy numbers to the inbox, behind what is launched."""
+        self._numbers[: len(numbers)] = numbers
+        self._inbox.copy_(self._outbox, non_blocking=True)
+
+    def receive(self, packed: Tensor, size: int, *, has_logprobs: bool) -> StepResults:
+        """Copy what a draw of ``size`` rows returned to the host, behind what is launched."""
+        if size not in self._views:
+            words = self._words[: len(packed)]
+            tokens, best, logprobs = self._unpack(words, size)
+            self._views[size] = words, StepResults(tokens.numpy(), best.numpy(), logprobs)
+        words, results = self._views[size]
+        words.copy_(packed, non_blocking=True)
+        return results if has_logprobs else results._replace(logprobs=None)
+
+
+class DecodeForm:
+    """How decode steps of the same sequences are launched, found once for all of them.
+
+    Args:
+        step: The first of them.
+        size: Rows of the recorded step: those of the sequences, and others of no sequence.
+        has_masks: Whether tokens are ruled out by masks.
+        samples: Whether the recorded step ends with tokens, not with logits.
+        has_logprobs: Whether any sequence asks for log-probabilities.
+
+    Attributes:
+        rows: Of the sequences.
+        groups: What they share, as ``SchedulerOutput.prefix_groups``.
+        numbers: What the inbox is to hold: rows, the last block of each, what groups share.
+    """
+
+    def __init__(
+        self,
+        step: SchedulerOutput,
+        size: int,
+        *,
+        has_masks: bool,
+        samples: bool,
+        has_logprobs: bool,
+    ) -> None:
+        self.groups, self.size = step.prefix_groups, size
+        self.samples, self.has_logprobs = samples, has_logprobs
+        self._sequences, self._has_masks = step.sequences, has_masks
+        self.rows = [sequence.row for sequence in step.sequences]
+        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
+        unused = [-1] * (size - len(blocks))
+        numbers = [*self.rows, *unused, *blocks, *unused]
+        if self.groups is not None:
+            numbers += [*self.groups.cu_group_seqs[:-1], size, *self.groups.prefix_lens]
+        self.numbers: npt.NDArray[Any] = np.array(numbers, np.int32)
+        self._block_at = {row: size + at for at, row in enumerate(self.rows)}
+
+    def fits(self, step: SchedulerOutput, *, has_masks: bool) -> bool:
+        """Whether a step has the same sequences, in the same order and groups."""
+        return (
+            self._sequences == step.sequences
+            and self.groups is step.prefix_groups
+            and self._has_masks == has_masks
+        )
+
+    def update(self, grown: list[Sequence]) -> None:
+        """Take note of sequences' new last blocks."""
+        for sequence in grown:
+            self.numbers[self._block_at[sequence.row]] = sequence.table.blocks[-1]
