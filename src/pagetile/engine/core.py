@@ -390,7 +390,7 @@ class Engine:
         if step is None or not step.sequences:
             return False
         if not step.is_decode:  # samples fork in the step that computes their prompt
-            for sequence in step.sampled.copy():
+            for sequence in [s for s in step.sampled if not s.is_decoding]:
                 self._fork(step, sequence)
         if self.on_step is not None:
             self.on_step()

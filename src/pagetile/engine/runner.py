@@ -351,35 +351,39 @@ class Runner:
         self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
     ) -> dict[str, Any]:
         token_ids: list[int] = []
-        unread: list[tuple[int, int]] = []
+        unread: list[int] = []  # sequences whose last token the device has
         new_blocks: list[tuple[int, int, int]] = []
-        rows = [sequence.row for sequence in step.sequences]
+        size, grown = self.cache.block_size, set(step.grown)
         for at, (sequence, chunk, end) in enumerate(
             zip(step.sequences, step.num_tokens, step.ends, strict=True)
         ):
-            known = sequence.token_ids[end - chunk : end] + step.drafts.get(at, [])
+            row, blocks, first = sequence.row, sequence.table.blocks, 0
+            if sequence.is_decoding and chunk == 1:
+                known, first = [], len(blocks) - (sequence in grown)
+            else:
+                known = sequence.token_ids[end - chunk : end] + step.drafts.get(at, [])
+                # The last block known may have been replaced by a copy of its own, and those past
+                # the tokens that were there by others, when a draft was not accepted.
+                first = min(max(0, self._num_sent[row] - 1), (end - chunk) // size)
+                self._num_sent[row] = len(blocks)
             token_ids += known
             if len(known) < chunk:
-                unread.append((len(token_ids), sequence.row))
+                unread.append(at)
                 token_ids.append(0)
-            row, blocks = sequence.row, sequence.table.blocks
-            # The last block known may have been replaced by a copy of its own, and those past the
-            # tokens that were there by others, when a draft was not accepted.
-            first = min(max(0, self._num_sent[row] - 1), (end - chunk) // self.cache.block_size)
             new_blocks += [(row, column, blocks[column]) for column in range(first, len(blocks))]
-            self._num_sent[row] = len(blocks)
+        rows = np.array([sequence.row for sequence in step.sequences], np.int64)
         query_lens = np.array(step.num_tokens, np.int32)
         seq_lens = np.array(step.ends, np.int32)
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(query_lens, out=starts[1:])
+        last_tokens = starts[1:].astype(np.int64) - 1
         shifts = np.repeat(seq_lens - starts[1:], query_lens)
-        logits_rows = starts[1:][step.logits_rows].astype(np.int64) - 1
+        logits_rows = last_tokens[step.logits_rows]
         sampled_lens = seq_lens[step.logits_rows]
         if assumed is not None:
             num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
             sampled_lens -= np.array(num_drafted, np.int32)
             logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
-        unread_at, unread_rows = np.array(unread, np.int64).reshape(-1, 2).T
         block_rows, block_columns, block_ids = np.array(new_blocks, np.int64).reshape(-1, 3).T
         return {
             "token_ids": np.array(token_ids, np.int64),
@@ -388,11 +392,11 @@ class Runner:
             "logits_rows": logits_rows,
             "seq_lens": seq_lens,
             "starts": starts,
-            "rows": np.array(rows, np.int64),
+            "rows": rows,
             "sampled_rows": np.array(sampled_rows, np.int64),
             "sampled_lens": sampled_lens,
-            "unread_at": unread_at.copy(),
-            "unread_rows": unread_rows.copy(),
+            "unread_at": last_tokens[unread],
+            "unread_rows": rows[unread],
             "block_rows": block_rows.copy(),
             "block_columns": block_columns.copy(),
             "block_ids": block_ids.astype(np.int32),

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..errors import GenerationError, NoTokenLeftError, ShapeError
 from ..shapes import bind, check_dtype
-from ..transfer import send
+from ..transfer import pack, send, unpack
 from .logprobs import TokenLogprobs, compute_logprobs, read_logprobs
 from .sampling_params import SamplingParams
 from .sampling_rows import (
@@ -151,10 +151,16 @@ class Sampler:
                 longest = max(len(ids) - 1 for ids in input_.bad_words)
                 tail = [-1] * longest + list(input_.output_token_ids[-longest:])
                 self._tails[row] = self._send(tail[-longest:])
-        where = self._send(rows)
-        self.ints[where] = send(ints.astype(np.uint32).view(np.int32), self.device)
-        self.floats[where] = send(floats, self.device)
-        self.addresses[where] = send(self._tables.load(rows, inputs, features), self.device)
+        arrays: list[npt.NDArray[Any]] = [
+            np.array(rows, np.int64),
+            ints.astype(np.uint32).view(np.int32),
+            floats,
+            self._tables.load(rows, inputs, features),
+        ]
+        packed = pack(arrays, self.device).to(self.device, non_blocking=True)
+        where, *new = unpack(packed, arrays)
+        for numbers, own in zip((self.ints, self.floats, self.addresses), new, strict=True):
+            numbers[where] = own
 
     def needs_torch(self, host_rows: Sequence[int]) -> bool:
         """Whether any of the rows asks for what kernels do not compute."""

@@ -169,10 +169,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         spare = budget - len(self.running)  # for drafts: every sequence gets its one token
         num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
-        only_decodes = self._only_decodes()
-        num_decoding = len(self.running)
+        only_decodes, num_decoding = self._only_decodes(), len(self.running)
         if not only_decodes:
-            num_decoding = sum(s.num_tokens - s.num_computed == 1 for s in self.running)
+            num_decoding = sum([s.num_tokens - s.num_computed == 1 for s in self.running])
         beside = budget - num_decoding
         if num_waiting or num_decoding < len(self.running):
             beside = self.chunks.limit(self.running, beside, num_waiting)
@@ -247,10 +246,9 @@ class Scheduler:
         """
         size, index = self.block_size, self.index
         if index is not None:
-            ends = enumerate(step.ends)
-            # Of a decode step's single tokens few fill a block.
-            ending = [at for at, end in ends if end % size == 0 or not step.is_decode]
-            for at in ending:
+            ends = enumerate(zip(step.num_tokens, step.ends, strict=True))
+            # Of single tokens few fill a block.
+            for at in [at for at, (chunk, end) in ends if chunk > 1 or end % size == 0]:
                 sequence, num_full = step.sequences[at], step.ends[at] // size
                 if num_full > sequence.num_indexed and sequence.status is Status.RUNNING:
                     accepted = step.drafts.get(at)
@@ -330,6 +328,7 @@ class Scheduler:
         A table takes the slots of a whole block at once, so few sequences need it in a step.
         """
         size, number = self.block_size, step.number
+        sequences, ends = step.sequences, step.ends
         for sequence in self.running:
             end = sequence.num_tokens
             if end >= sequence.max_len:
@@ -338,14 +337,13 @@ class Scheduler:
             if end > table.num_tokens:
                 step.copies += table.append(size - table.num_tokens % size)
                 step.grown.append(sequence)
-            sequence.num_computed = end
-            sequence.num_tokens = end + 1
+            sequence.num_computed, sequence.num_tokens = end, end + 1
             sequence.last_step = number
-            step.sequences.append(sequence)
-            step.ends.append(end)
-        step.num_tokens = [1] * len(step.ends)
-        step.sampled = step.sequences.copy()
-        step.logits_rows = list(range(len(step.ends)))
+            sequences.append(sequence)
+            ends.append(end)
+        step.num_tokens = [1] * len(ends)
+        step.sampled = sequences.copy()
+        step.logits_rows = list(range(len(ends)))
 
     # --- one sequence ----------------------------------------------------------------------
 
@@ -517,13 +515,9 @@ class Scheduler:
         sequence.table.free()
 
     def _rows_left(self) -> int:
-        """Free rows that no running request still has to fork into."""
-        promised = {
-            sequence.request.request_id: sequence.request.params.n - 1
-            for sequence in self.running
-            if sequence.request.params.n > 1 and not sequence.request.is_forked
-        }
-        return len(self._free_rows) - sum(promised.values())
+        """Free rows that no running request still has to fork into; those that decode have."""
+        promised = [_num_rows(s) - 1 for s in self.running if not s.is_decoding]
+        return len(self._free_rows) - sum(promised)
 
     def _count(self, step: SchedulerOutput) -> None:
         counts, size, pool = self.counts, self.block_size, self.pool
