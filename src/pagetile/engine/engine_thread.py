@@ -15,6 +15,7 @@ from ..errors import EngineDeadError, GenerationError
 from .core import Engine
 from .output_processor import Delta
 from .request import RequestOutput
+from .request import Sequence as OneSequence
 from .request_stream import RequestStream
 
 __all__ = ["EngineThread", "Mailbox", "News", "StepReport", "call_soon"]
@@ -57,7 +58,7 @@ class EngineThread:
         self.death: BaseException | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admitted: dict[Any, RequestStream] = {}  # by the engine's ids
-        self._in_step: list[Any] = []
+        self._in_step: list[OneSequence] = []
         self._intervals: dict[float, int] = {}  # of the step that was just published
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._is_closed = False
@@ -131,10 +132,8 @@ class EngineThread:
                 observer(report)
 
     def _note_step(self) -> None:
-        """Remember the requests of the step that begins: they fail if it does."""
-        running = self._engine.scheduler.running
-        # Nothing runs and the step fails all the same: then whatever it was to begin is to blame.
-        self._in_step = [s.request.request_id for s in running] or list(self._admitted)
+        """Remember what runs in the step that begins: its requests fail if it does."""
+        self._in_step = self._engine.scheduler.running.copy()
 
     def _publish(self, deltas: Sequence[Delta], now: float) -> None:
         """Give one step's deltas to their streams: one wake-up of the event loop for all."""
@@ -200,7 +199,9 @@ class EngineThread:
         """Fail the requests of a step that raised, and no other."""
         if type(error).__name__ == "AcceleratorError" or any(w in str(error) for w in _DEVICE_LOST):
             raise error  # the device is lost: _serve ends
-        for request_id in set(self._in_step):
+        # Nothing runs and the step fails all the same: then whatever it was to begin is to blame.
+        failed = {sequence.request.request_id for sequence in self._in_step} or {*self._admitted}
+        for request_id in failed:
             stream = self._admitted.pop(request_id, None)
             self._engine.abort(request_id)
             self._engine.take_output(request_id)
