@@ -13,6 +13,7 @@ from benchmarks import (
     cases,
     gpu_inputs,
     gpu_peers,
+    host_steps,
     shared_prefix,
     visible_blocks,
     vllm_ops,
@@ -193,6 +194,20 @@ def test_a_small_engine_case_with_random_weights_is_right_and_has_its_metrics(de
     assert {"tokens/s", "x padded generate", "KV waste"} <= metrics.keys()
     assert ("milliseconds a step, 1 sequence" in metrics) == (device == "cuda")
     assert "x continuous batching" not in metrics
+
+
+def test_the_host_time_of_a_step_is_that_of_an_engine_whose_decode_steps_are_a_stub(monkeypatch):
+    pytest.importorskip("triton")
+    replayed = []
+    replay = host_steps.StubGraphs.replay
+    monkeypatch.setattr(
+        host_steps.StubGraphs, "replay", lambda *args: replayed.append(args[1]) or replay(*args)
+    )
+    engine = host_steps.make_engine(8, 100)
+    assert host_steps.time_step(engine, 3, 30, 1) > 0
+    assert replayed == [4] * 50, "three rows, filled up, in all steps but the prompts'"
+    engine.check()
+    assert engine.pool.num_free == engine.pool.num_blocks
 
 
 def test_window_workloads_are_whole_windows_and_right_with_and_without_a_shift():
