@@ -14,8 +14,8 @@ and as many characters before it as the longest stop string has. Where tokens ar
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable
+from encodings import utf_8
 from typing import Any, Protocol
 
 from ..errors import RequestError
@@ -91,7 +91,7 @@ class Detokenizer:
             if self._tokenizer is None
             else find_token_bytes(self._tokenizer, params.skip_special_tokens)
         )
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = utf_8.IncrementalDecoder("replace")
         self._pieces: list[str] = []
         self._held = ""
         self._window: list[int] = []
@@ -117,13 +117,15 @@ class Detokenizer:
         """
         start = len(self._pieces)
         for token_id in token_ids:
-            if self.finished or self._tokenizer is None:
+            if self.stop_reason is not None or self._tokenizer is None:
                 break
             self.num_tokens += 1
             if self._bytes is None:
                 fresh = self._decode(token_id)
             else:
-                fresh = self._utf8.decode(self._bytes(token_id))
+                data = self._bytes(token_id)
+                is_whole = data.isascii() and not self._utf8.buffer
+                fresh = data.decode("ascii") if is_whole else self._utf8.decode(data)
             if self._held or not self._firsts.isdisjoint(fresh):
                 self._release(fresh, is_last=False)
             elif fresh:

@@ -101,7 +101,7 @@ class PrefixIndex:
         hashes.extend(token_ids)
         return hashes
 
-    def _pack(self, *token_ids: int) -> bytes:
+    def _pack(self, token_ids: Sequence[int]) -> bytes:
         try:
             return self._encode(*token_ids)
         except StructError as reason:
@@ -258,18 +258,19 @@ class BlockHashes:
                 its last hashed block differs now: it needs new hashes.
             DTypeError: A token is no integer of 64 bits.
         """
-        size, encode = self._index._block_size, self._index._pack
+        index, last, size = self._index, self._last, self._index._block_size
         start, end = len(self._links) * size, len(token_ids) // size * size
         if start == end:
             return
-        if end < start or (start and encode(*token_ids[start - size : start]) != self._last.tokens):
+        if end < start or (start and index._pack(token_ids[start - size : start]) != last.tokens):
             raise ValueError(
                 f"{len(token_ids)} tokens do not continue the {start} tokens that are hashed: give "
                 "extend() the whole sequence, not its new tokens alone; call truncate() for a "
                 "sequence that was cut, make new hashes where tokens changed"
             )
         for i in range(start, end, size):
-            self._links.append(self._index._link(self._last, encode(*token_ids[i : i + size])))
+            last = index._link(last, index._pack(token_ids[i : i + size]))
+            self._links.append(last)
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the blocks that are not full of the first ``num_tokens`` tokens: after a rollback.
