@@ -175,7 +175,7 @@ class Scheduler:
         beside = budget - num_decoding
         if num_waiting or num_decoding < len(self.running):
             beside = self.chunks.limit(self.running, beside, num_waiting)
-        if in_flight and self._would_preempt(budget, beside):
+        if in_flight and not only_decodes and self._would_preempt(budget, beside):
             return None
         self._num_scheduled += 1
         preempted = False
