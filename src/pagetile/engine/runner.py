@@ -113,7 +113,6 @@ class Runner:
                 self._make_graphs(max_num_seqs, max_num_batched_tokens)
         model.bind(cache)
 
-    @torch.inference_mode()
     def run(self, step: SchedulerOutput, masks: Any = None) -> LaunchedStep:
         """Launch a step.
 
@@ -124,17 +123,15 @@ class Runner:
         """
         started = time.perf_counter()
         if step.copies:
-            self.cache.copy(step.copies)
+            with torch.inference_mode():
+                self.cache.copy(step.copies)
+        self._memories.rotate()
+        launch = self._decode if step.is_decode else self._compute
+        rows, results = launch(step, masks)
         event = None
         if self._memories:
-            self._memories.rotate()
+            self._memories[0].record()
             event = self._memories[0].event
-        if step.is_decode:
-            rows, results = self._decode(step, masks)
-        else:
-            rows, results = self._compute(step, masks)
-        if event is not None:
-            event.record()
         return LaunchedStep(step, rows, results, event, started)
 
     def read(self, launched: LaunchedStep) -> SampledTokens:
@@ -174,9 +171,10 @@ class Runner:
         """Have kernels lay out decode steps and sample them, from an inbox on the device."""
         from .triton import DecodeBuffers
 
-        self._begin = DecodeBuffers(self._tables, self.sampler, self.cache.block_size)
-        inbox, num_rows = self._begin.inbox, len(self._tables)
-        self._memories.extend(StepMemory(inbox, num_rows) for _ in range(_NUM_MEMORIES))
+        with torch.inference_mode(False):  # a replay and its copies are not worth entering it
+            self._begin = DecodeBuffers(self._tables, self.sampler, self.cache.block_size)
+            inbox, num_rows = self._begin.inbox, len(self._tables)
+            self._memories.extend(StepMemory(inbox, num_rows) for _ in range(_NUM_MEMORIES))
 
     def _clear_inbox(self, size: int) -> None:
         self._form = None
@@ -229,12 +227,18 @@ class Runner:
             found = self.graphs.replay(*kind)
         else:
             found = self._step(*kind, max(step.ends))
-        n, rows = len(form.rows), form.rows
         if form.samples:
-            return rows, memory.receive(found, form.size, has_logprobs=form.has_logprobs)
-        where = self._begin.rows(form.size)[:n].long()
-        return rows, self._send_back(self.sampler.sample(found[:n], where, rows, masks))
+            return form.rows, memory.receive(found, form.size, has_logprobs=form.has_logprobs)
+        return form.rows, self._sample(found, form, masks)
 
+    @torch.inference_mode()
+    def _sample(self, logits: Tensor, form: DecodeForm, masks: Any) -> StepResults:
+        """Sample by what a recorded step leaves to others: masks, and what is torch code."""
+        n = len(form.rows)
+        where = self._begin.rows(form.size)[:n].long()
+        return self._send_back(self.sampler.sample(logits[:n], where, form.rows, masks))
+
+    @torch.inference_mode()
     def _find_form(self, step: SchedulerOutput, *, has_masks: bool) -> DecodeForm:
         """How to launch a step of other sequences than the last; a graph is recorded if missing."""
         rows, groups = [sequence.row for sequence in step.sequences], step.prefix_groups
@@ -268,6 +272,7 @@ class Runner:
     def _record_step(self, size: int, samples: bool, shares: bool) -> Tensor:
         return self._step(size, samples, shares, self.max_model_len)
 
+    @torch.inference_mode()
     def _step(self, size: int, samples: bool, shares: bool, max_seq_len: int) -> Tensor:
         """A decode step of the rows in the inbox: packed tokens, or logits."""
         batch = self._begin(size, max_seq_len, shares=shares)
@@ -277,6 +282,7 @@ class Runner:
         packed: Tensor = self._begin.draw(logits, self._begin.rows(size))
         return packed
 
+    @torch.inference_mode()
     def _decode_on_host(
         self, step: SchedulerOutput, masks: Any
     ) -> tuple[list[int], StepResults | None]:
@@ -314,6 +320,7 @@ class Runner:
 
     # --- any other step --------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _compute(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
         """Launch a step whose tokens the host knows, but for those that are still unread."""
         self._form = None
