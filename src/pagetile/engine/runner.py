@@ -51,7 +51,7 @@ class LaunchedStep:
     rows: list[int]
     """Of the sequences that get a token."""
     results: StepResults | None
-    """Of these rows, then others; ``None`` if no sequence gets a token."""
+    """Of these rows, then perhaps of rows without a sequence; ``None`` if there are none."""
     event: torch.cuda.Event | None
     started: float
 
@@ -211,7 +211,7 @@ class Runner:
     # --- decode ----------------------------------------------------------------------------
 
     def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
-        """Launch a step of sequences that the device has but for their new blocks."""
+        """Launch a step of rows that lack nothing but their new blocks."""
         if self._begin is None:
             return self._decode_on_host(step, masks)
         memory, form = self._memories[0], self._form

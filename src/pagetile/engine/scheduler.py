@@ -207,7 +207,7 @@ class Scheduler:
         if not preempted:
             self._admit_waiting(step, min(budget, beside))
         self._count(step)
-        if self.grouper is not None:
+        if self.grouper is not None and self.pool.num_shared:
             _group(step, self.grouper)
         return step
 
@@ -351,10 +351,11 @@ class Scheduler:
         self, step: SchedulerOutput, sequence: Sequence, chunk: int, draft: SequenceOf[int] = ()
     ) -> None:
         chunk, at = chunk + len(draft), len(step.sequences)
-        end = sequence.num_computed = sequence.num_computed + chunk
+        end = sequence.num_computed + chunk
         if end > sequence.table.num_tokens:
             step.copies += sequence.table.append(end - sequence.table.num_tokens)
             step.grown.append(sequence)
+        sequence.num_computed = end
         step.sequences.append(sequence)
         step.num_tokens.append(chunk)
         step.ends.append(end)
