@@ -142,13 +142,6 @@ def mirrored(*tensors, impl, rounds=True):
 
 
 if INTERPRETING:
-    from triton.runtime import interpreter
+    from fast_interpreter import hasten
 
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor, scope):
-        """Triton 3.6 takes int() of an array of one number, which NumPy 2.4 refuses."""
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
+    hasten()
