@@ -19,7 +19,8 @@ import pytest
 # Tests share their cores, and spinning threads do not.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# By the CPU time that they take with no kernel compiled beforehand; the others take 40 s at most.
+# By the CPU time that they take with no kernel compiled beforehand, neither by Numba nor by Triton;
+# the others take 50 s at most.
 LONGEST = (
     "tests/test_interpreter.py",
     "tests/ops/test_paged_attention.py",
