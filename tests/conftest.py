@@ -19,7 +19,8 @@ import pytest
 # Tests share their cores, and spinning threads do not.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# By the CPU time that they take with no kernel compiled beforehand; the others take 40 s at most.
+# By the CPU time that they take with no kernel compiled beforehand, neither by Numba nor by Triton;
+# the others take 50 s at most.
 LONGEST = (
     "tests/test_interpreter.py",
     "tests/ops/test_paged_attention.py",
@@ -142,13 +143,6 @@ def mirrored(*tensors, impl, rounds=True):
 
 
 if INTERPRETING:
-    from triton.runtime import interpreter
+    from fast_interpreter import hasten
 
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor, scope):
-        """Triton 3.6 takes int() of an array of one number, which NumPy 2.4 refuses."""
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
+    hasten()

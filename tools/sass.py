@@ -31,6 +31,10 @@ __all__ = [
 Labels = dict[str, int]
 """The index of the instruction after each label."""
 
+_NONE: frozenset[int] = frozenset()
+_MAY_END = ("@", "BRA", "BRX", "EXIT", "RET")
+"""How an instruction begins after which another than the next one may come."""
+
 
 def dump(compiled: Any, tmp_path: Path, option: str, tool: str = "cuobjdump") -> str:
     """The output of one of Triton's tools for a compiled kernel."""
@@ -120,12 +124,14 @@ def _made_before(
 def _stores(instruction: str) -> frozenset[int]:
     """The words that it spills; what is stored under a predicate is loaded under it."""
     kind, words = _spilled(instruction)
-    return words if kind == "STL" else frozenset()
+    return words if kind == "STL" else _NONE
 
 
 @functools.cache
 def _uniform(instruction: str) -> tuple[frozenset[int], frozenset[int]]:
     """The numbers of the uniform registers that it reads and writes, be it under a predicate."""
+    if "UR" not in instruction:
+        return _NONE, _NONE
     operation, _, rest = re.sub(r"^@!?U?P\w+ ", "", instruction).partition(" ")
     name = operation.split(".")[0]
     wide = name in ("UIADD3", "UMOV", "USHF", "ULDC", "R2UR") and ".64" in operation
@@ -164,9 +170,11 @@ def _is_idle_move(code: list[str], at: int) -> bool:
 
 def _spilled(instruction: str) -> tuple[str | None, frozenset[int]]:
     """Whether it stores or loads spilled words, and where they lie."""
+    if "LDL" not in instruction and "STL" not in instruction:  # nearly all: without a search
+        return None, _NONE
     found = re.match(r"(?:@!?U?P\w+ )?(LDL|STL)(\S*) .*\[R1(?:\+(0x\w+))?\]", instruction)
     if not found:
-        return None, frozenset()
+        return None, _NONE
     size = 16 if "128" in found[2] else 8 if "64" in found[2] else 4
     first = int(found[3] or "0", 16) // 4 * 4  # half a word may be loaded
     return found[1], frozenset(range(first, first + size, 4))
@@ -174,6 +182,8 @@ def _spilled(instruction: str) -> tuple[str | None, frozenset[int]]:
 
 def _successors(code: list[str], labels: Labels, at: int) -> list[int]:
     """The instructions that may come after one."""
+    if not code[at].startswith(_MAY_END):
+        return [at + 1] * (at + 1 < len(code))
     operation = re.sub(r"^@!?U?P\w+ ", "", code[at])
     jumps = operation.startswith(("BRA", "BRX"))
     ends = operation.startswith(("EXIT", "RET"))

@@ -32,7 +32,7 @@ def spoil_norms(monkeypatch):
 def test_the_gate_of_the_benchmark_can_fail(monkeypatch):
     """The encoder has no norms of this kind, and the blocks no attention: each fails for itself."""
     framework("monai.networks.nets")
-    case = SwinUnetrCase("tiny", (32, 32, 32), 12, device="cpu")
+    case = SwinUnetrCase("tiny", (16, 16, 32), 12, device="cpu")
     # A whole step needs a larger volume: the test below.
     monkeypatch.setattr(SwinUnetrCase, "_check_implementations", lambda *_: [])
     checks = case.verify()
@@ -54,7 +54,7 @@ def test_the_gate_of_the_benchmark_can_fail(monkeypatch):
 
 def test_the_gate_names_what_the_timed_step_runs():
     framework("monai.networks.nets")
-    case = SwinUnetrCase("tiny", (64, 64, 64), 12, dtype=torch.float32, device="cpu")
+    case = SwinUnetrCase("tiny", (32, 32, 64), 12, dtype=torch.float32, device="cpu")
     checks = case._check_implementations(case._models()[PAGETILE], case._input())
     assert [check.what for check in checks] == [
         "attentions of the timed step run cpu (8)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -104,13 +105,20 @@ class Packing:
         return [torch.cat(rows) for rows in found]
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("family", FAMILIES + UNUSUAL + ADAPTED)
-def test_packed_chunks_give_the_logits_of_whole_sequences(family, block_size):
+@cache
+def loaded(family: str) -> tuple[PagedModel, list[torch.Tensor], torch.Tensor]:
+    """A family's paged model, sequences, and the logits of the model itself."""
     model = tiny_model(family)
     sequences = sequences_of(model.config.vocab_size)
     expected = torch.cat(eager_logits(model, sequences))
-    logits = torch.cat(Packing(load_model(model), sequences, block_size, seed=block_size).run())
+    return load_model(model), sequences, expected
+
+
+@pytest.mark.parametrize("family", FAMILIES + UNUSUAL + ADAPTED)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_packed_chunks_give_the_logits_of_whole_sequences(family, block_size):
+    model, sequences, expected = loaded(family)
+    logits = torch.cat(Packing(model, sequences, block_size, seed=block_size).run())
     assert logits.shape == expected.shape
     # A layer or two of float32 rounding, whose unit is 1.2e-7.
     assert row_errors(logits, expected).max() < 64 * torch.finfo(torch.float32).eps

@@ -125,7 +125,7 @@ def check_hidden_tiles(impl):
 
 
 def test_gradients_are_slopes():
-    inputs = Inputs(Case((9,), (12,), batch=2, causal=True, blocks=(4, 3), dtype=F64))
+    inputs = Inputs(Case((9,), (12,), 2, 1, 8, batch=2, causal=True, blocks=(4, 3), dtype=F64))
     leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
 
     def call(*leaves):

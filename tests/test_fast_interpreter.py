@@ -1,0 +1,70 @@
+"""What ``fast_interpreter`` leaves out of Triton's interpreter changes no result."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: there is no interpreter")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("of the interpreter: tests/test_interpreter.py runs it", allow_module_level=True)
+
+import fast_interpreter
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+pytestmark = pytest.mark.interpret
+
+
+@triton.jit
+def _halve(x):
+    return x // 2
+
+
+@triton.jit
+def _kernel(out, x, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    values = tl.load(x + at)
+    big = _halve(values) * 65536 + at  # past 32 bits: it wraps
+    rows = tl.sum(tl.reshape(big.to(tl.float32), (2, SIZE // 2)), axis=1)
+    tl.store(out + at, big.to(tl.float32) + tl.max(rows, axis=0) + tl.cdiv(values, 3))
+
+
+def _launch():
+    out = torch.full((16,), float("nan"))
+    _kernel[(1,)](out, torch.arange(90000, 90016, dtype=torch.int32), 16)
+    return out
+
+
+def test_results_are_the_same_without_it(monkeypatch):
+    fast = _launch()
+    monkeypatch.setattr(interpreter, "_patch_lang", fast_interpreter._patch_lang)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", fast_interpreter._find_numpy_type)
+    monkeypatch.setattr(tl.block_type, "__init__", fast_interpreter._describe_block)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", interpreter.InterpreterOptions())
+    assert builder.options.sanitize_overflow
+    assert torch.equal(_launch(), fast)
+    assert not fast.isnan().any()
+
+
+def test_the_language_is_replaced_once_a_launch_and_comes_back(monkeypatch):
+    replaced = []
+    patch = fast_interpreter._patch_lang
+    monkeypatch.setattr(
+        fast_interpreter, "_patch_lang", lambda fn: replaced.append(fn.__name__) or patch(fn)
+    )
+    load = tl.load
+    for _ in range(2):
+        replaced.clear()
+        _launch()
+        assert replaced[0] == "_kernel"
+        assert "_halve" not in replaced
+        assert tl.load is load
+
+
+def test_only_checks_that_cannot_fail_are_left_out():
+    """Overflow of integers raises through device_assert, which does nothing without debug."""
+    assert not interpreter.InterpreterOptions().debug
+    assert not interpreter.interpreter_builder.options.sanitize_overflow
