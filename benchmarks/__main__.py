@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -355,10 +356,10 @@ def compare_http_n(
 
 @app.command("http-latency")
 def compare_http_latency(
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each server and rate.")] = 3,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each server and rate.")] = 4,
     seconds: Annotated[
         float, typer.Option(min=1, help="How long requests come in a turn at half of a rate.")
-    ] = 30.0,
+    ] = 20.0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     out: Annotated[str | None, typer.Option(help="Write into results/NAME.json.")] = None,
     as_json: Annotated[
@@ -373,9 +374,13 @@ def compare_http_latency(
     circumstances = _describe_clean_run() if out is not None else {}
     background = BackgroundLoad()
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    setup = Setup(device, turns, seconds)
+    begin = time.monotonic()
+
+    def say(what: str) -> None:
+        progress.print(f"{time.monotonic() - begin:4.0f} s  {what}", markup=False)
+
     try:
-        lines = compare_latency(setup, lambda what: progress.print(what, markup=False))
+        lines = compare_latency(Setup(device, turns, seconds), say)
     except RuntimeError as reason:
         progress.print(str(reason), markup=False)
         raise typer.Exit(1) from None

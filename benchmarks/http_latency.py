@@ -38,6 +38,8 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import psutil
+
 from pagetile.demo import path
 
 from .http import percentile
@@ -63,10 +65,10 @@ class Setup:
     """What is measured, and for how long."""
 
     device: str = "cpu"
-    turns: int = 3
-    seconds: float = 30.0
+    turns: int = 4
+    seconds: float = 20.0
     """Of each server's turn at half of a rate."""
-    saturated_seconds: float = 12.0
+    saturated_seconds: float = 8.0
     """Of a turn in a closed loop; its first quarter does not count."""
     num_streams: tuple[int, ...] = (16, 64)
     num_prompt: tuple[int, int] = (20, 200)
@@ -188,6 +190,13 @@ class Running(NamedTuple):
     address: tuple[str, int]
     process: subprocess.Popen[bytes]
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time that it took so far, with the processes that it started."""
+        one = psutil.Process(self.process.pid)
+        times = [each.cpu_times() for each in (one, *one.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
+
     def signal(self, number: int) -> None:
         """Send a signal to the server and to the processes that it started."""
         if self.process.poll() is None:
@@ -204,7 +213,9 @@ def start(server: Server, seconds: float) -> Iterator[Running]:
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
+    tether = [sys.executable, "-c", _TETHER] if sys.platform == "linux" else []
     command = [
+        *tether,
         sys.executable,
         *(part.replace("{port}", str(address[1])) for part in server.command),
     ]
@@ -339,14 +350,17 @@ class _Findings:
     first: list[list[float]] = field(default_factory=list)
     between: list[list[float]] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     num_requests: int = 0
     num_tokens: int = 0
     num_events: int = 0
     num_short: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
-    def add(self, requests: Sequence[Request], responses: Sequence[Response]) -> None:
-        """Add a turn.
+    def add(
+        self, requests: Sequence[Request], responses: Sequence[Response], cpu_seconds: float
+    ) -> None:
+        """Add a turn, for which the server took so many seconds of CPU time.
 
         Raises:
             RuntimeError: No request of it was answered.
@@ -359,7 +373,9 @@ class _Findings:
         self.first.append([1e3 * (each.times[0] - each.due) for each in whole if each.times])
         self.between.append([1e3 * (b - a) for each in whole for a, b in pairwise(each.times)])
         self.late += [1e3 * (response.sent - response.due) for response in whole]
-        self.num_tokens += sum(response.num_tokens for response in whole)
+        num_tokens = sum(response.num_tokens for response in whole)
+        self.cpu.append(1e3 * cpu_seconds / num_tokens)
+        self.num_tokens += num_tokens
         self.num_events += sum(len(response.times) for response in whole)
         self.num_short += sum(each.num_tokens != requests[each.index].num_new for each in whole)
 
@@ -372,6 +388,8 @@ class _Findings:
                 found[name] = percentile([value for turn in turns for value in turn], percent)
                 found[name + REPEATS] = [round(percentile(turn, percent), 3) for turn in turns]
         return found | {
+            "CPU ms a token": statistics.median(self.cpu),
+            "CPU ms a token" + REPEATS: [round(each, 3) for each in self.cpu],
             "requests": self.num_requests,
             "failed requests": sum(self.failures.values()),
             "responses of another length": self.num_short,
@@ -421,7 +439,9 @@ def _at_rate(setup: Setup, running: Running, rate: float, seed: int, findings: _
     requests = draw(setup, seed, len(due))
     encoded = [running.server.encode(request) for request in requests]
     with _its_turn(running):
-        findings.add(requests, run(Load(running.address, encoded, due)))
+        cpu = running.cpu_seconds
+        responses = run(Load(running.address, encoded, due))
+        findings.add(requests, responses, running.cpu_seconds - cpu)
 
 
 # --- the comparison -----------------------------------------------------------------------------
