@@ -151,6 +151,27 @@ def test_lost_failed_and_stuck_requests_are_counted_and_named(running):
     assert check["detail"].startswith("2 × status 503, 1 × ")
 
 
+def test_a_turn_is_refused_if_too_few_requests_were_answered(running):
+    responses = drive(Load(running.address, encode(["a", "busy"]), due=[0.0] * 2))
+    with pytest.raises(RuntimeError, match=r"1 of 2 requests .* 1 × status 503"):
+        http_latency._Findings().add([Request("a", 3)] * 2, responses, 0.0)
+
+
+def test_figures_are_medians_of_turns_that_are_kept(running):
+    findings = http_latency._Findings()
+    for _ in range(3):
+        responses = drive(Load(running.address, encode(["a", "b"]), due=[0.0] * 2))
+        findings.add([Request("a", 3)] * 2, responses, cpu_seconds=0.6)
+    first, second, loaded = findings.first
+    findings.first = [[1.0] * 2, [3.0] * 2, [500.0] * 2]
+    metrics = findings.metrics()
+    assert all(0 < value < 1000 for value in first + second + loaded)
+    assert metrics["ms to the first token, p99"] == 3.0
+    assert metrics["ms to the first token, p99, each turn"] == [1.0, 3.0, 500.0]
+    assert metrics["CPU ms a token"] == pytest.approx(100.0)
+    assert metrics["tokens an event"] == 1
+
+
 def test_a_connection_that_is_refused_is_a_failure_of_its_request():
     with start(fake(), 30) as running:
         address = running.address
@@ -176,6 +197,7 @@ def test_arrivals_are_the_same_for_a_seed_and_have_the_rate():
     assert due == sorted(due)
     assert due[-1] < 100.0
     assert len(due) == pytest.approx(5000, rel=0.05)
+    assert len(arrivals(0.001, 1.0, seed=3)) == 2
     gaps = [b - a for a, b in itertools.pairwise(due)]
     assert sum(gap > 0.02 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03)  # 1 / e
 
