@@ -500,12 +500,12 @@ def compare_latency(
     for running, head, findings in zip(started, heads, shared, strict=True):
         sent = {"requests/s sent": min(rates) / 2}
         lines.append(_line(setup, running.server.label, head | sent, findings))
-    lines[0] |= {"checks": checks + lines[0]["checks"], "absent": absent}
+    lines[0]["checks"] = checks + lines[0]["checks"]
     lines[0]["targets"] = _no_worse(lines[1:])
     if own is not None:
         label = f"{started[0].server.label} at half of its own rate"
         lines.append(_line(setup, label, heads[0] | {"requests/s sent": rates[0] / 2}, own))
-    return lines
+    return [{**line, "absent": absent} for line in lines]
 
 
 def _find_saturation(setup: Setup, started: Sequence[Running], say: Say) -> list[_Saturated]:
