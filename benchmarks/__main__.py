@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from .records import (
     is_of_another_device,
     plan,
     run_script,
+    write_lines,
 )
 from .sweep import find_classes, print_summary, summarise, sweep
 from .sweep_shapes import CLASSES as SWEPT
@@ -350,6 +352,45 @@ def compare_http_n(
     targets = [("share of LLM.generate", 0.9, ">="), ("server's CPU us a token", 100, "<=")]
     head = {"what": "n", "about": setup.about, "targets": targets}
     _print_comparison({**head, **compare_n(setup, turns)}, as_json)
+
+
+@app.command("http-latency")
+def compare_http_latency(
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each server and rate.")] = 4,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long requests come in a turn at half of a rate.")
+    ] = 20.0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    out: Annotated[str | None, typer.Option(help="Write into results/NAME.json.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a line, as records keep them.")
+    ] = False,
+) -> None:
+    """Compare latency with other servers', at half of the rate that saturates them."""
+    from .http_latency import Setup, compare_latency
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device here")
+    circumstances = _describe_clean_run() if out is not None else {}
+    background = BackgroundLoad()
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    begin = time.monotonic()
+
+    def say(what: str) -> None:
+        progress.print(f"{time.monotonic() - begin:4.0f} s  {what}", markup=False)
+
+    try:
+        lines = compare_latency(Setup(device, turns, seconds), say)
+    except RuntimeError as reason:
+        progress.print(str(reason), markup=False)
+        raise typer.Exit(1) from None
+    if out is not None:
+        command = f"python -m benchmarks http-latency --device {device} --out {out}"
+        write_lines(RESULTS / f"{out}.json", lines, "latency", background, circumstances, command)
+    for line in lines:
+        _print_comparison(line, as_json)
+        if not as_json:
+            console.print()
 
 
 def _print_comparison(found: dict[str, Any], as_json: bool) -> None:

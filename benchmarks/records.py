@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ __all__ = [
     "is_of_another_device",
     "plan",
     "run_script",
+    "write_lines",
 ]
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +94,7 @@ RECORDS = (
     RecordSpec("-engine", "cpu", 300, ("engine-",)),
     RecordSpec("-speculation", "cpu", 60, script=("benchmarks.speculation",)),
     RecordSpec("-http", "cpu", 120, script=("benchmarks", "http", "--json")),
+    RecordSpec("-latency", "cpu", 480, script=("benchmarks", "http-latency", "--json")),
 )  # fmt: skip
 
 
@@ -163,10 +165,22 @@ def run_script(spec: RecordSpec, path: Path, timeout: float, run: dict[str, Any]
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["it printed nothing"])[-1])
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    others, beginning = background.share, spec.ending.strip("-")
+    shown = " ".join(["python", *command])
+    write_lines(path, lines, spec.ending.strip("-"), background, run, shown)
+
+
+def write_lines(
+    path: Path,
+    lines: Iterable[Mapping[str, Any]],
+    beginning: str,
+    background: BackgroundLoad,
+    run: dict[str, Any],
+    command: str,
+) -> None:
+    """Write the JSON objects of a script as the cases of a record, whose names so begin."""
+    others = background.share
     cases = [report.record_line(line, beginning, others, run) for line in lines]
-    head = {"machine": describe(), "command": " ".join(["python", *command])}
-    report.save(path, {**head, "cases": cases})
+    report.save(path, {"machine": describe(), "command": command, "cases": cases})
 
 
 @dataclass(frozen=True)

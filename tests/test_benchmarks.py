@@ -897,7 +897,7 @@ def test_each_script_of_a_record_is_a_module_that_exists():
     from importlib.util import find_spec
 
     scripts = {spec.ending: spec.script for spec in RECORDS if spec.script}
-    assert {"-workload-n", "-speculation", "-http"} == scripts.keys()
+    assert {"-workload-n", "-speculation", "-http", "-latency"} == scripts.keys()
     assert all(find_spec(script[0]) for script in scripts.values())
 
 
