@@ -97,8 +97,8 @@ class GpuPlan:
     """Keys: half of the CTAs take part where their ranges of the queue would have fewer."""
     split_size: int = 0
     whole_size: int = 0
-    """Where CTAs have little work, which is found on the device, a sequence of up to so many keys is
-    not divided."""
+    """Where CTAs have little work, which is found on the device, a sequence of up to so many keys
+    is not divided."""
     short_split_size: int = 0
     """Longer sequences are divided at multiples of so many keys then; 0: of ``tile_n``."""
     max_registers: int = 0
