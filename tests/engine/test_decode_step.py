@@ -55,6 +55,7 @@ def test_begin_lays_out_the_rows_of_the_inbox():
     lengths, rows = sampler.lengths.cpu(), [5, 2, -1, 0]
     assert batch.batch.seq_lens.tolist() == [0 if r < 0 else int(lengths[r]) for r in rows]
     assert batch.batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert batch.batch.allows_early_reads
     for at, (row, block) in enumerate([(5, 91), (2, 92), (-1, 0), (0, 93)]):
         if row < 0:
             assert batch.slot_mapping[at] == -1
@@ -67,6 +68,22 @@ def test_begin_lays_out_the_rows_of_the_inbox():
         assert batch.slot_mapping[at] == block * BLOCK_SIZE + position % BLOCK_SIZE
         assert batch.batch.block_tables[at, : len(expected)].tolist() == expected
         assert buffers._rows_tables[row, : len(expected)].tolist() == expected
+
+
+def test_begin_s_stores_are_visible_to_kernels_that_do_not_wait():
+    """Attention reads lengths and tables while the kernel in front of it runs."""
+    triton_compiler = pytest.importorskip("triton.backends.compiler")
+    from pagetile.engine.triton import begin_kernel
+    from pagetile.tiles.triton.launch import Launcher
+
+    names = begin_kernel.arg_names
+    types = dict.fromkeys(names[:3], "*i64") | dict.fromkeys(names[3:9], "*i32")
+    types |= {"last_tokens": "*i64"} | dict.fromkeys(("size", "width"), "i32")
+    constants = {"BLOCK_SIZE": 16, "TILE_W": 128, "PUBLISH": True}
+    launcher = Launcher(begin_kernel, types, constants, num_warps=1)
+    ptx = launcher.compile(triton_compiler.GPUTarget("cuda", 90, 32)).asm["ptx"]
+    for path in ptx.split("ret;")[:-1]:
+        assert path.rindex("fence.acq_rel.gpu") > path.rindex("st.global")
 
 
 @pytest.mark.interpret

@@ -132,6 +132,28 @@ def test_e4m3_is_refused_where_triton_does_not_compile_it(capability):
     assert triton.supports(problem(4, 128, E5M2, "head"), device) is None
 
 
+def count_waits(launcher, tmp_path):
+    """How many places wait for the kernel in front, and of them those before any load."""
+    ptx = assert_fits(launcher, tmp_path)
+    before_loads = ptx[: ptx.index("ld.global")].count("griddepcontrol.wait")
+    return ptx.count("griddepcontrol.wait"), before_loads
+
+
+@pytest.mark.parametrize(("size", "kv_dtype"), [(128, BF16), (64, BF16), (256, E4M3)], ids=str)
+def test_lengths_are_read_before_the_wait_where_the_batch_allows_it(size, kv_dtype, tmp_path):
+    question = problem(2, size, kv_dtype, "none" if kv_dtype == BF16 else "head")
+    assert count_waits(make_launcher(SPECIALISED, question), tmp_path) == (1, 1)
+    launcher = make_launcher(SPECIALISED, question, allows_early_reads=True)
+    assert count_waits(launcher, tmp_path) == (2, 0)  # the loading and the computing warps
+
+
+def test_scales_of_tokens_are_read_behind_the_wait(tmp_path):
+    """They are copied by way of the L1 cache, which may hold old ones."""
+    question = problem(2, 128, E4M3, "token")
+    launcher = make_launcher(SPECIALISED, question, allows_early_reads=True)
+    assert count_waits(launcher, tmp_path) == (1, 1)
+
+
 def test_decode_on_hopper_with_fixed_splits(tmp_path):
     assert_fits(make_launcher(SPECIALISED, problem(4, 128), batch_invariant=True), tmp_path)
 

@@ -11,6 +11,7 @@ from test_paged_attention import CASES
 from pagetile import PagedBatch, paged_attention
 from pagetile.device import DeviceInfo, refusing_to_wait
 from pagetile.errors import ShapeError, UnsupportedError
+from pagetile.fused.rotary_write import Heads, rotate_and_write
 from pagetile.testing import (
     PagedCase,
     assert_matches,
@@ -27,6 +28,7 @@ from pagetile.ops.paged_attention.hopper import SPECIALISED
 from pagetile.ops.paged_attention.plan import power_of_2, short_len
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, prepare_short
+from pagetile.tiles.triton import workspace
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 E5M2, INT8 = torch.float8_e5m2, torch.int8
@@ -517,6 +519,81 @@ def test_shares_of_any_size_agree(impl):
     for programs in (1, 2, 5, 64, 1000 if ON_GPU else 100):
         result = attend(inputs, impl, plan=replace(base, num_programs=programs))
         assert_matches(result, inputs, expected)
+
+
+def has_merged(inputs, impl, **changes):
+    """Whether a call keeps a partial result of any sequence."""
+    attend(inputs, impl)  # with its workspace
+    for _, (accs, sums, _) in workspace._made.values():
+        accs.fill_(7.0)
+        sums.fill_(7.0)
+    call = replace(plan(inputs, impl), **changes)
+    assert_matches(attend(inputs, impl, plan=call), inputs)
+    return any((sums != 7.0).any() for _, (_, sums, _) in workspace._made.values())
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("seq_lens", [(150,), (150, 70, 1), (1, 0, 64, 65), (70, 3) * 6], ids=str)
+def test_a_sequence_of_few_keys_is_left_whole(impl, seq_lens):
+    """Merging its splits takes longer than reading them."""
+    inputs = make_inputs(PagedCase((1,) * len(seq_lens), seq_lens, dtype=F16))
+    assert not has_merged(inputs, impl)
+    assert has_merged(inputs, impl, whole_size=0, num_programs=7) or max(seq_lens) <= 65
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_sequences_are_cut_evenly_where_there_is_much_work(impl):
+    seq_lens = (150, 70, 100) * 5
+    inputs = make_inputs(PagedCase((1,) * 15, seq_lens, dtype=F16))
+    assert not has_merged(inputs, impl, num_programs=30)
+    assert has_merged(inputs, impl, num_programs=5)  # of 14 tiles
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("whole", "split"), [(0, 0), (128, 64), (128, 128), (64, 128), (1024, 512)], ids=str
+)
+def test_work_tiles_of_any_size_agree(impl, whole, split):
+    lengths = (3000, 1, 700, 64, 65, 2048, 2049) if ON_GPU else (150, 1, 70, 64, 65, 128, 129)
+    inputs = make_inputs(PagedCase((1,) * 7, lengths, dtype=F16, sliding_window=120, seed=whole))
+    expected, base = oracle(inputs), plan(inputs, impl)
+    for programs in (1, 4, 23, 40, 300):
+        result = attend(
+            inputs,
+            impl,
+            plan=replace(base, num_programs=programs, whole_size=whole, short_split_size=split),
+        )
+        assert_matches(result, inputs, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lengths", [(1,), (100,), (64, 65, 3), (1500, 1, 129), (700,) * 70], ids=str
+)
+def test_early_reads_see_the_new_keys_of_the_kernel_in_front(lengths):
+    """Old keys are loaded while it runs; bits are those of a call that waits first."""
+    case = PagedCase((1,) * len(lengths), lengths, 4, 2, head_size=128, dtype=BF16)
+    there = make_inputs(case).to("cuda")
+    batch, heads = there.batch, Heads(4, 2, 128, 128)
+    early = replace(batch, allows_early_reads=True)
+    last = (batch.seq_lens.long() - 1).clamp(min=0)
+    block = batch.block_tables.gather(1, last[:, None] // 16)[:, 0] * 16
+    slots = torch.where(batch.seq_lens > 0, block + last % 16, -1)[batch.cu_seqlens_q.diff() > 0]
+    qkv = torch.zeros(len(slots), heads.width, device="cuda", dtype=BF16)
+
+    def step(batch):
+        q = rotate_and_write(qkv, None, None, heads, there.k_cache, there.v_cache, slots)
+        return paged_attention(q, there.k_cache, there.v_cache, batch, impl="hopper")
+
+    step(early)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            result = step(early)
+    for _ in range(5):
+        qkv.normal_()
+        graph.replay()
+        assert_same_bits(step(batch), result)
 
 
 def assert_same_alone(inputs, impl, seqs, **split):

@@ -179,16 +179,38 @@ def test_cta_ranges_end_where_heads_do_if_that_leaves_few_multiprocessors_idle()
 
 
 def test_half_of_the_ctas_take_part_where_splits_of_a_head_are_many_and_short():
-    def joins(batch_invariant=False, **changes):
+    def halving_size(batch_invariant=False, **changes):
         return make_gpu_plan(
             replace(DECODE, **changes), H200, hopper=True, batch_invariant=batch_invariant
-        ).halves_ctas_if_short
+        ).halving_size
 
-    assert joins(num_seqs=1)
-    assert joins(num_seqs=8, num_kv_heads=1)
-    assert not joins(num_seqs=2)  # 16 of a head are merged in no time
-    assert not joins(num_seqs=1, head_size=256, v_head_size=256)  # one on a multiprocessor anyway
-    assert not joins(num_seqs=1, batch_invariant=True)
+    assert halving_size(num_seqs=1) == halving_size(num_seqs=8, num_kv_heads=1) == 512
+    assert 0 < halving_size(num_seqs=2) < 512  # 16 of a head are merged in no time
+    assert halving_size(num_seqs=8) == 0
+    # one on a multiprocessor anyway
+    assert halving_size(num_seqs=1, head_size=256, v_head_size=256) == 0
+    assert halving_size(num_seqs=1, batch_invariant=True) == 0
+
+
+def test_short_sequences_are_left_whole_unless_results_must_not_depend_on_the_batch():
+    for problem in PROBLEMS:
+        plan = make_gpu_plan(problem, H200, hopper=True)
+        fixed = make_gpu_plan(problem, H200, hopper=True, batch_invariant=True)
+        if plan.path == "decode":
+            for size in (plan.whole_size, plan.short_split_size, plan.halving_size):
+                assert size % plan.tile_n == 0
+            assert plan.whole_size > max(plan.tile_n, plan.short_split_size)
+            assert fixed.whole_size == fixed.short_split_size == fixed.halving_size == 0
+
+
+def test_many_heads_are_cut_into_fewer_splits():
+    """With few heads, CTAs are idle that may as well take a tile each."""
+    few, many = (
+        make_gpu_plan(replace(DECODE, num_seqs=num_seqs), H200, hopper=True)
+        for num_seqs in (4, 8)  # times 8 KV heads
+    )
+    assert few.whole_size < many.whole_size
+    assert few.short_split_size < many.short_split_size
 
 
 def test_invariant_splits_are_the_same_for_every_batch():

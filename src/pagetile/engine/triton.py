@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
+from ..tiles.triton.early import publish
+from ..tiles.triton.launch import INTERPRETED
 from .prefix_groups import MAX_GROUPS
 from .triton_draw import draw
 
@@ -46,7 +48,13 @@ def begin_kernel(
     width,
     BLOCK_SIZE: tl.constexpr,
     TILE_W: tl.constexpr,
+    PUBLISH: tl.constexpr,
 ):
+    """See the module.
+
+    Attention reads lengths and tables while the kernel in front of it still runs
+    (``PagedBatch.allows_early_reads``), hence ``publish``.
+    """
     i = tl.program_id(0)
     row = tl.load(inbox + i).to(tl.int64)
     if row < 0:
@@ -54,6 +62,8 @@ def begin_kernel(
         tl.store(positions + i, 0)
         tl.store(slots + i, -1)
         tl.store(seq_lens + i, 0)
+        if PUBLISH:
+            publish()
         return
     length = tl.load(lengths + row)
     block = tl.load(inbox + size + i)
@@ -69,6 +79,8 @@ def begin_kernel(
         blocks = tl.load(tables + row * width + at, mask=at < last, other=0)
         blocks = tl.where(at == last, block, blocks)
         tl.store(batch_tables + i.to(tl.int64) * width + at, blocks, mask=at <= last)
+    if PUBLISH:
+        publish()
 
 
 class DecodeBuffers:
@@ -118,7 +130,8 @@ class DecodeBuffers:
         outputs = self._token_ids, self._positions, self._slots, self._seq_lens, self._tables
         begin_kernel[(size,)](
             *outputs, self._rows_tables, self._sampler.last_tokens, self._sampler.lengths,
-            self.inbox, size, self._width, BLOCK_SIZE=self._block_size, TILE_W=128, num_warps=1,
+            self.inbox, size, self._width, BLOCK_SIZE=self._block_size, TILE_W=128,
+            PUBLISH=not INTERPRETED, num_warps=1,
         )  # fmt: skip
         return ForwardBatch(
             token_ids=self._token_ids[:size],
@@ -130,6 +143,7 @@ class DecodeBuffers:
                 1,
                 max_seq_len,
                 self._shared_prefixes(size) if shares else None,
+                allows_early_reads=True,
             ),
             slot_mapping=self._slots[:size],
             logits_rows=self._numbers[:size],

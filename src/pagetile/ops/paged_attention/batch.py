@@ -82,6 +82,10 @@ class PagedBatch:
     """At least the most keys of a sequence."""
     shared_prefixes: SharedPrefixes | None = None
     """Prefixes that are read once for all sequences of a group."""
+    allows_early_reads: bool = False
+    """Whether a call may read tables, lengths and the keys ahead of new tokens while the kernels in
+    front of it still run, which then write no more than queries and the new tokens' keys and
+    values. Hopper's decode makes use of it. Decision 31 says when that is safe."""
 
     @staticmethod
     def decode(block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> PagedBatch:

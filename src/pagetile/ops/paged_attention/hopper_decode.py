@@ -1,9 +1,10 @@
 """Paged attention of few new tokens a sequence on Hopper: loading never waits for computing.
 
 The work queue and its CTA ranges are those of ``triton_decode``, except that batches of few heads
-and little work use half of the CTAs (``HALVED``). What differs is that four warps only load and
-four only compute: the loading ones run ahead through a ring of tiles in shared memory, across the
-ends of heads and sequences, so memory is not idle while one head is finished and the next begun::
+and little work use half of the CTAs: where a CTA would have fewer than ``HALVED`` tiles. What
+differs is that four warps only load and four only compute: the loading ones run ahead through a
+ring of tiles in shared memory, across the ends of heads and sequences, so memory is not idle while
+one head is finished and the next begun::
 
     load     K0 V0  K1 V1  K2 V2 │ K0 V0  K1 ...          │ = the next head
     ring     ▓▓▓▓▓  ▓▓▓▓▓  ▓▓▓▓▓   ▓▓▓▓▓
@@ -19,6 +20,9 @@ and an odd one. Halves have products of their own::
 Each warp has keys of its own in the first product and columns of its own in the second, so warps
 synchronise twice a tile: for the maxima of rows, and to exchange the weights. Sums of weights
 stay in each warp until the end of a head.
+
+With ``EARLY`` (``PagedBatch.allows_early_reads``) the kernel in front is waited for only before
+queries are loaded, and before tiles with the keys of new tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +39,17 @@ from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, fini
 from ...tiles.triton.visible_blocks import compact_position, logical_keys
 from .hopper_fetch import FETCH_WARPS, fetch_role
 from .hopper_merge import merge_splits
-from .triton_work import add, count_work_tiles, find_range, list_of, slot_of, write_rows
-
-SHORT = gl.constexpr(512)  # keys of a CTA range
+from .triton_work import (
+    add,
+    choose_whole,
+    count_key_tiles,
+    count_work_tiles,
+    cut,
+    find_range,
+    list_of,
+    slot_of,
+    write_rows,
+)
 
 
 @gluon.jit
@@ -106,14 +118,14 @@ def _as_operand(x, memory, layout: gl.constexpr):
 def attend_role(
     rings, bars, queries, weights, out, lse, split_accs, split_sums, arrivals, q, seq_lens,
     cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
-    entry, before, work, end_work, program, programs, total,
+    entry, before, work, end_work, whole, program, programs, total,
     num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
     out_token, out_head, q_token, q_head, ks_head, vs_head,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, V_SIZE: gl.constexpr, PACKED: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
-    VISIBLE: gl.constexpr,
+    VISIBLE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
     k_ring, v_ring, ks_ring, vs_ring = rings
@@ -148,7 +160,7 @@ def attend_role(
             high, first_key, end_key,
         ) = find_range(
             seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
-            ROWS // GROUP, TILE_N, SPLIT_TILES, SPLITS_FIXED, VISIBLE,
+            whole, ROWS // GROUP, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
         position = seq_len - query_len + row // GROUP
         row_end = gl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
@@ -162,6 +174,8 @@ def attend_role(
             row_first = compact_position(blocks, row_first, listed[5], listed[1], listed[2])
             last_first = compact_position(blocks, last_first, listed[5], listed[1], listed[2])
             least_end = compact_position(blocks, least_end, listed[5], listed[1], listed[2])
+        if EARLY:
+            gdc_wait()  # for the queries; the second time it returns at once
         if HAS_ALIBI:
             slopes = LOG2_E * gl.load(
                 alibi_slopes + head * GROUP + row % GROUP,
@@ -305,51 +319,61 @@ def decode_kernel(
     max_visible, search_steps, list_seq, list_head,
     GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_TILES: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, HALVED: gl.constexpr, TILE_M: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, WHOLE: gl.constexpr, HALVED: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, DOT: gl.constexpr,
-    FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr,
+    FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """See the module."""
     gdc_launch_dependents()
-    gdc_wait()  # before the other warps begin, as ``triton_decode``
-    # The length of the work queue, and this CTA's range of it.
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    if not EARLY:
+        gdc_wait()  # before the other warps begin, as ``triton_decode``
+    # The length of the work queue, and this CTA's range of it. Of up to 256 entries each warp
+    # counts all, so that none waits for another.
+    flat: gl.constexpr = gl.BlockedLayout([min(SEQS // 32, 8)], [32], [gl.num_warps()], [0])
     listed = (visible_blocks, max_visible, search_steps, list_seq, list_head, block_size)
     num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
     entries = gl.arange(0, SEQS, layout=flat)
     MOST: gl.constexpr = ROWS // GROUP
-    counts = count_work_tiles(
+    tiles = count_key_tiles(
         seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
-        SPLIT_TILES, VISIBLE,
+        VISIBLE,
     )  # fmt: skip
-    total = gl.sum(counts, 0)
+    total_tiles = gl.sum(count_work_tiles(tiles, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
+    total = gl.sum(count_work_tiles(tiles, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
     for start in range(SEQS, num_entries, SEQS):
-        total += gl.sum(count_work_tiles(
+        more = count_key_tiles(
             seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
-            TILE_N, SPLIT_TILES, VISIBLE,
-        ), 0)  # fmt: skip
+            TILE_N, VISIBLE,
+        )  # fmt: skip
+        total_tiles += gl.sum(count_work_tiles(more, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
+        total += gl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
+    whole, total = choose_whole(total_tiles, total, gl.num_programs(0), WHOLE)
     programs = gl.minimum(gl.num_programs(0), total)
-    if HALVED and total < SHORT // TILE_N * gl.num_programs(0):
+    if total_tiles < HALVED * gl.num_programs(0):
         programs = gl.minimum(programs, (gl.num_programs(0) + 1) // 2)
     program = gl.program_id(0)
     if program < programs:
-        work = (program.to(gl.int64) * total // programs).to(gl.int32)
-        end_work = ((program + 1).to(gl.int64) * total // programs).to(gl.int32)
+        work = cut(program, programs, total)
+        end_work = cut(program + 1, programs, total)
 
         # The entry of the queue that the range begins in, and the work tiles before it.
-        ends = gl.associative_scan(counts, 0, add)
+        ends = gl.associative_scan(
+            count_work_tiles(tiles, whole, SPLIT_SHIFT, SPLITS_FIXED), 0, add
+        )
         passed = ends <= work
         entry = gl.sum((passed & (entries < num_entries)).to(gl.int32), 0)
         before = gl.max(gl.where(passed, ends, 0), 0)
         running = gl.max(ends, 0)
         for start in range(SEQS, num_entries, SEQS):
-            counts = count_work_tiles(
+            more = count_key_tiles(
                 seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed,
-                MOST, TILE_N, SPLIT_TILES, VISIBLE,
+                MOST, TILE_N, VISIBLE,
             )  # fmt: skip
-            ends = running + gl.associative_scan(counts, 0, add)
+            ends = running + gl.associative_scan(
+                count_work_tiles(more, whole, SPLIT_SHIFT, SPLITS_FIXED), 0, add
+            )
             passed = ends <= work
             entry += gl.sum((passed & (start + entries < num_entries)).to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
@@ -382,20 +406,21 @@ def decode_kernel(
                     rings, bars, queries, weights,
                     out, lse, split_accs, split_sums, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
-                    entry, before, work, end_work, program, programs, total,
+                    entry, before, work, end_work, whole, program, programs, total,
                     num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
                     GROUP, SIZE // PER, V_SIZE, PACKED, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
-                    SCALES, SPLIT_TILES, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, VISIBLE,
+                    SCALES, SPLIT_SHIFT, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, VISIBLE, EARLY,
                 )),
                 (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,
                     cu_seqlens_q,
-                    entry, before, work, end_work, num_kv_heads, window, block_size, listed,
+                    entry, before, work, end_work, whole, num_kv_heads, window, block_size, listed,
                     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
-                    SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_TILES,
+                    SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_SHIFT,
                     SPLITS_FIXED, VISIBLE,
+                    EARLY,
                 )),
             ],
             worker_num_warps=[FETCH_WARPS],

@@ -62,7 +62,10 @@ GPU_SPLIT_SIZE = 1024
 MERGED_AT_ONCE = 16
 """Partial states that a merge holds in registers; half of them are still being loaded."""
 
-_MANY_SPLITS = 32
+WHOLE_SIZE = 256
+"""Keys that a CTA reads in the time that merging two splits takes."""
+
+_FEW_SPLITS, _MANY_SPLITS = 8, 32
 _HALVES = (torch.float16, torch.bfloat16)
 _ROWS_OF_WARPGROUP = 64
 
@@ -90,9 +93,14 @@ class GpuPlan:
     """Tiles in flight from memory at a time."""
     num_programs: int
     """CTAs of a launch that walks a work queue; 0: one CTA for each tile of rows."""
-    halves_ctas_if_short: bool = False
-    """Whether half of the CTAs take part where their ranges of the queue would be short."""
+    halving_size: int = 0
+    """Keys: half of the CTAs take part where their ranges of the queue would have fewer."""
     split_size: int = 0
+    whole_size: int = 0
+    """Where CTAs have little work, which is found on the device, a sequence of up to so many keys
+    is not divided."""
+    short_split_size: int = 0
+    """Longer sequences are divided at multiples of so many keys then; 0: of ``tile_n``."""
     max_registers: int = 0
     """Register cap per thread; 0 means the compiler's default."""
     fetch_registers: int = 0
@@ -201,8 +209,12 @@ def make_gpu_plan(
     pairs = problem.num_seqs * problem.num_kv_heads
     num_programs = _align(tiles.programs * device.num_workers, pairs)
     # Merging many short splits of a head takes longer than reading them: use one CTA on each
-    # multiprocessor then.
-    merges_many = hopper and tiles.programs == 2 and pairs * _MANY_SPLITS <= num_programs
+    # multiprocessor then. So does waiting for room beside the kernel in front for a second one.
+    is_few = pairs * _FEW_SPLITS <= num_programs
+    halving_size = 0
+    if hopper and tiles.programs == 2 and is_few:
+        merges_many = pairs * _MANY_SPLITS <= num_programs
+        halving_size = 512 if merges_many else 192
     return GpuPlan(
         "decode",
         tile_m=max(16, power_of_2(problem.rows)),
@@ -210,8 +222,10 @@ def make_gpu_plan(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         num_programs=num_programs,
-        halves_ctas_if_short=merges_many and not batch_invariant,
+        halving_size=0 if batch_invariant else halving_size,
         split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
+        whole_size=0 if batch_invariant else WHOLE_SIZE if is_few else 2 * WHOLE_SIZE,
+        short_split_size=0 if batch_invariant or is_few else WHOLE_SIZE,
         max_registers=tiles.max_registers,
         fetch_registers=tiles.fetch_registers,
     )

@@ -61,6 +61,7 @@ class CallForm(NamedTuple):
     """Forms of ``cu_group_seqs`` and ``prefix_lens``, and their bounds."""
     max_query_len: int
     max_seq_len: int
+    allows_early_reads: bool
     softmax_scale: float
     causal: bool
     sliding_window: int | None
@@ -86,6 +87,7 @@ def form_of(arguments: Arguments) -> CallForm:
             batch.shared_form,
             batch.max_query_len,
             batch.max_seq_len,
+            batch.allows_early_reads,
             scale,
             causal,
             window,

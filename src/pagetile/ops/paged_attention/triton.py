@@ -311,9 +311,10 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "HAS_ALIBI": form.alibi_slopes is not None,
         "HAS_SINKS": form.sinks is not None,
         "SCALES": problem.scale_kind,
-        "SPLIT_TILES": plan.split_size // plan.tile_n if plan.split_size else 1,
+        "SPLIT_SHIFT": _log2((plan.split_size or plan.short_split_size) // plan.tile_n),
         "SPLITS_FIXED": plan.split_size > 0,
-        "HALVED": plan.halves_ctas_if_short,
+        "WHOLE": plan.whole_size // plan.tile_n,
+        "HALVED": plan.halving_size // plan.tile_n,
         "TILE_M": plan.tile_m,
         "TILE_N": plan.tile_n,
         "D": max(narrowest, power_of_2(problem.head_size)),
@@ -326,7 +327,14 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "FETCH_REGS": plan.fetch_registers,
         "PREFETCH": not INTERPRETED,
         "VISIBLE": is_listed,
+        # Scales of tokens are copied by way of the L1 cache, where old ones may be left.
+        "EARLY": form.allows_early_reads and not is_listed and problem.scale_kind != "token",
     }
+
+
+def _log2(tiles: int) -> int:
+    """Return the logarithm of a power of two; 0 if there is none."""
+    return max(1, tiles).bit_length() - 1
 
 
 def _dot(problem: Problem) -> Any:

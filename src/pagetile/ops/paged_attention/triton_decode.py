@@ -10,8 +10,9 @@ one for each CTA, so that every multiprocessor is busy to the end however uneven
 
 A CTA that has all tiles of a head writes ``out``. Where CTAs share a head, each stores the state
 of its split; the last one to arrive merges the states in the order of the keys, so the bits do
-not depend on which CTA was last. With ``SPLIT_TILES`` (batch invariance) heads are cut at
-multiples of that many tiles instead, whatever the batch.
+not depend on which CTA was last. Short heads are not cut where there is little work
+(``triton_work``). With ``SPLITS_FIXED`` (batch invariance) heads are cut at multiples of
+``1 << SPLIT_SHIFT`` tiles instead, whatever the batch.
 
 Lengths are read on the device: a captured launch is valid for others at replay.
 """
@@ -37,7 +38,10 @@ from ...tiles.triton.online_softmax import (
 )
 from ...tiles.triton.visible_blocks import compact_position, logical_keys
 from .triton_work import (
+    choose_whole,
+    count_key_tiles,
     count_work_tiles,
+    cut,
     find_block_numbers,
     find_range,
     list_of,
@@ -113,10 +117,11 @@ def decode_kernel(
     GROUP: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    SPLITS_FIXED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
-    V: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
+    VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     if PREFETCH:  # not interpreted
@@ -127,34 +132,39 @@ def decode_kernel(
     num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
     heads = 1 if VISIBLE else num_kv_heads
     entries = tl.arange(0, SEQS)
-    counts = count_work_tiles(
+    tiles = count_key_tiles(
         seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
-        SPLIT_TILES, VISIBLE,
+        VISIBLE,
     )  # fmt: skip
-    total = tl.sum(counts)
+    total_tiles = tl.sum(count_work_tiles(tiles, 0, SPLIT_SHIFT, SPLITS_FIXED))
+    total = tl.sum(count_work_tiles(tiles, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
     for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
-        total += tl.sum(count_work_tiles(
+        more = count_key_tiles(
             seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
-            TILE_N, SPLIT_TILES, VISIBLE,
-        ))  # fmt: skip
+            TILE_N, VISIBLE,
+        )  # fmt: skip
+        total_tiles += tl.sum(count_work_tiles(more, 0, SPLIT_SHIFT, SPLITS_FIXED))
+        total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
+    whole, total = choose_whole(total_tiles, total, tl.num_programs(0), WHOLE)
     programs = tl.minimum(tl.num_programs(0), total)
     program = tl.program_id(0)
     if program >= programs:
         return
-    work = (program.to(tl.int64) * total // programs).to(tl.int32)
-    end_work = ((program + 1).to(tl.int64) * total // programs).to(tl.int32)
+    work = cut(program, programs, total)
+    end_work = cut(program + 1, programs, total)
 
     # The entry of the queue that the range begins in, and the work tiles before it.
-    ends = tl.cumsum(counts)
+    ends = tl.cumsum(count_work_tiles(tiles, whole, SPLIT_SHIFT, SPLITS_FIXED))
     passed = ends <= work
     entry = tl.sum(passed.to(tl.int32))
     before = tl.max(tl.where(passed, ends, 0))
     running = tl.max(ends)
     for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
-        ends = running + tl.cumsum(count_work_tiles(
+        more = count_key_tiles(
             seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
-            TILE_N, SPLIT_TILES, VISIBLE,
-        ))  # fmt: skip
+            TILE_N, VISIBLE,
+        )  # fmt: skip
+        ends = running + tl.cumsum(count_work_tiles(more, whole, SPLIT_SHIFT, SPLITS_FIXED))
         passed = (ends <= work) & (start + entries < num_entries)
         entry += tl.sum(passed.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
@@ -171,7 +181,7 @@ def decode_kernel(
             high, first_key, end_key,
         ) = find_range(
             seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
-            MOST, TILE_N, SPLIT_TILES, SPLITS_FIXED, VISIBLE,
+            whole, MOST, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
 
         token = first_token + rows // GROUP

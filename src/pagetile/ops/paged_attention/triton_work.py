@@ -1,8 +1,12 @@
 """The decode kernels' work queue, and the state of a head's splits: shared by Triton and Gluon.
 
-A work tile is a tile of keys of one KV head, or a split of several tiles (``SPLIT_TILES``). The
-queue holds the work tiles of a head side by side, heads of a sequence one after the other,
-sequences in the batch's order; each CTA takes an equal range of it. See ``triton_decode``.
+A work tile is a tile of keys of one KV head. The queue holds the work tiles of a head side by
+side, heads of a sequence one after the other, sequences in the batch's order; each CTA takes an
+equal range of it. See ``triton_decode``.
+
+Merging the splits of a head takes as long as reading several tiles. Where there is little work
+(``choose_whole``), all keys of a head are therefore one work tile if they are up to ``WHOLE``
+tiles, and of other heads ``1 << SPLIT_SHIFT`` tiles are one, as always with ``SPLITS_FIXED``.
 
 Where blocks are listed (``VISIBLE``) heads of a sequence have different numbers of keys. Then an
 entry of the queue is one KV head of one sequence, otherwise a sequence with all its KV heads
@@ -21,7 +25,10 @@ from ...tiles.triton.visible_blocks import compact_position
 __all__ = [
     "NO_WINDOW",
     "add",
+    "choose_whole",
+    "count_key_tiles",
     "count_work_tiles",
+    "cut",
     "find_block_numbers",
     "find_range",
     "key_range",
@@ -34,6 +41,9 @@ __all__ = [
 
 NO_WINDOW = tl.constexpr(1 << 30)
 """What ``launch.window_of`` passes where there is no window."""
+
+FEW = tl.constexpr(8)
+"""Up to this many tiles a CTA, dividing the work less evenly costs less than merging."""
 
 
 @triton.jit
@@ -79,11 +89,11 @@ def _keep_short(seq_len, query_len, MOST: tl.constexpr):
 
 
 @triton.jit
-def count_work_tiles(
+def count_key_tiles(
     seq_lens, cu_seqlens_q, entry, num_seqs, num_kv_heads, window, listed, MOST: tl.constexpr,
-    TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr, VISIBLE: tl.constexpr,
+    TILE_N: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Work tiles of each entry of the queue: at least one a head, which writes the result."""
+    """Tiles of keys of entries of the queue: the first, the one after the last, the heads."""
     seq, head = _split_entry(entry, num_kv_heads, VISIBLE)
     is_seq = seq < num_seqs
     seq_len = tl.load(seq_lens + seq, mask=is_seq, other=0)
@@ -93,8 +103,45 @@ def count_work_tiles(
     seq = tl.where(is_seq, seq, 0) if VISIBLE else seq
     first_key, end_key = key_range(seq_len, query_len, window, listed, seq, head, VISIBLE)
     first, end = _key_tiles(first_key, end_key, TILE_N)
-    count = (end + SPLIT_TILES - 1) // SPLIT_TILES - first // SPLIT_TILES
-    return (1 if VISIBLE else num_kv_heads) * tl.where(is_seq, tl.maximum(count, 1), 0)
+    return first, end, tl.where(is_seq, 1 if VISIBLE else num_kv_heads, 0)
+
+
+@triton.jit
+def _shift_of(whole, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.constexpr):
+    """The logarithm of a work tile's tiles."""
+    return SPLIT_SHIFT if SPLITS_FIXED else tl.where(whole > 0, SPLIT_SHIFT, 0)
+
+
+@triton.jit
+def _count_splits(first, end, whole, shift):
+    """Work tiles of a head: at least one, which writes the result."""
+    count = ((end + (1 << shift) - 1) >> shift) - (first >> shift)
+    return tl.where(end - first <= whole, 1, tl.maximum(count, 1))
+
+
+@triton.jit
+def count_work_tiles(tiles, whole, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.constexpr):
+    """Work tiles of each entry of the queue.
+
+    ``tiles`` is what ``count_key_tiles`` returned; heads of up to ``whole`` tiles are one work
+    tile. With 0 they are not, and without ``SPLITS_FIXED`` each tile is one.
+    """
+    first, end, heads = tiles
+    shift = _shift_of(whole, SPLIT_SHIFT, SPLITS_FIXED)
+    return heads * _count_splits(first, end, whole, shift)
+
+
+@triton.jit
+def choose_whole(total_tiles, total_whole, programs, WHOLE: tl.constexpr):
+    """The queue's ``whole``, and its work tiles: ``total_whole`` with ``WHOLE``, or all tiles."""
+    is_little = total_tiles <= programs * FEW
+    return tl.where(is_little, WHOLE, 0), tl.where(is_little, total_whole, total_tiles)
+
+
+@triton.jit
+def cut(program, programs, total):
+    """``program * total // programs``, in 32 bits."""
+    return program * (total // programs) + program * (total % programs) // programs
 
 
 @triton.jit
@@ -108,7 +155,7 @@ def _split_entry(entry, num_kv_heads, VISIBLE: tl.constexpr):
 @triton.jit
 def find_range(
     seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
-    MOST: tl.constexpr, TILE_N: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    whole, MOST: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """The part of one KV head's keys that begins at work tile ``work`` of the queue.
@@ -125,15 +172,16 @@ def find_range(
     seq_len, query_len = _keep_short(seq_len, query_len, MOST)
     first_key, end_key = key_range(seq_len, query_len, window, listed, seq, first_head, VISIBLE)
     first_tile, end_tile = _key_tiles(first_key, end_key, TILE_N)
-    first_split = first_tile // SPLIT_TILES
-    per_head = tl.maximum((end_tile + SPLIT_TILES - 1) // SPLIT_TILES - first_split, 1)
+    shift = _shift_of(whole, SPLIT_SHIFT, SPLITS_FIXED)
+    first_split = first_tile >> shift
+    per_head = _count_splits(first_tile, end_tile, whole, shift)
     heads_passed = (work - before) // per_head
     head_start = before + heads_passed * per_head
     head = first_head + heads_passed
     first = work - head_start
     count = tl.minimum(end_work - work, 1 if SPLITS_FIXED else per_head - first)
-    low = tl.maximum((first_split + first) * SPLIT_TILES, first_tile)
-    high = tl.minimum((first_split + first + count) * SPLIT_TILES, end_tile)
+    low = tl.maximum((first_split + first) << shift, first_tile)
+    high = tl.where(first + count == per_head, end_tile, (first_split + first + count) << shift)
     return (
         seq, head, seq_len, first_token, query_len, head_start, per_head, first, count, low, high,
         first_key, end_key,
