@@ -9,6 +9,7 @@ What the step's rows draw from its logits is in ``triton_draw.py``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
+from ..ops.paged_attention.shared_prefixes import lay_out
+from ..tiles.triton.early import publish
+from ..tiles.triton.launch import INTERPRETED
 from .prefix_groups import MAX_GROUPS
 from .triton_draw import draw
 
@@ -46,7 +50,13 @@ def begin_kernel(
     width,
     BLOCK_SIZE: tl.constexpr,
     TILE_W: tl.constexpr,
+    PUBLISH: tl.constexpr,
 ):
+    """See the module.
+
+    Attention reads lengths and tables before it waits for the kernel in front of it
+    (``SharedPrefixes.passes``), hence ``publish``.
+    """
     i = tl.program_id(0)
     row = tl.load(inbox + i).to(tl.int64)
     if row < 0:
@@ -54,6 +64,8 @@ def begin_kernel(
         tl.store(positions + i, 0)
         tl.store(slots + i, -1)
         tl.store(seq_lens + i, 0)
+        if PUBLISH:
+            publish()
         return
     length = tl.load(lengths + row)
     block = tl.load(inbox + size + i)
@@ -69,6 +81,8 @@ def begin_kernel(
         blocks = tl.load(tables + row * width + at, mask=at < last, other=0)
         blocks = tl.where(at == last, block, blocks)
         tl.store(batch_tables + i.to(tl.int64) * width + at, blocks, mask=at <= last)
+    if PUBLISH:
+        publish()
 
 
 class DecodeBuffers:
@@ -118,19 +132,20 @@ class DecodeBuffers:
         outputs = self._token_ids, self._positions, self._slots, self._seq_lens, self._tables
         begin_kernel[(size,)](
             *outputs, self._rows_tables, self._sampler.last_tokens, self._sampler.lengths,
-            self.inbox, size, self._width, BLOCK_SIZE=self._block_size, TILE_W=128, num_warps=1,
+            self.inbox, size, self._width, BLOCK_SIZE=self._block_size, TILE_W=128,
+            PUBLISH=not INTERPRETED, num_warps=1,
         )  # fmt: skip
+        batch = PagedBatch(
+            self._tables[:size], self._seq_lens[:size], self._starts[: size + 1], 1, max_seq_len
+        )
+        if shares:
+            shared = self._shared_prefixes(size)
+            passes = lay_out(replace(batch, shared_prefixes=shared), self._block_size)
+            batch = replace(batch, shared_prefixes=replace(shared, passes=passes))
         return ForwardBatch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
-            batch=PagedBatch(
-                self._tables[:size],
-                self._seq_lens[:size],
-                self._starts[: size + 1],
-                1,
-                max_seq_len,
-                self._shared_prefixes(size) if shares else None,
-            ),
+            batch=batch,
             slot_mapping=self._slots[:size],
             logits_rows=self._numbers[:size],
         )
