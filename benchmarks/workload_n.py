@@ -397,9 +397,10 @@ def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests
             some = requests[: max(1, len(requests) // options.get("n", 1))]
             _print_share(name, about, base, time_n(llm, some, **options))
     if "shared" in parts:
-        found = time_shared(llm, min(4000, llm.engine.max_model_len // 2))
+        num_prompt = min(4000, llm.engine.max_model_len - 300)
         target = [("x read by each", 1.5, ">=")]
-        _print("shared", "64 samples of a prompt of 4000 tokens", targets=target, **found)
+        about = f"64 samples of a prompt of {num_prompt} tokens"
+        _print("shared", about, targets=target, **time_shared(llm, num_prompt))
     draws: dict[str, Callable[[], list[Arrival]]] = {"chats": draw_chats, "long": draw_long}
     for name, draw in draws.items():
         if name in parts:

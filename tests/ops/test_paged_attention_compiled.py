@@ -17,7 +17,7 @@ from pagetile.device import DeviceInfo
 from pagetile.ops.paged_attention import PagedBatch, Problem, triton
 from pagetile.ops.paged_attention.checks import validate
 from pagetile.ops.paged_attention.hopper import SPECIALISED
-from pagetile.ops.paged_attention.plan import make_gpu_plan
+from pagetile.ops.paged_attention.plan import make_gpu_plan, make_prefix_plan
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, PREFILL
 from pagetile.shapes import Form
@@ -278,7 +278,39 @@ def test_fixed_splits_keep_no_more_states_than_block_tables_can_name():
 def test_merging_a_prefix(dtype, width, tmp_path):
     from pagetile.ops.paged_attention import triton_merge
 
-    assert_fits(triton_merge.make_launcher(dtype, 32, width), tmp_path)
+    assert_fits(triton_merge.make_launcher(dtype, 32, width, 16, True, True), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "group", "size", "kv_dtype", "scales", "dtype"),
+    [
+        (64, 2, 128, BF16, "none", BF16),
+        (8, 2, 128, BF16, "none", BF16),
+        (64, 4, 64, INT8, "token", BF16),
+        *rarely(
+            (16, 2, 128, BF16, "none", BF16), (64, 4, 128, E4M3, "head", BF16),
+            (64, 8, 256, BF16, "none", BF16), (64, 4, 512, F16, "none", F16),
+            (64, 4, 128, F32, "none", F32),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("features", [False, True])
+def test_a_shared_prefix(
+    seqs, group, size, kv_dtype, scales, dtype, features, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(triton, "begins_early", lambda _: True)
+    question = replace(
+        problem(group, size, kv_dtype, scales, dtype=dtype), num_seqs=seqs, num_tokens=seqs
+    )
+    ints = [Form(torch.Size((n,)), (1,), torch.int32, torch.device("meta")) for n in (9, 8)]
+    form = call_form(question, features=features)._replace(shared_prefixes=(*ints, None, None))
+    plan = make_prefix_plan(question, H200, seqs * group)
+    launcher = triton.prepare_prefixes(question, form, plan, 4096, is_settled=True).launch.launcher
+    is_rare = size >= 256 or dtype == F32  # the block ids of the next tile do not fit
+    assert_fits(launcher, tmp_path, 256 if is_rare else 0)
+    shared = launcher.compile(GPUTarget("cuda", 90, 32)).metadata.shared
+    assert (shared + 1024) * (plan.num_programs // H200.num_workers) <= 228 << 10
 
 
 @pytest.mark.parametrize(

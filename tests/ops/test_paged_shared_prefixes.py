@@ -54,6 +54,9 @@ CASES = [
     (PagedCase((1, 1), (70, 61), sliding_window=20, **SIZES), [2], [56]),
     (PagedCase((1, 3), (70, 61), causal=False, **SIZES), [2], [56]),
     (PagedCase((1, 1, 1), (70, 61, 20), **SIZES), [0, 2, 0, 1, 0], [0, 56, 0, 0, 0]),
+    (PagedCase((1,) * 40, (70,) * 30 + (20,) * 10, **SIZES), [30, 10], [56, 8]),
+    (PagedCase((9, 40, 9), (90, 99, 70), has_alibi=True, **SIZES), [3], [48]),
+    (PagedCase((1, 1), (70, 61), kv_dtype=torch.int8, scales="head", **SIZES), [2], [56]),
 ]
 IMPLEMENTATIONS = [
     "reference",
@@ -63,27 +66,55 @@ IMPLEMENTATIONS = [
 ]
 
 
-@pytest.fixture(params=[1, 3], ids=["one-split", "three-splits"])
-def splits(request, monkeypatch):
-    """Share even where it would not pay, with a number of splits."""
+@pytest.fixture
+def shares(monkeypatch):
+    """Share even where it would not pay."""
     monkeypatch.setattr(shared_prefixes, "pays", lambda *_: True)
-    monkeypatch.setattr(shared_prefixes, "_choose_splits", lambda *_: request.param)
-    return request.param
 
 
-@pytest.mark.usefixtures("splits")
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.fixture(params=[(1, 64), (40, 16)], ids=["one-split", "many-splits"])
+def tiles(request, monkeypatch):
+    """A number of programs and of keys of a tile, on which the number of splits depends."""
+    make = shared_prefixes.make_prefix_plan
+    programs, tile_n = request.param
+
+    def change(*args):
+        return replace(make(*args), num_programs=programs, tile_n=tile_n)
+
+    monkeypatch.setattr(shared_prefixes, "make_prefix_plan", change)
+
+
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize(("case", "groups", "prefixes"), CASES, ids=str)
 def test_cases_match_float64(case, groups, prefixes, impl):
+    inputs = make_shared(case, groups, prefixes)
+    out, lse = inputs.attend(impl=impl, out=inputs.out)
+    plain = replace(inputs, batch=replace(inputs.batch, shared_prefixes=None))
+    assert_matches(AttentionOutput(out, lse), plain)
+
+
+@pytest.mark.usefixtures("shares", "tiles")
+@pytest.mark.parametrize(
+    ("impl", "has_kernel"),
+    [
+        pytest.param("triton", True, marks=pytest.mark.interpret),
+        pytest.param("auto", True, marks=pytest.mark.gpu),
+        pytest.param("auto", False, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(("case", "groups", "prefixes"), CASES, ids=str)
+def test_cases_on_a_gpu_match_float64(case, groups, prefixes, impl, has_kernel, monkeypatch):
+    monkeypatch.setattr(shared_prefixes, "_has_kernel", lambda *_: has_kernel)
     dtype = torch.bfloat16 if impl == "auto" else case.dtype
     inputs = make_shared(replace(case, dtype=dtype), groups, prefixes)
-    there = to(inputs, "cuda") if ON_GPU and impl in ("triton", "auto") else inputs
+    there = to(inputs, "cuda") if ON_GPU else inputs
     out, lse = there.attend(impl=impl, out=there.out)
     plain = replace(inputs, batch=replace(inputs.batch, shared_prefixes=None))
     assert_matches(AttentionOutput(out.cpu(), lse.cpu()), plain)
 
 
-@pytest.mark.usefixtures("splits")
+@pytest.mark.usefixtures("shares")
 def test_the_prefix_is_read_once(monkeypatch):
     passes = []
     run = shared_prefixes.run
@@ -108,9 +139,11 @@ def test_sharing_is_used_where_it_saves_enough():
     problem = Problem(256, 256, 1, 33024, 32, 8, 128, 128, 16, bf16, bf16)
     shared = SharedPrefixes(torch.tensor([0, 256]), torch.tensor([32768]), 256, 32768)
     assert shared_prefixes.pays(problem, shared, h200)
-    assert shared_prefixes._choose_splits(problem, shared, h200) == 1, "prefill divides keys itself"
+    assert not shared_prefixes._has_kernel(problem, shared, h200), "1024 rows: prefill is faster"
+    few_heads = replace(problem, num_heads=8)
+    assert shared_prefixes._has_kernel(few_heads, shared, h200)
     in_float32 = replace(problem, q_dtype=torch.float32, kv_dtype=torch.float32)
-    assert shared_prefixes._choose_splits(in_float32, shared, h200) == 2
+    assert shared_prefixes._has_kernel(in_float32, shared, h200), "prefill takes 16 bits"
     alone = SharedPrefixes(torch.arange(257), torch.zeros(256))
     assert not shared_prefixes.pays(problem, alone, h200)
     few = replace(problem, num_seqs=8, num_tokens=8)
@@ -170,7 +203,7 @@ def test_what_does_not_go_with_shared_prefixes_is_refused():
         paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, batch)
 
 
-@pytest.mark.usefixtures("splits")
+@pytest.mark.usefixtures("shares")
 def test_a_compiled_call_takes_shared_prefixes():
     inputs = make_shared(*CASES[0])
     torch._dynamo.reset()
@@ -210,24 +243,83 @@ def test_the_merging_kernel_gives_what_torch_gives(splits, dtype):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(("case", "groups", "prefixes"), CASES, ids=str)
-@pytest.mark.parametrize("splits", [1, 3])
-def test_the_kernel_lays_both_passes_out_as_torch_does(case, groups, prefixes, splits):
+def test_the_kernel_lays_both_passes_out_as_torch_does(case, groups, prefixes):
     from pagetile.ops.paged_attention import triton_prefixes
 
     inputs = make_shared(case, groups, prefixes)
-    batch, problem, shared = inputs.batch, inputs.problem, inputs.batch.shared_prefixes
-    expected = shared_prefixes._lay_out(problem, batch, shared, splits)
+    batch, block_size = inputs.batch, inputs.problem.block_size
+    expected = shared_prefixes._lay_out(batch, batch.shared_prefixes, block_size)
     there = to(inputs, "cuda").batch if ON_GPU else batch
     found = triton_prefixes.lay_out(
         there.block_tables, there.seq_lens, there.cu_seqlens_q,
         there.shared_prefixes.cu_group_seqs, there.shared_prefixes.prefix_lens,
-        splits=splits, num_tokens=problem.num_tokens, block_size=problem.block_size,
+        block_size=block_size,
     )  # fmt: skip
     for name, own, reference in zip(found._fields[1:], found[1:], expected[1:], strict=True):
         assert own.cpu().tolist() == reference.tolist(), name
     for own, reference, length in zip(found.tables.cpu(), expected[0], expected[1], strict=True):
-        used = -(-int(length) // problem.block_size)
+        used = -(-int(length) // block_size)
         assert own[:used].tolist() == reference[:used].tolist()
+
+
+@pytest.mark.usefixtures("shares")
+def test_passes_that_are_laid_out_once_serve_every_call(monkeypatch):
+    inputs = make_shared(*CASES[2])
+    expected = inputs.attend(impl="cpu")
+    shared = inputs.batch.shared_prefixes
+    passes = shared_prefixes.lay_out(inputs.batch, BLOCK)
+    monkeypatch.setattr(shared_prefixes, "lay_out", None)  # fails if it is called
+    batch = replace(inputs.batch, shared_prefixes=replace(shared, passes=passes))
+    found = replace(inputs, batch=batch).attend(impl="cpu")
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("shares")
+def test_a_recorded_step_of_layers_serves_other_lengths_and_groups():
+    """Lengths and keys are read before the kernel in front of a call, which writes q, has ended."""
+    lens = (70, 640, 90, 600, 80, 620)
+    steps = [((4, 2), (64, 0), lens), ((2, 4), (56, 64), lens[::-1]), ((6, 0), (64, 0), lens)]
+    steps = [
+        make_shared(PagedCase((1,) * 6, lens, dtype=torch.bfloat16, seed=seed, **SIZES), *groups)
+        for seed, (*groups, lens) in enumerate(steps)
+    ]
+    there = to(max(steps, key=lambda step: len(step.k_cache)), "cuda")
+    tables = torch.nn.functional.pad(there.batch.block_tables, (0, 8))  # some are wider
+    there = replace(there, batch=replace(there.batch, block_tables=tables))
+    static = [*tensors_of(there), there.q.clone()]
+
+    def run():
+        torch.mul(static[-1], 1.0, out=there.q)
+        shared = there.batch.shared_prefixes
+        passes = shared_prefixes.lay_out(there.batch, BLOCK)
+        batch = replace(there.batch, shared_prefixes=replace(shared, passes=passes))
+        found = []
+        for _ in range(3):
+            found.append(replace(there, batch=batch).attend())
+            torch.mul(static[-1], 1.0, out=there.q)
+        return found
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for step in (*steps, *steps):
+        for tensor, value in zip(static, [*tensors_of(step), step.q], strict=True):
+            tensor[tuple(map(slice, value.shape))].copy_(value)
+        graph.replay()
+        plain = replace(step, batch=replace(step.batch, shared_prefixes=None))
+        for out, lse in found:
+            assert_matches(AttentionOutput(out.cpu(), lse.cpu()), plain)
+
+
+def tensors_of(inputs):
+    batch, shared = inputs.batch, inputs.batch.shared_prefixes
+    return [
+        inputs.k_cache, inputs.v_cache, batch.block_tables, batch.seq_lens, shared.cu_group_seqs,
+        shared.prefix_lens,
+    ]  # fmt: skip
 
 
 def test_sequences_without_blocks_are_laid_out():
@@ -235,6 +327,6 @@ def test_sequences_without_blocks_are_laid_out():
     num_seqs = inputs.batch.num_seqs
     shared = SharedPrefixes(torch.tensor([0, num_seqs]).int(), torch.tensor([0]).int())
     batch = replace(inputs.batch, block_tables=torch.zeros(num_seqs, 0).int())
-    tables, seq_lens, *_ = shared_prefixes._lay_out(inputs.problem, batch, shared, 2)
-    assert tables.shape == (2 + num_seqs, 0)
+    tables, seq_lens, _ = shared_prefixes._lay_out(batch, shared, 8)
+    assert tables.shape == (1 + num_seqs, 0)
     assert not seq_lens.any()

@@ -9,6 +9,7 @@ What the step's rows draw from its logits is in ``triton_draw.py``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
+from ..ops.paged_attention.shared_prefixes import lay_out
 from ..tiles.triton.early import publish
 from ..tiles.triton.launch import INTERPRETED
 from .prefix_groups import MAX_GROUPS
@@ -52,8 +54,8 @@ def begin_kernel(
 ):
     """See the module.
 
-    Attention reads lengths and tables while the kernel in front of it still runs
-    (``PagedBatch.allows_early_reads``), hence ``publish``.
+    Attention reads lengths and tables before it waits for the kernel in front of it
+    (``PagedBatch.allows_early_reads``, ``SharedPrefixes.passes``), hence ``publish``.
     """
     i = tl.program_id(0)
     row = tl.load(inbox + i).to(tl.int64)
@@ -133,18 +135,22 @@ class DecodeBuffers:
             self.inbox, size, self._width, BLOCK_SIZE=self._block_size, TILE_W=128,
             PUBLISH=not INTERPRETED, num_warps=1,
         )  # fmt: skip
+        batch = PagedBatch(
+            self._tables[:size],
+            self._seq_lens[:size],
+            self._starts[: size + 1],
+            1,
+            max_seq_len,
+            allows_early_reads=not shares,
+        )
+        if shares:
+            shared = self._shared_prefixes(size)
+            passes = lay_out(replace(batch, shared_prefixes=shared), self._block_size)
+            batch = replace(batch, shared_prefixes=replace(shared, passes=passes))
         return ForwardBatch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
-            batch=PagedBatch(
-                self._tables[:size],
-                self._seq_lens[:size],
-                self._starts[: size + 1],
-                1,
-                max_seq_len,
-                self._shared_prefixes(size) if shares else None,
-                allows_early_reads=True,
-            ),
+            batch=batch,
             slot_mapping=self._slots[:size],
             logits_rows=self._numbers[:size],
         )

@@ -41,6 +41,10 @@ class SharedPrefixes:
     max_prefix_len: int | None = None
     """At least the longest prefix, a host integer; ``None``: ``max_seq_len``. Whether sharing is
     used depends on it."""
+    passes: tuple[PagedBatch, PagedBatch] | None = None
+    """What ``shared_prefixes.lay_out`` returned for this batch, once for all layers of a model;
+    ``None``: every call lays it out. Lengths, tables and groups must not change in between. They
+    are read while the kernel in front of a call still runs."""
 
     @property
     def num_groups(self) -> int:

@@ -33,7 +33,8 @@ def attend(call: Arguments, impl: str) -> AttentionOutput:
     prefixes = batch.shared_prefixes
     shared: list[Any] = [None] * 4
     if prefixes is not None:
-        shared = [getattr(prefixes, field.name) for field in fields(prefixes)]
+        names = [field.name for field in fields(prefixes) if field.name != "passes"]
+        shared = [getattr(prefixes, name) for name in names]
     inputs = [
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q,
         batch.max_query_len, batch.max_seq_len, *shared, *options, impl,

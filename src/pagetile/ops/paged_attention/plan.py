@@ -35,10 +35,12 @@ __all__ = [
     "GpuPlan",
     "Plan",
     "choose_decode_tiles",
+    "choose_prefix_splits",
     "kind_of",
     "make_gpu_plan",
     "make_hopper_prefill_plan",
     "make_plan",
+    "make_prefix_plan",
     "power_of_2",
     "refuse_hopper_decode",
     "refuse_hopper_prefill",
@@ -58,6 +60,12 @@ SHORT_ROWS = 16
 
 GPU_SPLIT_SIZE = 1024
 """Keys of one split where a result must not depend on the batch."""
+
+PREFIX_ROWS = 64
+"""Most rows of a tile of the kernel for shared prefixes: of 64, two CTAs fit a multiprocessor."""
+
+MOST_PREFIX_SPLITS = 32
+"""Of a shared prefix; a token's merge reads a state of each."""
 
 MERGED_AT_ONCE = 16
 """Partial states that a merge holds in registers; half of them are still being loaded."""
@@ -82,7 +90,7 @@ class GpuPlan:
     """
 
     path: str
-    """``"decode"`` or ``"prefill"``."""
+    """``"decode"``, ``"prefill"`` or, of a prefix that sequences share, ``"prefix"``."""
     tile_m: int
     """Rows of a tile."""
     tile_n: int
@@ -278,6 +286,55 @@ def _make_triton_prefill_plan(
     )
     split_size = GPU_SPLIT_SIZE if batch_invariant else 0  # of short sequences
     return GpuPlan("prefill", *tiles, num_programs=0, split_size=split_size)
+
+
+def make_prefix_plan(problem: Problem, device: DeviceInfo, num_rows: int) -> GpuPlan:
+    """Choose the tiles of the kernel for shared prefixes.
+
+    Two CTAs on a multiprocessor hide each other's loads where both fit.
+
+    Args:
+        problem: A call.
+        device: A GPU, or a CPU that interprets.
+        num_rows: At least the most rows (new tokens × group) of sequences that share a prefix.
+    """
+    tiles = choose_forward_tiles(
+        problem.width,
+        is_float32=_multiplies_float32(problem),
+        is_8_bit=problem.kv_dtype.itemsize == 1,
+        is_small=device.is_small,
+    )
+    most = min(tiles.tile_m, PREFIX_ROWS)
+    tile_m = min(most, max(16, power_of_2(num_rows)))
+    tile_n, num_stages = tiles.tile_n, tiles.num_stages
+    if tile_m == PREFIX_ROWS and problem.width <= 128 and tile_n == 64:
+        # Registers are left, and splits are of more equal length.
+        tile_n, num_stages = 32, 4
+    return GpuPlan(
+        "prefix",
+        tile_m=tile_m,
+        tile_n=tile_n,
+        num_warps=tiles.num_warps if most == tiles.tile_m else 4,
+        num_stages=num_stages,
+        num_programs=device.num_workers * (2 if problem.width <= 128 else 1),
+    )
+
+
+def choose_prefix_splits(problem: Problem, plan: GpuPlan, num_keys: int) -> int:
+    """Return how many splits of a prefix there is room for; the kernel chooses how many there are.
+
+    As many as give every CTA one if all tokens are of one group; up to 16, which a merge loads at
+    once, twice as many, since other tokens may be of no group.
+
+    Args:
+        problem: A call.
+        plan: Of ``make_prefix_plan``.
+        num_keys: At least the longest prefix.
+    """
+    tiles = -(-problem.num_tokens * problem.group // plan.tile_m) * problem.num_kv_heads
+    fitting = plan.num_programs // max(1, tiles)
+    most = max(fitting, min(2 * fitting, MERGED_AT_ONCE))
+    return max(1, min(most, -(-num_keys // plan.tile_n), MOST_PREFIX_SPLITS))
 
 
 def _is_bulky(problem: Problem) -> bool:

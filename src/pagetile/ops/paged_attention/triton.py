@@ -27,13 +27,22 @@ from ...tiles.triton.launch import (
 )
 from ...tiles.triton.workspace import borrow
 from .batch import PagedBatch
-from .plan import MERGED_AT_ONCE, GpuPlan, make_gpu_plan, power_of_2, short_len
+from .plan import (
+    MERGED_AT_ONCE,
+    GpuPlan,
+    choose_prefix_splits,
+    make_gpu_plan,
+    power_of_2,
+    short_len,
+)
 from .problem import Arguments, CallForm, Problem
 from .triton_decode import decode_kernel
+from .triton_prefixes import prefix_kernel
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _PACKED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _OLDEST_E4M3 = (8, 9)
+FETCHED_KEYS = 256
 _NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
 
 # As torch's compiled code allocates: without its dispatcher, in half of the host's time.
@@ -60,10 +69,14 @@ class Kernel:
     launcher: type[Launcher] = Launcher
     takes_pairs: bool = False
     """Whether it takes 8-bit caches as int16 pairs of packed 8-bit values."""
+    is_early: bool = False
+    """Whether it reads all but queries before the kernel in front of it ends."""
 
 
 DECODE = Kernel(decode_kernel)
 PREFILL = Kernel(forward_kernel)
+PREFIXES = Kernel(prefix_kernel)
+EARLY_PREFIXES = Kernel(prefix_kernel, is_early=True)
 
 
 def pack(batch: PagedBatch) -> PagedBatch:
@@ -185,6 +198,62 @@ def prepare_short(
     return prepare(short, form, own, decode)
 
 
+@dataclass(frozen=True, eq=False)
+class PrefixLaunch:
+    """A launch of ``prefix_kernel`` with everything bound that calls of one form share."""
+
+    launch: Launch
+    outs_sizes: tuple[int, int, int, int]
+
+    def __call__(self, call: Arguments) -> tuple[Tensor, Tensor]:
+        """Return a state of each split of the prefixes: see ``prefix_kernel``."""
+        q, batch, shared = call.q, pack(call.batch), call.batch.shared_prefixes
+        assert shared is not None
+        outs = q.new_empty(self.outs_sizes)
+        lses = torch.empty(self.outs_sizes[:3], dtype=torch.float32, device=q.device)
+        self.launch(
+            outs, lses, q, call.k_cache, call.v_cache, batch.block_tables, batch.seq_lens,
+            batch.cu_seqlens_q, shared.cu_group_seqs.contiguous(), shared.prefix_lens.contiguous(),
+            as_floats(call.alibi_slopes), call.k_scale, call.v_scale,
+        )  # fmt: skip
+        return outs, lses
+
+
+@functools.lru_cache(maxsize=256)
+def prepare_prefixes(
+    problem: Problem, form: CallForm, plan: GpuPlan, num_keys: int, *, is_settled: bool = False
+) -> PrefixLaunch:
+    """Bind all that calls of a form share, for the keys of its shared prefixes.
+
+    Args:
+        problem: A call.
+        form: Its form.
+        plan: Of ``make_prefix_plan``.
+        num_keys: At least the longest prefix.
+        is_settled: Whether only queries may be written by the kernel in front of a call.
+    """
+    assert form.shared_prefixes is not None
+    strides = _strides(problem, form, 1)
+    is_early = is_settled and begins_early(form.q.device)
+    kernel = EARLY_PREFIXES if is_early else PREFIXES
+    launcher = _find_launcher(kernel, problem, form, plan, strides, paired=False)
+    splits = choose_prefix_splits(problem, plan, num_keys)
+    numbers = {
+        "num_groups": form.shared_prefixes[1].shape[0],
+        "num_tokens": problem.num_tokens,
+        "num_kv_heads": problem.num_kv_heads,
+        "splits": splits,
+        "softmax_scale": form.softmax_scale,
+        "soft_cap": form.logits_soft_cap or 0.0,
+        "block_size": problem.block_size,
+        "search_steps": problem.num_seqs.bit_length(),
+        **strides,
+    }
+    grid = plan.num_programs, 1, 1
+    launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
+    return PrefixLaunch(launch, (splits, *problem.out_sizes))
+
+
 def _find_launcher(
     kernel: Kernel, problem: Problem, form: CallForm, plan: GpuPlan, strides: dict[str, int],
     paired: bool,
@@ -192,8 +261,9 @@ def _find_launcher(
     """Return the launcher with this kernel's parameters, of all that a kernel may have."""
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
+    constants |= {"EARLY": kernel.is_early, "FETCHED": _fetched_keys(problem)}
     options = {"num_warps": plan.num_warps}
-    if kernel is PREFILL:
+    if kernel in (PREFILL, PREFIXES, EARLY_PREFIXES):
         options["num_stages"] = plan.num_stages
     if kernel is not PREFILL and begins_early(form.q.device):
         options["launch_pdl"] = True
@@ -252,6 +322,13 @@ def _scale_strides(scale: Form | None) -> tuple[int, ...]:
     return (0, 0, 0, *strides)[-3:]
 
 
+def _fetched_keys(problem: Problem) -> int:
+    """Return how many keys of a work item are fetched early: of rows of whole 16 bytes."""
+    sizes = problem.head_size, problem.v_head_size
+    is_whole = all(size * problem.kv_dtype.itemsize % 16 == 0 for size in sizes)
+    return FETCHED_KEYS if is_whole and problem.is_aligned else 0
+
+
 def _types(
     problem: Problem, form: CallForm, strides: dict[str, int], paired: bool
 ) -> dict[str, str]:
@@ -266,13 +343,16 @@ def _types(
     )
     return {
         **dict.fromkeys(("out", "q"), rows_pointer),
+        "outs": POINTERS[problem.q_dtype] + ":16",
         **dict.fromkeys(("k_cache", "v_cache"), pages_pointer),
         **dict.fromkeys(("split_accs", "split_sums"), "*fp32:16"),
-        **dict.fromkeys(("lse", "alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
+        **dict.fromkeys(("lse", "lses", "alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
         **dict.fromkeys(
             ("arrivals", "block_tables", "seq_lens", "cu_seqlens_q", "visible_blocks"), "*i32"
         ),
+        **dict.fromkeys(("cu_group_seqs", "prefix_lens"), "*i32"),
         **dict.fromkeys(("num_seqs", "num_kv_heads", "short", "max_splits"), "i32"),
+        **dict.fromkeys(("num_groups", "num_tokens", "splits"), "i32"),
         **dict.fromkeys(("softmax_scale", "soft_cap"), "fp32"),
         **dict.fromkeys(("window", "block_size", "max_visible", "search_steps"), "i32"),
         **dict.fromkeys(strides, "i64"),
@@ -293,6 +373,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
     block_size, rows = problem.block_size, power_of_2(problem.rows)
     is_listed = problem.max_visible is not None
     num_entries = problem.num_seqs * (problem.num_kv_heads if is_listed else 1)
+    num_groups = 1 if form.shared_prefixes is None else form.shared_prefixes[1].shape[0]
     narrowest = 32 if paired else 16  # a power of two that a matrix product takes
     # From 64 rows on warps multiply in groups of four, and then Triton 3.6 is wrong where values
     # are narrow: 16 columns beside keys of 128, and 32 beside 64.
@@ -326,6 +407,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
         "PREFETCH": not INTERPRETED,
+        "GROUPS": power_of_2(num_groups),
         "VISIBLE": is_listed,
         # Scales of tokens are copied by way of the L1 cache, where old ones may be left.
         "EARLY": form.allows_early_reads and not is_listed and problem.scale_kind != "token",

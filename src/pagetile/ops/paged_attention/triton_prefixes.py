@@ -1,9 +1,17 @@
-"""The batches of both passes over shared prefixes, laid out on a GPU by one launch.
+"""Prefixes that groups of sequences share, on a GPU: their attention, and the batches' layout.
 
-A program writes one row: a split of a group's prefix, or a sequence's own keys::
+``prefix_kernel`` computes all rows of a group over the keys of its prefix. Its CTAs take work
+items in turns: a tile of rows, one KV head and a *split* of the keys, which leaves a state of its
+own for ``triton_merge``. All splits of a launch have ``share`` tiles of keys at most, which is
+chosen on the device so that every CTA gets one item::
 
-    prefixes   row = split * num_groups + group     blocks of the prefix that the split reads
-    own        row = sequence                       blocks after the prefix
+    groups    a: 3 sequences, 8 key tiles     b: 2 sequences, 4 key tiles     share 4
+    items     a tile 0  split 0 │ split 1     b tile 0  split 0               of every KV head
+
+``lay_out`` writes the batches of calls that compute both passes. A program writes one row::
+
+    prefixes   row = group                     blocks of the prefix
+    own        row = num_groups + sequence     blocks after the prefix
 """
 
 from __future__ import annotations
@@ -16,55 +24,234 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...tiles.triton.launch import Launcher
+from ...tiles.triton.early import let_next_begin, publish, wait_for_previous, wait_now
+from ...tiles.triton.forward import walk
+from ...tiles.triton.launch import INTERPRETED, Launcher
+from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finish, fit_queries
 
-__all__ = ["Layout", "lay_out"]
+__all__ = ["Layout", "lay_out", "prefix_kernel"]
 
 _TILE = 256
+
+
+@triton.jit
+def _read(at, mask):
+    """Load numbers, 0 where there are none."""
+    return tl.load(at, mask=mask, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _pick(lanes, lane, numbers):
+    """The number of one lane."""
+    return tl.sum(tl.where(lanes == lane, numbers, 0))
+
+
+@triton.jit
+def _find_positions(token, is_row, first_seq, end_seq, seq_lens, cu_seqlens_q, search_steps):
+    """The positions of tokens of the sequences from ``first_seq`` up to ``end_seq``."""
+    low, high = first_seq + 0 * token, end_seq + 0 * token
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        is_open = is_row & (high - low > 1)
+        starts_before = tl.load(cu_seqlens_q + middle, mask=is_open, other=0) <= token
+        low = tl.where(is_open & starts_before, middle, low)
+        high = tl.where(is_open & (starts_before == 0), middle, high)
+    seq_len = tl.load(seq_lens + low, mask=is_row, other=0)
+    return seq_len + token - tl.load(cu_seqlens_q + low + 1, mask=is_row, other=0)
+
+
+@triton.jit
+def _prefetch(
+    cache, table, key, end_key, block_size, cache_block, cache_slot, BYTES: tl.constexpr
+):  # fmt: skip
+    """Bring the rows of some keys into the second-level cache."""
+    key = tl.minimum(key, end_key - 1)
+    block = tl.load(table + key // block_size, cache_modifier=".cg").to(tl.int64)
+    at = cache + block * cache_block + key % block_size * cache_slot
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [at, 0 * key + BYTES], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefix_kernel(
+    outs,  # [splits, num_tokens, num_heads, V_SIZE]: empty where lses is -inf
+    lses,  # float32 [splits, num_tokens, num_heads]
+    q,  # [num_tokens, num_heads, SIZE]
+    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, SIZE]
+    v_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, V_SIZE]
+    block_tables,  # int32 [num_seqs, ...]
+    seq_lens,  # int32 [num_seqs]
+    cu_seqlens_q,  # int32 [num_seqs + 1]
+    cu_group_seqs,  # int32 [num_groups + 1]
+    prefix_lens,  # int32 [num_groups]
+    alibi_slopes,  # float32 [num_heads]
+    k_scale,  # float32 [num_kv_heads] or [num_blocks, BLOCK_SIZE, num_kv_heads]
+    v_scale,  # likewise
+    num_groups, num_tokens, num_kv_heads, splits, softmax_scale, soft_cap, block_size,
+    q_token, q_head,
+    k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+    ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
+    search_steps,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # 0: see block_size
+    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SCALES: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DOT: tl.constexpr,
+    PREFETCH: tl.constexpr,  # see wait_for_previous
+    EARLY: tl.constexpr,  # whether only q may still be written by the kernel in front
+    FETCHED: tl.constexpr,  # keys of an item, at most, that are fetched before it is waited for
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """See the module."""
+    if EARLY:
+        let_next_begin()
+    elif PREFETCH:
+        wait_for_previous()
+    # The items of each group. A group without a prefix has one split, which is empty.
+    # .cg: what is read early may be older in the first-level cache.
+    lanes = tl.arange(0, GROUPS)
+    is_group = lanes < num_groups
+    first_seqs = _read(cu_group_seqs + lanes, is_group)
+    end_seqs = _read(cu_group_seqs + lanes + 1, is_group)
+    lens = _read(prefix_lens + lanes, is_group)
+    first_tokens = _read(cu_seqlens_q + first_seqs, is_group)
+    end_tokens = _read(cu_seqlens_q + end_seqs, is_group)
+    row_tiles = tl.cdiv((end_tokens - first_tokens) * GROUP, TILE_M)
+    key_tiles = tl.cdiv(lens, TILE_N)
+    work = tl.sum(row_tiles.to(tl.int64) * key_tiles) * num_kv_heads
+    share = tl.cdiv(work, tl.num_programs(0)).to(tl.int32)
+    share = tl.maximum(tl.maximum(share, tl.cdiv(tl.max(key_tiles), splits)), 1)
+    counts = tl.maximum(tl.cdiv(key_tiles, share), 1)
+    items = row_tiles * counts * num_kv_heads
+    ends = tl.cumsum(items)
+
+    columns, v_columns = tl.arange(0, D), tl.arange(0, V)
+    for item in range(tl.program_id(0), tl.sum(items), tl.num_programs(0)):
+        # Which rows, which keys. Tiles of rows that share keys are neighbours.
+        group = tl.sum((ends <= item).to(tl.int32))
+        number = item - _pick(lanes, group, ends - items)
+        num_tiles, count = _pick(lanes, group, row_tiles), _pick(lanes, group, counts)
+        first_seq, end_seq = _pick(lanes, group, first_seqs), _pick(lanes, group, end_seqs)
+        length, end_token = _pick(lanes, group, lens), _pick(lanes, group, end_tokens)
+        row = number % num_tiles * TILE_M + tl.arange(0, TILE_M)
+        head = number // num_tiles % num_kv_heads
+        split = number // num_tiles // num_kv_heads
+        token = _pick(lanes, group, first_tokens) + row // GROUP
+        q_heads = head * GROUP + row % GROUP
+        is_row = token < end_token
+        low = split * share
+        high = tl.minimum(low + share, tl.cdiv(length, TILE_N))
+
+        table = block_tables + first_seq.to(tl.int64) * table_stride
+        if EARLY:
+            if FETCHED > 0:
+                end_key = tl.minimum(tl.minimum(high, low + FETCHED // TILE_N) * TILE_N, length)
+                # Other tiles of rows have the same keys.
+                first_key = tl.where(number % num_tiles == 0, low * TILE_N, end_key)
+                for key in range(first_key, end_key, 128):
+                    keys = key + tl.arange(0, 128)
+                    _prefetch(
+                        k_cache + head.to(tl.int64) * k_head, table, keys, end_key, block_size,
+                        k_block, k_slot, SIZE * k_cache.dtype.element_ty.primitive_bitwidth // 8,
+                    )  # fmt: skip
+                    _prefetch(
+                        v_cache + head.to(tl.int64) * v_head, table, keys, end_key, block_size,
+                        v_block, v_slot, V_SIZE * v_cache.dtype.element_ty.primitive_bitwidth // 8,
+                    )  # fmt: skip
+            wait_now()
+
+        # Their queries.
+        at = token.to(tl.int64)
+        q_tile = tl.load(
+            q + (at * q_token + q_heads * q_head)[:, None] + columns[None, :],
+            mask=is_row[:, None] & (columns < SIZE)[None, :],
+            other=0.0,
+        )
+        q_tile, scale = fit_queries(q_tile, DOT)
+        scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
+        position = row
+        slopes = row.to(tl.float32)
+        if HAS_ALIBI:
+            position = _find_positions(
+                token, is_row, first_seq, end_seq, seq_lens, cu_seqlens_q, search_steps
+            )
+            slopes = tl.load(alibi_slopes + q_heads, mask=is_row, other=0.0) * LOG2_E
+        v_factor = 1.0
+        k_scales, v_scales = k_scale, v_scale
+        if SCALES == "head":
+            scale *= tl.load(k_scale + head * ks_head)
+            v_factor = tl.load(v_scale + head * vs_head)
+        if SCALES == "token":
+            k_scales += head.to(tl.int64) * ks_head
+            v_scales += head.to(tl.int64) * vs_head
+
+        m = tl.full([TILE_M], float("-inf"), tl.float32)
+        l = tl.zeros([TILE_M], tl.float32)
+        acc = tl.zeros([TILE_M, V], tl.float32)
+        unit = SMALLEST
+        # Few tiles: a loop of its own for those that need no mask would load the last one late.
+        m, l, acc, unit = walk(
+            m, l, acc, unit, q_tile, low, high, 0, length, 0 * row, 0 * row + length, position,
+            slopes, k_cache + head.to(tl.int64) * k_head, v_cache + head.to(tl.int64) * v_head,
+            table, k_scales, v_scales, scale, soft_cap, block_size,
+            k_block, k_slot, v_block, v_slot, ks_block, ks_slot, vs_block, vs_slot,
+            SIZE, V_SIZE, BLOCK_SIZE, True, HAS_CAP, HAS_ALIBI, SCALES == "token", True,
+            TILE_N, D, V, DOT, table, False, True,
+        )  # fmt: skip
+        if SCALES == "token":
+            acc *= exp2_of(unit - ROOM)
+        result, row_lse = finish(m, l, acc)
+
+        to = (split.to(tl.int64) * num_tokens + at) * num_kv_heads * GROUP + q_heads
+        tl.store(
+            outs + (to * V_SIZE)[:, None] + v_columns[None, :],
+            (result * v_factor).to(outs.dtype.element_ty),
+            mask=is_row[:, None] & (v_columns < V_SIZE)[None, :],
+        )
+        tl.store(lses + to, row_lse, mask=is_row)
+        if split == 0:  # of splits that these rows do not have
+            for empty in range(count, splits):
+                to = (num_tokens.to(tl.int64) * empty + at) * num_kv_heads * GROUP + q_heads
+                tl.store(lses + to, tl.full([TILE_M], float("-inf"), tl.float32), mask=is_row)
+    if EARLY:
+        wait_now()  # without an item, too
 
 
 class Layout(NamedTuple):
     """Lengths and block tables of both passes; int32."""
 
     tables: Tensor
-    """``[splits * num_groups + num_seqs, width]``: of the prefixes' splits, then of the rest."""
+    """``[num_groups + num_seqs, width]``: of the prefixes, then of the rest."""
     seq_lens: Tensor
-    """``[splits * num_groups + num_seqs]``"""
-    starts: Tensor
-    """``[splits, num_groups]``: the first key of each split of a prefix."""
+    """``[num_groups + num_seqs]``"""
     cu_seqlens_q: Tensor
-    """``[splits * num_groups + 1]``: of the prefixes' splits."""
+    """``[num_groups + 1]``: of the prefixes."""
 
 
 @triton.jit
 def _lay_out_kernel(
     # outputs: see Layout
-    tables, seq_lens, starts, prefix_starts_q,
+    tables, seq_lens, prefix_starts_q,
     # inputs
     cu_group_seqs, prefix_lens,  # int32 [num_groups + 1], [num_groups]
     batch_tables, batch_lens, cu_seqlens_q,
     # scalars
-    num_groups, splits, num_tokens, block_size, width, table_stride,
-    GROUPS: tl.constexpr, TILE: tl.constexpr,
+    num_groups, block_size, width, table_stride,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, PUBLISH: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     row = tl.program_id(0)
-    num_prefixes = splits * num_groups
-    if row < num_prefixes:
-        split, group = row // num_groups, row % num_groups
-        seq = tl.load(cu_group_seqs + group)
-        length = tl.load(prefix_lens + group)
-        blocks = tl.cdiv(length // block_size, splits)
-        start = split * blocks * block_size
-        num_keys = tl.maximum(tl.minimum(length - start, blocks * block_size), 0)
-        tl.store(starts + row, start)
-        tl.store(prefix_starts_q + row, split * num_tokens + tl.load(cu_seqlens_q + seq))
-        if row == num_prefixes - 1:
+    if row < num_groups:
+        seq = tl.load(cu_group_seqs + row)
+        start = 0
+        num_keys = tl.load(prefix_lens + row)
+        tl.store(prefix_starts_q + row, tl.load(cu_seqlens_q + seq))
+        if row == num_groups - 1:
             last = tl.load(cu_group_seqs + num_groups)
-            end = split * num_tokens + tl.load(cu_seqlens_q + last)
-            tl.store(prefix_starts_q + num_prefixes, end)
+            tl.store(prefix_starts_q + num_groups, tl.load(cu_seqlens_q + last))
     else:
-        seq = row - num_prefixes
+        seq = row - num_groups
         number = tl.arange(0, GROUPS)
         ends = tl.load(cu_group_seqs + 1 + number, mask=number < num_groups, other=2147483647)
         group = tl.minimum(tl.sum((ends <= seq).to(tl.int32), 0), num_groups - 1)
@@ -78,6 +265,8 @@ def _lay_out_kernel(
         mask = (at < num_blocks) & (first + at < width)
         blocks = tl.load(source + first + at, mask=mask)
         tl.store(tables + row.to(tl.int64) * width + at, blocks, mask=mask)
+    if PUBLISH:
+        publish()
 
 
 def lay_out(
@@ -87,8 +276,6 @@ def lay_out(
     cu_group_seqs: Tensor,
     prefix_lens: Tensor,
     *,
-    splits: int,
-    num_tokens: int,
     block_size: int,
 ) -> Layout:
     """Lay out both passes of a batch whose groups share prefixes.
@@ -99,20 +286,16 @@ def lay_out(
         cu_seqlens_q: int32 ``[num_seqs + 1]``
         cu_group_seqs: int32 ``[num_groups + 1]``
         prefix_lens: int32 ``[num_groups]``
-        splits: Parts of a prefix, each with queries of its own.
-        num_tokens: Queries of the batch.
         block_size: Tokens of a block.
     """
     (num_seqs, width), num_groups = block_tables.shape, len(prefix_lens)
-    num_prefixes = splits * num_groups
-    rows = num_prefixes + num_seqs
+    rows = num_groups + num_seqs
     new = functools.partial(torch.empty, dtype=torch.int32, device=block_tables.device)
-    layout = Layout(
-        new(rows, width), new(rows), new(splits, num_groups), new(num_prefixes + 1)
-    )  # entries past a sequence's end are never read
+    # Entries past a sequence's end are never read.
+    layout = Layout(new(rows, width), new(rows), new(num_groups + 1))
     _make_launcher(triton.next_power_of_2(num_groups))(
         (rows, 1, 1), *layout, cu_group_seqs, prefix_lens, block_tables, seq_lens, cu_seqlens_q,
-        num_groups, splits, num_tokens, block_size, width, block_tables.stride(0),
+        num_groups, block_size, width, block_tables.stride(0),
     )  # fmt: skip
     return layout
 
@@ -120,9 +303,10 @@ def lay_out(
 @functools.lru_cache(maxsize=64)
 def _make_launcher(groups: int) -> Launcher:
     names = (
-        "tables seq_lens starts prefix_starts_q cu_group_seqs prefix_lens batch_tables batch_lens "
+        "tables seq_lens prefix_starts_q cu_group_seqs prefix_lens batch_tables batch_lens "
         "cu_seqlens_q"
     )
-    numbers = "num_groups splits num_tokens block_size width table_stride"
+    numbers = "num_groups block_size width table_stride"
     types = {**dict.fromkeys(names.split(), "*i32"), **dict.fromkeys(numbers.split(), "i32")}
-    return Launcher(_lay_out_kernel, types, {"GROUPS": groups, "TILE": _TILE}, num_warps=1)
+    constants = {"GROUPS": groups, "TILE": _TILE, "PUBLISH": not INTERPRETED}
+    return Launcher(_lay_out_kernel, types, constants, num_warps=1)

@@ -28,3 +28,17 @@ def publish():
     tl.inline_asm_elementwise(
         "fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def let_next_begin():
+    """The first half of ``wait_for_previous``."""
+    if cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_now():
+    """The second half of ``wait_for_previous``; once it has waited, it returns at once."""
+    if cuda_capability_geq(9, 0):
+        gdc_wait()

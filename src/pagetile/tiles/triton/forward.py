@@ -79,7 +79,7 @@ def _load_rows(cache, row, used, SIZE: tl.constexpr, D: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def _walk(
+def walk(
     m, l, acc, unit, q, low, high, first_key, end_key, row_first, row_end, position, slopes,
     k_cache, v_cache, table, k_scale, v_scale,
     score_scale, soft_cap, block_size,
@@ -87,9 +87,16 @@ def _walk(
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
     TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DOT: tl.constexpr, blocks,
-    VISIBLE: tl.constexpr,
+    VISIBLE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """Take the tiles from ``low`` to ``high`` into the state of the rows."""
+    """Take the tiles from ``low`` to ``high`` into the state of the rows.
+
+    ``AHEAD``: whether block ids are loaded a tile ahead, which keys and values then need not wait
+    for: for few tiles, without listed blocks.
+    """
+    if AHEAD:
+        key = low * TILE_N + tl.arange(0, TILE_N)
+        next_block = tl.load(table + key // block_size, mask=key < end_key, other=0)
     for tile in range(low, high):
         key = tile * TILE_N + tl.arange(0, TILE_N)
         used = (key >= first_key) & (key < end_key)
@@ -100,7 +107,13 @@ def _walk(
                 index, slot = key // block_size, key % block_size
             if VISIBLE:
                 index = tl.load(blocks + index, mask=used, other=0)
-            block = tl.load(table + index, mask=used, other=0).to(tl.int64)
+            if AHEAD:
+                block = next_block.to(tl.int64)
+                next_key = key + TILE_N
+                index = next_key // (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
+                next_block = tl.load(table + index, mask=next_key < end_key, other=0)
+            else:
+                block = tl.load(table + index, mask=used, other=0).to(tl.int64)
             k_row, v_row = block * k_block + slot * k_slot, block * v_block + slot * v_slot
         else:
             k_row, v_row = key.to(tl.int64) * k_slot, key.to(tl.int64) * v_slot
@@ -240,7 +253,7 @@ def forward_kernel(
             start, stop = whole_low, whole_high
         else:
             start, stop = whole_high, high
-        m, l, acc, unit = _walk(
+        m, l, acc, unit = walk(
             m, l, acc, unit, q_tile, start, stop, first_key, end_key, row_first, row_end, position,
             slopes, k_cache, v_cache, table, k_scale, v_scale, scale, soft_cap, block_size,
             k_block, k_slot, v_block, v_slot,
