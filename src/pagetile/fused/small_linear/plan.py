@@ -10,7 +10,7 @@ import torch
 from .problem import Problem
 
 __all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts", "make_plan",
-           "plan_parts"]  # fmt: skip
+           "plan_parts", "plan_resident"]  # fmt: skip
 
 MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
@@ -22,6 +22,8 @@ _FEW_ELEMENTS = 8192
 # kernels here beat cuBLAS, and what it takes from them where a weight is larger.
 _MOST_BYTES_FEW = 36 << 20
 _MOST_BYTES_TILES = 16 << 20
+_MOST_REGISTERS = 96
+"""Of a thread, that the weight may have of a program that has all of its numbers there."""
 _WIDEST_NORM = 8192
 _LEAST_COLUMNS_TILES = 2048
 _LEAST_COLUMNS_HEAD = 65536
@@ -83,6 +85,18 @@ def _plan_tiles(problem: Problem) -> Plan:
         tile_k //= 2
     num_warps = 2 if tile_m == 16 and not problem.is_gated else 4
     return Plan("tiles", tile_m, tile_n, tile_k, num_warps, stages=5)
+
+
+def plan_resident(problem: Problem) -> Plan | None:
+    """The cut of a product whose weight waits in registers; ``None`` if it does not fit there."""
+    tile_m = max(8, min(32, 1 << (problem.num_rows - 1).bit_length()))
+    num_warps, tile_k = 8, 128 if problem.size % 1024 == 0 else 64
+    tile_n = 16 if problem.is_gated or problem.num_columns < 100 * 32 else 32
+    chunks = -(-problem.size // (num_warps * tile_k))
+    registers = (1 + problem.is_gated) * tile_n * chunks * tile_k // 64
+    if registers > _MOST_REGISTERS:
+        return None
+    return Plan("resident", tile_m, tile_n, tile_k, num_warps)
 
 
 def plan_parts(problem: Problem) -> Plan:
