@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import torch
 
+from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts", "make_plan",
-           "plan_parts", "plan_resident"]  # fmt: skip
+__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts", "is_resident",
+           "make_plan", "plan_parts", "plan_resident"]  # fmt: skip
 
 MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
 MOST_ROWS = 64
+MOST_RESIDENT = 0
+"""Rows up to which ``hopper`` is preferred. It takes 32; 0 leaves it out."""
 _FEW_ELEMENTS = 8192
 """Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
 
@@ -22,6 +25,7 @@ _FEW_ELEMENTS = 8192
 # kernels here beat cuBLAS, and what it takes from them where a weight is larger.
 _MOST_BYTES_FEW = 36 << 20
 _MOST_BYTES_TILES = 16 << 20
+_LEAST_COLUMNS_RESIDENT = 3200
 _MOST_REGISTERS = 96
 """Of a thread, that the weight may have of a program that has all of its numbers there."""
 _WIDEST_NORM = 8192
@@ -33,7 +37,7 @@ class Plan(NamedTuple):
     """How the weight is cut into programs."""
 
     kind: str
-    """``few`` or ``tiles``, the kernel."""
+    """``few``, ``tiles`` or ``resident``, the kernel."""
     tile_m: int
     """Rows of ``x`` of a program."""
     tile_n: int
@@ -91,12 +95,43 @@ def plan_resident(problem: Problem) -> Plan | None:
     """The cut of a product whose weight waits in registers; ``None`` if it does not fit there."""
     tile_m = max(8, min(32, 1 << (problem.num_rows - 1).bit_length()))
     num_warps, tile_k = 8, 128 if problem.size % 1024 == 0 else 64
-    tile_n = 16 if problem.is_gated or problem.num_columns < 100 * 32 else 32
+    tile_n = 16 if problem.is_gated or problem.num_columns < _LEAST_COLUMNS_RESIDENT else 32
     chunks = -(-problem.size // (num_warps * tile_k))
     registers = (1 + problem.is_gated) * tile_n * chunks * tile_k // 64
     if registers > _MOST_REGISTERS:
         return None
     return Plan("resident", tile_m, tile_n, tile_k, num_warps)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_resident(
+    num_rows: int,
+    num_columns: int,
+    size: int,
+    dtype: torch.dtype,
+    device: DeviceInfo,
+    *,
+    is_gated: bool = False,
+) -> bool:
+    """Whether ``hopper`` takes less time than a product and its norm and residual in launches.
+
+    Args:
+        num_rows: Rows of ``x``.
+        num_columns: Numbers of a row of the result.
+        size: Numbers of a row of ``x``.
+        dtype: The type of all of them.
+        device: Where they are.
+        is_gated: Whether the weight has as many rows again, and an activation follows.
+    """
+    if not 0 < num_rows <= MOST_RESIDENT or dtype.itemsize != 2 or size % 8:
+        return False
+    problem = Problem(num_rows, size, num_columns, dtype, is_gated)
+    return (
+        device.kind == "cuda"
+        and device.capability[0] == 9
+        and problem.num_bytes <= _MOST_BYTES_TILES
+        and plan_resident(problem) is not None
+    )
 
 
 def plan_parts(problem: Problem) -> Plan:
