@@ -42,7 +42,7 @@ def small_linear(
         weight: ``[num_columns, size]``, of the same type and without gaps; with ``activation``
             ``[2 * num_columns, size]``, the rows of the gate first.
         bias: One number for each row of ``weight``.
-        norm: An RMS norm of ``x``, of up to 4 rows; of up to 32 by ``hopper``.
+        norm: An RMS norm of ``x``, of up to 4 rows; of up to 64 by ``hopper``.
         activation: ``""``, or one of ``gated_activation``'s: the result is then
             ``activation(gate) * up``.
         residual: ``[..., num_columns]``, added last.

@@ -9,12 +9,12 @@
 
 A program has ``TILE_N`` whole rows of the weight (of a gated product as many of the gate and of
 the up projection). Its warps divide the numbers of a row: warp ``s`` has the range ``s`` of
-``TILE_K`` numbers of every ``WARPS * TILE_K``. Each loads its numbers as the tensor cores take them,
-without shared memory. What is left after the wait is one load of ``x`` from the second-level
-cache, the norm, the products, and one exchange over the warps.
+``TILE_K`` numbers of every ``WARPS * TILE_K``. Each loads its numbers as the tensor cores take
+them, without shared memory. What is left after the wait is one load of ``x`` from the
+second-level cache, the norm, the products, and one exchange over the warps.
 
 All products accumulate in the same order whatever the number of rows is, so a row's result does
-not depend on it. Supports float16 and bfloat16, up to 32 rows, on Hopper GPUs.
+not depend on it. Supports float16 and bfloat16, up to 64 rows, on Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ from ...tiles.hopper.gluon_launcher import GluonLauncher
 from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch
 from ...tiles.triton.norms import normalise
 from ..rms_norm import Norm
-from .plan import Plan, plan_resident
+from .plan import MOST_ROWS, Plan, plan_resident
 from .problem import Problem
 from .triton import finish, row_stride
-
-MOST_ROWS = 32
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -158,14 +156,14 @@ def resident_kernel(
     weight += first.to(gl.int64) * K
     tiles = ()
     for chunk in gl.static_range(CHUNKS):
-        tiles = tiles + (_load(weight, at, k, chunk * STEP, STEP, K),)
+        tiles += (_load(weight, at, k, chunk * STEP, STEP, K),)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, right)))
     k = gl.arange(0, TILE_K, gl.SliceLayout(0, gl.SliceLayout(2, right)))
     k = warp[:, None, None] * TILE_K + k[None, :, None]
     factors = ()
     if NORM != "":
         for chunk in gl.static_range(CHUNKS):
-            factors = factors + (_load(norm_weight, k, k, chunk * STEP, STEP, K),)
+            factors += (_load(norm_weight, k, k, chunk * STEP, STEP, K),)
     n = first + gl.arange(0, TILE_N, gl.SliceLayout(1, result))
     is_column = n < num_columns
     y_bias = gl.zeros([TILE_N], gl.float32, gl.SliceLayout(1, result))
@@ -183,7 +181,7 @@ def resident_kernel(
     at = row[None, None, :] * x_row + k
     rows = ()
     for chunk in gl.static_range(CHUNKS):
-        rows = rows + (_load(x, at, k, chunk * STEP, STEP, K),)
+        rows += (_load(x, at, k, chunk * STEP, STEP, K),)
     m += gl.arange(0, TILE_M, gl.SliceLayout(0, result))
     inside = is_column[:, None] & (m < num_rows)[None, :]
     added = gl.zeros([TILE_N, TILE_M], gl.float32, result)

@@ -17,7 +17,7 @@ MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
 MOST_ROWS = 64
 MOST_RESIDENT = 0
-"""Rows up to which ``hopper`` is preferred. It takes 32; 0 leaves it out."""
+"""Rows up to which ``hopper`` is preferred. It takes 64; 0 leaves it out."""
 _FEW_ELEMENTS = 8192
 """Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
 
@@ -93,7 +93,7 @@ def _plan_tiles(problem: Problem) -> Plan:
 
 def plan_resident(problem: Problem) -> Plan | None:
     """The cut of a product whose weight waits in registers; ``None`` if it does not fit there."""
-    tile_m = max(8, min(32, 1 << (problem.num_rows - 1).bit_length()))
+    tile_m = 8 if problem.num_rows <= 8 else 16  # more do not fit into registers
     num_warps, tile_k = 8, 128 if problem.size % 1024 == 0 else 64
     tile_n = 16 if problem.is_gated or problem.num_columns < _LEAST_COLUMNS_RESIDENT else 32
     chunks = -(-problem.size // (num_warps * tile_k))

@@ -323,6 +323,7 @@ def _prepare_parts(problem: Problem, stride: int, is_aligned: bool, is_early: bo
 
 
 def row_stride(x: Tensor) -> int:
+    """Numbers from one row to the next."""
     return x.stride(-2) if x.dim() > 1 else x.shape[-1]
 
 
