@@ -136,13 +136,11 @@ def resident_kernel(
     GATES: gl.constexpr = 1 if ACTIVATION == "" else 2
     TILE_W: gl.constexpr = GATES * TILE_N
     partial: gl.constexpr = gl.BlockedLayout(
-        [WARPS, 2, 1], [1, TILE_W // 2, 64 // TILE_W], [1, 1, WARPS], [1, 2, 0]
+        [WARPS, GATES, 1], [1, TILE_N, 32 // TILE_N], [1, 1, WARPS], [1, 2, 0]
     )
-    result: gl.constexpr = (
-        gl.SliceLayout(0, partial)
-        if ACTIVATION == ""
-        else gl.BlockedLayout([1, 1], [TILE_N, 32 // TILE_N], [1, WARPS], [0, 1])
-    )  # [TILE_N, TILE_M]
+    result: gl.constexpr = gl.BlockedLayout(  # [TILE_N, TILE_M]
+        [1, 1], [TILE_N, 32 // TILE_N], [1, WARPS], [0, 1]
+    )
     first = gl.program_id(0) * TILE_N
 
     # What the previous kernel does not write.
@@ -212,7 +210,8 @@ def resident_kernel(
     up = y
     if ACTIVATION != "":
         y, up = gl.split(gl.permute(gl.reshape(y, [TILE_N, 2, TILE_M]), (0, 2, 1)))
-        y, up = gl.convert_layout(y, result), gl.convert_layout(up, result)
+        up = gl.convert_layout(up, result, assert_trivial=True)
+    y = gl.convert_layout(y, result, assert_trivial=True)
     y = finish(y, up, y_bias[:, None], up_bias[:, None], dtype, ACTIVATION, HAS_BIAS) + added
     gl.store(out + n[:, None] + m[None, :] * num_columns, y.to(dtype), mask=inside)
 
