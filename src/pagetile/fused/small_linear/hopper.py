@@ -59,11 +59,16 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 @gluon.jit
-def _load(pointer, at, k, START: gl.constexpr, SIZE: gl.constexpr, K: gl.constexpr):
-    """``SIZE`` numbers from ``START`` on of rows of ``K``; zeros beyond their end."""
-    if START + SIZE <= K:
-        return gl.load(pointer + START + at)
-    return gl.load(pointer + START + at, mask=START + k < K, other=0.0)
+def _load(pointer, at, k, K: gl.constexpr, STEP: gl.constexpr):
+    """Rows of ``K`` numbers as a tuple of ``STEP`` each, with zeros beyond their end."""
+    found = ()
+    for start in gl.static_range(0, K, STEP):
+        if start + STEP <= K:
+            part = gl.load(pointer + start + at)
+        else:
+            part = gl.load(pointer + start + at, mask=start + k < K, other=0.0)
+        found += (part,)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
@@ -152,16 +157,12 @@ def resident_kernel(
     k = warp[:, None, None] * TILE_K + k[None, None, :]
     at = row[None, :, None] * K + k
     weight += first.to(gl.int64) * K
-    tiles = ()
-    for chunk in gl.static_range(CHUNKS):
-        tiles += (_load(weight, at, k, chunk * STEP, STEP, K),)
+    tiles = _load(weight, at, k, K, STEP)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, right)))
     k = gl.arange(0, TILE_K, gl.SliceLayout(0, gl.SliceLayout(2, right)))
     k = warp[:, None, None] * TILE_K + k[None, :, None]
-    factors = ()
     if NORM != "":
-        for chunk in gl.static_range(CHUNKS):
-            factors += (_load(norm_weight, k, k, chunk * STEP, STEP, K),)
+        factors = _load(norm_weight, k, k, K, STEP)
     n = first + gl.arange(0, TILE_N, gl.SliceLayout(1, result))
     is_column = n < num_columns
     y_bias = gl.zeros([TILE_N], gl.float32, gl.SliceLayout(1, result))
@@ -177,9 +178,7 @@ def resident_kernel(
     row = m + gl.arange(0, TILE_M, gl.SliceLayout(0, gl.SliceLayout(1, right)))
     row = gl.minimum(row, num_rows - 1)  # beyond the end, the last one again
     at = row[None, None, :] * x_row + k
-    rows = ()
-    for chunk in gl.static_range(CHUNKS):
-        rows += (_load(x, at, k, chunk * STEP, STEP, K),)
+    rows = _load(x, at, k, K, STEP)
     m += gl.arange(0, TILE_M, gl.SliceLayout(0, result))
     inside = is_column[:, None] & (m < num_rows)[None, :]
     added = gl.zeros([TILE_N, TILE_M], gl.float32, result)
