@@ -1,6 +1,6 @@
 """A decoder layer by fused kernels: what runs in place of a recognised layer's ``forward``.
 
-Launches of a decode step of 1 to 4 tokens, and of any other step::
+Launches of a step of 1 or 2 tokens, on a Hopper GPU of up to 16, and of any other step::
 
     [norm + q k v]  turn + write  attention  [o + residual]  [norm + gate up + act]  [down + res.]
     q k v  turn + write  attention  o  [add + norm]  gate up  act  down  [add + norm of the next]
