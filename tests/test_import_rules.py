@@ -49,6 +49,7 @@ OPTIONAL = {
         "tiles.hopper",
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
         "fused.*.triton",
+        "fused.*.hopper",
         "engine.triton",
         "engine.triton_",
         "integrations.vllm_ops.triton_",

@@ -7,6 +7,7 @@ from pagetile.fused.rms_norm import KINDS, Norm
 from pagetile.fused.small_linear import (
     is_faster,
     is_faster_in_parts,
+    is_resident,
     partial_products,
     plan,
     small_linear,
@@ -42,7 +43,8 @@ def problem(num_rows, size, num_columns, dtype=F32, activation="", kind="", **ha
 
 def run(tensors, activation, kind, impl, mirror):
     names = list(tensors)
-    with mirror(*tensors.values(), impl=impl) as there:
+    place = "triton" if impl == "hopper" else impl
+    with mirror(*tensors.values(), impl=place) as there:
         given = dict(zip(names, there, strict=True))
         norm = Norm(given.pop("norm"), EPS, kind) if kind else None
         x, weight = given.pop("x"), given.pop("weight")
@@ -136,6 +138,79 @@ def test_large_models_products(size, num_columns, activation, num_rows, mirror):
     check(tensors, activation, "", "triton", mirror)
     again = [run(tensors, activation, "", "triton", mirror) for _ in range(2)]
     assert torch.equal(*again)
+
+
+RESIDENT = [(1024, 4096, ""), (2048, 1024, ""), (1024, 3072, "silu"), (3072, 1024, ""),
+            (1032, 40, "gelu"), (64, 24, "relu"), (520, 70, "")]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.parametrize(("size", "num_columns", "activation"), RESIDENT)
+def test_weights_that_wait_in_registers(size, num_columns, activation, kind, dtype, mirror):
+    is_hopper_or_skip()
+    for num_rows, has in ((1, {}), (8, {"residual": True}), (11, {"bias": True}), (33, {})):
+        tensors = problem(num_rows, size, num_columns, dtype, activation, kind, **has)
+        check(tensors, activation, kind, "hopper", mirror)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "num_columns", "activation"), RESIDENT)
+def test_a_row_does_not_depend_on_the_number_of_rows(size, num_columns, activation, mirror):
+    is_hopper_or_skip()
+    tensors = problem(16, size, num_columns, BF16, activation, "rounded", residual=True)
+    expected = run(tensors, activation, "rounded", "hopper", mirror)
+    for num_rows in range(1, 16):
+        fewer = {
+            name: x[:, :num_rows] if name in ("x", "residual") else x for name, x in tensors.items()
+        }
+        out = run(fewer, activation, "rounded", "hopper", mirror)
+        assert torch.equal(out, expected[:, :num_rows])
+
+
+def is_hopper_or_skip():
+    if DeviceInfo.of(torch.device("cuda")).capability[0] != 9:
+        pytest.skip("the kernel is for Hopper GPUs")
+
+
+def test_hopper_names_the_reason_of_each_refusal():
+    pytest.importorskip("triton.experimental.gluon")
+    from pagetile.fused.small_linear import hopper as module
+    from pagetile.tiles.triton.launch import INTERPRETED
+
+    hopper = DeviceInfo("cuda", 132, capability=(9, 0))
+    fits = Problem(16, 1024, 4096, BF16, has_norm=True)
+    assert (module.supports(fits, hopper) is None) == (not INTERPRETED)
+    if INTERPRETED:
+        return
+    assert "capability 9" in module.supports(fits, DeviceInfo("cuda", 132, capability=(8, 0)))
+    assert "1 to 64" in module.supports(fits._replace(num_rows=65), hopper)
+    assert "float32" in module.supports(fits._replace(dtype=F32), hopper)
+    assert "gradient" in module.supports(fits._replace(needs_gradient=True), hopper)
+    assert "gaps" in module.supports(fits._replace(is_regular=False), hopper)
+    assert "multiples of 16 bytes" in module.supports(fits._replace(size=1028), hopper)
+    assert "registers" in module.supports(fits._replace(size=8192), hopper)
+    with pytest.raises(UnsupportedError, match="hopper cannot run this"):
+        small_linear(torch.zeros(2, 8), torch.zeros(6, 8), impl="hopper")
+    with pytest.raises(UnsupportedError, match="impl is 'hopper'"):
+        partial_products(torch.zeros(2, 8), torch.zeros(6, 8), impl="hopper")
+
+
+def test_weights_wait_in_registers_where_they_fit_on_hopper(monkeypatch):
+    monkeypatch.setattr(plan, "MOST_RESIDENT", 16)
+    hopper = DeviceInfo("cuda", 132, capability=(9, 0))
+    asked = is_resident.__wrapped__  # without what was found before
+    assert asked(1, 4096, 1024, BF16, hopper)
+    assert asked(16, 3072, 1024, F16, hopper, is_gated=True)
+    assert asked(16, 1024, 3072, BF16, hopper)
+    assert not asked(17, 1024, 3072, BF16, hopper)
+    assert not asked(0, 1024, 3072, BF16, hopper)
+    assert not asked(8, 4096, 4096, BF16, hopper)  # 32 MiB
+    assert not asked(8, 1024, 8192, BF16, hopper)  # too long for registers
+    assert not asked(8, 4096, 1024, F32, hopper)
+    assert not asked(8, 4096, 1024, BF16, DeviceInfo("cuda", 108, capability=(8, 0)))
+    assert not asked(8, 4096, 1024, BF16, DeviceInfo("cpu", 2))
 
 
 def test_the_kernel_names_the_reason_of_each_refusal():

@@ -329,6 +329,27 @@ def test_a_step_of_one_token_is_few_launches(family, most, reference, monkeypatc
     assert len(calls) <= 3 * most
 
 
+def test_products_that_hold_their_weights_take_norms_and_residuals(reference, monkeypatch):
+    impls = []
+    own = fused_layer.small_linear
+
+    def counted(*args, impl, **options):
+        impls.append(impl)
+        return own(*args, impl="reference", **options)
+
+    monkeypatch.setattr(fused_layer, "small_linear", counted)
+    monkeypatch.setattr(fused_layer, "is_resident", lambda num_rows, *rest, **options: num_rows > 5)
+    model = tiny_model("qwen3")
+    paged = load_model(model)
+    impls.clear()
+    calls = count_calls(paged, model, 7, monkeypatch)
+    assert "add_norm" not in calls
+    assert "rms_norm" not in calls
+    assert len(calls) == 6 * 3
+    assert impls[-4 * 3 :] == ["hopper"] * 4 * 3
+    assert logits_error(model, paged) < 64 * EPS
+
+
 def test_norms_between_layers_are_computed_with_the_addition(reference, monkeypatch):
     model = tiny_model("qwen3")
     calls = count_calls(load_model(model), model, 7, monkeypatch)

@@ -24,6 +24,7 @@ from pagetile.fused.moe import triton as moe  # noqa: E402
 from pagetile.fused.rms_norm import triton as rms_norm  # noqa: E402
 from pagetile.fused.rotary import triton as rotary  # noqa: E402
 from pagetile.fused.rotary_write import triton as rotary_write  # noqa: E402
+from pagetile.fused.small_linear import hopper as small_linear_hopper  # noqa: E402
 from pagetile.fused.small_linear import plan as small_linear_plan  # noqa: E402
 from pagetile.fused.small_linear import triton as small_linear  # noqa: E402
 from pagetile.fused.small_linear.problem import Problem as SmallLinear  # noqa: E402
@@ -372,6 +373,32 @@ def test_products_of_few_rows_with_a_norm(size, num_columns, activation, kind, t
         launcher = small_linear.make_launcher(plan, BF16, num_rows, size, kind, activation)
         ptx = assert_fits(launcher, tmp_path)
         assert "ld.global.v4.b32" in ptx
+
+
+RESIDENT = [(1024, 4096, "", "rounded"), (2048, 1024, "", ""), (1024, 3072, "silu", "rounded"),
+            (3072, 1024, "", ""), (1032, 40, "gelu", "shifted")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "num_columns", "activation", "kind"), RESIDENT)
+@pytest.mark.parametrize("num_rows", [8, 16])
+def test_products_whose_weights_wait_in_registers(
+    size, num_columns, activation, kind, num_rows, tmp_path
+):
+    problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation), bool(kind))
+    plan = small_linear_plan.plan_resident(problem)
+    launcher = small_linear_hopper.make_launcher(
+        plan, BF16, size, kind, activation, has_residual=not activation
+    )
+    assert_fits(launcher, tmp_path)
+    code, _ = list_instructions(launcher.compile(HOPPER), tmp_path)
+    names = [re.sub(r"^@!?U?P\d+ ", "", line).split()[0].partition(".")[0] for line in code]
+    wait = names.index("ACQBULK")
+    wide = (1 + bool(activation)) * plan.tile_n * -(-size // plan.tile_k) * plan.tile_k
+    assert names[:wait].count("LDG") >= wide * 2 // 16 // (32 * plan.num_warps)
+    # All of x is asked for before the first product waits for some of it.
+    products = [at for at, name in enumerate(names) if name == "HMMA"]
+    loads = [at for at, name in enumerate(names) if name == "LDG"]
+    assert wait < max(loads) < min(products)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])

@@ -42,12 +42,13 @@ def small_linear(
         weight: ``[num_columns, size]``, of the same type and without gaps; with ``activation``
             ``[2 * num_columns, size]``, the rows of the gate first.
         bias: One number for each row of ``weight``.
-        norm: An RMS norm of ``x``, of up to 4 rows.
+        norm: An RMS norm of ``x``, of up to 4 rows; of up to 64 by ``hopper``.
         activation: ``""``, or one of ``gated_activation``'s: the result is then
             ``activation(gate) * up``.
         residual: ``[..., num_columns]``, added last.
-        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient and takes any
-            number of rows. ``auto`` does not ask which is faster: ``is_faster`` does.
+        impl: ``auto``, ``triton``, ``hopper`` or ``reference``, which alone has a gradient and
+            takes any number of rows. ``auto`` does not ask which is faster: ``is_faster`` does,
+            and ``is_resident`` for ``hopper``, which runs only where it is named.
 
     Returns:
         ``[..., num_columns]`` without gaps.
@@ -65,7 +66,8 @@ def small_linear(
     is_learned = needs_gradient(*(t for t in (x, weight, bias, residual) if t is not None))
     forms = (None if t is None else form(t) for t in (x, weight, bias, residual))
     norm_form = None if norm is None else (form(norm.weight), norm.kind)
-    module = _settle(*forms, norm_form, activation, is_learned, impl)
+    names = ("hopper",) if impl == "hopper" else IMPLEMENTATIONS
+    module = _settle(*forms, norm_form, activation, is_learned, impl, names)
     out: Tensor = module.run(x, weight, bias, norm, activation, residual)
     return out
 
@@ -88,7 +90,8 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
     """
     is_learned = needs_gradient(x, weight)
-    module = _settle(form(x), form(weight), None, None, None, "", is_learned, impl)
+    forms = form(x), form(weight), None, None
+    module = _settle(*forms, None, "", is_learned, impl, IMPLEMENTATIONS)
     out: Tensor = module.run_parts(x, weight)
     return out
 
@@ -96,9 +99,9 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
 @functools.lru_cache(maxsize=1024)
 def _settle(
     x: Any, weight: Any, bias: Any, residual: Any, norm: Any, activation: str, is_learned: bool,
-    impl: str,
+    impl: str, names: tuple[str, ...],
 ) -> Any:  # fmt: skip
-    """Check tensors of these forms, and choose the module that runs."""
+    """Check tensors of these forms, and choose the module of ``names`` that runs."""
     x, weight = Form(*x), Form(*weight)
     others = {"weight": weight}
     if activation and activation not in ACTIVATIONS:
@@ -145,7 +148,7 @@ def _settle(
         and _is_contiguous(x, 1),
         needs_gradient=is_learned,
     )
-    return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)
+    return choose(__package__, names, problem, DeviceInfo.of(x.device), impl)
 
 
 def _is_contiguous(x: Form, free: int) -> bool:

@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import torch
 
+from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts", "make_plan",
-           "plan_parts"]  # fmt: skip
+__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts", "is_resident",
+           "make_plan", "plan_parts", "plan_resident"]  # fmt: skip
 
 MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
 MOST_ROWS = 64
+MOST_RESIDENT = 16
+"""Rows up to which ``hopper`` is preferred; it takes 64."""
 _FEW_ELEMENTS = 8192
 """Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
 
@@ -22,6 +25,9 @@ _FEW_ELEMENTS = 8192
 # kernels here beat cuBLAS, and what it takes from them where a weight is larger.
 _MOST_BYTES_FEW = 36 << 20
 _MOST_BYTES_TILES = 16 << 20
+_LEAST_COLUMNS_RESIDENT = 3200
+_MOST_REGISTERS = 96
+"""Of a thread, that the weight may have of a program that has all of its numbers there."""
 _WIDEST_NORM = 8192
 _LEAST_COLUMNS_TILES = 2048
 _LEAST_COLUMNS_HEAD = 65536
@@ -31,7 +37,7 @@ class Plan(NamedTuple):
     """How the weight is cut into programs."""
 
     kind: str
-    """``few`` or ``tiles``, the kernel."""
+    """``few``, ``tiles`` or ``resident``, the kernel."""
     tile_m: int
     """Rows of ``x`` of a program."""
     tile_n: int
@@ -73,8 +79,8 @@ def _plan_few(problem: Problem) -> Plan:
 
 
 def _plan_tiles(problem: Problem) -> Plan:
-    tile_m = max(16, 1 << (problem.num_rows - 1).bit_length())
     is_wide = problem.num_columns >= _LEAST_COLUMNS_HEAD
+    tile_m = 32 if is_wide and 16 < problem.num_rows <= 32 else _rows_of_tile(problem)
     tile_n = 64 if is_wide and tile_m == 64 else 32
     if (is_wide and tile_m < 64) or problem.num_columns < _LEAST_COLUMNS_TILES:
         tile_n = 16
@@ -85,9 +91,57 @@ def _plan_tiles(problem: Problem) -> Plan:
     return Plan("tiles", tile_m, tile_n, tile_k, num_warps, stages=5)
 
 
+def plan_resident(problem: Problem) -> Plan | None:
+    """The cut of a product whose weight waits in registers; ``None`` if it does not fit there."""
+    tile_m = 8 if problem.num_rows <= 8 else 16  # more do not fit into registers
+    num_warps, tile_k = 8, 128 if problem.size % 1024 == 0 else 64
+    tile_n = 16 if problem.is_gated or problem.num_columns < _LEAST_COLUMNS_RESIDENT else 32
+    chunks = -(-problem.size // (num_warps * tile_k))
+    registers = (1 + problem.is_gated) * tile_n * chunks * tile_k // 64
+    if registers > _MOST_REGISTERS:
+        return None
+    return Plan("resident", tile_m, tile_n, tile_k, num_warps)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_resident(
+    num_rows: int,
+    num_columns: int,
+    size: int,
+    dtype: torch.dtype,
+    device: DeviceInfo,
+    *,
+    is_gated: bool = False,
+) -> bool:
+    """Whether ``hopper`` takes less time than a product and its norm and residual in launches.
+
+    Args:
+        num_rows: Rows of ``x``.
+        num_columns: Numbers of a row of the result.
+        size: Numbers of a row of ``x``.
+        dtype: The type of all of them.
+        device: Where they are.
+        is_gated: Whether the weight has as many rows again, and an activation follows.
+    """
+    if not 0 < num_rows <= MOST_RESIDENT or dtype.itemsize != 2 or size % 8:
+        return False
+    problem = Problem(num_rows, size, num_columns, dtype, is_gated)
+    return (
+        device.kind == "cuda"
+        and device.capability[0] == 9
+        and problem.num_bytes <= _MOST_BYTES_TILES
+        and plan_resident(problem) is not None
+    )
+
+
+def _rows_of_tile(problem: Problem) -> int:
+    """16, or 64 as a warpgroup multiplies; 32 take half as long again as 64 on an H200."""
+    return 16 if problem.num_rows <= 16 else 64
+
+
 def plan_parts(problem: Problem) -> Plan:
     """The cut of a product with few columns, whose parts are summed by what comes next."""
-    tile_m = max(16, 1 << (problem.num_rows - 1).bit_length())
+    tile_m = _rows_of_tile(problem)
     tile_k = 128
     while problem.size % tile_k:
         tile_k //= 2

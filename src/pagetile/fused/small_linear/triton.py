@@ -56,7 +56,7 @@ def _round(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def finish(
     y, up, bias, up_bias, dtype: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
     """The product with its bias, and the activation of a gated one; float32, rounded."""
@@ -152,7 +152,7 @@ def few_kernel(
                 up += tl.where(rows[None, :] == m, product[:, None], 0.0)
 
     inside = is_row[:, None] & (rows < M)[None, :]
-    y = _finish(y, up, y_bias[:, None], up_bias[:, None], dtype, ACTIVATION, HAS_BIAS)
+    y = finish(y, up, y_bias[:, None], up_bias[:, None], dtype, ACTIVATION, HAS_BIAS)
     if HAS_RESIDUAL:
         at_x = residual + n[:, None] + rows[None, :] * residual_row
         y += tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
@@ -248,7 +248,7 @@ def tiles_kernel(
 
     inside = is_column[:, None] & is_row[None, :]
     if PARTS == 1:
-        y = _finish(y, up, y_bias[None, :], up_bias[None, :], dtype, ACTIVATION, HAS_BIAS)
+        y = finish(y, up, y_bias[None, :], up_bias[None, :], dtype, ACTIVATION, HAS_BIAS)
     if HAS_RESIDUAL:
         at = residual + m.to(tl.int64)[:, None] * residual_row + n[None, :]
         y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -268,7 +268,7 @@ def run(
     size = x.shape[-1]
     num_rows = x.numel() // size
     num_columns = weight.shape[0] // (2 if activation else 1)
-    residual_row = 0 if residual is None else _row_stride(residual)
+    residual_row = 0 if residual is None else row_stride(residual)
     others = (None if norm is None else norm.weight, bias, residual)
     addresses = functools.reduce(
         int.__or__, (t.data_ptr() for t in (x, weight, *others) if t is not None)
@@ -280,7 +280,7 @@ def run(
         activation,
         bias is not None,
         residual is not None,
-        (_row_stride(x), residual_row),
+        (row_stride(x), residual_row),
         addresses % 16 == 0,
         DeviceInfo.of(x.device).is_small,
         begins_early(x.device),
@@ -300,7 +300,7 @@ def run_parts(x: Tensor, weight: Tensor) -> Tensor:
     num_rows, num_columns = x.numel() // size, weight.shape[0]
     launch = _prepare_parts(
         Problem(num_rows, size, num_columns, x.dtype),
-        _row_stride(x),
+        row_stride(x),
         (x.data_ptr() | weight.data_ptr()) % 16 == 0,
         begins_early(x.device),
     )
@@ -322,7 +322,8 @@ def _prepare_parts(problem: Problem, stride: int, is_aligned: bool, is_early: bo
     return launcher.bind(grid, problem.num_rows, problem.num_columns, stride, 0)
 
 
-def _row_stride(x: Tensor) -> int:
+def row_stride(x: Tensor) -> int:
+    """Numbers from one row to the next."""
     return x.stride(-2) if x.dim() > 1 else x.shape[-1]
 
 

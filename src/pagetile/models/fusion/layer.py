@@ -1,6 +1,6 @@
 """A decoder layer by fused kernels: what runs in place of a recognised layer's ``forward``.
 
-Launches of a decode step of 1 to 4 tokens, and of any other step::
+Launches of a step of 1 or 2 tokens, on a Hopper GPU of up to 16, and of any other step::
 
     [norm + q k v]  turn + write  attention  [o + residual]  [norm + gate up + act]  [down + res.]
     q k v  turn + write  attention  o  [add + norm]  gate up  act  down  [add + norm of the next]
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...device import DeviceInfo
 from ...errors import PagetileError
 from ...fused.add_norm import add_norm
 from ...fused.gated_activation import gated_activation
@@ -23,6 +24,7 @@ from ...fused.rotary_write import rotate_and_write
 from ...fused.small_linear import (
     is_faster,
     is_faster_in_parts,
+    is_resident,
     partial_products,
     small_linear,
 )
@@ -141,14 +143,14 @@ class FusedLayer:
     def _run(self, hidden: Tensor, normed: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
         structure = self.structure
         x = hidden[0]
-        is_few = is_faster(len(x), *self.qkv.weight.shape, x.dtype, has_norm=True)
         out = self._attend(x, normed, kwargs)
         post, pre = structure.post_attention_norm, structure.pre_mlp_norm
-        y, normed = self._add(x, out, self.o, post, pre, is_few)
+        activation = structure.mlp.activation if isinstance(structure.mlp, Mlp) else ""
+        is_taken = self._takes_norm(x, self.gate_up or self.qkv, activation)
+        y, normed = self._add(x, out, self.o, post, pre, is_taken)
 
         if self.gate_up is not None and self.down is not None:
-            assert isinstance(structure.mlp, Mlp)
-            out = self._product(self.gate_up, y, normed, pre, structure.mlp.activation)
+            out = self._product(self.gate_up, y, normed, pre, activation)
             down = self.down
         else:
             assert isinstance(structure.mlp, nn.Module)
@@ -157,7 +159,8 @@ class FusedLayer:
             found = structure.mlp(normed[None])
             out, down = (found[0] if isinstance(found, tuple) else found)[0], None
         post, following = structure.post_mlp_norm, self.after
-        y, normed = self._add(y, out, down, post, following.norm, is_few)
+        is_taken = self._takes_norm(x, self.qkv)  # the next layer is like this one
+        y, normed = self._add(y, out, down, post, following.norm, is_taken)
         result = y[None]
         if normed is not None:
             following.hidden, following.normed = result, normed
@@ -182,40 +185,56 @@ class FusedLayer:
         out, _ = paged_attention(q, k_cache, v_cache, step.batch, **self._options, **scales)
         return out.flatten(1)
 
+    def _choose(
+        self, x: Tensor, product: Product, activation: str = "", *, has_norm: bool = False
+    ) -> str:
+        """The implementation of ``small_linear`` to run; ``""`` where torch's product is faster."""
+        rows, size = product.weight.shape
+        shape = rows // (2 if activation else 1), size
+        is_gated, device = bool(activation), DeviceInfo.of(x.device)
+        if is_resident(len(x), *shape, x.dtype, device, is_gated=is_gated):
+            return "hopper"
+        is_taken = is_faster(len(x), *shape, x.dtype, is_gated=is_gated, has_norm=has_norm)
+        return self.impl if is_taken else ""
+
+    def _takes_norm(self, x: Tensor, product: Product, activation: str = "") -> bool:
+        """Whether a product computes the norm before it."""
+        return bool(self._choose(x, product, activation, has_norm=True))
+
     def _product(
         self, product: Product, x: Tensor, normed: Tensor | None, norm: Norm | None,
         activation: str = "",
     ) -> Tensor:  # fmt: skip
         """``activation(norm(x) @ weight.T + bias)``."""
-        rows, size = product.weight.shape
-        shape = rows // (2 if activation else 1), size
         options: dict[str, Any] = {"bias": product.bias, "activation": activation}
         if normed is None and norm is not None:
-            if is_faster(len(x), *shape, x.dtype, is_gated=bool(activation), has_norm=True):
-                return small_linear(x, product.weight, norm=norm, **options, impl=self.impl)
+            impl = self._choose(x, product, activation, has_norm=True)
+            if impl:
+                return small_linear(x, product.weight, norm=norm, **options, impl=impl)
             normed = self._norm(x, norm)
         x = x if normed is None else normed
-        if is_faster(len(x), *shape, x.dtype, is_gated=bool(activation)):
-            return small_linear(x, product.weight, **options, impl=self.impl)
+        impl = self._choose(x, product, activation)
+        if impl:
+            return small_linear(x, product.weight, **options, impl=impl)
         y = functional.linear(x, product.weight, product.bias)
         return gated_activation(y, activation, impl=self.impl) if activation else y
 
     def _add(
         self, residual: Tensor, x: Tensor, product: Product | None, post: Norm | None,
-        following: Norm | None, is_few: bool,
+        following: Norm | None, is_taken: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """``residual + post(product(x))``, and its norm if that costs no launch."""
+        """``residual + post(product(x))``, and its norm unless the next product takes it in."""
         if product is not None:
-            if post is None and is_few and is_faster(len(x), *product.weight.shape, x.dtype):
+            impl = self._choose(x, product) if post is None and is_taken else ""
+            if impl:
                 weight, bias = product.weight, product.bias
-                y = small_linear(x, weight, bias=bias, residual=residual, impl=self.impl)
-                return y, None
+                return small_linear(x, weight, bias=bias, residual=residual, impl=impl), None
             if product.bias is None and is_faster_in_parts(len(x), *product.weight.shape, x.dtype):
                 x = partial_products(x, product.weight, impl=self.impl)
             else:
                 x = self._product(product, x, None, None)
         return add_norm(
-            residual, x, before=post, after=None if is_few else following, impl=self.impl
+            residual, x, before=post, after=None if is_taken else following, impl=self.impl
         )
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
