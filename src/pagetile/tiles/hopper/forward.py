@@ -53,6 +53,7 @@ from .load import (
     V_SCALE,
     KernelConfig,
     load_keys_role,
+    load_pairs_role,
     load_values_role,
 )
 from .merge import finish_split
@@ -95,6 +96,8 @@ def _compute_role(
     num_tiles = metadata.read(tile_use, NUM_TILES)
     if num_tiles > 0:
         k_ring.barriers.wait_full(0, use)
+    if config.LATE_FENCE:
+        fence_async_shared()
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
     q = _find_queries(q_ring, tile_use, config, WG)
     s = _score(q, _find_keys(k_ring, use, config), s, config)
@@ -329,10 +332,14 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
     if has_next:
         k_ring.barriers.wait_full(0, use + 1)
+    if config.LATE_FENCE:
+        v_ring.barriers.wait_full(0, use)
+        fence_async_shared()  # for the loading warps, which would wait for their loads, too
     if config.PINGPONG:
         scheduler_wait(WG)
     s = _score(q, _find_keys(k_ring, use + 1, config), s, config)
-    v_ring.barriers.wait_full(0, use)
+    if not config.LATE_FENCE:
+        v_ring.barriers.wait_full(0, use)
     acc = _add_values(p, v_ring.operand(use, config.ATOMS), acc, config)
     if config.PINGPONG:
         scheduler_arrive((WG + 1) % config.WARPGROUPS)
@@ -478,12 +485,14 @@ def forward_kernel(
     SPLITS: gl.constexpr,
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
+    JOINT: gl.constexpr,
+    LATE_FENCE: gl.constexpr,
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, PACKED, SCALES,
+        KEY_TILES, PACKED, SCALES, JOINT, LATE_FENCE,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -531,7 +540,30 @@ def forward_kernel(
     EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
     LOADING: gl.constexpr = GATHERING_WARPS if GATHER else 1
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
-    if WARPGROUPS == 2:
+    if JOINT:
+        load = (q_desc, k, v, batch, schedule, metadata, q_ring, k_ring, v_ring, config)
+        if WARPGROUPS == 2:
+            gl.warp_specialize(
+                [
+                    (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
+                    (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
+                    (load_pairs_role, load),
+                ],
+                [4, 2 * LOADING],
+                [REGISTERS, LOAD],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
+                    (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
+                    (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
+                    (load_pairs_role, load),
+                ],
+                [4, 4, 2 * LOADING],
+                [REGISTERS, REGISTERS, LOAD],
+            )
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005

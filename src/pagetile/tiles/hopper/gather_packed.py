@@ -21,11 +21,18 @@ from .names import barrier
 from .packed import SIGNS, scale_words, widen_words
 from .record import record
 
-__all__ = ["HeadScales", "TokenScales", "gather_packed_tiles", "make_token_scales"]
+__all__ = [
+    "HeadScales",
+    "TokenScales",
+    "gather_packed_pairs",
+    "gather_packed_tiles",
+    "make_token_scales",
+]
 
 PER_WORD = gl.constexpr(4)  # values of an int32
 UNIT = gl.constexpr(4)  # words of a load, 16 bytes
 IN_FLIGHT = gl.constexpr(4)  # chunks
+PAIR_CHUNKS = gl.constexpr(4)  # of a tile
 SMALLEST_SCALE = gl.constexpr(1e-30)
 
 
@@ -171,21 +178,91 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
                 chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
                 if i + IN_FLIGHT // 2 + 1 == CHUNKS:
                     barrier()  # else ptxas puts off loads for the next tile to the end of this one
-            _fill(ring, use)
+            _fill(ring, use, config)
             use += 1
     else:
         for _ in range(begin, end):
             ring.barriers.wait_empty(0, use)
             _store_zeros(ring.tile(use, 0), SIZE)
-            _fill(ring, use)
+            _fill(ring, use, config)
             use += 1
     return use
 
 
 @gluon.jit
-def _fill(ring, use):
-    """Signal that both warps have stored their parts of a slot."""
-    fence_async_shared()
+def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config):
+    """The same for keys and values in turns; a tile of one is in flight beside one of the other.
+
+    ::
+
+        load      K0     V0 V0 V0 V0   K1 K1 K1 K1   V1 ...
+        convert          K0 K0 K0 K0   V0 V0 V0 V0   K1 ...
+    """
+    k_pages, k_scales = k
+    v_pages, v_scales = v
+    BY_TOKEN: gl.constexpr = config.SCALES == "token"
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    K_SIZE: gl.constexpr = config.HEAD_SIZE
+    V_SIZE: gl.constexpr = config.V_SIZE
+    ROWS: gl.constexpr = TILE_N // PAIR_CHUNKS
+    seq_len, kv_head = keys[2], keys[4]
+    if seq_len > 0:
+        signs = 0
+        if not BY_TOKEN:
+            signs = gl.where(k_scales[0].load(kv_head)[0] < 0, SIGNS, 0)
+        key, block = _find_blocks(keys, end - 1, begin, TILE_N, config)
+        _write_places(k_pages, key, block, kv_head, config)
+        _write_places(v_pages, key, block, kv_head, config)
+        if BY_TOKEN:
+            k_of_tile = k_scales[0].find(key, block, kv_head, config)
+            v_of_tile = v_scales[0].find(key, block, kv_head, config)
+        key, block = _find_blocks(keys, end - 2, begin, TILE_N, config)
+        chunks = ()
+        for i in gl.static_range(PAIR_CHUNKS):
+            chunk = _load_chunk(k_pages, i * ROWS, ROWS, K_SIZE)
+            chunks = chunks + (chunk,)  # type: ignore[assignment] # noqa: RUF005
+        for n in range(end - 1, begin - 1, -1):
+            k_ring.barriers.wait_empty(0, use)
+            if BY_TOKEN:
+                k_scales[0].of_use(use).store(k_of_tile)
+                v_scales[0].of_use(use).store(v_of_tile)
+            tile = k_ring.tile(use, 0)
+            for i in gl.static_range(PAIR_CHUNKS):
+                _store_chunk(tile, i * ROWS, chunks[0], signs, k_scales, use, K_SIZE, config)  # type: ignore[misc]
+                chunk = _load_chunk(v_pages, i * ROWS, ROWS, V_SIZE)
+                chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
+            _fill(k_ring, use, config)
+            _write_places(k_pages, key, block, kv_head, config)
+            _write_places(v_pages, key, block, kv_head, config)
+            if BY_TOKEN:
+                k_of_tile = k_scales[0].find(key, block, kv_head, config)
+                v_of_tile = v_scales[0].find(key, block, kv_head, config)
+            key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
+            v_ring.barriers.wait_empty(0, use)
+            tile = v_ring.tile(use, 0)
+            for i in gl.static_range(PAIR_CHUNKS):
+                _store_chunk(tile, i * ROWS, chunks[0], 0, v_scales, use, V_SIZE, config)  # type: ignore[misc]
+                chunk = _load_chunk(k_pages, i * ROWS, ROWS, K_SIZE)
+                chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
+            _fill(v_ring, use, config)
+            use += 1
+    else:
+        for _ in range(begin, end):
+            k_ring.barriers.wait_empty(0, use)
+            _store_zeros(k_ring.tile(use, 0), K_SIZE)
+            _fill(k_ring, use, config)
+            v_ring.barriers.wait_empty(0, use)
+            _store_zeros(v_ring.tile(use, 0), V_SIZE)
+            _fill(v_ring, use, config)
+            use += 1
+    return use
+
+
+@gluon.jit
+def _fill(ring, use, config):
+    """Signal that all warps have stored their parts of a slot."""
+    if not config.LATE_FENCE:
+        fence_async_shared()
     barrier()
     ring.barriers.fill(0, use)
 

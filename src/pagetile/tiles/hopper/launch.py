@@ -386,5 +386,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "SPLITS": config.splits,
         "PACKED": config.packed,
         "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
+        "JOINT": is_packed and config.joint,
+        "LATE_FENCE": is_packed and config.late_fence,
     }
     return GluonLauncher(forward_kernel, types, constants, num_warps=4)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .gather import gather_tiles
-from .gather_packed import gather_packed_tiles
+from .gather_packed import gather_packed_pairs, gather_packed_tiles
 from .names import barrier
 from .record import record
 from .schedule import (
@@ -24,7 +24,14 @@ from .schedule import (
 )
 from .splits import cut_range, find_split
 
-__all__ = ["COLUMNS", "ROWS", "KernelConfig", "load_keys_role", "load_values_role"]
+__all__ = [
+    "COLUMNS",
+    "ROWS",
+    "KernelConfig",
+    "load_keys_role",
+    "load_pairs_role",
+    "load_values_role",
+]
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 COLUMNS = gl.constexpr(64)  # of an atom: what a swizzled row of 128 bytes holds
@@ -71,6 +78,8 @@ class KernelConfig:
     KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
     SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
+    JOINT: gl.constexpr  # keys and values are loaded by the same warps
+    LATE_FENCE: gl.constexpr  # computing warps fence what loading warps have written
 
 
 @gluon.jit
@@ -117,6 +126,12 @@ def _next_tile(batch, schedule, iteration, TILE_N: gl.constexpr, config):
 @gluon.jit
 def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, load them and their keys."""
+    load_pairs_role(q_desc, k, (), batch, schedule, metadata, q_ring, k_ring, (), config)
+
+
+@gluon.jit
+def load_pairs_role(q_desc, k, v, batch, schedule, metadata, q_ring, k_ring, v_ring, config):
+    """The same, and load values, too, if ``JOINT``."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     tile_use = 0
@@ -171,6 +186,8 @@ def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)
             if config.SPARSE:
                 listed = batch.tile_lists.lists + record
                 use = _load_listed(k, k_ring, use, listed, keys, config)
+            elif config.JOINT:
+                use = gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config)
             else:
                 use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
     q_ring.barriers.wait_empty(0, tile_use)

@@ -100,6 +100,10 @@ class ForwardConfig:
     """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
+    joint: bool = False
+    """Whether the same warps load keys and values of 8-bit caches."""
+    late_fence: bool = False
+    """Whether computing warps fence what others have written, of 8-bit caches."""
 
     @property
     def tiling(self) -> Tiling:
