@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from .layouts import num_parts, part_size, part_start
 from .names import barrier
 from .packed import SIGNS, scale_words, widen_words
+from .queries import convert_queries
 from .record import record
 
 __all__ = [
@@ -137,10 +138,11 @@ def chunk_layout(rows, words, warps):
 
 
 @gluon.jit
-def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr, config):
+def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.constexpr, config):
     """Load and convert tiles from the right to the left; returns the ring's next use.
 
     ``source`` is pages and scales; of scales of heads, only keys need to know the sign here.
+    ``queries`` are converted, too, while the first tile's loads are in flight.
     """
     pages, scales = source
     BY_TOKEN: gl.constexpr = config.SCALES == "token"
@@ -151,7 +153,8 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
     if seq_len > 0:
         signs = 0
         if not BY_TOKEN and len(scales) > 0:
-            signs = gl.where(scales[0].load(kv_head)[0] < 0, SIGNS, 0)
+            if not config.HALF_KEYS:
+                signs = gl.where(scales[0].load(kv_head)[0] < 0, SIGNS, 0)
         key, block = _find_blocks(keys, end - 1, begin, TILE_N, config)
         _write_places(pages, key, block, kv_head, config)
         if BY_TOKEN:
@@ -161,6 +164,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
         for i in gl.static_range(IN_FLIGHT):
             chunk = _load_chunk(pages, i * ROWS, ROWS, SIZE)
             chunks = chunks + (chunk,)  # type: ignore[assignment] # noqa: RUF005
+        _convert_queries(queries, scales, kv_head, config)
         for n in range(end - 1, begin - 1, -1):
             tile = ring.tile(use, 0)
             ring.barriers.wait_empty(0, use)
@@ -181,6 +185,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
             _fill(ring, use, config)
             use += 1
     else:
+        _convert_queries(queries, scales, kv_head, config)
         for _ in range(begin, end):
             ring.barriers.wait_empty(0, use)
             _store_zeros(ring.tile(use, 0), SIZE)
@@ -190,7 +195,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
 
 
 @gluon.jit
-def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config):
+def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, queries, config):
     """The same for keys and values in turns; a tile of one is in flight beside one of the other.
 
     ::
@@ -208,7 +213,7 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config):
     seq_len, kv_head = keys[2], keys[4]
     if seq_len > 0:
         signs = 0
-        if not BY_TOKEN:
+        if not BY_TOKEN and not config.HALF_KEYS:
             signs = gl.where(k_scales[0].load(kv_head)[0] < 0, SIGNS, 0)
         key, block = _find_blocks(keys, end - 1, begin, TILE_N, config)
         _write_places(k_pages, key, block, kv_head, config)
@@ -221,6 +226,7 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config):
         for i in gl.static_range(PAIR_CHUNKS):
             chunk = _load_chunk(k_pages, i * ROWS, ROWS, K_SIZE)
             chunks = chunks + (chunk,)  # type: ignore[assignment] # noqa: RUF005
+        _convert_queries(queries, k_scales, kv_head, config)
         for n in range(end - 1, begin - 1, -1):
             k_ring.barriers.wait_empty(0, use)
             if BY_TOKEN:
@@ -247,6 +253,7 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config):
             _fill(v_ring, use, config)
             use += 1
     else:
+        _convert_queries(queries, k_scales, kv_head, config)
         for _ in range(begin, end):
             k_ring.barriers.wait_empty(0, use)
             _store_zeros(k_ring.tile(use, 0), K_SIZE)
@@ -256,6 +263,17 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config):
             _fill(v_ring, use, config)
             use += 1
     return use
+
+
+@gluon.jit
+def _convert_queries(queries, scales, kv_head, config):
+    """Convert queries, if there are any to convert."""
+    if len(queries) > 0:
+        ring, halves, use = queries
+        is_negative = False
+        if config.SCALES == "head":
+            is_negative = scales[0].load(kv_head)[0] < 0
+        convert_queries(ring, halves, use, is_negative, config)
 
 
 @gluon.jit

@@ -80,6 +80,7 @@ class KernelConfig:
     SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
     JOINT: gl.constexpr  # keys and values are loaded by the same warps
     LATE_FENCE: gl.constexpr  # computing warps fence what loading warps have written
+    HALF_KEYS: gl.constexpr  # bfloat16 queries become float16, as keys do
 
 
 @gluon.jit
@@ -124,13 +125,15 @@ def _next_tile(batch, schedule, iteration, TILE_N: gl.constexpr, config):
 
 
 @gluon.jit
-def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config):
+def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, halves, k_ring, config):
     """Find tiles of queries, write their metadata, load them and their keys."""
-    load_pairs_role(q_desc, k, (), batch, schedule, metadata, q_ring, k_ring, (), config)
+    load_pairs_role(q_desc, k, (), batch, schedule, metadata, q_ring, halves, k_ring, (), config)
 
 
 @gluon.jit
-def load_pairs_role(q_desc, k, v, batch, schedule, metadata, q_ring, k_ring, v_ring, config):
+def load_pairs_role(
+    q_desc, k, v, batch, schedule, metadata, q_ring, halves, k_ring, v_ring, config
+):  # fmt: skip
     """The same, and load values, too, if ``JOINT``."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
@@ -181,15 +184,21 @@ def load_pairs_role(q_desc, k, v, batch, schedule, metadata, q_ring, k_ring, v_r
             metadata.write(tile_use, NUM_TOKENS, query_len - token)
             metadata.write(tile_use, HEAD, head)
             _loader_barrier(config)
-            _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
-            tile_use += 1
+            _load_queries(q_desc, q_ring, halves, tile_use, q_start + token, head, config)
+            queries = ()
+            if config.HALF_KEYS:
+                queries = (q_ring, halves, tile_use)  # type: ignore[assignment]
             if config.SPARSE:
                 listed = batch.tile_lists.lists + record
                 use = _load_listed(k, k_ring, use, listed, keys, config)
             elif config.JOINT:
-                use = gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, config)
+                use = gather_packed_pairs(
+                    k, v, k_ring, v_ring, use, begin, end, keys, queries, config
+                )  # fmt: skip
             else:
-                use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
+                SIZE: gl.constexpr = config.HEAD_SIZE
+                use = _load_tiles(k, k_ring, use, begin, end, keys, queries, SIZE, config)
+            tile_use += 1
     q_ring.barriers.wait_empty(0, tile_use)
     metadata.write(tile_use, NUM_TILES, 0)
     _loader_barrier(config)
@@ -227,14 +236,17 @@ def load_values_role(v, batch, schedule, v_ring, config):
                     begin, _, _, end = cut_range(
                         begin, full_begin, full_end, end, place, schedule.split_tiles
                     )
-                use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
+                use = _load_tiles(v, v_ring, use, begin, end, keys, (), config.V_SIZE, config)
 
 
 @gluon.jit
-def _load_queries(desc, ring, use, token, head, config):
+def _load_queries(desc, ring, halves, use, token, head, config):
     PACK: gl.constexpr = config.PACK
     CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
-    ready = ring.expect(use)
+    if config.HALF_KEYS:
+        ready = ring.expect_at(halves.arrived, use)
+    else:
+        ready = ring.expect(use)
     for part in gl.static_range(ring.PARTS):
         boxes = ring.tile(use, part)._reinterpret(
             ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
@@ -246,11 +258,11 @@ def _load_queries(desc, ring, use, token, head, config):
 
 
 @gluon.jit
-def _load_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr, config):
+def _load_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.constexpr, config):
     """Load tiles of keys or values from the right to the left; returns the ring's next use."""
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     if config.PACKED != "none":
-        use = gather_packed_tiles(source, ring, use, begin, end, keys, SIZE, config)
+        use = gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE, config)
     elif config.GATHER:
         use = gather_tiles(source, ring, use, begin, end, keys, SIZE, config)
     else:

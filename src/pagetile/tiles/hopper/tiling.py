@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -102,6 +102,10 @@ class ForwardConfig:
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
     joint: bool = False
     """Whether the same warps load keys and values of 8-bit caches."""
+    registers: int = 0
+    """Of a computing thread, of 8-bit caches; 0: as the tiling says."""
+    half_keys: bool = False
+    """Whether bfloat16 queries become float16, as keys of 8 bits do."""
     late_fence: bool = False
     """Whether computing warps fence what others have written, of 8-bit caches."""
 
@@ -109,9 +113,12 @@ class ForwardConfig:
     def tiling(self) -> Tiling:
         """How its kernel is built."""
         is_packed = self.packed != "none"
-        return tiling_of(
+        tiling = tiling_of(
             *self.sizes, is_sparse=self.is_sparse, splits=self.splits, is_packed=is_packed
         )
+        if is_packed and self.registers:
+            tiling = replace(tiling, registers=self.registers)
+        return tiling
 
     @property
     def staged(self) -> bool:
@@ -119,7 +126,8 @@ class ForwardConfig:
 
         Where keys are divided few are whole; scales of tokens need the shared memory.
         """
-        return self.tiling.staged and not self.splits and not self.has_token_scales
+        is_full = self.is_far and self.half_keys
+        return not (self.splits or self.has_token_scales or is_full) and self.tiling.staged
 
     @property
     def sizes(self) -> tuple[int, int]:
