@@ -555,7 +555,7 @@ def forward_kernel(
     LOADING: gl.constexpr = GATHERING_WARPS if GATHER else 1
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
     load_keys = (q_desc, k, batch, schedule, metadata, q_ring, halves, k_ring, config)
-    if JOINT:
+    if JOINT > 0:
         load = (q_desc, k, v, batch, schedule, metadata, q_ring, halves, k_ring, v_ring, config)
         if WARPGROUPS == 2:
             gl.warp_specialize(

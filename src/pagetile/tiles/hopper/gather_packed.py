@@ -33,7 +33,6 @@ __all__ = [
 PER_WORD = gl.constexpr(4)  # values of an int32
 UNIT = gl.constexpr(4)  # words of a load, 16 bytes
 IN_FLIGHT = gl.constexpr(4)  # chunks
-PAIR_CHUNKS = gl.constexpr(4)  # of a tile
 SMALLEST_SCALE = gl.constexpr(1e-30)
 
 
@@ -209,7 +208,7 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, queries, co
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     K_SIZE: gl.constexpr = config.HEAD_SIZE
     V_SIZE: gl.constexpr = config.V_SIZE
-    ROWS: gl.constexpr = TILE_N // PAIR_CHUNKS
+    ROWS: gl.constexpr = TILE_N // config.JOINT
     seq_len, kv_head = keys[2], keys[4]
     if seq_len > 0:
         signs = 0
@@ -223,7 +222,7 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, queries, co
             v_of_tile = v_scales[0].find(key, block, kv_head, config)
         key, block = _find_blocks(keys, end - 2, begin, TILE_N, config)
         chunks = ()
-        for i in gl.static_range(PAIR_CHUNKS):
+        for i in gl.static_range(config.JOINT):
             chunk = _load_chunk(k_pages, i * ROWS, ROWS, K_SIZE)
             chunks = chunks + (chunk,)  # type: ignore[assignment] # noqa: RUF005
         _convert_queries(queries, k_scales, kv_head, config)
@@ -233,7 +232,7 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, queries, co
                 k_scales[0].of_use(use).store(k_of_tile)
                 v_scales[0].of_use(use).store(v_of_tile)
             tile = k_ring.tile(use, 0)
-            for i in gl.static_range(PAIR_CHUNKS):
+            for i in gl.static_range(config.JOINT):
                 _store_chunk(tile, i * ROWS, chunks[0], signs, k_scales, use, K_SIZE, config)  # type: ignore[misc]
                 chunk = _load_chunk(v_pages, i * ROWS, ROWS, V_SIZE)
                 chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
@@ -246,7 +245,7 @@ def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, queries, co
             key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
             v_ring.barriers.wait_empty(0, use)
             tile = v_ring.tile(use, 0)
-            for i in gl.static_range(PAIR_CHUNKS):
+            for i in gl.static_range(config.JOINT):
                 _store_chunk(tile, i * ROWS, chunks[0], 0, v_scales, use, V_SIZE, config)  # type: ignore[misc]
                 chunk = _load_chunk(k_pages, i * ROWS, ROWS, K_SIZE)
                 chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005

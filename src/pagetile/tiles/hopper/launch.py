@@ -386,7 +386,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "SPLITS": config.splits,
         "PACKED": config.packed,
         "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
-        "JOINT": is_packed and config.joint,
+        "JOINT": config.joint if is_packed else 0,
         "LATE_FENCE": is_packed and config.late_fence,
         "HALF_KEYS": is_packed and config.half_keys and config.dtype == torch.bfloat16,
     }

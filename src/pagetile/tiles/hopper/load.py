@@ -78,7 +78,7 @@ class KernelConfig:
     KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
     SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
-    JOINT: gl.constexpr  # keys and values are loaded by the same warps
+    JOINT: gl.constexpr  # chunks of a tile if the same warps load keys and values, or 0
     LATE_FENCE: gl.constexpr  # computing warps fence what loading warps have written
     HALF_KEYS: gl.constexpr  # bfloat16 queries become float16, as keys do
 
@@ -191,7 +191,7 @@ def load_pairs_role(
             if config.SPARSE:
                 listed = batch.tile_lists.lists + record
                 use = _load_listed(k, k_ring, use, listed, keys, config)
-            elif config.JOINT:
+            elif config.JOINT > 0:
                 use = gather_packed_pairs(
                     k, v, k_ring, v_ring, use, begin, end, keys, queries, config
                 )  # fmt: skip

@@ -100,8 +100,8 @@ class ForwardConfig:
     """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
-    joint: bool = False
-    """Whether the same warps load keys and values of 8-bit caches."""
+    joint: int = 0
+    """Chunks of a tile where the same warps load keys and values of 8-bit caches; 0: other warps."""
     registers: int = 0
     """Of a computing thread, of 8-bit caches; 0: as the tiling says."""
     half_keys: bool = False
