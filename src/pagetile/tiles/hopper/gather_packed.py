@@ -151,9 +151,8 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.c
     seq_len, kv_head = keys[2], keys[4]
     if seq_len > 0:
         signs = 0
-        if not BY_TOKEN and len(scales) > 0:
-            if not config.HALF_KEYS:
-                signs = gl.where(scales[0].load(kv_head)[0] < 0, SIGNS, 0)
+        if not BY_TOKEN and len(scales) > 0 and not config.HALF_KEYS:
+            signs = gl.where(scales[0].load(kv_head)[0] < 0, SIGNS, 0)
         key, block = _find_blocks(keys, end - 1, begin, TILE_N, config)
         _write_places(pages, key, block, kv_head, config)
         if BY_TOKEN:

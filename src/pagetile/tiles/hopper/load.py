@@ -243,10 +243,7 @@ def load_values_role(v, batch, schedule, v_ring, config):
 def _load_queries(desc, ring, halves, use, token, head, config):
     PACK: gl.constexpr = config.PACK
     CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
-    if config.HALF_KEYS:
-        ready = ring.expect_at(halves.arrived, use)
-    else:
-        ready = ring.expect(use)
+    ready = ring.expect_at(halves.arrived, use) if config.HALF_KEYS else ring.expect(use)
     for part in gl.static_range(ring.PARTS):
         boxes = ring.tile(use, part)._reinterpret(
             ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout

@@ -1,11 +1,11 @@
 """Queries of bfloat16 as float16, each row times a power of two: for keys of 8 bits.
 
-Float16 holds every 8-bit value, and one instruction converts two of them; to bfloat16 it takes four.
-A product's operands have one type, so queries become float16, too. Its three more bits of mantissa
-hold a bfloat16 exactly, but its exponents are few: so each row is multiplied by the power of two
-that brings its largest number to 2 ** 14 .. 2 ** 15. What is 2 ** -29 of that or more stays exact;
-less is rounded to a multiple of 2 ** -39 of it, far below the rounding of sums in float32. Scores are
-multiplied by the row's inverse.
+Float16 holds every 8-bit value, and one instruction converts two of them; to bfloat16 it takes
+four. A product's operands have one type, so queries become float16, too. Its three more bits of
+mantissa hold a bfloat16 exactly, but its exponents are few: so each row is multiplied by the power
+of two that brings its largest number to 2 ** 14 .. 2 ** 15. Numbers from 2 ** -31 of that on stay
+exact; smaller ones are rounded to multiples of 2 ** -38 of it, far below the rounding of sums in
+float32. Scores are multiplied by the inverse of the row's power.
 """
 
 from triton.experimental import gluon

@@ -34,9 +34,9 @@ class Warpgroup:
 
 @gluon.jit
 def keep_normal(scale):
-    """A positive scale as a number that is neither 0 nor infinite, which would make NaN of some scores.
+    """A positive scale as a normal number: 0 times a masked score, -inf, would be NaN.
 
-    Scores so small are 0 either way. NaN stays.
+    Products of so small a scale are 0 either way. NaN stays.
     """
     scale = gl.where(scale < SMALLEST, SMALLEST, scale)
     return gl.where(scale > LARGEST, LARGEST, scale)

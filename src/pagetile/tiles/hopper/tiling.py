@@ -101,7 +101,7 @@ class ForwardConfig:
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
     joint: int = 0
-    """Chunks of a tile where the same warps load keys and values of 8-bit caches; 0: other warps."""
+    """Chunks of a tile of 8-bit caches where the same warps load keys and values; 0: two each."""
     registers: int = 0
     """Of a computing thread, of 8-bit caches; 0: as the tiling says."""
     half_keys: bool = False
