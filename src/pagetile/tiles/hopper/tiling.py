@@ -126,8 +126,18 @@ class ForwardConfig:
 
         Where keys are divided few are whole; scales of tokens need the shared memory.
         """
-        is_full = self.is_far and self.half_keys
+        is_full = self.is_far and self.has_half_keys
         return not (self.splits or self.has_token_scales or is_full) and self.tiling.staged
+
+    @property
+    def has_half_keys(self) -> bool:
+        """Whether bfloat16 queries become float16, for keys of 8 bits.
+
+        Not where scores are capped or biased: there ptxas spills the factors of rows, and loads them
+        where it has not stored them on every way.
+        """
+        is_plain = not (self.has_cap or self.has_alibi)
+        return self.half_keys and is_plain and self.dtype == torch.bfloat16
 
     @property
     def sizes(self) -> tuple[int, int]:
