@@ -102,6 +102,8 @@ class ForwardConfig:
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
     joint: int = 0
     """Chunks of a tile of 8-bit caches where the same warps load keys and values; 0: two each."""
+    small: bool = False
+    """Whether narrow heads have tiles of 128 rows, of 8-bit caches."""
     registers: int = 0
     """Of a computing thread, of 8-bit caches; 0: as the tiling says."""
     half_keys: bool = False
@@ -113,8 +115,9 @@ class ForwardConfig:
     def tiling(self) -> Tiling:
         """How its kernel is built."""
         is_packed = self.packed != "none"
+        is_small = self.splits or (is_packed and self.small)
         tiling = tiling_of(
-            *self.sizes, is_sparse=self.is_sparse, splits=self.splits, is_packed=is_packed
+            *self.sizes, is_sparse=self.is_sparse, splits=is_small, is_packed=is_packed
         )
         if is_packed and self.registers:
             tiling = replace(tiling, registers=self.registers)
