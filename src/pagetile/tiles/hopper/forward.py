@@ -495,6 +495,7 @@ def forward_kernel(
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
     JOINT: gl.constexpr,
+    DEEP: gl.constexpr,
     LATE_FENCE: gl.constexpr,
     HALF_KEYS: gl.constexpr,
 ):
@@ -502,7 +503,7 @@ def forward_kernel(
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, PACKED, SCALES, JOINT, LATE_FENCE, HALF_KEYS,
+        KEY_TILES, PACKED, SCALES, JOINT, DEEP, LATE_FENCE, HALF_KEYS,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,

@@ -148,6 +148,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.c
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     ROWS: gl.constexpr = chunk_rows(TILE_N, SIZE, config.WARPGROUPS)
     CHUNKS: gl.constexpr = TILE_N // ROWS
+    AHEAD: gl.constexpr = CHUNKS if config.DEEP else IN_FLIGHT
     seq_len, kv_head = keys[2], keys[4]
     if seq_len > 0:
         signs = 0
@@ -159,7 +160,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.c
             of_tile = scales[0].find(key, block, kv_head, config)
         key, block = _find_blocks(keys, end - 2, begin, TILE_N, config)
         chunks = ()
-        for i in gl.static_range(IN_FLIGHT):
+        for i in gl.static_range(AHEAD):
             chunk = _load_chunk(pages, i * ROWS, ROWS, SIZE)
             chunks = chunks + (chunk,)  # type: ignore[assignment] # noqa: RUF005
         _convert_queries(queries, scales, kv_head, config)
@@ -171,14 +172,14 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.c
             for i in gl.static_range(CHUNKS):
                 chunk = chunks[0]  # type: ignore[misc]
                 _store_chunk(tile, i * ROWS, chunk, signs, scales, use, SIZE, config)
-                if i + IN_FLIGHT == CHUNKS:  # after the last tile a tile that was loaded before
+                if i + AHEAD == CHUNKS:  # after the last tile a tile that was loaded before
                     _write_places(pages, key, block, kv_head, config)
                     if BY_TOKEN:
                         of_tile = scales[0].find(key, block, kv_head, config)
                     key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
-                chunk = _load_chunk(pages, (i + IN_FLIGHT) % CHUNKS * ROWS, ROWS, SIZE)
+                chunk = _load_chunk(pages, (i + AHEAD) % CHUNKS * ROWS, ROWS, SIZE)
                 chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
-                if i + IN_FLIGHT // 2 + 1 == CHUNKS:
+                if i + AHEAD // 2 + 1 == CHUNKS:
                     barrier()  # else ptxas puts off loads for the next tile to the end of this one
             _fill(ring, use, config)
             use += 1

@@ -387,6 +387,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "PACKED": config.packed,
         "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
         "JOINT": config.joint if is_packed else 0,
+        "DEEP": is_packed and config.deep,
         "LATE_FENCE": is_packed and config.late_fence,
         "HALF_KEYS": is_packed and config.has_half_keys,
     }

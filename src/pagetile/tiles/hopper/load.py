@@ -79,6 +79,7 @@ class KernelConfig:
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
     SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
     JOINT: gl.constexpr  # chunks of a tile if the same warps load keys and values, or 0
+    DEEP: gl.constexpr  # a whole tile of keys, and of values, is in flight
     LATE_FENCE: gl.constexpr  # computing warps fence what loading warps have written
     HALF_KEYS: gl.constexpr  # bfloat16 queries become float16, as keys do
 

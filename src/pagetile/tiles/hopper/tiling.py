@@ -104,6 +104,8 @@ class ForwardConfig:
     """Chunks of a tile of 8-bit caches where the same warps load keys and values; 0: two each."""
     small: bool = False
     """Whether narrow heads have tiles of 128 rows, of 8-bit caches."""
+    deep: bool = False
+    """Whether a whole tile of 8-bit keys, and of values, is in flight instead of half of one."""
     registers: int = 0
     """Of a computing thread, of 8-bit caches; 0: as the tiling says."""
     half_keys: bool = False
@@ -136,8 +138,8 @@ class ForwardConfig:
     def has_half_keys(self) -> bool:
         """Whether bfloat16 queries become float16, for keys of 8 bits.
 
-        Not where scores are capped or biased: there ptxas spills the factors of rows, and loads them
-        where it has not stored them on every way.
+        Not where scores are capped or biased: there ptxas spills the factors of rows, and loads
+        them where it has not stored them on every way.
         """
         is_plain = not (self.has_cap or self.has_alibi)
         return self.half_keys and is_plain and self.dtype == torch.bfloat16
