@@ -174,13 +174,20 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.c
                 _store_chunk(tile, i * ROWS, chunk, signs, scales, use, SIZE, config)
                 if i + AHEAD == CHUNKS:  # after the last tile a tile that was loaded before
                     _write_places(pages, key, block, kv_head, config)
-                    if BY_TOKEN:
-                        of_tile = scales[0].find(key, block, kv_head, config)
-                    key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
+                    if not config.DEEP:
+                        if BY_TOKEN:
+                            of_tile = scales[0].find(key, block, kv_head, config)
+                        key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
                 chunk = _load_chunk(pages, (i + AHEAD) % CHUNKS * ROWS, ROWS, SIZE)
                 chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
                 if i + AHEAD // 2 + 1 == CHUNKS:
                     barrier()  # else ptxas puts off loads for the next tile to the end of this one
+            if config.DEEP:
+                # After the last chunk's loads: ptxas has one scoreboard for all loads, so the next
+                # wait for any of them is a wait for all.
+                if BY_TOKEN:
+                    of_tile = scales[0].find(key, block, kv_head, config)
+                key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
             _fill(ring, use, config)
             use += 1
     else:
