@@ -104,6 +104,21 @@ CONFIGS = [
         ),
         64,
     ),
+    (
+        ForwardConfig(
+            BF16,
+            128,
+            16,
+            causal=True,
+            uniform=True,
+            packed="e4m3",
+            deep=True,
+            registers=200,
+            late_fence=True,
+            half_keys=True,
+        ),
+        80,
+    ),
 ]
 OTHER_CONFIGS = [
     (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
@@ -156,35 +171,6 @@ OTHER_CONFIGS = [
         for packed in ("e4m3", "e5m2", "int8")
     ),
     (ForwardConfig(BF16, 32, 16, causal=True, packed="e4m3", has_sinks=True), 128),
-    (
-        ForwardConfig(
-            BF16,
-            128,
-            16,
-            causal=True,
-            packed="int8",
-            late_fence=True,
-            half_keys=True,
-            is_far=True,
-            has_cap=True,
-            has_alibi=True,
-            splits=True,
-        ),
-        128,
-    ),
-    (
-        ForwardConfig(
-            BF16,
-            256,
-            16,
-            causal=True,
-            packed="e5m2",
-            joint=4,
-            half_keys=True,
-            has_token_scales=True,
-        ),
-        200,
-    ),
     (ForwardConfig(BF16, 112, 16, packed="int8", pack=4), 64),
     *(
         (ForwardConfig(dtype, size, 16, causal=True, packed=packed, has_token_scales=True), 200)
