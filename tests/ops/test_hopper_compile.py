@@ -206,6 +206,7 @@ def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
     )
     most_moved = 0 if width > 64 else 56 if config.has_cap else 30 if config.has_alibi else 24
     most_moved += 16 + SLACK // 2 if width == 64 and config.has_token_scales else 0
+    most_moved += 24 if config.deep else 0  # its loading warps take registers
     for body in loops:
         text = "\n".join(body)
         assert "PRMT" not in text  # weights lie as products take them
