@@ -53,11 +53,9 @@ from .load import (
     V_SCALE,
     KernelConfig,
     load_keys_role,
-    load_pairs_role,
     load_values_role,
 )
 from .merge import finish_split
-from .queries import make_half_queries
 from .ring import make_ring
 from .schedule import LIST_FIELDS, Batch, TileLists, make_tile_metadata
 from .softmax import (
@@ -82,7 +80,7 @@ __all__ = ["forward_kernel"]
 @gluon.jit
 def _compute_role(
     out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
-    metadata, q_ring, halves, k_ring, v_ring, k_scales, config, warpgroup,
+    metadata, q_ring, k_ring, v_ring, k_scales, config, warpgroup,
 ):  # fmt: skip
     """One warpgroup: its rows of every tile."""
     WG: gl.constexpr = warpgroup.INDEX
@@ -97,8 +95,6 @@ def _compute_role(
     num_tiles = metadata.read(tile_use, NUM_TILES)
     if num_tiles > 0:
         k_ring.barriers.wait_full(0, use)
-    if config.LATE_FENCE:
-        fence_async_shared()
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
     q = _find_queries(q_ring, tile_use, config, WG)
     s = _score(q, _find_keys(k_ring, use, config), s, config)
@@ -107,7 +103,7 @@ def _compute_role(
         k_ring.barriers.release(0, use)
     s = _scale_keys(s, k_scales, use)
     given = scoring
-    scoring = _scale_scores(given, s, metadata, halves, q_ring, tile_use, config, WG)
+    scoring = _scale_scores(given, metadata, tile_use, config)
     slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
     weights, causal_limit, m, l = _first_softmax(s, metadata, tile_use, scoring, slope, config, WG)
     while num_tiles > 0:
@@ -163,7 +159,7 @@ def _compute_role(
         q = _find_queries(q_ring, tile_use, config, WG)
         s, acc = _multiply(q, k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG)
         s = _scale_keys(s, k_scales, use + 1)
-        scoring = _scale_scores(given, s, metadata, halves, q_ring, tile_use, config, WG)
+        scoring = _scale_scores(given, metadata, tile_use, config)
         slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
         weights, causal_limit, next_m, next_l = _first_softmax(
             s, metadata, tile_use, scoring, slope, config, WG
@@ -214,16 +210,10 @@ def _scale_keys(s, k_scales, use):
 
 
 @gluon.jit
-def _scale_scores(
-    scoring, s, metadata, halves, q_ring, tile_use, config, WG: gl.constexpr
-):  # fmt: skip
-    """The scoring of a tile's products, with the scales of its head's keys and of its queries."""
+def _scale_scores(scoring, metadata, tile_use, config):
+    """The scoring of a tile's products, with the scale of its head's keys."""
     if config.SCALES == "head":
         scale = metadata.read(tile_use, K_SCALE).to(gl.float32, bitcast=True)
-        scoring = scoring.times(scale, config.HAS_CAP)
-    if config.HALF_KEYS:
-        slot = q_ring.barriers.slot(0, tile_use) * q_ring.PARTS + WG
-        scale = halves.load(slot, gl.SliceLayout(1, s.type.layout))
         scoring = scoring.times(scale, config.HAS_CAP)
     return scoring
 
@@ -290,8 +280,6 @@ def _wait_for(acc):
 def _find_queries(ring, use, config, WG: gl.constexpr):
     """A warpgroup's queries in shared memory: a tile, or a tuple of ``KEY_TILES``."""
     tiles = ring.tile(use, WG * config.KEY_TILES)
-    if config.HALF_KEYS:
-        tiles = tiles._reinterpret(gl.float16, tiles.shape, tiles.layout)
     if config.KEY_TILES > 1:
         tiles = (tiles,)
         for i in gl.static_range(1, config.KEY_TILES):
@@ -341,14 +329,10 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
     if has_next:
         k_ring.barriers.wait_full(0, use + 1)
-    if config.LATE_FENCE:
-        v_ring.barriers.wait_full(0, use)
-        fence_async_shared()  # for the loading warps, which would wait for their loads, too
     if config.PINGPONG:
         scheduler_wait(WG)
     s = _score(q, _find_keys(k_ring, use + 1, config), s, config)
-    if not config.LATE_FENCE:
-        v_ring.barriers.wait_full(0, use)
+    v_ring.barriers.wait_full(0, use)
     acc = _add_values(p, v_ring.operand(use, config.ATOMS), acc, config)
     if config.PINGPONG:
         scheduler_arrive((WG + 1) % config.WARPGROUPS)
@@ -494,16 +478,12 @@ def forward_kernel(
     SPLITS: gl.constexpr,
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
-    JOINT: gl.constexpr,
-    DEEP: gl.constexpr,
-    LATE_FENCE: gl.constexpr,
-    HALF_KEYS: gl.constexpr,
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, PACKED, SCALES, JOINT, DEEP, LATE_FENCE, HALF_KEYS,
+        KEY_TILES, PACKED, SCALES,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -512,11 +492,7 @@ def forward_kernel(
     )  # fmt: skip
     scoring = Scoring(window, scale, inner, slopes, lists)
     q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS * KEY_TILES, WARPGROUPS)
-    halves = ()
-    K_DTYPE: gl.constexpr = gl.float16 if HALF_KEYS else q_desc.dtype
-    if HALF_KEYS:
-        halves = make_half_queries(ROWS, Q_STAGES, WARPGROUPS)
-    k_ring = make_ring(K_DTYPE, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
+    k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
     # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
     V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
     v_ring = make_ring(V_DTYPE, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
@@ -549,42 +525,18 @@ def forward_kernel(
     fence_async_shared()
     compute = (
         out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
-        metadata, q_ring, halves, k_ring, v_ring, k_scales, config,
+        metadata, q_ring, k_ring, v_ring, k_scales, config,
     )  # fmt: skip
     # What the others leave of a multiprocessor's registers, which go round in eights.
     EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
     LOADING: gl.constexpr = GATHERING_WARPS if GATHER else 1
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
-    load_keys = (q_desc, k, batch, schedule, metadata, q_ring, halves, k_ring, config)
-    if JOINT > 0:
-        load = (q_desc, k, v, batch, schedule, metadata, q_ring, halves, k_ring, v_ring, config)
-        if WARPGROUPS == 2:
-            gl.warp_specialize(
-                [
-                    (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
-                    (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                    (load_pairs_role, load),
-                ],
-                [4, 2 * LOADING],
-                [REGISTERS, LOAD],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
-                    (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                    (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                    (load_pairs_role, load),
-                ],
-                [4, 4, 2 * LOADING],
-                [REGISTERS, REGISTERS, LOAD],
-            )
-    elif WARPGROUPS == 2:
+    if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (load_keys_role, load_keys),
+                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
                 (load_values_role, (v, batch, schedule, v_ring, config)),
             ],
             [4, LOADING, LOADING],
@@ -596,7 +548,7 @@ def forward_kernel(
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                (load_keys_role, load_keys),
+                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
                 (load_values_role, (v, batch, schedule, v_ring, config)),
             ],
             [4, 4, LOADING, LOADING],

@@ -19,16 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from .layouts import num_parts, part_size, part_start
 from .names import barrier
 from .packed import SIGNS, scale_words, widen_words
-from .queries import convert_queries
 from .record import record
 
-__all__ = [
-    "HeadScales",
-    "TokenScales",
-    "gather_packed_pairs",
-    "gather_packed_tiles",
-    "make_token_scales",
-]
+__all__ = ["HeadScales", "TokenScales", "gather_packed_tiles", "make_token_scales"]
 
 PER_WORD = gl.constexpr(4)  # values of an int32
 UNIT = gl.constexpr(4)  # words of a load, 16 bytes
@@ -137,22 +130,20 @@ def chunk_layout(rows, words, warps):
 
 
 @gluon.jit
-def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.constexpr, config):
+def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr, config):
     """Load and convert tiles from the right to the left; returns the ring's next use.
 
     ``source`` is pages and scales; of scales of heads, only keys need to know the sign here.
-    ``queries`` are converted, too, while the first tile's loads are in flight.
     """
     pages, scales = source
     BY_TOKEN: gl.constexpr = config.SCALES == "token"
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     ROWS: gl.constexpr = chunk_rows(TILE_N, SIZE, config.WARPGROUPS)
     CHUNKS: gl.constexpr = TILE_N // ROWS
-    AHEAD: gl.constexpr = CHUNKS if config.DEEP else IN_FLIGHT
     seq_len, kv_head = keys[2], keys[4]
     if seq_len > 0:
         signs = 0
-        if not BY_TOKEN and len(scales) > 0 and not config.HALF_KEYS:
+        if not BY_TOKEN and len(scales) > 0:
             signs = gl.where(scales[0].load(kv_head)[0] < 0, SIGNS, 0)
         key, block = _find_blocks(keys, end - 1, begin, TILE_N, config)
         _write_places(pages, key, block, kv_head, config)
@@ -160,10 +151,9 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.c
             of_tile = scales[0].find(key, block, kv_head, config)
         key, block = _find_blocks(keys, end - 2, begin, TILE_N, config)
         chunks = ()
-        for i in gl.static_range(AHEAD):
+        for i in gl.static_range(IN_FLIGHT):
             chunk = _load_chunk(pages, i * ROWS, ROWS, SIZE)
             chunks = chunks + (chunk,)  # type: ignore[assignment] # noqa: RUF005
-        _convert_queries(queries, scales, kv_head, config)
         for n in range(end - 1, begin - 1, -1):
             tile = ring.tile(use, 0)
             ring.barriers.wait_empty(0, use)
@@ -172,121 +162,30 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.c
             for i in gl.static_range(CHUNKS):
                 chunk = chunks[0]  # type: ignore[misc]
                 _store_chunk(tile, i * ROWS, chunk, signs, scales, use, SIZE, config)
-                if i + AHEAD == CHUNKS:  # after the last tile a tile that was loaded before
+                if i + IN_FLIGHT == CHUNKS:  # after the last tile a tile that was loaded before
                     _write_places(pages, key, block, kv_head, config)
-                    if not config.DEEP:
-                        if BY_TOKEN:
-                            of_tile = scales[0].find(key, block, kv_head, config)
-                        key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
-                chunk = _load_chunk(pages, (i + AHEAD) % CHUNKS * ROWS, ROWS, SIZE)
+                    if BY_TOKEN:
+                        of_tile = scales[0].find(key, block, kv_head, config)
+                    key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
+                chunk = _load_chunk(pages, (i + IN_FLIGHT) % CHUNKS * ROWS, ROWS, SIZE)
                 chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
-                if i + AHEAD // 2 + 1 == CHUNKS:
+                if i + IN_FLIGHT // 2 + 1 == CHUNKS:
                     barrier()  # else ptxas puts off loads for the next tile to the end of this one
-            if config.DEEP:
-                # After the last chunk's loads: ptxas has one scoreboard for all loads, so the next
-                # wait for any of them is a wait for all.
-                if BY_TOKEN:
-                    of_tile = scales[0].find(key, block, kv_head, config)
-                key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
-            _fill(ring, use, config)
+            _fill(ring, use)
             use += 1
     else:
-        _convert_queries(queries, scales, kv_head, config)
         for _ in range(begin, end):
             ring.barriers.wait_empty(0, use)
             _store_zeros(ring.tile(use, 0), SIZE)
-            _fill(ring, use, config)
+            _fill(ring, use)
             use += 1
     return use
 
 
 @gluon.jit
-def gather_packed_pairs(k, v, k_ring, v_ring, use, begin, end, keys, queries, config):
-    """The same for keys and values in turns; a tile of one is in flight beside one of the other.
-
-    ::
-
-        load      K0     V0 V0 V0 V0   K1 K1 K1 K1   V1 ...
-        convert          K0 K0 K0 K0   V0 V0 V0 V0   K1 ...
-    """
-    k_pages, k_scales = k
-    v_pages, v_scales = v
-    BY_TOKEN: gl.constexpr = config.SCALES == "token"
-    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
-    K_SIZE: gl.constexpr = config.HEAD_SIZE
-    V_SIZE: gl.constexpr = config.V_SIZE
-    ROWS: gl.constexpr = TILE_N // config.JOINT
-    seq_len, kv_head = keys[2], keys[4]
-    if seq_len > 0:
-        signs = 0
-        if not BY_TOKEN and not config.HALF_KEYS:
-            signs = gl.where(k_scales[0].load(kv_head)[0] < 0, SIGNS, 0)
-        key, block = _find_blocks(keys, end - 1, begin, TILE_N, config)
-        _write_places(k_pages, key, block, kv_head, config)
-        _write_places(v_pages, key, block, kv_head, config)
-        if BY_TOKEN:
-            k_of_tile = k_scales[0].find(key, block, kv_head, config)
-            v_of_tile = v_scales[0].find(key, block, kv_head, config)
-        key, block = _find_blocks(keys, end - 2, begin, TILE_N, config)
-        chunks = ()
-        for i in gl.static_range(config.JOINT):
-            chunk = _load_chunk(k_pages, i * ROWS, ROWS, K_SIZE)
-            chunks = chunks + (chunk,)  # type: ignore[assignment] # noqa: RUF005
-        _convert_queries(queries, k_scales, kv_head, config)
-        for n in range(end - 1, begin - 1, -1):
-            k_ring.barriers.wait_empty(0, use)
-            if BY_TOKEN:
-                k_scales[0].of_use(use).store(k_of_tile)
-                v_scales[0].of_use(use).store(v_of_tile)
-            tile = k_ring.tile(use, 0)
-            for i in gl.static_range(config.JOINT):
-                _store_chunk(tile, i * ROWS, chunks[0], signs, k_scales, use, K_SIZE, config)  # type: ignore[misc]
-                chunk = _load_chunk(v_pages, i * ROWS, ROWS, V_SIZE)
-                chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
-            _fill(k_ring, use, config)
-            _write_places(k_pages, key, block, kv_head, config)
-            _write_places(v_pages, key, block, kv_head, config)
-            if BY_TOKEN:
-                k_of_tile = k_scales[0].find(key, block, kv_head, config)
-                v_of_tile = v_scales[0].find(key, block, kv_head, config)
-            key, block = _find_blocks(keys, n - 2, begin, TILE_N, config)
-            v_ring.barriers.wait_empty(0, use)
-            tile = v_ring.tile(use, 0)
-            for i in gl.static_range(config.JOINT):
-                _store_chunk(tile, i * ROWS, chunks[0], 0, v_scales, use, V_SIZE, config)  # type: ignore[misc]
-                chunk = _load_chunk(k_pages, i * ROWS, ROWS, K_SIZE)
-                chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
-            _fill(v_ring, use, config)
-            use += 1
-    else:
-        _convert_queries(queries, k_scales, kv_head, config)
-        for _ in range(begin, end):
-            k_ring.barriers.wait_empty(0, use)
-            _store_zeros(k_ring.tile(use, 0), K_SIZE)
-            _fill(k_ring, use, config)
-            v_ring.barriers.wait_empty(0, use)
-            _store_zeros(v_ring.tile(use, 0), V_SIZE)
-            _fill(v_ring, use, config)
-            use += 1
-    return use
-
-
-@gluon.jit
-def _convert_queries(queries, scales, kv_head, config):
-    """Convert queries, if there are any to convert."""
-    if len(queries) > 0:
-        ring, halves, use = queries
-        is_negative = False
-        if config.SCALES == "head":
-            is_negative = scales[0].load(kv_head)[0] < 0
-        convert_queries(ring, halves, use, is_negative, config)
-
-
-@gluon.jit
-def _fill(ring, use, config):
-    """Signal that all warps have stored their parts of a slot."""
-    if not config.LATE_FENCE:
-        fence_async_shared()
+def _fill(ring, use):
+    """Signal that both warps have stored their parts of a slot."""
+    fence_async_shared()
     barrier()
     ring.barriers.fill(0, use)
 

@@ -386,9 +386,5 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "SPLITS": config.splits,
         "PACKED": config.packed,
         "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
-        "JOINT": config.joint if is_packed else 0,
-        "DEEP": is_packed and config.deep,
-        "LATE_FENCE": is_packed and config.late_fence,
-        "HALF_KEYS": is_packed and config.has_half_keys,
     }
     return GluonLauncher(forward_kernel, types, constants, num_warps=4)

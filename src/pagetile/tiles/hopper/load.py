@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .gather import gather_tiles
-from .gather_packed import gather_packed_pairs, gather_packed_tiles
+from .gather_packed import gather_packed_tiles
 from .names import barrier
 from .record import record
 from .schedule import (
@@ -24,14 +24,7 @@ from .schedule import (
 )
 from .splits import cut_range, find_split
 
-__all__ = [
-    "COLUMNS",
-    "ROWS",
-    "KernelConfig",
-    "load_keys_role",
-    "load_pairs_role",
-    "load_values_role",
-]
+__all__ = ["COLUMNS", "ROWS", "KernelConfig", "load_keys_role", "load_values_role"]
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 COLUMNS = gl.constexpr(64)  # of an atom: what a swizzled row of 128 bytes holds
@@ -78,10 +71,6 @@ class KernelConfig:
     KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
     SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
-    JOINT: gl.constexpr  # chunks of a tile if the same warps load keys and values, or 0
-    DEEP: gl.constexpr  # a whole tile of keys, and of values, is in flight
-    LATE_FENCE: gl.constexpr  # computing warps fence what loading warps have written
-    HALF_KEYS: gl.constexpr  # bfloat16 queries become float16, as keys do
 
 
 @gluon.jit
@@ -126,16 +115,8 @@ def _next_tile(batch, schedule, iteration, TILE_N: gl.constexpr, config):
 
 
 @gluon.jit
-def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, halves, k_ring, config):
+def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, load them and their keys."""
-    load_pairs_role(q_desc, k, (), batch, schedule, metadata, q_ring, halves, k_ring, (), config)
-
-
-@gluon.jit
-def load_pairs_role(
-    q_desc, k, v, batch, schedule, metadata, q_ring, halves, k_ring, v_ring, config
-):  # fmt: skip
-    """The same, and load values, too, if ``JOINT``."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     tile_use = 0
@@ -185,21 +166,13 @@ def load_pairs_role(
             metadata.write(tile_use, NUM_TOKENS, query_len - token)
             metadata.write(tile_use, HEAD, head)
             _loader_barrier(config)
-            _load_queries(q_desc, q_ring, halves, tile_use, q_start + token, head, config)
-            queries = ()
-            if config.HALF_KEYS:
-                queries = (q_ring, halves, tile_use)  # type: ignore[assignment]
+            _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
+            tile_use += 1
             if config.SPARSE:
                 listed = batch.tile_lists.lists + record
                 use = _load_listed(k, k_ring, use, listed, keys, config)
-            elif config.JOINT > 0:
-                use = gather_packed_pairs(
-                    k, v, k_ring, v_ring, use, begin, end, keys, queries, config
-                )  # fmt: skip
             else:
-                SIZE: gl.constexpr = config.HEAD_SIZE
-                use = _load_tiles(k, k_ring, use, begin, end, keys, queries, SIZE, config)
-            tile_use += 1
+                use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
     q_ring.barriers.wait_empty(0, tile_use)
     metadata.write(tile_use, NUM_TILES, 0)
     _loader_barrier(config)
@@ -237,14 +210,14 @@ def load_values_role(v, batch, schedule, v_ring, config):
                     begin, _, _, end = cut_range(
                         begin, full_begin, full_end, end, place, schedule.split_tiles
                     )
-                use = _load_tiles(v, v_ring, use, begin, end, keys, (), config.V_SIZE, config)
+                use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
 
 
 @gluon.jit
-def _load_queries(desc, ring, halves, use, token, head, config):
+def _load_queries(desc, ring, use, token, head, config):
     PACK: gl.constexpr = config.PACK
     CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
-    ready = ring.expect_at(halves.arrived, use) if config.HALF_KEYS else ring.expect(use)
+    ready = ring.expect(use)
     for part in gl.static_range(ring.PARTS):
         boxes = ring.tile(use, part)._reinterpret(
             ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
@@ -256,11 +229,11 @@ def _load_queries(desc, ring, halves, use, token, head, config):
 
 
 @gluon.jit
-def _load_tiles(source, ring, use, begin, end, keys, queries, SIZE: gl.constexpr, config):
+def _load_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr, config):
     """Load tiles of keys or values from the right to the left; returns the ring's next use."""
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     if config.PACKED != "none":
-        use = gather_packed_tiles(source, ring, use, begin, end, keys, queries, SIZE, config)
+        use = gather_packed_tiles(source, ring, use, begin, end, keys, SIZE, config)
     elif config.GATHER:
         use = gather_tiles(source, ring, use, begin, end, keys, SIZE, config)
     else:

@@ -122,13 +122,8 @@ class Ring:
     @gluon.jit
     def expect(self, use):
         """Announce a whole slot's bytes; returns the barrier that their copies signal."""
-        return self.expect_at(self.barriers, use)
-
-    @gluon.jit
-    def expect_at(self, barriers, use):
-        """The same where other barriers are signalled."""
         NUMBERS: gl.constexpr = self.PARTS * self.tiles.shape[1] * self.tiles.shape[2]
-        return barriers.expect(0, use, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
+        return self.barriers.expect(0, use, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
 
 
 @gluon.jit

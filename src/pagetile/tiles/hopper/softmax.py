@@ -21,8 +21,6 @@ __all__ = [
 ]
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-SMALLEST = gl.constexpr(2.0**-126)
-LARGEST = gl.constexpr(2.0**127)
 
 
 @record
@@ -30,16 +28,6 @@ class Warpgroup:
     """Which of the computing warpgroups."""
 
     INDEX: gl.constexpr
-
-
-@gluon.jit
-def keep_normal(scale):
-    """A positive scale as a normal number: 0 times a masked score, -inf, would be NaN.
-
-    Products of so small a scale are 0 either way. NaN stays.
-    """
-    scale = gl.where(scale < SMALLEST, SMALLEST, scale)
-    return gl.where(scale > LARGEST, LARGEST, scale)
 
 
 @record
@@ -60,7 +48,7 @@ class Scoring:
         if HAS_CAP:
             inner *= factor
         else:
-            scale = keep_normal(scale * factor)
+            scale *= factor
         return Scoring(self.window, scale, inner, self.slopes, self.lists)
 
 
@@ -99,8 +87,7 @@ def cap(s, inner):
 
     ``tanh.approx`` is faster, with an error of 2 ** -11: six times what tests allow.
     """
-    inner *= 2 * LOG2_E
-    powers = s * (inner[:, None] if len(inner.shape) > 0 else inner)
+    powers = s * (inner * (2 * LOG2_E))
     return gl.inline_asm_elementwise(
         _TANH, _EIGHT_FROM_EIGHT, [powers], gl.float32, is_pure=True, pack=8
     )
@@ -134,8 +121,6 @@ def apply_mask(
 def weigh(s, m, l, scale):
     """Weights of a tile's scores, the factor of earlier sums, and the new maximum and sum."""
     new_m = gl.maximum(m, gl.max(s, 1) * scale)
-    if len(scale.shape) > 0:
-        scale = scale[:, None]
     # Where no key was seen yet, -inf - -inf would be no number.
     pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
     p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))

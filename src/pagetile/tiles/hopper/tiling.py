@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -100,30 +100,14 @@ class ForwardConfig:
     """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
-    joint: int = 0
-    """Chunks of a tile of 8-bit caches where the same warps load keys and values; 0: two each."""
-    small: bool = False
-    """Whether narrow heads have tiles of 128 rows, of 8-bit caches."""
-    deep: bool = False
-    """Whether a whole tile of 8-bit keys, and of values, is in flight instead of half of one."""
-    registers: int = 0
-    """Of a computing thread, of 8-bit caches; 0: as the tiling says."""
-    half_keys: bool = False
-    """Whether bfloat16 queries become float16, as keys of 8 bits do."""
-    late_fence: bool = False
-    """Whether computing warps fence what others have written, of 8-bit caches."""
 
     @property
     def tiling(self) -> Tiling:
         """How its kernel is built."""
         is_packed = self.packed != "none"
-        is_small = self.splits or (is_packed and self.small)
-        tiling = tiling_of(
-            *self.sizes, is_sparse=self.is_sparse, splits=is_small, is_packed=is_packed
+        return tiling_of(
+            *self.sizes, is_sparse=self.is_sparse, splits=self.splits, is_packed=is_packed
         )
-        if is_packed and self.registers:
-            tiling = replace(tiling, registers=self.registers)
-        return tiling
 
     @property
     def staged(self) -> bool:
@@ -131,18 +115,7 @@ class ForwardConfig:
 
         Where keys are divided few are whole; scales of tokens need the shared memory.
         """
-        is_full = self.is_far and self.has_half_keys
-        return not (self.splits or self.has_token_scales or is_full) and self.tiling.staged
-
-    @property
-    def has_half_keys(self) -> bool:
-        """Whether bfloat16 queries become float16, for keys of 8 bits.
-
-        Not where scores are capped or biased: there ptxas spills the factors of rows, and loads
-        them where it has not stored them on every way.
-        """
-        is_plain = not (self.has_cap or self.has_alibi)
-        return self.half_keys and is_plain and self.dtype == torch.bfloat16
+        return self.tiling.staged and not self.splits and not self.has_token_scales
 
     @property
     def sizes(self) -> tuple[int, int]:
