@@ -190,6 +190,25 @@ EIGHT_BITS = [
 ]  # fmt: skip
 
 
+def with_rows_of_any_size(inputs):
+    """The same with queries that float16 cannot hold, and a row of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-100, 2, inputs.q.shape[:2], generator=generator)
+    q = (inputs.q.double() * torch.exp2(exponents[..., None].double())).to(inputs.q.dtype)
+    q[3, 1] = 0
+    q[4, :, 1:] *= 2.0**-60
+    return replace(inputs, q=q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 5.0, "has_alibi": True}], ids=str)
+def test_queries_of_any_size_over_8_bit_caches(size, options):
+    case = packed_case((200, 70), (900, 400), 8, 2, head_size=size, dtype=BF16, **options)
+    inputs = with_rows_of_any_size(make_inputs(case))
+    assert_matches(attend(inputs, "hopper_prefill"), inputs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EIGHT_BITS, ids=str)
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=str)

@@ -21,7 +21,7 @@ MOST_RESIDENT = 16
 _FEW_ELEMENTS = 8192
 """Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
 
-# Measured on an H100, in bfloat16 (docs/performance.md): up to which size of the weight the
+# Measured on an H100, in bfloat16 (docs/lab-log.md): up to which size of the weight the
 # kernels here beat cuBLAS, and what it takes from them where a weight is larger.
 _MOST_BYTES_FEW = 36 << 20
 _MOST_BYTES_TILES = 16 << 20
