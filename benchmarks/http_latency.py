@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -194,8 +194,13 @@ class Running(NamedTuple):
     def cpu_seconds(self) -> float:
         """CPU time that it took so far, with the processes that it started."""
         one = psutil.Process(self.process.pid)
-        times = [each.cpu_times() for each in (one, *one.children(recursive=True))]
-        return float(sum(each.user + each.system for each in times))
+        seconds = 0.0
+        for each in (one, *one.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it has ended; its parent counts it
+                times = each.cpu_times()
+                seconds += times.user + times.system
+                seconds += times.children_user + times.children_system
+        return seconds
 
     def signal(self, number: int) -> None:
         """Send a signal to the server and to the processes that it started."""
@@ -267,10 +272,10 @@ def _is_healthy(address: tuple[str, int]) -> bool:
 def _stop(running: Running) -> None:
     running.signal(signal.SIGCONT)
     running.signal(signal.SIGTERM)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         running.process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        running.signal(signal.SIGKILL)
+    with suppress(ProcessLookupError):  # also what the server left behind
+        os.killpg(running.process.pid, signal.SIGKILL)
 
 
 def _start_all(
@@ -283,12 +288,15 @@ def _start_all(
             absent[server.name] = "not installed"
             continue
         say(f"starting {server.label}")
+        running = None
         try:
             running = stack.enter_context(start(server, setup.start_seconds))
             _warm_up(setup, running)
         except RuntimeError as reason:
             if not server.package:
                 raise
+            if running is not None:  # what does not take part must not take time
+                running.signal(signal.SIGKILL)
             say(str(reason))
             absent[server.name] = str(reason).splitlines()[-1].strip()
             continue

@@ -8,6 +8,7 @@ import torch
 from pagetile.device import DeviceInfo
 from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import Problem, make_plan
+from pagetile.ops.paged_attention.checks import check_plan
 from pagetile.ops.paged_attention.plan import (
     SPLIT_SIZE,
     make_gpu_plan,
@@ -329,3 +330,13 @@ def test_float16_with_a_scale_for_each_token_is_left_to_triton_s_prefill():
     assert "may overflow" in reason
     by_head = replace(by_token, q_dtype=torch.float16, scale_kind="head")
     assert refuse_hopper_prefill(by_head) is None
+
+
+@pytest.mark.parametrize("split_size", [1536, 1000, 32])
+def test_splits_that_kernels_cannot_divide_by_are_refused(split_size):
+    plan = make_gpu_plan(DECODE, H200, batch_invariant=True)
+    assert plan.split_size % plan.tile_n == 0
+    with pytest.raises(ShapeError, match=f"split_size={split_size}, expected a power of two"):
+        check_plan(replace(plan, split_size=split_size), "auto")
+    for tiles in (1, 2, 16):
+        check_plan(replace(plan, split_size=tiles * plan.tile_n), "auto")

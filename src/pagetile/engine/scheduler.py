@@ -207,8 +207,11 @@ class Scheduler:
         if not preempted:
             self._admit_waiting(step, min(budget, beside))
         self._count(step)
-        if self.grouper is not None and self.pool.num_shared:
-            _group(step, self.grouper)
+        if self.grouper is not None:
+            if self.pool.num_shared:
+                _group(step, self.grouper)
+            else:
+                self.grouper.forget()
         return step
 
     def verify(self, step: SchedulerOutput, token_ids: list[int]) -> list[int]:

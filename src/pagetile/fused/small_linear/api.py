@@ -40,7 +40,8 @@ def small_linear(
     Args:
         x: ``[..., size]`` float32, float16 or bfloat16; up to 4 rows, of 16-bit types up to 64.
         weight: ``[num_columns, size]``, of the same type and without gaps; with ``activation``
-            ``[2 * num_columns, size]``, the rows of the gate first.
+            ``[2 * num_columns, size]``, the rows of the gate first. Weight, bias and the norm's
+            weight are read while the kernel in front still runs, so it must not write them.
         bias: One number for each row of ``weight``.
         norm: An RMS norm of ``x``, of up to 4 rows; of up to 64 by ``hopper``.
         activation: ``""``, or one of ``gated_activation``'s: the result is then

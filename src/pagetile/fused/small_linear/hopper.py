@@ -38,6 +38,9 @@ from .plan import MOST_ROWS, Plan, plan_resident
 from .problem import Problem
 from .triton import finish, row_stride
 
+_MOST_NUMBERS = (1 << 31) - 1
+"""Of a weight: the kernel counts them in 32 bits."""
+
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
@@ -53,6 +56,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return f"x has {problem.num_rows} rows; 1 to {MOST_ROWS} run here"
     if problem.size % 8:
         return f"rows of {problem.size} numbers do not begin at multiples of 16 bytes"
+    if (1 + problem.is_gated) * problem.num_columns * problem.size > _MOST_NUMBERS:
+        return f"the weight has more than {_MOST_NUMBERS} numbers"
     if plan_resident(problem) is None:
         return f"rows of {problem.size} numbers do not fit into registers"
     return None

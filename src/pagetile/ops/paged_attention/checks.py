@@ -65,6 +65,8 @@ def check_types(batch: Any, **arguments: Any) -> None:
 def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
     """Raise DTypeError for what is no plan or name, or a plan for another implementation.
 
+    Raise ShapeError for splits of a size that kernels cannot divide by.
+
     Args:
         plan: As for ``paged_attention``.
         impl: As there.
@@ -81,6 +83,13 @@ def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
             f"plan is a {type(plan).__name__}, but {runs} runs this: "
             "plan_paged_attention for these tensors"
         )
+    if isinstance(plan, GpuPlan) and plan.split_size:
+        tiles, rest = divmod(plan.split_size, plan.tile_n)
+        if rest or tiles & (tiles - 1):
+            raise ShapeError(
+                f"the plan has split_size={plan.split_size}, expected a power of two times "
+                f"tile_n={plan.tile_n}"
+            )
 
 
 def validate(form: CallForm) -> Problem:

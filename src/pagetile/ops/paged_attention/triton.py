@@ -410,7 +410,11 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "GROUPS": power_of_2(num_groups),
         "VISIBLE": is_listed,
         # Scales of tokens are copied by way of the L1 cache, where old ones may be left.
-        "EARLY": form.allows_early_reads and not is_listed and problem.scale_kind != "token",
+        # Lengths with gaps are copied by the kernel in front.
+        "EARLY": form.allows_early_reads
+        and not is_listed
+        and problem.scale_kind != "token"
+        and form.seq_lens.strides == form.cu_seqlens_q.strides == (1,),
     }
 
 
