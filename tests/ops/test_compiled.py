@@ -318,11 +318,23 @@ def draw_rotary_writes():
 def test_rotary_write(dtype, sizes, half, angles, norms, tmp_path):
     factors = (16 // dtype.itemsize,) * 2
     launcher = rotary_write.make_launcher(
-        (dtype, dtype), sizes, half, 16, norms, angles, factors, is_aligned=True, is_early=True
-    )
+        (dtype, dtype), sizes, half, 16, norms, angles, factors, "none", is_aligned=True,
+        is_early=True,
+    )  # fmt: skip
     ptx = assert_fits(launcher, tmp_path)
     assert re.search(r"ld.global.v[24].b", ptx)
     assert re.search(r"st.global.v[24].b", ptx)
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_rotary_write_to_8_bits(scales, tmp_path):
+    launcher = rotary_write.make_launcher(
+        (BF16, torch.float8_e4m3fn), (16, 8, 128, 128), 64, 16, ("rounded", "rounded"), "own",
+        (8, 16), scales, is_aligned=True, is_early=True,
+    )  # fmt: skip
+    ptx = assert_fits(launcher, tmp_path)
+    assert "griddepcontrol.wait" in ptx
+    assert "cvt.rn.satfinite.e4m3x2" in ptx
 
 
 PRODUCTS = [(1024, 4096, ""), (2048, 1024, ""), (1024, 3072, "silu"), (3072, 1024, ""),

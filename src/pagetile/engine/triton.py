@@ -54,8 +54,8 @@ def begin_kernel(
 ):
     """See the module.
 
-    Attention reads lengths and tables before it waits for the kernel in front of it
-    (``PagedBatch.allows_early_reads``, ``SharedPrefixes.passes``), hence ``publish``.
+    Attention may read lengths and tables before it waits for the kernel in front of it
+    (``SharedPrefixes.passes``, ``PagedBatch.allows_early_reads``), hence ``publish``.
     """
     i = tl.program_id(0)
     row = tl.load(inbox + i).to(tl.int64)
@@ -141,7 +141,6 @@ class DecodeBuffers:
             self._starts[: size + 1],
             1,
             max_seq_len,
-            allows_early_reads=not shares,
         )
         if shares:
             shared = self._shared_prefixes(size)

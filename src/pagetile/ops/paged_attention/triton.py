@@ -261,7 +261,9 @@ def _find_launcher(
     """Return the launcher with this kernel's parameters, of all that a kernel may have."""
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
-    constants |= {"EARLY": kernel.is_early, "FETCHED": _fetched_keys(problem)}
+    constants["FETCHED"] = _fetched_keys(problem)
+    if kernel in (PREFIXES, EARLY_PREFIXES):
+        constants["EARLY"] = kernel.is_early
     options = {"num_warps": plan.num_warps}
     if kernel in (PREFILL, PREFIXES, EARLY_PREFIXES):
         options["num_stages"] = plan.num_stages
