@@ -31,7 +31,7 @@ from ...device import DeviceInfo
 from ...ops.scales import LARGEST_CODE, SMALLEST_SCALE, bind_scales
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
 from ...tiles.triton.norms import normalise
-from ...tiles.triton.quantise import amax, encode, larger, refuse_cache, scale_of
+from ...tiles.triton.quantise import amax, encode, larger, refuse_cache, row_scales
 from .problem import Heads, Problem
 
 TILE = 512  # numbers of a program
@@ -67,20 +67,6 @@ def _angles(angles, at, inside, IS_SHARED: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def _weights(weight, column, SIZE: tl.constexpr, END: tl.constexpr):
     return tl.load(weight + column, mask=column < END, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _row_scale(
-    scale, at, is_row, largest,
-    SCALES: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
-):  # fmt: skip
-    """The scales of rows whose largest numbers are given: stored at ``at``, or read there."""
-    if SCALES == "token":
-        row_scale = scale_of(largest, LARGEST, SMALLEST)
-        tl.store(scale + at, row_scale, mask=is_row)
-    else:
-        row_scale = tl.load(scale + at, mask=is_row, other=1.0)
-    return row_scale
 
 
 @triton.jit
@@ -128,7 +114,7 @@ def _norm_and_turn(
             rest = rest.to(tl.float32)
             largest = larger(largest, amax(rest))
         is_head = tl.reshape(is_row, largest.shape)
-        row_scale = _row_scale(scale, scale_at, is_head, largest, SCALES, LARGEST, SMALLEST)
+        row_scale = row_scales(scale, scale_at, is_head, largest, SCALES, LARGEST, SMALLEST)
         first = encode(first, row_scale, SCALES, LARGEST, kind)
         second = encode(second, row_scale, SCALES, LARGEST, kind)
         if REST > 0:
@@ -224,7 +210,7 @@ def _rotary_write(
             if SCALES != "none":
                 value = value.to(tl.float32)
                 scale_at = block * v_scale_block + offset * v_scale_slot + head * v_scale_head
-                row_scale = _row_scale(
+                row_scale = row_scales(
                     v_scale, scale_at, slot >= 0, amax(value), SCALES, LARGEST, SMALLEST
                 )
                 value = encode(value, row_scale, SCALES, LARGEST, kind)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...shapes import Form, form
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
-from ...tiles.triton.quantise import amax, encode, refuse_cache, scale_of
+from ...tiles.triton.quantise import amax, encode, refuse_cache, row_scales
 from ..scales import LARGEST_CODE, SMALLEST_SCALE
 
 TILE = 2048  # elements of a program's keys, and of its values
@@ -58,11 +58,7 @@ def _store(
 ):  # fmt: skip
     if SCALES != "none":
         x = x.to(tl.float32)
-        if SCALES == "token":
-            row_scale = scale_of(amax(x), LARGEST, SMALLEST)
-            tl.store(scale + scale_at, row_scale, mask=is_wanted)
-        else:
-            row_scale = tl.load(scale + scale_at, mask=is_wanted, other=1.0)
+        row_scale = row_scales(scale, scale_at, is_wanted, amax(x), SCALES, LARGEST, SMALLEST)
         x = encode(x, row_scale, SCALES, LARGEST, cache.dtype.element_ty)
     at = at[:, None] + tl.arange(0, D)[None, :]
     tl.store(cache + at, x.to(cache.dtype.element_ty), mask=inside)

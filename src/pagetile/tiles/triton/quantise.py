@@ -17,7 +17,7 @@ import triton.language as tl
 from ...device import DeviceInfo
 from .launch import refuse
 
-__all__ = ["amax", "encode", "larger", "refuse_cache", "scale_of"]
+__all__ = ["amax", "encode", "larger", "refuse_cache", "row_scales"]
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
@@ -42,7 +42,21 @@ def amax(x):
 
 
 @triton.jit
-def scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+def row_scales(
+    scale, at, is_row, largest,
+    SCALES: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """The scales of rows, whose largest numbers are given: "token" stores them, "head" reads."""
+    if SCALES == "token":
+        found = _scale_of(largest, LARGEST, SMALLEST)
+        tl.store(scale + at, found, mask=is_row)
+    else:
+        found = tl.load(scale + at, mask=is_row, other=1.0)
+    return found
+
+
+@triton.jit
+def _scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
     """The scale of each row by its largest absolute value; NaN for one with NaN or infinity."""
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
     return tl.where(amax < float("inf"), scale, float("nan"))
