@@ -141,6 +141,7 @@ class DecodeBuffers:
             self._starts[: size + 1],
             1,
             max_seq_len,
+            allows_early_reads=not shares,
         )
         if shares:
             shared = self._shared_prefixes(size)
