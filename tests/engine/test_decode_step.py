@@ -8,7 +8,7 @@ import torch
 
 from pagetile import BlockPool, KVCache
 from pagetile.engine import Engine
-from pagetile.engine.cuda_graphs import PromptBuffers, padded_sizes, prompt_sizes
+from pagetile.engine.cuda_graphs import padded_sizes, prompt_sizes
 from pagetile.engine.sampler import Sampler, SamplingInput
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.models import load_model
@@ -137,59 +137,133 @@ def test_every_number_of_prompt_tokens_has_a_padded_size_not_far_above_it(most):
         assert min(size for size in sizes if size >= num_tokens) <= 1.5 * num_tokens
 
 
+@pytest.mark.interpret
 def test_a_step_that_is_filled_up_has_the_same_logits_and_writes_the_same_keys():
-    model = load_model(tiny_model("gemma2"))
+    from pagetile.engine.triton_prompts import PromptBuffers
+
+    model = load_model(tiny_model("gemma2"), device=home())
     generator = torch.Generator().manual_seed(0)
-    buffers = PromptBuffers(32, 5, 4, 24, torch.device("cpu"))
+    sampler = make_sampler(home())
+    row_tables = torch.zeros(NUM_ROWS, 6, dtype=torch.int32, device=home())
+    buffers = PromptBuffers(row_tables, sampler, 32, BLOCK_SIZE)
     # Sequences of other numbers of tokens leave other numbers in the buffers, the fewest last.
     for counts, ends in [((9, 1, 13), (20, 5, 13)), ((1, 4), (9, 4)), ((0, 2), (0, 3))]:
         starts = np.cumsum([0, *counts])
-        step = make_step(model.vocab_size, counts, ends, generator)
+        step, arrays = make_step(model.vocab_size, sampler, row_tables, counts, ends, generator)
         caches = []
-        for size in (starts[-1], 32, starts[-1] + 1):
-            cache = KVCache(model.layers, BlockPool(30, 4))
+        for size in (int(starts[-1]), 32, int(starts[-1]) + 1):
+            cache = KVCache(model.layers, BlockPool(30, BLOCK_SIZE), device=home())
             for blocks, seed in zip((*cache.k, *cache.v), range(99), strict=False):
-                blocks.normal_(generator=torch.Generator().manual_seed(seed))
+                blocks.copy_(torch.randn(blocks.shape, generator=generator.manual_seed(seed)))
             model.bind(cache)
             if size == starts[-1]:
                 expected = model.forward(step)
             else:
-                buffers.fill(step, size)
-                computed = model.forward(buffers.batch(size))[: len(counts)]
+                buffers.fill(arrays, size, draws=True)
+                batch = buffers(size)
+                assert_lays_out(buffers, batch, step, arrays, size)
+                computed = model.forward(batch)[: len(counts)]
                 torch.testing.assert_close(computed, expected)
             caches.append(torch.stack([*cache.k, *cache.v]))
         torch.testing.assert_close(caches[1], caches[0])
         torch.testing.assert_close(caches[2], caches[0])
 
 
+def assert_lays_out(buffers, batch, step, arrays, size):
+    num_tokens, num_seqs = len(step.token_ids), len(arrays["rows"])
+    for name in ("token_ids", "positions", "slot_mapping"):
+        assert torch.equal(getattr(batch, name)[:num_tokens], getattr(step, name)), name
+    assert (batch.slot_mapping[num_tokens:] == -1).all()
+    assert torch.equal(batch.logits_rows[:num_seqs], step.logits_rows)
+    assert batch.batch.cu_seqlens_q[-2:].tolist() == [num_tokens, size]
+    assert batch.batch.seq_lens.tolist()[num_seqs:] == [
+        *[0] * (len(batch.batch.seq_lens) - num_seqs - 1),
+        size - num_tokens,
+    ]
+    for at, (row, end) in enumerate(zip(arrays["rows"], arrays["seq_lens"], strict=True)):
+        width = -(-int(end) // BLOCK_SIZE)
+        expected = step.batch.block_tables[at, :width]
+        assert torch.equal(batch.batch.block_tables[at, :width], expected)
+        assert torch.equal(buffers._rows_tables[row, :width], expected)
+        assert buffers._sampler.lengths[row] == end
+    assert buffers._sampler.lengths[6] == 33, "a sample that begins, without tokens of its own"
+    drawn = arrays["sampled_rows"].tolist()
+    assert buffers.drawn_rows(size).tolist() == drawn + [-1] * (
+        len(buffers.drawn_rows(size)) - len(drawn)
+    )
+    assert buffers.sampled_rows(size, len(drawn)).tolist() == drawn
+
+
+@pytest.mark.interpret
 def test_cleared_buffers_write_nothing():
-    model = load_model(tiny_model("qwen3"))
-    cache = KVCache(model.layers, BlockPool(30, 4))
+    from pagetile.engine.triton_prompts import PromptBuffers
+
+    model = load_model(tiny_model("qwen3"), device=home())
+    cache = KVCache(model.layers, BlockPool(30, BLOCK_SIZE), device=home())
     for blocks in (*cache.k, *cache.v):
         blocks.fill_(0.5)
     model.bind(cache)
-    buffers = PromptBuffers(32, 5, 4, 24, torch.device("cpu"))
-    buffers.fill(make_step(model.vocab_size, (9, 1), (20, 5), torch.Generator().manual_seed(0)), 32)
+    sampler, generator = make_sampler(home()), torch.Generator().manual_seed(0)
+    row_tables = torch.zeros(NUM_ROWS, 6, dtype=torch.int32, device=home())
+    buffers = PromptBuffers(row_tables, sampler, 32, BLOCK_SIZE)
+    _, arrays = make_step(model.vocab_size, sampler, row_tables, (9, 1), (20, 5), generator)
+    buffers.fill(arrays, 32, draws=True)
+    row_tables.fill_(7)
+    before = sampler.lengths.clone()
     buffers.clear(16)
-    model.forward(buffers.batch(16))
+    model.forward(buffers(16))
     assert all((blocks == 0.5).all() for blocks in (*cache.k, *cache.v))
+    assert (row_tables == 7).all()
+    assert torch.equal(sampler.lengths, before)
+    assert (buffers.drawn_rows(16) == -1).all()
 
 
-def make_step(vocab_size, counts, ends, generator):
-    """New tokens of sequences whose blocks of 4 follow each other."""
+def make_step(vocab_size, sampler, row_tables, counts, ends, generator):
+    """A step in torch, and its numbers as a runner gathers them.
+
+    The last block of each sequence is new, as are those of its tokens; the last token of the
+    first one is the device's. A row without tokens, the last one, begins as a sample.
+    """
+    num_seqs = len(counts)
     starts = torch.tensor([0, *counts]).cumsum(0)
     positions = torch.cat([torch.arange(end - n, end) for n, end in zip(counts, ends, strict=True)])
-    seqs = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    tables = torch.randperm(30, generator=generator)[: 6 * len(counts)].view(-1, 6).int()
-    return ForwardBatch(
-        token_ids=torch.randint(vocab_size, (int(starts[-1]),), generator=generator),
+    seqs = torch.repeat_interleave(torch.arange(num_seqs), torch.tensor(counts))
+    tables = torch.randperm(30, generator=generator)[: 6 * num_seqs].view(-1, 6).int()
+    token_ids = torch.randint(vocab_size, (int(starts[-1]),), generator=generator)
+    rows = torch.randperm(NUM_ROWS - 1, generator=generator)[:num_seqs].numpy()
+    sampler.last_tokens %= vocab_size
+    unread = np.array([int(starts[1]) - 1] if counts[0] else [], np.int64)
+    token_ids[unread] = sampler.last_tokens[rows[0]].cpu()
+    firsts, first_blocks, blocks = [], [], []
+    for row, table, count, end in zip(rows, tables, counts, ends, strict=True):
+        first = max(0, end - max(count, 1)) // BLOCK_SIZE
+        row_tables[row, :first] = table[:first].to(row_tables.device)
+        row_tables[row, first:] = -5
+        firsts.append(first)
+        first_blocks.append(len(blocks))
+        blocks += table[first : -(-end // BLOCK_SIZE)].tolist()
+    given = token_ids.clone()
+    given[unread] = 0
+    arrays = {
+        "token_ids": given.numpy(), "seq_lens": np.array(ends, np.int32),
+        "starts": starts.int().numpy(), "rows": rows,
+        "sampled_rows": np.array([rows[-1], NUM_ROWS - 1]),
+        "sampled_lens": np.array([ends[-1], 33]),
+        "logits_rows": (starts[1:] - 1).clamp(min=0).numpy(), "unread_at": unread,
+        "first_columns": np.array(firsts), "first_blocks": np.array(first_blocks),
+        "block_ids": np.array(blocks, np.int32),
+    }  # fmt: skip
+    step = ForwardBatch(
+        token_ids=token_ids,
         positions=positions,
         batch=PagedBatch(
             tables, torch.tensor(ends, dtype=torch.int32), starts.int(), max(counts), max(ends)
         ),
-        slot_mapping=tables[seqs, positions // 4].long() * 4 + positions % 4,
+        slot_mapping=tables[seqs, positions // BLOCK_SIZE].long() * BLOCK_SIZE
+        + positions % BLOCK_SIZE,
         logits_rows=(starts[1:] - 1).clamp(min=0),
     )
+    return step, arrays
 
 
 def test_packed_arrays_come_back_as_they_were():

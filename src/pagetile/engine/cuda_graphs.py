@@ -6,7 +6,7 @@ that compute prompts. A step is filled up to the next size, decode steps by rows
 see no key, write none and get no token::
 
     decode     rows 3, 0, 7:   [3 0 7]  ->  [3 0 7 -1]  ->  graph of 4  ->  tokens [0:3]
-    prompts    21 tokens       ->  32 tokens            ->  graph of 32 ->  logits
+    prompts    21 tokens       ->  32 tokens            ->  graph of 32 ->  logits, tokens
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..device import refusing_to_wait
-from ..models.forward_batch import ForwardBatch
-from ..ops.paged_attention import PagedBatch
 
-__all__ = ["PromptBuffers", "StepGraphs", "padded_sizes", "prompt_sizes"]
+__all__ = ["StepGraphs", "padded_sizes", "prompt_sizes"]
 
 _STEP = 16
 _MOST_TOKENS = 8192
@@ -57,85 +54,6 @@ def prompt_sizes(max_num_batched_tokens: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-class PromptBuffers:
-    """The static inputs of steps that compute prompts.
-
-    A step is filled up by one more sequence, whose tokens are written nowhere::
-
-        21 tokens of 2 sequences, as 32 of 4:   starts [0 20 21 21 21 32]
-
-    Args:
-        num_tokens: The most tokens of a step.
-        num_seqs: The most sequences, and the most rows with logits.
-        block_size: Tokens of a block.
-        max_seq_len: The most tokens of a sequence.
-        device: A GPU.
-    """
-
-    def __init__(
-        self,
-        num_tokens: int,
-        num_seqs: int,
-        block_size: int,
-        max_seq_len: int,
-        device: torch.device,
-    ) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._longest = max(num_tokens, max_seq_len)
-        self._token_ids, self._positions, self._slots = zeros(3, num_tokens)
-        self._seq_lens = zeros(num_seqs + 1, dtype=torch.int32)
-        self._starts = zeros(num_seqs + 2, dtype=torch.int32)
-        width = -(-self._longest // block_size)
-        self._tables = zeros(num_seqs + 1, width, dtype=torch.int32)
-        self._logits_rows = zeros(num_seqs)
-
-    def takes(self, step: ForwardBatch) -> bool:
-        """Whether there is room for a step."""
-        return len(step.token_ids) <= len(self._token_ids) and len(step.logits_rows) <= len(
-            self._logits_rows
-        )
-
-    def clear(self, size: int) -> None:
-        """Hold ``size`` tokens of no sequence."""
-        self._slots.fill_(-1)
-        for numbers in (self._starts, self._seq_lens, self._logits_rows):
-            numbers.zero_()
-        self._fill_up(0, size)
-
-    def fill(self, step: ForwardBatch, size: int) -> None:
-        """Hold the sequences of a step, filled up to ``size`` tokens."""
-        num_tokens, num_rows = len(step.token_ids), len(step.logits_rows)
-        num_seqs, width = step.batch.block_tables.shape
-        self._token_ids[:num_tokens].copy_(step.token_ids)
-        self._positions[:num_tokens].copy_(step.positions)
-        self._slots[:num_tokens].copy_(step.slot_mapping)
-        self._slots[num_tokens:].fill_(-1)
-        self._seq_lens[:num_seqs].copy_(step.batch.seq_lens)
-        self._seq_lens[num_seqs:].zero_()
-        self._starts[: num_seqs + 1].copy_(step.batch.cu_seqlens_q)
-        self._starts[num_seqs + 1 :].fill_(num_tokens)
-        self._tables[:num_seqs, :width].copy_(step.batch.block_tables)
-        self._logits_rows[:num_rows].copy_(step.logits_rows)
-        self._logits_rows[num_rows:].zero_()
-        self._fill_up(num_tokens, size)
-
-    def _fill_up(self, num_tokens: int, size: int) -> None:
-        self._starts[-1:].fill_(size)
-        self._seq_lens[-1:].fill_(size - num_tokens)
-
-    def batch(self, size: int) -> ForwardBatch:
-        """What they hold, as a step of ``size`` tokens."""
-        return ForwardBatch(
-            token_ids=self._token_ids[:size],
-            positions=self._positions[:size],
-            batch=PagedBatch(self._tables, self._seq_lens, self._starts, size, self._longest),
-            slot_mapping=self._slots[:size],
-            logits_rows=self._logits_rows,
-        )
-
-
 class StepGraphs:
     """Records steps, each size once, and replays them.
 
@@ -154,13 +72,13 @@ class StepGraphs:
 
     def __init__(
         self,
-        step: Callable[..., Tensor],
+        step: Callable[..., Any],
         clear: Callable[[int], object],
         sizes: list[int],
         pool: Any = None,
     ) -> None:
         self._step, self._clear, self.sizes = step, clear, sizes
-        self._recorded: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._recorded: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self.reason: str | None = None
 
@@ -182,7 +100,7 @@ class StepGraphs:
             self._record(size, *form)
         return self.reason is None
 
-    def replay(self, size: int, *form: bool) -> Tensor:
+    def replay(self, size: int, *form: bool) -> Any:
         """Launch a recorded step; its result is valid until the next launch of any step."""
         graph, result = self._recorded[(size, *form)]
         graph.replay()

@@ -8,8 +8,9 @@ has changed; all else is on the device already, and on a GPU the whole step is o
     device                          ▼                                  │ pinned copy, event
              begin: last token · position · slot · table  ─► model ─► draw ─► rows
 
-Other steps bring their new tokens, and the blocks that are new, in one packed copy. On a GPU
-their forward is a graph replay as well.
+Other steps bring their new tokens, and the blocks that are new, in one packed copy. On a GPU they
+are a graph replay as well (``triton_prompts.py``), and so is sampling, unless torch code has a part
+in it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..models.paged_model import PagedModel
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from ..transfer import pack, unpack
-from .cuda_graphs import PromptBuffers, StepGraphs, padded_sizes, prompt_sizes
+from .cuda_graphs import StepGraphs, padded_sizes, prompt_sizes
 from .prefix_groups import PrefixGroups
 from .request import Sequence as OneSequence
 from .sampler import SampledTokens, Sampler, SamplingInput
@@ -105,7 +106,7 @@ class Runner:
         self.min_saved_tokens: int | None = None
         self.graphs: StepGraphs | None = None
         self.prompt_graphs: StepGraphs | None = None
-        self._prompts: PromptBuffers | None = None
+        self._prompts: Any = None
         if model.device.type == "cuda":
             self._decode_by_kernels()
             self.min_saved_tokens = -(-GPU_BYTES // _bytes_per_key(cache))
@@ -166,6 +167,9 @@ class Runner:
         with torch.inference_mode():
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
+            if self.prompt_graphs.reason is None:
+                self._prompts.clear(least := self.prompt_graphs.sizes[0])
+                self.sampler.compile_masks(self.prompt_graphs.replay(least)[0])
 
     def _decode_by_kernels(self) -> None:
         """Have kernels lay out decode steps and sample them, from an inbox on the device."""
@@ -182,16 +186,21 @@ class Runner:
 
     def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.graphs = StepGraphs(self._record_step, self._clear_inbox, padded_sizes(max_num_seqs))
+        from .triton_prompts import PromptBuffers
+
         sizes = prompt_sizes(max_num_batched_tokens)
-        self._prompts = prompts = PromptBuffers(
-            sizes[-1], max_num_seqs, self.cache.block_size, self.max_model_len, self.device
-        )
+        with torch.inference_mode(False):
+            self._prompts = PromptBuffers(
+                self._tables, self.sampler, sizes[-1], self.cache.block_size
+            )
         self.prompt_graphs = StepGraphs(
-            lambda size: self.model.forward(prompts.batch(size)),
-            prompts.clear,
-            sizes,
-            self.graphs.pool,
+            self._record_prompts, self._prompts.clear, sizes, self.graphs.pool
         )
+
+    def _record_prompts(self, size: int) -> tuple[Tensor, Tensor]:
+        """A step with prompts of what is in the inbox: logits, and packed tokens."""
+        logits = self.model.forward(self._prompts(size))
+        return logits, self._begin.draw(logits, self._prompts.drawn_rows(size))
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -320,7 +329,6 @@ class Runner:
 
     # --- any other step --------------------------------------------------------------------
 
-    @torch.inference_mode()
     def _compute(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
         """Launch a step whose tokens the host knows, but for those that are still unread."""
         self._form = None
@@ -328,38 +336,73 @@ class Runner:
         rows = [sequence.row for sequence in step.sampled]
         assumed = step.find_assumed() if step.drafts else None
         arrays = self._gather(step, rows, assumed)
+        graphs = self.prompt_graphs
+        with torch.inference_mode():
+            if (
+                graphs is not None
+                and self._prompts.takes(arrays)
+                and graphs.ensure(size := graphs.fit(self._prompts.least(arrays)))
+            ):
+                results = self._replay(size, arrays, rows, masks, assumed)
+            else:
+                results = self._launch_kernels(step, arrays, rows, masks, assumed)
+        for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
+            # What is accepted of drafts the host finds out: rows have to be told.
+            sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
+        return rows, results
+
+    def _replay(
+        self,
+        size: int,
+        arrays: dict[str, Any],
+        rows: list[int],
+        masks: Any,
+        assumed: list[list[int]] | None,
+    ) -> StepResults | None:
+        """Launch a recorded step, and sample by what it leaves to others."""
+        assert self.prompt_graphs is not None
+        draws = not masks and assumed is None and not self.sampler.needs_torch(rows)
+        self._prompts.fill(arrays, size, draws=draws)
+        logits, packed = self.prompt_graphs.replay(size)
+        if not rows:
+            return None
+        if draws:
+            has_logprobs = self.sampler.has_logprobs(rows)
+            return self._memories[0].receive(packed, len(logits), has_logprobs=has_logprobs)
+        where = self._prompts.sampled_rows(size, len(rows))
+        return self._send_back(
+            self.sampler.sample(logits[: len(rows)], where, rows, masks, assumed)
+        )
+
+    def _launch_kernels(
+        self,
+        step: SchedulerOutput,
+        arrays: dict[str, Any],
+        rows: list[int],
+        masks: Any,
+        assumed: list[list[int]] | None,
+    ) -> StepResults | None:
+        """Launch a step's kernels one by one."""
         if self.device.type == "cuda":
             packed = pack(list(arrays.values()), self.device).to(self.device, non_blocking=True)
             tensors = dict(zip(arrays, unpack(packed, list(arrays.values())), strict=True))
         else:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch = self._place(tensors, max(step.num_tokens), max(step.ends))
-        logits = self._forward(batch)
-        for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
-            # What is accepted of drafts the host finds out: rows have to be told.
-            sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
+        logits = self.model.forward(batch)
         if not rows:
-            return rows, None
+            return None
         found = self.sampler.sample(logits, tensors["sampled_rows"], rows, masks, assumed)
-        return rows, self._send_back(found)
-
-    def _forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of a step that is no decode step, valid until the next launch."""
-        graphs, buffers = self.prompt_graphs, self._prompts
-        if graphs is None or buffers is None or not buffers.takes(batch):
-            return self.model.forward(batch)
-        size = graphs.fit(len(batch.token_ids))
-        if not graphs.ensure(size):
-            return self.model.forward(batch)
-        buffers.fill(batch, size)
-        return graphs.replay(size)[: len(batch.logits_rows)]
+        return self._send_back(found)
 
     def _gather(
         self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
     ) -> dict[str, Any]:
         token_ids: list[int] = []
         unread: list[int] = []  # sequences whose last token the device has
-        new_blocks: list[tuple[int, int, int]] = []
+        new_blocks: list[int] = []
+        first_columns: list[int] = []  # of a sequence's new blocks in its table
+        first_blocks = [0]  # of a sequence's new blocks among all of them
         size, grown = self.cache.block_size, set(step.grown)
         for at, (sequence, chunk, end) in enumerate(
             zip(step.sequences, step.num_tokens, step.ends, strict=True)
@@ -377,7 +420,9 @@ class Runner:
             if len(known) < chunk:
                 unread.append(at)
                 token_ids.append(0)
-            new_blocks += [(row, column, blocks[column]) for column in range(first, len(blocks))]
+            new_blocks += blocks[first:]
+            first_columns.append(first)
+            first_blocks.append(len(new_blocks))
         rows = np.array([sequence.row for sequence in step.sequences], np.int64)
         query_lens = np.array(step.num_tokens, np.int32)
         seq_lens = np.array(step.ends, np.int32)
@@ -391,7 +436,8 @@ class Runner:
             num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
             sampled_lens -= np.array(num_drafted, np.int32)
             logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
-        block_rows, block_columns, block_ids = np.array(new_blocks, np.int64).reshape(-1, 3).T
+        counts = np.diff(first_blocks)
+        before = np.array(first_columns, np.int64) - first_blocks[:-1]
         return {
             "token_ids": np.array(token_ids, np.int64),
             "positions": np.arange(starts[-1], dtype=np.int64) + shifts,
@@ -404,9 +450,11 @@ class Runner:
             "sampled_lens": sampled_lens,
             "unread_at": last_tokens[unread],
             "unread_rows": rows[unread],
-            "block_rows": block_rows.copy(),
-            "block_columns": block_columns.copy(),
-            "block_ids": block_ids.astype(np.int32),
+            "first_columns": np.array(first_columns, np.int64),
+            "first_blocks": np.array(first_blocks[:-1], np.int64),
+            "block_rows": np.repeat(rows, counts),
+            "block_columns": np.arange(len(new_blocks)) + np.repeat(before, counts),
+            "block_ids": np.array(new_blocks, np.int32),
         }
 
     def _place(self, t: dict[str, Tensor], max_query_len: int, max_seq_len: int) -> ForwardBatch:

@@ -205,7 +205,7 @@ class Sampler:
         logprobs = None
         if self._kernels is not None:
             if self.compiles_masks:
-                self._compile_masks(logits)
+                self.compile_masks(logits)
             packed = self._kernels.draw(logits, rows.int(), state, step_masks)
             tokens, best, logprobs = self._kernels.unpack(packed, len(host_rows))
         else:
@@ -268,7 +268,7 @@ class Sampler:
             self._send([each.addresses() for each in tables]),
         )
 
-    def _compile_masks(self, logits: Tensor) -> None:
+    def compile_masks(self, logits: Tensor) -> None:
         """Compile what the first request with a grammar would wait for, on no row at all."""
         self.compiles_masks = False
         row = torch.full((1,), -1, dtype=torch.int32, device=self.device)

@@ -92,6 +92,15 @@ def _measure(
 
 
 @gluon.jit
+def _count_splits(tiles, per_tile):
+    """⌈tiles / split_tiles⌉ by a reciprocal, which is faster than integer division.
+
+    Exact below 2 ** 21 tiles: half a tile from the next integer, so past any error of rounding.
+    """
+    return ((tiles.to(gl.float32) - 0.5) * per_tile).to(gl.int32) + 1
+
+
+@gluon.jit
 def _choose_split_tiles(
     batch, TOKENS: gl.constexpr, TILE_N: gl.constexpr, V_WIDTH: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -102,24 +111,28 @@ def _choose_split_tiles(
     BY_SEQ: gl.constexpr = gl.SliceLayout(1, GRID)
     BY_CHOICE: gl.constexpr = gl.SliceLayout(0, GRID)
     at_once = gl.arange(0, _AT_ONCE, FLAT)
-    longest = 1
-    work = 0.0  # tiles of queries times tiles of keys, of all heads
+    # Sums and maxima over blocks of sequences come first: across warps each takes a barrier.
+    longest = gl.full([_AT_ONCE], 1, gl.int32, FLAT)
+    work = gl.full([_AT_ONCE], 0.0, gl.float32, FLAT)  # tiles of queries times tiles of keys
     for start in range(0, batch.num_seqs, _AT_ONCE):
         tiles, first, most = _measure(batch, start + at_once, TOKENS, TILE_N, CAUSAL, HAS_WINDOW)
-        longest = gl.maximum(longest, gl.max(gl.where(tiles > 0, most, 0), 0))
-        work += gl.sum(tiles.to(gl.float32) * (first + most).to(gl.float32), 0)
-    work *= 0.5 * batch.num_heads
+        longest = gl.maximum(longest, gl.where(tiles > 0, most, 1))
+        work += tiles.to(gl.float32) * (first + most).to(gl.float32)
+    longest = gl.max(longest, 0)
+    work = gl.sum(work, 0) * 0.5 * batch.num_heads
     choice = 1 + gl.arange(0, _MOST_SPLITS, BY_CHOICE)
     split_tiles = gl.maximum((longest + choice - 1) // choice, _LEAST_KEYS // TILE_N)
-    numbers = gl.full([_MOST_SPLITS], 0, gl.int32, BY_CHOICE)  # splits that are numbered
-    doubled = gl.full([_MOST_SPLITS], 0, gl.int32, BY_CHOICE)  # twice those that have keys
+    per_tile = (1.0 / split_tiles.to(gl.float32))[None, :]
+    numbers = gl.full([_AT_ONCE, _MOST_SPLITS], 0, gl.int32, GRID)  # splits that are numbered
+    doubled = gl.full([_AT_ONCE, _MOST_SPLITS], 0, gl.int32, GRID)  # twice those that have keys
     for start in range(0, batch.num_seqs, _AT_ONCE):
         seq = start + gl.arange(0, _AT_ONCE, BY_SEQ)
         tiles, first, most = _measure(batch, seq, TOKENS, TILE_N, CAUSAL, HAS_WINDOW)
-        of_longest = (most[:, None] + split_tiles[None, :] - 1) // split_tiles[None, :]
-        of_first = (first[:, None] + split_tiles[None, :] - 1) // split_tiles[None, :]
-        numbers += gl.sum(tiles[:, None] * of_longest, 0)
-        doubled += gl.sum(tiles[:, None] * (of_first + of_longest), 0)
+        of_longest = _count_splits(most[:, None], per_tile)
+        numbers += tiles[:, None] * of_longest
+        doubled += tiles[:, None] * (_count_splits(first[:, None], per_tile) + of_longest)
+    numbers = gl.sum(numbers, 0)
+    doubled = gl.sum(doubled, 0)
     numbers *= batch.num_heads
     splits = gl.maximum((doubled * batch.num_heads + 1) // 2, 1)
     waves = ((splits + gl.num_programs(0) - 1) // gl.num_programs(0)).to(gl.float32)
