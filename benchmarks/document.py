@@ -144,7 +144,6 @@ def _table(match: re.Match[str], results: Path) -> str:
     result = load(path)
     cases = _wanted_cases(result, record, beginning)
     lines = [["case", *(name.removeprefix(_TIME) for name in names)]]
-    lines.append(["---", *["---:"] * len(names)])
     shared = _shared_parts([case["about"] for case in cases])
     own = [[part for part in _parts(case["about"]) if part not in shared] for case in cases]
     usual = _usual_parts(own)
@@ -152,7 +151,8 @@ def _table(match: re.Match[str], results: Path) -> str:
     for case, parts in zip(cases, own, strict=True):
         about = _join(part for i, part in enumerate(parts) if usual.get(i) != part)
         lines.append([about, *(_cell(case, name, unit) for name in names)])
-    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    first, *rest = [f"| {' | '.join(line)} |\n" for line in lines]
+    rows = f"{first}|---{'|---:' * len(names)}|\n{''.join(rest)}"
     caption = _caption(result["machine"], cases, shared, list(usual.values()))
     caption += f" Times in {unit}." if unit else ""
     return f"{head}\n{caption}\n\n{rows}\n{end}"

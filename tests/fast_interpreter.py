@@ -1,4 +1,4 @@
-"""Triton's interpreter without two thirds of its work, none of which changes a result.
+"""Triton's interpreter without most of its work, none of which changes a result.
 
 ::
 
@@ -7,6 +7,8 @@
     at each integer operation: compute it in int64, compare it with the      nothing, as long as
     limits, and drop the answer, since device_assert is off without debug    device_assert is off
     at each use of a type: build the table of NumPy's types                  once a type
+    at each value: describe its shape anew                                   once a shape
+    at each operation of two values: find their common type and shape        only if they differ
 """
 
 from dataclasses import replace
@@ -22,6 +24,11 @@ _find_numpy_type = interpreter._get_np_dtype
 _numpy_types = {}
 _describe_block = language.block_type.__init__
 _block_types = {}
+_describe_tensor = language.tensor.__init__
+_shapes = {}
+_semantics = interpreter.interpreter_semantic.__class__
+_match_types = _semantics.binary_op_type_checking_impl
+_match_shapes = _semantics.broadcast_impl_value
 _patched = set()
 """The modules of the language that the running launch has replaced the functions of."""
 
@@ -33,6 +40,9 @@ def hasten():
     interpreter.GridExecutor.__call__ = _run
     interpreter._get_np_dtype = _numpy_type
     language.block_type.__init__ = _block_type
+    language.tensor.__init__ = _tensor
+    _semantics.binary_op_type_checking_impl = _match_types_that_differ
+    _semantics.broadcast_impl_value = _match_shapes_that_differ
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
 
@@ -54,8 +64,43 @@ def _block_type(self, element_ty, shape):
     key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
     if key not in _block_types:
         _describe_block(self, element_ty, shape)
-        _block_types[key] = dict(vars(self))
+        _block_types[key] = dict(vars(self), sizes=key[1:])
     vars(self).update(_block_types[key], element_ty=element_ty)
+
+
+def _sizes(kind):
+    """Return a block's sizes, () of a single number, and None of a type made before ``hasten``."""
+    return getattr(kind, "sizes", None) if kind.is_block() else ()
+
+
+def _tensor(self, handle, type):
+    sizes = _sizes(type)
+    if sizes not in _shapes:
+        _describe_tensor(self, handle, type)
+        if sizes is not None:
+            own = ("handle", "type", "dtype")
+            _shapes[sizes] = {name: one for name, one in vars(self).items() if name not in own}
+        return
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    vars(self).update(_shapes[sizes])
+
+
+def _match_types_that_differ(self, lhs, rhs, *args, **options):
+    if isinstance(lhs, language.tensor) and isinstance(rhs, language.tensor):
+        kind = lhs.dtype
+        is_alike = kind is rhs.dtype and not kind.is_ptr()
+        if is_alike and not (
+            len(args) > 3 or options.get("div_or_mod")
+        ):  # halves are divided wider
+            return self.broadcast_impl_value(lhs, rhs)
+    return _match_types(self, lhs, rhs, *args, **options)
+
+
+def _match_shapes_that_differ(self, lhs, rhs):
+    sizes = _sizes(lhs.type)
+    if sizes is not None and sizes == _sizes(rhs.type):
+        return lhs, rhs
+    return _match_shapes(self, lhs, rhs)
 
 
 def _run(self, *args, **kwargs):

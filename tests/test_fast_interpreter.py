@@ -42,6 +42,13 @@ def test_results_are_the_same_without_it(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang", fast_interpreter._patch_lang)
     monkeypatch.setattr(interpreter, "_get_np_dtype", fast_interpreter._find_numpy_type)
     monkeypatch.setattr(tl.block_type, "__init__", fast_interpreter._describe_block)
+    monkeypatch.setattr(tl.tensor, "__init__", fast_interpreter._describe_tensor)
+    semantics = type(interpreter.interpreter_semantic)
+    for name, own in (
+        ("binary_op_type_checking_impl", fast_interpreter._match_types),
+        ("broadcast_impl_value", fast_interpreter._match_shapes),
+    ):
+        monkeypatch.setattr(semantics, name, own)
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", interpreter.InterpreterOptions())
     assert builder.options.sanitize_overflow
