@@ -67,6 +67,15 @@ PREFIX_ROWS = 64
 MOST_PREFIX_SPLITS = 32
 """Of a shared prefix; a token's merge reads a state of each."""
 
+MERGED_ROWS = 16
+"""Up to this many rows of a head, the CTA that stores its last split merges all of them."""
+
+MOST_MERGING = 2048
+"""CTAs of a merge that multiprocessors hold at once."""
+
+LEAST_SIZE = 128
+"""Keys for which storing and merging the state of many rows pays."""
+
 MERGED_AT_ONCE = 16
 """Partial states that a merge holds in registers; half of them are still being loaded."""
 
@@ -107,6 +116,10 @@ class GpuPlan:
     whole_size: int = 0
     """Where CTAs have little work, which is found on the device, a sequence of up to so many keys
     is not divided."""
+    least_size: int = 0
+    """Keys that a CTA reads at least, unless others have none."""
+    merge_rows: int = 0
+    """Rows a CTA of the launch that merges splits; 0: the last CTA of a head merges its splits."""
     short_split_size: int = 0
     """Longer sequences are divided at multiples of so many keys then; 0: of ``tile_n``."""
     max_registers: int = 0
@@ -219,6 +232,7 @@ def make_gpu_plan(
     # Merging many short splits of a head takes longer than reading them: use one CTA on each
     # multiprocessor then. So does waiting for room beside the kernel in front for a second one.
     is_few = pairs * _FEW_SPLITS <= num_programs
+    is_many = problem.rows > MERGED_ROWS
     halving_size = 0
     if hopper and tiles.programs == 2 and is_few:
         merges_many = pairs * _MANY_SPLITS <= num_programs
@@ -231,6 +245,8 @@ def make_gpu_plan(
         num_stages=tiles.num_stages,
         num_programs=num_programs,
         halving_size=0 if batch_invariant else halving_size,
+        least_size=0 if batch_invariant or not is_many else LEAST_SIZE,
+        merge_rows=_choose_merge_rows(problem, batch_invariant) if is_many else 0,
         split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
         whole_size=0 if batch_invariant else WHOLE_SIZE if is_few else 2 * WHOLE_SIZE,
         short_split_size=0 if batch_invariant or is_few else WHOLE_SIZE,
@@ -340,6 +356,12 @@ def choose_prefix_splits(problem: Problem, plan: GpuPlan, num_keys: int) -> int:
 def _is_bulky(problem: Problem) -> bool:
     """Whether many rows of a decode tile leave no room for keys, or for their own results."""
     return problem.width > (128 if _multiplies_float32(problem) else 256)
+
+
+def _choose_merge_rows(problem: Problem, batch_invariant: bool) -> int:
+    """Return how many rows of a head a CTA merges; more load fewer splits at once."""
+    rows = problem.num_seqs * problem.num_kv_heads * problem.rows
+    return 1 if batch_invariant or rows <= MOST_MERGING else 4
 
 
 def _align(programs: int, pairs: int) -> int:

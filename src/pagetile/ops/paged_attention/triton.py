@@ -36,7 +36,7 @@ from .plan import (
     short_len,
 )
 from .problem import Arguments, CallForm, Problem
-from .triton_decode import decode_kernel
+from .triton_decode import decode_kernel, merge_kernel
 from .triton_prefixes import prefix_kernel
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -74,6 +74,7 @@ class Kernel:
 
 
 DECODE = Kernel(decode_kernel)
+MERGE = Kernel(merge_kernel)
 PREFILL = Kernel(forward_kernel)
 PREFIXES = Kernel(prefix_kernel)
 EARLY_PREFIXES = Kernel(prefix_kernel, is_early=True)
@@ -100,6 +101,8 @@ class PreparedLaunch:
     """Sizes of what ``borrow`` returns."""
     is_packed: bool
     """Whether lengths, slopes and sinks are contiguous and of the types that kernels read."""
+    merge: Launch | None = None
+    """Of the states that this launch stores."""
     short: PreparedLaunch | None = None
     """For the short sequences of a mixed batch, which this launch's kernel leaves out."""
 
@@ -125,6 +128,8 @@ class PreparedLaunch:
             device, out, lse, *scratch, q, k_cache, v_cache, batch.block_tables, batch.seq_lens,
             batch.cu_seqlens_q, slopes, sinks, k_scale, v_scale, listed,
         )  # fmt: skip
+        if self.merge is not None:
+            self.merge.here(device, out, lse, *scratch[:2], batch.cu_seqlens_q, sinks, v_scale)
         return AttentionOutput(out, lse)
 
 
@@ -167,7 +172,7 @@ def prepare(
         "search_steps": (problem.max_visible or 0).bit_length(),
         **strides,
     }
-    short = None
+    short = merge = None
     if kernel is PREFILL:
         short = prepare_short(problem, form, plan)
         # An upper bound of the tiles, however the tokens are spread over sequences. They are on
@@ -178,12 +183,18 @@ def prepare(
         pairs = problem.num_seqs * problem.num_kv_heads
         slots = pairs * max_splits if plan.split_size else 2 * plan.num_programs
         sums = slots * launcher.constants["ROWS"]
-        grid, scratch = (plan.num_programs, 1, 1), (sums * launcher.constants["V"], 2 * sums, pairs)
+        notes = 2 * pairs if plan.merge_rows else 0
+        grid = plan.num_programs, 1, 1
+        scratch = sums * launcher.constants["V"], 2 * sums + notes, pairs
     launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
+    if scratch and plan.merge_rows:
+        merging = _find_launcher(MERGE, problem, form, plan, strides, paired)
+        grid = pairs, -(-problem.rows // plan.merge_rows), 1
+        merge = merging.bind(grid, *(numbers[name] for name in merging.types if name in numbers))
     tokens, heads, width = problem.out_sizes
     out_rows = problem.out_sizes, (heads * width, width, 1)
     lse_rows = (tokens, heads), (heads, 1)
-    return PreparedLaunch(launch, out_rows, lse_rows, scratch, _is_packed(form), short)
+    return PreparedLaunch(launch, out_rows, lse_rows, scratch, _is_packed(form), merge, short)
 
 
 def prepare_short(
@@ -264,12 +275,12 @@ def _find_launcher(
     constants["FETCHED"] = _fetched_keys(problem)
     if kernel in (PREFIXES, EARLY_PREFIXES):
         constants["EARLY"] = kernel.is_early
-    options = {"num_warps": plan.num_warps}
+    options = {"num_warps": 4 if kernel is MERGE else plan.num_warps}
     if kernel in (PREFILL, PREFIXES, EARLY_PREFIXES):
         options["num_stages"] = plan.num_stages
     if kernel is not PREFILL and begins_early(form.q.device):
         options["launch_pdl"] = True
-    if plan.max_registers:
+    if plan.max_registers and kernel is not MERGE:
         options["maxnreg"] = plan.max_registers
     names = kernel.function.arg_names
     return _make_launcher(
@@ -397,6 +408,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SPLIT_SHIFT": _log2((plan.split_size or plan.short_split_size) // plan.tile_n),
         "SPLITS_FIXED": plan.split_size > 0,
         "WHOLE": plan.whole_size // plan.tile_n,
+        "LEAST": plan.least_size // plan.tile_n,
         "HALVED": plan.halving_size // plan.tile_n,
         "TILE_M": plan.tile_m,
         "TILE_N": plan.tile_n,
@@ -405,7 +417,8 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SEQS": power_of_2(min(max(num_entries, 128), 1024)),
         "STAGES": plan.num_stages,
         "ROWS": rows,
-        "AT_ONCE": max(1, min(MERGED_AT_ONCE, 8192 // (rows * v_width))),
+        "AT_ONCE": _choose_at_once(plan.merge_rows or rows, v_width, plan.merge_rows > 0),
+        "MERGE_ROWS": plan.merge_rows,
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
         "PREFETCH": not INTERPRETED,
@@ -418,6 +431,13 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         and problem.scale_kind != "token"
         and form.seq_lens.strides == form.cu_seqlens_q.strides == (1,),
     }
+
+
+def _choose_at_once(rows: int, width: int, is_apart: bool) -> int:
+    """Return how many splits' states of some rows a merge loads at once."""
+    if is_apart:  # it has all registers
+        return max(1, 4096 // (rows * width))
+    return max(1, min(MERGED_AT_ONCE, 8192 // (rows * width)))
 
 
 def _log2(tiles: int) -> int:

@@ -65,26 +65,26 @@ def _prefetch(table, key, end_key, block_size):
 
 @triton.jit
 def _merge_splits(
-    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits, rows, is_row,
     SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The state of a head from those of all its splits, in the order of their keys."""
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, V)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, V], tl.float32)
+    """The state of some rows of a head from those of all its splits, in the order of their keys."""
+    columns = tl.arange(0, V)
+    m = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    l = tl.zeros([rows.shape[0]], tl.float32)
+    acc = tl.zeros([rows.shape[0], V], tl.float32)
     for start in range(0, num_splits, AT_ONCE):
         split = start + tl.arange(0, AT_ONCE)
-        is_split = split < num_splits
+        is_state = (split < num_splits)[:, None] & is_row[None, :]
         slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
         sums = split_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
         # .cg: from the second-level cache, where the stores of other CTAs are.
-        ms = tl.load(sums, mask=is_split[:, None], other=float("-inf"), cache_modifier=".cg")
-        ls = tl.load(sums + ROWS, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
+        ms = tl.load(sums, mask=is_state, other=float("-inf"), cache_modifier=".cg")
+        ls = tl.load(sums + ROWS, mask=is_state, other=0.0, cache_modifier=".cg")
         accs = tl.load(
             split_accs + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
             + columns[None, None, :],
-            mask=is_split[:, None, None], other=0.0, cache_modifier=".cg",
+            mask=is_state[:, :, None], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         ms, ls, accs = merge_first(ms, ls, accs)
         m, l, acc = merge(m, l, acc, ms, ls, accs)
@@ -92,11 +92,18 @@ def _merge_splits(
 
 
 @triton.jit
+def _store_note(notes, seq_head, first_cta, num_splits):
+    """Tell ``merge_kernel`` where the states of a head are: small integers, exact as floats."""
+    tl.store(notes + 2 * seq_head, first_cta)
+    tl.store(notes + 2 * seq_head + 1, num_splits)
+
+
+@triton.jit
 def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
-    split_sums,  # float32 [slots, 2, ROWS]: their m and l
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the notes for ``merge_kernel``
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, SIZE]
@@ -118,10 +125,10 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
-    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
-    VISIBLE: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, LEAST: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, SEQS: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     if PREFETCH:  # not interpreted
@@ -147,6 +154,8 @@ def decode_kernel(
         total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
     whole, total = choose_whole(total_tiles, total, tl.num_programs(0), WHOLE)
     programs = tl.minimum(tl.num_programs(0), total)
+    if LEAST > 0:
+        programs = tl.minimum(programs, tl.maximum(total_tiles // LEAST, 1))
     program = tl.program_id(0)
     if program >= programs:
         return
@@ -170,6 +179,9 @@ def decode_kernel(
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
         running = tl.max(ends)
 
+    notes = split_sums
+    if MERGE_ROWS > 0:
+        split_sums += 2 * num_seqs * num_kv_heads
     rows = tl.arange(0, TILE_M)
     columns = tl.arange(0, D)
     v_columns = tl.arange(0, V)
@@ -274,21 +286,23 @@ def decode_kernel(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: the last CTA to arrive merges.
+        # All keys of the head: done. Some of them: the last CTA to arrive merges, or another launch.
+        seq_head = seq * num_kv_heads + head
         if count == per_head:
             write_rows(
                 out, lse, m, l, acc, rows, v_columns, sinks, factor, first_token, head, query_len,
                 num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
+            if MERGE_ROWS > 0:
+                _store_note(notes, seq_head, 0, 1)
         else:
-            seq_head = seq * num_kv_heads + head
             queue_start = head_start.to(tl.int64)
             first_cta = (((queue_start + 1) * programs - 1) // total).to(tl.int32)
             last_cta = (((queue_start + per_head) * programs - 1) // total).to(tl.int32)
             split = first if SPLITS_FIXED else program - first_cta
             num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
             slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
-            is_kept = rows < ROWS
+            is_kept = is_row if MERGE_ROWS > 0 else rows < ROWS
             tl.store(split_sums + slot * 2 * ROWS + rows, m, mask=is_kept)
             tl.store(split_sums + slot * 2 * ROWS + ROWS + rows, l, mask=is_kept)
             tl.store(
@@ -296,22 +310,63 @@ def decode_kernel(
                 acc,
                 mask=is_kept[:, None],
             )
-            tl.debug_barrier()  # every thread's stores come before the one thread's count
-            arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_splits - 1:
-                tl.store(arrivals + seq_head, 0)
-                all_m, all_l, all_acc = _merge_splits(
-                    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-                    SPLITS_FIXED, ROWS, V, AT_ONCE,
-                )  # fmt: skip
-                kept_rows = tl.arange(0, ROWS)
-                write_rows(
-                    out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
-                    first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE,
-                    HAS_SINKS,
-                )  # fmt: skip
+            if MERGE_ROWS > 0:
+                if first == 0:
+                    _store_note(notes, seq_head, first_cta, num_splits)
+            else:
+                tl.debug_barrier()  # every thread's stores come before the one thread's count
+                arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
+                if arrived == num_splits - 1:
+                    tl.store(arrivals + seq_head, 0)
+                    kept_rows = tl.arange(0, ROWS)
+                    all_m, all_l, all_acc = _merge_splits(
+                        split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+                        kept_rows, kept_rows >= 0, SPLITS_FIXED, ROWS, V, AT_ONCE,
+                    )  # fmt: skip
+                    write_rows(
+                        out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
+                        first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP,
+                        V_SIZE, HAS_SINKS,
+                    )  # fmt: skip
 
         work += count
         if work == before + per_head * heads:
             before = work
             entry += 1
+
+
+@triton.jit
+def merge_kernel(
+    out,  # [num_tokens, num_heads, V_SIZE]
+    lse,  # float32 [num_tokens, num_heads]
+    split_accs,  # float32 [slots, ROWS, V]
+    split_sums,  # float32: [num_seqs * num_kv_heads, 2] notes, then [slots, 2, ROWS]
+    cu_seqlens_q,  # int32 [num_seqs + 1]
+    sinks,  # float32 [num_heads]
+    v_scale,  # float32 [num_kv_heads] where SCALES is "head"
+    num_kv_heads, max_splits, out_token, out_head, vs_head,
+    GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr, SCALES: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Merge ``MERGE_ROWS`` rows of a head of which ``decode_kernel`` stored splits."""
+    if PREFETCH:  # not interpreted
+        wait_for_previous()
+    seq_head = tl.program_id(0)
+    first_cta = tl.load(split_sums + 2 * seq_head, cache_modifier=".cg").to(tl.int32)
+    num_splits = tl.load(split_sums + 2 * seq_head + 1, cache_modifier=".cg").to(tl.int32)
+    if num_splits <= 1:
+        return
+    seq, head = seq_head // num_kv_heads, seq_head % num_kv_heads
+    first_token = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    rows = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    factor = tl.load(v_scale + head * vs_head) if SCALES == "head" else 1.0
+    m, l, acc = _merge_splits(
+        split_accs, split_sums + 2 * tl.num_programs(0), num_splits, seq_head, first_cta,
+        max_splits, rows, rows < query_len * GROUP, SPLITS_FIXED, ROWS, V, AT_ONCE,
+    )  # fmt: skip
+    write_rows(
+        out, lse, m, l, acc, rows, tl.arange(0, V), sinks, factor, first_token, head, query_len,
+        num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+    )  # fmt: skip
