@@ -60,8 +60,16 @@ def prepare(
             f"{own.tile_n} with divides_keys={own.divides_keys}: plan_paged_attention for these "
             "tensors"
         )
-    short = prepare_short(problem, form, plan, SPECIALISED)
-    return functools.partial(_run, problem, short, own.divides_keys)
+    is_beside = not own.divides_keys and _is_written_in_place(form)
+    short = prepare_short(problem, form, plan, SPECIALISED, is_beside=is_beside)
+    return functools.partial(_run, problem, short, own.divides_keys, is_beside)
+
+
+def _is_written_in_place(form: CallForm) -> bool:
+    """Whether the kernel writes to ``out`` itself, not to an aligned copy."""
+    if form.out is None:
+        return True
+    return form.is_aligned and all(s > 0 and s % 8 == 0 for s in form.out.strides[:2])
 
 
 def _is_invariant(plan: GpuPlan | None) -> bool:
@@ -69,13 +77,14 @@ def _is_invariant(plan: GpuPlan | None) -> bool:
 
 
 def _run(
-    problem: Problem, short: PreparedLaunch | None, divides_keys: bool, call: Arguments
-) -> AttentionOutput:
-    """Fill ``out``."""
+    problem: Problem, short: PreparedLaunch | None, divides_keys: bool, is_beside: bool,
+    call: Arguments,
+) -> AttentionOutput:  # fmt: skip
+    """Fill ``out``: short sequences behind the others, which that launch may overlap, or before."""
     q, batch = call.q, pack(call.batch)
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if short is not None:
+    if short is not None and not is_beside:
         short(call._replace(out=out, batch=batch), lse)
     attend(
         out,
@@ -99,6 +108,8 @@ def _run(
         k_scale=_of_heads(problem, call.k_scale),
         v_scale=_of_heads(problem, call.v_scale),
     )
+    if short is not None and is_beside:
+        short(call._replace(out=out, batch=batch), lse)
     return AttentionOutput(out, lse)
 
 

@@ -139,9 +139,18 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
 
 
 def prepare(
-    problem: Problem, form: CallForm, plan: GpuPlan | None = None, decode: Kernel = DECODE
+    problem: Problem, form: CallForm, plan: GpuPlan | None = None, decode: Kernel = DECODE,
+    *, is_beside: bool = False,
 ) -> PreparedLaunch:
-    """Bind all that calls of a form share; ``decode`` is the kernel for few rows of a sequence."""
+    """Bind all that calls of a form share.
+
+    Args:
+        problem: A call.
+        form: Its form.
+        plan: Of ``make_plan``; ``None``: its own.
+        decode: The kernel for few rows of a sequence.
+        is_beside: Whether a prefill of the same call is in front, which ``decode`` may overlap.
+    """
     device = DeviceInfo.of(form.q.device)
     plan = plan or make_gpu_plan(problem, device, hopper=decode is not DECODE)
     kernel = PREFILL if plan.path == "prefill" and decode is DECODE else decode
@@ -152,7 +161,7 @@ def prepare(
         )
     paired = kernel.takes_pairs and problem.kv_dtype.itemsize == 1
     strides = _strides(problem, form, 2 if paired else 1)
-    launcher = _find_launcher(kernel, problem, form, plan, strides, paired)
+    launcher = _find_launcher(kernel, problem, form, plan, strides, paired, is_beside)
     # The block tables may bound lengths more tightly than max_seq_len.
     most_blocks = form.block_tables.shape[1]
     if problem.max_visible is not None:
@@ -198,7 +207,8 @@ def prepare(
 
 
 def prepare_short(
-    problem: Problem, form: CallForm, plan: GpuPlan | None, decode: Kernel = DECODE
+    problem: Problem, form: CallForm, plan: GpuPlan | None, decode: Kernel = DECODE,
+    *, is_beside: bool = False,
 ) -> PreparedLaunch | None:
     """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed."""
     if not short_len(problem):
@@ -206,7 +216,7 @@ def prepare_short(
     short = replace(problem, max_query_len=short_len(problem))
     device, is_fixed = DeviceInfo.of(form.q.device), plan is not None and plan.split_size > 0
     own = make_gpu_plan(short, device, batch_invariant=is_fixed, hopper=decode is not DECODE)
-    return prepare(short, form, own, decode)
+    return prepare(short, form, own, decode, is_beside=is_beside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,12 +277,14 @@ def prepare_prefixes(
 
 def _find_launcher(
     kernel: Kernel, problem: Problem, form: CallForm, plan: GpuPlan, strides: dict[str, int],
-    paired: bool,
+    paired: bool, is_beside: bool = False,
 ) -> Launcher:  # fmt: skip
     """Return the launcher with this kernel's parameters, of all that a kernel may have."""
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
     constants["FETCHED"] = _fetched_keys(problem)
+    constants["BESIDE"] = is_beside
+    constants["EARLY"] &= not is_beside
     if kernel in (PREFIXES, EARLY_PREFIXES):
         constants["EARLY"] = kernel.is_early
     options = {"num_warps": 4 if kernel is MERGE else plan.num_warps}

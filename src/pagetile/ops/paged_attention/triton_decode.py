@@ -47,6 +47,7 @@ from .triton_work import (
     list_of,
     load_block_ids,
     slot_of,
+    store_note,
     write_rows,
 )
 
@@ -92,13 +93,6 @@ def _merge_splits(
 
 
 @triton.jit
-def _store_note(notes, seq_head, first_cta, num_splits):
-    """Tell ``merge_kernel`` where the states of a head are: small integers, exact as floats."""
-    tl.store(notes + 2 * seq_head, first_cta)
-    tl.store(notes + 2 * seq_head + 1, num_splits)
-
-
-@triton.jit
 def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
@@ -125,8 +119,8 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
-    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, LEAST: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, SEQS: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, SEQS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_ROWS: tl.constexpr,
     DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +148,8 @@ def decode_kernel(
         total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
     whole, total = choose_whole(total_tiles, total, tl.num_programs(0), WHOLE)
     programs = tl.minimum(tl.num_programs(0), total)
+    if total_tiles < HALVED * tl.num_programs(0):
+        programs = tl.minimum(programs, (tl.num_programs(0) + 1) // 2)
     if LEAST > 0:
         programs = tl.minimum(programs, tl.maximum(total_tiles // LEAST, 1))
     program = tl.program_id(0)
@@ -294,7 +290,7 @@ def decode_kernel(
                 num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
             if MERGE_ROWS > 0:
-                _store_note(notes, seq_head, 0, 1)
+                store_note(notes, seq_head, 0, 1)
         else:
             queue_start = head_start.to(tl.int64)
             first_cta = (((queue_start + 1) * programs - 1) // total).to(tl.int32)
@@ -312,7 +308,7 @@ def decode_kernel(
             )
             if MERGE_ROWS > 0:
                 if first == 0:
-                    _store_note(notes, seq_head, first_cta, num_splits)
+                    store_note(notes, seq_head, first_cta, num_splits)
             else:
                 tl.debug_barrier()  # every thread's stores come before the one thread's count
                 arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
