@@ -259,10 +259,7 @@ def attend_role(
             pivot = finite(new_m)
             p = gl.exp2(s - pivot[:, None])
             decay = gl.exp2(m - pivot)
-            if GROUPED:
-                sums = sums * decay + gl.sum(p, 1)
-            else:
-                sums = sums * decay[:, None] + p
+            sums = sums * decay + gl.sum(p, 1) if GROUPED else sums * decay[:, None] + p
             m = new_m
             if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
                 tile_unit = (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
@@ -290,7 +287,7 @@ def attend_role(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: the last CTA to arrive merges, or another launch.
+        # All keys of the head: done. Some of them: the last CTA to arrive merges, or a launch.
         seq_head = seq * num_kv_heads + head
         m = gl.convert_layout(m, sums_by_row, assert_trivial=True)
         l = gl.convert_layout(l, sums_by_row, assert_trivial=True)
@@ -485,4 +482,4 @@ def decode_kernel(
             worker_num_regs=[FETCH_REGS],
         )  # fmt: skip
     if BESIDE:
-        gdc_wait()  # whoever waits for this kernel waits for both
+        gdc_wait()  # a kernel that waits for this one waits for both

@@ -203,7 +203,7 @@ def refuse_hopper_prefill(problem: Problem) -> str | None:
 def _is_grouped(problem: Problem) -> bool:
     """Whether ``hopper_decode`` can multiply more than 16 rows, by products of a warpgroup."""
     sizes = problem.head_size, problem.v_head_size
-    return problem.kv_dtype.itemsize == 2 and 32 < min(sizes) and max(sizes) <= 128
+    return problem.kv_dtype.itemsize == 2 and min(sizes) > 32 and max(sizes) <= 128
 
 
 def _refuse_unaligned(problem: Problem) -> str | None:
@@ -370,7 +370,9 @@ def _choose_merge_rows(problem: Problem, device: DeviceInfo, batch_invariant: bo
     if batch_invariant:
         return 8
     pairs, rows = max(1, problem.num_seqs * problem.num_kv_heads), 1
-    while rows < problem.rows and pairs * -(-problem.rows // rows) > MERGING_CTAS * device.num_workers:
+    while (
+        rows < problem.rows and pairs * -(-problem.rows // rows) > MERGING_CTAS * device.num_workers
+    ):
         rows *= 2
     return rows
 

@@ -139,8 +139,12 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
 
 
 def prepare(
-    problem: Problem, form: CallForm, plan: GpuPlan | None = None, decode: Kernel = DECODE,
-    *, is_beside: bool = False,
+    problem: Problem,
+    form: CallForm,
+    plan: GpuPlan | None = None,
+    decode: Kernel = DECODE,
+    *,
+    is_beside: bool = False,
 ) -> PreparedLaunch:
     """Bind all that calls of a form share.
 
@@ -207,8 +211,12 @@ def prepare(
 
 
 def prepare_short(
-    problem: Problem, form: CallForm, plan: GpuPlan | None, decode: Kernel = DECODE,
-    *, is_beside: bool = False,
+    problem: Problem,
+    form: CallForm,
+    plan: GpuPlan | None,
+    decode: Kernel = DECODE,
+    *,
+    is_beside: bool = False,
 ) -> PreparedLaunch | None:
     """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed."""
     if not short_len(problem):

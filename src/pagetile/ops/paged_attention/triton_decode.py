@@ -120,8 +120,9 @@ def decode_kernel(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, SEQS: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,  # 0: the last CTA of a head to arrive merges; else ``merge_kernel``
     DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
@@ -282,7 +283,7 @@ def decode_kernel(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: the last CTA to arrive merges, or another launch.
+        # All keys of the head: done. Some of them: the last CTA to arrive merges, or a launch.
         seq_head = seq * num_kv_heads + head
         if count == per_head:
             write_rows(
