@@ -545,7 +545,7 @@ def test_random_cases_of_17_to_64_rows_match_float64_on_hopper(seed, dtype):
 SHORT_QUERIES = [
     PagedCase((5, 8, 0, 1, 7), (150, 90, 0, 1, 7), 6, 2, head_size=64, block_size=16),
     PagedCase((5,), (150,), 7, 1, head_size=64, sliding_window=70, logits_soft_cap=20.0),
-    PagedCase((3, 6), (149, 71), 5, 1, head_size=64, has_alibi=True, has_sinks=True),
+    PagedCase((3, 6), (149, 71), 4, 1, head_size=64, has_alibi=True, has_sinks=True),
     PagedCase((8, 3), (3, 100), 4, 1, head_size=64, causal=False),
 ]
 
