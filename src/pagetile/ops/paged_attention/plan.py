@@ -70,7 +70,7 @@ MOST_PREFIX_SPLITS = 32
 MERGED_ROWS = 16
 """Up to this many rows of a head, the CTA that stores its last split merges all of them."""
 
-MERGING_CTAS = 7
+MERGING_CTAS = 4
 """CTAs of a merge that a multiprocessor holds at once."""
 
 LEAST_SIZE = 128

@@ -43,6 +43,8 @@ _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 _PACKED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _OLDEST_E4M3 = (8, 9)
 FETCHED_KEYS = 256
+MERGE_WARPS = 4
+"""Of a CTA that merges; more would wait for each other."""
 _NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
 
 # As torch's compiled code allocates: without its dispatcher, in half of the host's time.
@@ -295,7 +297,7 @@ def _find_launcher(
     constants["EARLY"] &= not is_beside
     if kernel in (PREFIXES, EARLY_PREFIXES):
         constants["EARLY"] = kernel.is_early
-    options = {"num_warps": 4 if kernel is MERGE else plan.num_warps}
+    options = {"num_warps": MERGE_WARPS if kernel is MERGE else plan.num_warps}
     if kernel in (PREFILL, PREFIXES, EARLY_PREFIXES):
         options["num_stages"] = plan.num_stages
     if kernel is not PREFILL and begins_early(form.q.device):
@@ -456,7 +458,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
 def _choose_at_once(rows: int, width: int, is_apart: bool) -> int:
     """Return how many splits' states of some rows a merge loads at once."""
     if is_apart:  # it has all registers
-        return max(1, 4096 // (rows * width))
+        return max(1, MERGE_WARPS * 1024 // (rows * width))
     return max(1, min(MERGED_AT_ONCE, 8192 // (rows * width)))
 
 

@@ -65,28 +65,57 @@ def _prefetch(table, key, end_key, block_size):
 
 
 @triton.jit
+def _load_splits(
+    split_accs, split_sums, start, num_splits, seq_head, first_cta, max_splits, rows, is_row,
+    SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The states of some rows of ``AT_ONCE`` splits, from ``start`` on; empty past the last."""
+    columns = tl.arange(0, V)
+    split = start + tl.arange(0, AT_ONCE)
+    is_state = (split < num_splits)[:, None] & is_row[None, :]
+    slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
+    sums = split_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
+    # .cg: from the second-level cache, where the stores of other CTAs are.
+    ms = tl.load(sums, mask=is_state, other=float("-inf"), cache_modifier=".cg")
+    ls = tl.load(sums + ROWS, mask=is_state, other=0.0, cache_modifier=".cg")
+    accs = tl.load(
+        split_accs + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
+        + columns[None, None, :],
+        mask=is_state[:, :, None], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return ms, ls, accs
+
+
+@triton.jit
 def _merge_splits(
     split_accs, split_sums, num_splits, seq_head, first_cta, max_splits, rows, is_row,
     SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The state of some rows of a head from those of all its splits, in the order of their keys."""
-    columns = tl.arange(0, V)
+    """The state of some rows of a head from those of all its splits, in the order of their keys.
+
+    ``AHEAD``: whether states are loaded while others are merged, in twice the registers.
+    """
     m = tl.full([rows.shape[0]], float("-inf"), tl.float32)
     l = tl.zeros([rows.shape[0]], tl.float32)
     acc = tl.zeros([rows.shape[0], V], tl.float32)
-    for start in range(0, num_splits, AT_ONCE):
-        split = start + tl.arange(0, AT_ONCE)
-        is_state = (split < num_splits)[:, None] & is_row[None, :]
-        slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
-        sums = split_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
-        # .cg: from the second-level cache, where the stores of other CTAs are.
-        ms = tl.load(sums, mask=is_state, other=float("-inf"), cache_modifier=".cg")
-        ls = tl.load(sums + ROWS, mask=is_state, other=0.0, cache_modifier=".cg")
-        accs = tl.load(
-            split_accs + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
-            + columns[None, None, :],
-            mask=is_state[:, :, None], other=0.0, cache_modifier=".cg",
+    if AHEAD:
+        next_ms, next_ls, next_accs = _load_splits(
+            split_accs, split_sums, 0, num_splits, seq_head, first_cta, max_splits, rows, is_row,
+            SPLITS_FIXED, ROWS, V, AT_ONCE,
         )  # fmt: skip
+    for start in range(0, num_splits, AT_ONCE):
+        if AHEAD:
+            ms, ls, accs = next_ms, next_ls, next_accs
+            next_ms, next_ls, next_accs = _load_splits(
+                split_accs, split_sums, start + AT_ONCE, num_splits, seq_head, first_cta,
+                max_splits, rows, is_row, SPLITS_FIXED, ROWS, V, AT_ONCE,
+            )  # fmt: skip
+        else:
+            ms, ls, accs = _load_splits(
+                split_accs, split_sums, start, num_splits, seq_head, first_cta, max_splits, rows,
+                is_row, SPLITS_FIXED, ROWS, V, AT_ONCE,
+            )  # fmt: skip
         ms, ls, accs = merge_first(ms, ls, accs)
         m, l, acc = merge(m, l, acc, ms, ls, accs)
     return m, l, acc
@@ -318,7 +347,7 @@ def decode_kernel(
                     kept_rows = tl.arange(0, ROWS)
                     all_m, all_l, all_acc = _merge_splits(
                         split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-                        kept_rows, kept_rows >= 0, SPLITS_FIXED, ROWS, V, AT_ONCE,
+                        kept_rows, kept_rows >= 0, SPLITS_FIXED, ROWS, V, AT_ONCE, False,
                     )  # fmt: skip
                     write_rows(
                         out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
@@ -350,18 +379,19 @@ def merge_kernel(
     if PREFETCH:  # not interpreted
         wait_for_previous()
     seq_head = tl.program_id(0)
+    seq, head = seq_head // num_kv_heads, seq_head % num_kv_heads
     first_cta = tl.load(split_sums + 2 * seq_head, cache_modifier=".cg").to(tl.int32)
     num_splits = tl.load(split_sums + 2 * seq_head + 1, cache_modifier=".cg").to(tl.int32)
-    if num_splits <= 1:
-        return
-    seq, head = seq_head // num_kv_heads, seq_head % num_kv_heads
     first_token = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    # A head in one split is written. It does not end here: all these loads are to be under way.
+    query_len = tl.where(num_splits > 1, query_len, 0)
+    num_splits = tl.where(num_splits > 1, num_splits, 0)
     rows = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
     factor = tl.load(v_scale + head * vs_head) if SCALES == "head" else 1.0
     m, l, acc = _merge_splits(
         split_accs, split_sums + 2 * tl.num_programs(0), num_splits, seq_head, first_cta,
-        max_splits, rows, rows < query_len * GROUP, SPLITS_FIXED, ROWS, V, AT_ONCE,
+        max_splits, rows, rows < query_len * GROUP, SPLITS_FIXED, ROWS, V, AT_ONCE, True,
     )  # fmt: skip
     write_rows(
         out, lse, m, l, acc, rows, tl.arange(0, V), sinks, factor, first_token, head, query_len,
