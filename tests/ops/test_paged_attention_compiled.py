@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
 
-from test_compiled import assert_fits, rarely
+from test_compiled import assert_fits, check_registers, rarely
 from triton.backends.compiler import GPUTarget
 
 from pagetile.device import DeviceInfo
@@ -122,6 +122,40 @@ def test_decode_of_wide_heads_of_eight_bits_on_hopper(
 ):
     question = problem(2, size, kv_dtype, scales)
     assert_fits(make_launcher(SPECIALISED, question, features=features), tmp_path, spilled)
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "features", "batch_invariant"),
+    [
+        (128, 6, False, False),
+        (128, 8, True, False),
+        (64, 4, True, True),
+        *rarely((64, 8, False, False), (128, 4, True, True)),
+    ],
+    ids=str,
+)
+def test_decode_of_many_rows_on_hopper(size, group, features, batch_invariant, tmp_path):
+    """Two CTAs fit a multiprocessor, and read keys and values in shared memory."""
+    question = problem(group, size, query_len=6)
+    plan = make_gpu_plan(question, H200, hopper=True, batch_invariant=batch_invariant)
+    form = call_form(question, features=features)
+    call = triton.prepare(question, form, plan, SPECIALISED)
+    ptx = assert_fits(call.launch.launcher, tmp_path)
+    assert "wgmma.mma_async" in ptx
+    assert "mma.sync" not in ptx
+    compiled = call.launch.launcher.compile(GPUTarget("cuda", 90, 32))
+    check_registers(compiled, tmp_path)
+    assert 2 * (compiled.metadata.shared + 1024) <= 228 << 10
+    assert 2 * 8 * 32 * plan.max_registers <= 65536
+    assert_fits(call.merge.launcher, tmp_path)
+
+
+def test_decode_beside_a_prefill_waits_at_its_end(tmp_path):
+    question = problem(4, 128)
+    form = call_form(question, features=False)
+    plan = make_gpu_plan(question, H200, hopper=True)
+    call = triton.prepare(question, form, plan, SPECIALISED, is_beside=True)
+    assert count_waits(call.launch.launcher, tmp_path) == (1, 0)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)], ids=str)

@@ -90,13 +90,20 @@ def on_hopper(case, dtype):
     return make_inputs(replace(case, dtype=dtype, kv_dtype=kv_dtype))
 
 
+def is_grouped(problem):
+    """Whether a warpgroup's products take up to 64 rows."""
+    sizes = problem.head_size, problem.v_head_size
+    return problem.kv_dtype.itemsize == 2 and min(sizes) > 32 and max(sizes) <= 128
+
+
 def test_hopper_supports_its_own_problems():
     """An implementation that refuses more would skip below."""
     H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
     problems = [on_hopper(case, BF16).problem for case in CASES]
     decode = [hopper.supports(problem, H200) is None for problem in problems]
+    assert sum(16 < p.rows <= 64 and taken for p, taken in zip(problems, decode, strict=True)) >= 3
     prefill = [hopper_prefill.supports(problem, H200) is None for problem in problems]
-    assert decode == [p.rows <= 16 and p.width <= 256 for p in problems]
+    assert decode == [p.rows <= (64 if is_grouped(p) else 16) and p.width <= 256 for p in problems]
     many = [p.rows > 64 and p.width <= 256 for p in problems]
     assert prefill == many
     narrow = [replace(case, query_lens=(70,), seq_lens=(70,)) for case in CASES if case.v_head_size]
@@ -521,6 +528,42 @@ def test_random_cases_match_float64(seed):
         assert_matches(attend(inputs, "triton"), inputs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_random_cases_of_17_to_64_rows_match_float64_on_hopper(seed, dtype):
+    def accepts(case):
+        rows = max(case.query_lens, default=0) * case.num_heads // case.num_kv_heads
+        return 16 < rows <= 64
+
+    for inputs in random_inputs(8, accepts, f"rows-{seed}"):
+        inputs = on_hopper(replace(inputs.case, head_size=(64, 80, 128)[seed % 3]), dtype)
+        if hopper.supports(inputs.problem, DeviceInfo.of(torch.device("cuda", 0))) is None:
+            assert_matches(attend(inputs, "hopper"), inputs)
+
+
+SHORT_QUERIES = [
+    PagedCase((5, 8, 0, 1, 7), (150, 90, 0, 1, 7), 6, 2, head_size=64, block_size=16),
+    PagedCase((5,), (150,), 7, 1, head_size=64, sliding_window=70, logits_soft_cap=20.0),
+    PagedCase((3, 6), (149, 71), 4, 1, head_size=64, has_alibi=True, has_sinks=True),
+    PagedCase((8, 3), (3, 100), 4, 1, head_size=64, causal=False),
+]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("case", SHORT_QUERIES, ids=str)
+def test_a_launch_merges_the_splits_of_many_rows(case, batch_invariant, impl):
+    inputs = make_inputs(replace(case, dtype=F16))
+    base = plan(inputs, impl, batch_invariant=batch_invariant)
+    assert base.merge_rows > 0
+    fixed = {"split_size": 64} if batch_invariant else {"least_size": 0, "whole_size": 0}
+    for merge_rows in (1, 4, 64):
+        changed = replace(base, merge_rows=merge_rows, **fixed)
+        assert_matches(attend(inputs, impl, plan=changed), inputs)
+    assert has_merged(inputs, impl, merge_rows=2, **fixed)
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (1, 20, 3)], ids=str)
 def test_the_same_call_gives_the_same_bits(impl, query_lens):
@@ -641,6 +684,13 @@ def test_with_splits_at_fixed_keys_a_sequence_does_not_depend_on_its_neighbours(
     lengths = (2500, 1, 700, 64) if ON_GPU else (150, 1, 70, 64)
     inputs = make_inputs(PagedCase((1,) * 4, lengths, dtype=F16))
     assert_same_alone(inputs, impl, range(4), **({} if ON_GPU else {"split_size": 64}))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_nor_among_sequences_of_many_rows(impl):
+    lengths = (2500, 5, 700, 64) if ON_GPU else (150, 5, 70, 64)
+    inputs = make_inputs(PagedCase((5, 3, 5, 1), lengths, 8, 2, dtype=F16, head_size=64))
+    assert_same_alone(inputs, impl, (0, 2), **({} if ON_GPU else {"split_size": 64}))
 
 
 @pytest.mark.parametrize("impl", MIXING)
@@ -788,8 +838,10 @@ def test_a_gpu_s_implementation_refuses_a_cpu_s_tensors():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
-def test_a_captured_call_is_valid_for_other_lengths(impl):
-    inputs = make_inputs(PagedCase((1,) * 3, (900, 70, 300), dtype=BF16)).to("cuda")
+@pytest.mark.parametrize("new_tokens", [1, 7])
+def test_a_captured_call_is_valid_for_other_lengths(impl, new_tokens):
+    case = PagedCase((new_tokens,) * 3, (900, 70, 300), 8, 2, head_size=64, dtype=BF16)
+    inputs = make_inputs(case).to("cuda")
     longest = replace(inputs.batch, max_seq_len=4096)
     inputs = inputs.replace(batch=longest)
     result = inputs.attend(impl=impl, out=inputs.out)

@@ -13,6 +13,7 @@ from pagetile.ops.paged_attention.plan import (
     SPLIT_SIZE,
     make_gpu_plan,
     make_hopper_prefill_plan,
+    refuse_hopper_decode,
     refuse_hopper_prefill,
 )
 
@@ -185,7 +186,7 @@ def test_half_of_the_ctas_take_part_where_splits_of_a_head_are_many_and_short():
             replace(DECODE, **changes), H200, hopper=True, batch_invariant=batch_invariant
         ).halving_size
 
-    assert halving_size(num_seqs=1) == halving_size(num_seqs=8, num_kv_heads=1) == 512
+    assert halving_size(num_seqs=1) == halving_size(num_seqs=8, num_heads=4, num_kv_heads=1) == 512
     assert 0 < halving_size(num_seqs=2) < 512  # 16 of a head are merged in no time
     assert halving_size(num_seqs=8) == 0
     # one on a multiprocessor anyway
@@ -212,6 +213,33 @@ def test_many_heads_are_cut_into_fewer_splits():
     )
     assert few.whole_size < many.whole_size
     assert few.short_split_size < many.short_split_size
+
+
+def test_all_ctas_of_a_merge_run_at_once_unless_results_must_not_depend_on_the_batch():
+    for problem in PROBLEMS:
+        for hopper in (False, True):
+            plan = make_gpu_plan(problem, H200, hopper=hopper)
+            if plan.path != "decode" or problem.rows <= 16:
+                assert plan.merge_rows == 0
+                continue
+            pairs = problem.num_seqs * problem.num_kv_heads
+            most = max(pairs, 4 * H200.num_workers)
+            assert pairs * -(-problem.rows // plan.merge_rows) <= most
+            fixed = make_gpu_plan(problem, H200, hopper=hopper, batch_invariant=True)
+            assert fixed.merge_rows == 8
+
+
+def test_hopper_s_decode_takes_up_to_64_rows_of_16_bits():
+    short = replace(DECODE, num_tokens=64 * 8, max_query_len=8)
+    assert short.rows == 32
+    plan = make_plan(short, H200)
+    assert plan == make_gpu_plan(short, H200, hopper=True)
+    assert plan.tile_m == 64
+    for size in (32, 256):
+        other = replace(short, head_size=size, v_head_size=size)
+        assert "32 rows" in refuse_hopper_decode(other)
+    assert "32 rows" in refuse_hopper_decode(replace(short, kv_dtype=torch.int8))
+    assert refuse_hopper_decode(replace(short, max_query_len=17)) is not None
 
 
 def test_invariant_splits_are_the_same_for_every_batch():

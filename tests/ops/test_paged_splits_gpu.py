@@ -26,14 +26,14 @@ LONG = [
     PagedCase((17,), (12_000,), 8, 1, head_size=128),  # four heads to a tile
     PagedCase((100, 90, 130), (2200, 9000, 130), 4, 2, head_size=128),  # the last is not cut
     PagedCase((1, 300, 4, 1, 0, 17), (20_000, 9000, 5000, 3, 100, 5000), 8, 2, head_size=128),
-    PagedCase((300,), (7000,), 4, 2, head_size=64, has_sinks=True),
-    PagedCase((200,), (7000,), 4, 4, head_size=64, block_size=64),
-    PagedCase((200, 40), (7000, 3000), 4, 2, head_size=256, logits_soft_cap=5.0),
+    PagedCase((300,), (9000,), 4, 2, head_size=64, has_sinks=True),
+    PagedCase((200,), (9000,), 4, 4, head_size=64, block_size=64),
+    PagedCase((200, 40), (9000, 3000), 4, 2, head_size=256, logits_soft_cap=5.0),
     PagedCase((200,), (9000,), 4, 2, head_size=256, sliding_window=6000, has_sinks=True),
     PagedCase((200,), (9000,), 2, 2, head_size=96, block_size=1),
     PagedCase((200,), (9000,), 2, 1, head_size=112, block_size=8, sliding_window=5000),
-    PagedCase((300,), (5000,), 2, 1, head_size=128, causal=False),
-    PagedCase((300,), (5000,), 2, 2, head_size=128, has_alibi=True, logits_soft_cap=30.0),
+    PagedCase((300,), (9000,), 2, 1, head_size=128, causal=False),
+    PagedCase((300,), (9000,), 2, 2, head_size=128, has_alibi=True, logits_soft_cap=30.0),
     PagedCase((300, 100), (9000, 3), 2, 1, head_size=128),  # rows that see no key
     PagedCase((200, 1), (9000, 400), 4, 2, head_size=192, v_head_size=128),
     PagedCase((200,), (9000,), 4, 2, head_size=40, has_sinks=True),

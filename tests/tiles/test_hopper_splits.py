@@ -343,6 +343,9 @@ FEW = {
         ({}, True),
         ({"num_seqs": 201, "num_tokens": 712, "short": 8}, True),
         ({"num_seqs": 2049, "num_tokens": 2560, "short": 8}, False),  # no room for so many
+        # Its longest sequence is likely a decoding one.
+        ({"num_seqs": 201, "num_tokens": 712, "short": 8, "max_seq_len": 8192}, False),
+        ({"max_seq_len": 8192}, True),
         ({"num_tokens": 8192, "max_query_len": 8192, "max_seq_len": 8192}, False),
         ({"num_seqs": 32, "num_tokens": 32 * 512, "max_seq_len": 27_512}, False),
         ({"num_tokens": 1600, "max_query_len": 1600}, False),  # 13 tiles of 16 heads

@@ -17,12 +17,15 @@ and an odd one. Halves have products of their own::
 
     s = q_lower · k_lower + q_upper · k_upper        acc_even += p · v_even,  acc_odd += p · v_odd
 
-Each warp has keys of its own in the first product and columns of its own in the second, so warps
-synchronise twice a tile: for the maxima of rows, and to exchange the weights. Sums of weights
-stay in each warp until the end of a head.
+Of up to 16 rows each warp has keys of its own in the first product and columns of its own in the
+second, so warps synchronise twice a tile: for the maxima of rows, and to exchange the weights. Sums
+of weights stay in each warp until the end of a head. Of up to 64 rows (``TILE_M``) each warp has 16
+of them in products of the whole warpgroup, which read keys and values in shared memory, and
+``triton_decode.merge_kernel`` merges the states of splits.
 
 With ``EARLY`` (``PagedBatch.allows_early_reads``) the kernel in front is waited for only before
-queries are loaded, and before tiles with the keys of new tokens.
+queries are loaded, and before tiles with the keys of new tokens. With ``BESIDE`` it is waited for
+only at the end: it is the prefill of the same call, and shares no scratch.
 """
 
 from __future__ import annotations
@@ -30,9 +33,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
 from ...tiles.hopper.packed import split_packed, widen_packed
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finite, tanh
@@ -48,6 +57,7 @@ from .triton_work import (
     find_range,
     list_of,
     slot_of,
+    store_note,
     write_rows,
 )
 
@@ -116,7 +126,7 @@ def _as_operand(x, memory, layout: gl.constexpr):
 
 @gluon.jit
 def attend_role(
-    rings, bars, queries, weights, out, lse, split_accs, split_sums, arrivals, q, seq_lens,
+    rings, bars, queries, weights, out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens,
     cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
     entry, before, work, end_work, whole, program, programs, total,
     num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
@@ -125,7 +135,7 @@ def attend_role(
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
-    VISIBLE: gl.constexpr, EARLY: gl.constexpr,
+    MERGE_ROWS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
     k_ring, v_ring, ks_ring, vs_ring = rings
@@ -138,11 +148,15 @@ def attend_role(
     V_ALL: gl.constexpr = 2 * V if PAIRED else V
     DOT: gl.constexpr = gl.float16 if PAIRED else k_ring.dtype
     WARPS: gl.constexpr = gl.num_warps()
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    GROUPED: gl.constexpr = TILE_M == 64  # whether warps multiply together
+    small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    mma: gl.constexpr = product_layout(TILE_N) if GROUPED else small
+    sums_mma: gl.constexpr = product_layout(V) if GROUPED else small
+    left: gl.constexpr = gl.DotOperandLayout(0, sums_mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
     by_key: gl.constexpr = gl.SliceLayout(0, mma)
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    sums_by_row: gl.constexpr = gl.SliceLayout(1, sums_mma)
     in_each_warp: gl.constexpr = gl.BlockedLayout([TILE_N // 32], [32], [WARPS], [0])
     V_LANES: gl.constexpr = min(32, V_ALL // 4)
     merging: gl.constexpr = gl.BlockedLayout(
@@ -150,8 +164,9 @@ def attend_role(
     )
 
     row = gl.arange(0, TILE_M, layout=by_row)
+    sums_row = gl.arange(0, TILE_M, layout=sums_by_row)
     keys = gl.arange(0, TILE_N, layout=by_key)
-    v_column = gl.arange(0, V_ALL, layout=by_key)
+    v_column = gl.arange(0, V_ALL, layout=gl.SliceLayout(0, sums_mma))
     nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
     step = 0
     while work < end_work:
@@ -191,33 +206,44 @@ def attend_role(
             )
             q_tile, q_upper, scale = _fit_queries(q_tile, q_upper, by_row)
             q_upper = _as_operand(q_upper, queries, left)
-        q_tile = _as_operand(q_tile, queries, left)
+        if GROUPED:
+            queries.store(q_tile)
+            fence_async_shared()
+            barrier()
+        else:
+            q_tile = _as_operand(q_tile, queries, left)
         scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
         factor = 1.0
         if SCALES == "head":
             scale *= gl.load(k_scale + head * ks_head)
             factor = gl.load(v_scale + head * vs_head)
         m = gl.full([TILE_M], float("-inf"), gl.float32, by_row)
-        sums = nothing
-        acc = gl.full([TILE_M, V], 0.0, gl.float32, mma)
+        sums = gl.full([TILE_M], 0.0, gl.float32, by_row) if GROUPED else nothing
+        acc = gl.full([TILE_M, V], 0.0, gl.float32, sums_mma)
         acc_odd = gl.full([TILE_M, V], 0.0, gl.float32, mma) if PAIRED else 0.0
         unit = SMALLEST
         for tile in range(low, high):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            k_tile = k_ring.index(stage).permute((1, 0)).load(right)
-            if PAIRED:
-                k_tile, k_upper = widen_packed(k_tile, PACKED)
-                s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
+            if GROUPED:
+                fence_async_shared()  # copies of single rows write by the generic proxy
+                k_tile = k_ring.index(stage).permute((1, 0))
+                s = warpgroup_mma(queries, k_tile, nothing, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,)) * scale
             else:
-                s = mma_v2(q_tile, k_tile, nothing) * scale
-            v_tile = v_ring.index(stage).load(right)
-            if SCALES == "token":
-                s *= ks_ring.index(stage).load(by_key)[None, :]
-                v_scales = vs_ring.index(stage).load(by_key)
-                scale_bits = vs_ring.index(stage).load(in_each_warp).to(gl.int32, bitcast=True)
-            barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
+                k_tile = k_ring.index(stage).permute((1, 0)).load(right)
+                if PAIRED:
+                    k_tile, k_upper = widen_packed(k_tile, PACKED)
+                    s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
+                else:
+                    s = mma_v2(q_tile, k_tile, nothing) * scale
+                v_tile = v_ring.index(stage).load(right)
+                if SCALES == "token":
+                    s *= ks_ring.index(stage).load(by_key)[None, :]
+                    v_scales = vs_ring.index(stage).load(by_key)
+                    scale_bits = vs_ring.index(stage).load(in_each_warp).to(gl.int32, bitcast=True)
+                barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
             key = tile * TILE_N + keys
             if HAS_CAP:
                 s = tanh(s) * (soft_cap * LOG2_E)
@@ -229,11 +255,11 @@ def attend_role(
             if tile * TILE_N < last_first or (tile + 1) * TILE_N > least_end:
                 seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
                 s = gl.where(seen, s, float("-inf"))
-            new_m = gl.maximum(m, _max_of_rows(s))
+            new_m = gl.maximum(m, gl.max(s, 1) if GROUPED else _max_of_rows(s))
             pivot = finite(new_m)
             p = gl.exp2(s - pivot[:, None])
             decay = gl.exp2(m - pivot)
-            sums = sums * decay[:, None] + p
+            sums = sums * decay + gl.sum(p, 1) if GROUPED else sums * decay[:, None] + p
             m = new_m
             if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
                 tile_unit = (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
@@ -241,53 +267,69 @@ def attend_role(
                 p *= (v_scales * exp2_of(ROOM - new_unit))[None, :]
                 decay *= exp2_of(gl.maximum(unit - new_unit, -127))
                 unit = new_unit
-            p = _as_operand(p.to(DOT), weights, left)
-            if PAIRED:
-                v_tile, v_odd = split_packed(v_tile, PACKED)
-                acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
-            acc = mma_v2(p, v_tile, acc * decay[:, None])
+            if GROUPED:
+                p = gl.convert_layout(p.to(DOT), left, assert_trivial=True)
+                acc *= gl.convert_layout(decay, sums_by_row, assert_trivial=True)[:, None]
+                acc = warpgroup_mma(p, v_ring.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+            else:
+                p = _as_operand(p.to(DOT), weights, left)
+                if PAIRED:
+                    v_tile, v_odd = split_packed(v_tile, PACKED)
+                    acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
+                acc = mma_v2(p, v_tile, acc * decay[:, None])
             step += 1
-        l = gl.sum(sums, 1)
+        l = sums if GROUPED else gl.sum(sums, 1)
         if PAIRED:
             acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: the last CTA to arrive merges.
+        # All keys of the head: done. Some of them: the last CTA to arrive merges, or a launch.
+        seq_head = seq * num_kv_heads + head
+        m = gl.convert_layout(m, sums_by_row, assert_trivial=True)
+        l = gl.convert_layout(l, sums_by_row, assert_trivial=True)
         if count == per_head:
             write_rows(
-                out, lse, m, l, acc, row, v_column, sinks, factor, first_token, head, query_len,
-                num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+                out, lse, m, l, acc, sums_row, v_column, sinks, factor, first_token, head,
+                query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
+            if MERGE_ROWS > 0:
+                store_note(notes, seq_head, 0, 1)
         else:
-            seq_head = seq * num_kv_heads + head
             start = head_start.to(gl.int64)
             first_cta = (((start + 1) * programs - 1) // total).to(gl.int32)
             last_cta = (((start + per_head) * programs - 1) // total).to(gl.int32)
             split = first if SPLITS_FIXED else program - first_cta
             num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
             slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
-            is_kept = row < ROWS
-            gl.store(split_sums + slot * 2 * ROWS + row, m, mask=is_kept)
-            gl.store(split_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
-            place = split_accs + slot * ROWS * V_ALL + (row * V_ALL)[:, None] + v_column[None, :]
-            gl.store(place, acc, mask=is_kept[:, None])
-            barrier()  # every thread's stores come before the one thread's count
-            arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_splits - 1:
-                gl.store(arrivals + seq_head, 0)
-                all_m, all_l, all_acc = merge_splits(
-                    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-                    SPLITS_FIXED, ROWS, V_ALL, AT_ONCE, merging,
-                )  # fmt: skip
-                merged: gl.constexpr = gl.SliceLayout(0, merging)
-                write_rows(
-                    out, lse, all_m, all_l, all_acc,
-                    gl.arange(0, ROWS, layout=gl.SliceLayout(1, merged)),
-                    gl.arange(0, V_ALL, layout=gl.SliceLayout(0, merged)),
-                    sinks, factor, first_token, head, query_len, num_kv_heads, out_token, out_head,
-                    GROUP, V_SIZE, HAS_SINKS,
-                )  # fmt: skip
+            is_kept = sums_row < (query_len * GROUP if MERGE_ROWS > 0 else ROWS)
+            gl.store(split_sums + slot * 2 * ROWS + sums_row, m, mask=is_kept)
+            gl.store(split_sums + slot * 2 * ROWS + ROWS + sums_row, l, mask=is_kept)
+            place = split_accs + slot * ROWS * V_ALL + (sums_row * V_ALL)[:, None]
+            gl.store(place + v_column[None, :], acc, mask=is_kept[:, None])
+            if MERGE_ROWS > 0:
+                if first == 0:
+                    store_note(notes, seq_head, first_cta, num_splits)
+            else:
+                barrier()  # every thread's stores come before the one thread's count
+                arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
+                if arrived == num_splits - 1:
+                    gl.store(arrivals + seq_head, 0)
+                    all_m, all_l, all_acc = merge_splits(
+                        split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+                        SPLITS_FIXED, ROWS, V_ALL, AT_ONCE, merging,
+                    )  # fmt: skip
+                    merged: gl.constexpr = gl.SliceLayout(0, merging)
+                    write_rows(
+                        out, lse, all_m, all_l, all_acc,
+                        gl.arange(0, ROWS, layout=gl.SliceLayout(1, merged)),
+                        gl.arange(0, V_ALL, layout=gl.SliceLayout(0, merged)),
+                        sinks, factor, first_token, head, query_len, num_kv_heads, out_token,
+                        out_head, GROUP, V_SIZE, HAS_SINKS,
+                    )  # fmt: skip
         work += count
         if work == before + per_head * (1 if VISIBLE else num_kv_heads):
             before = work
@@ -299,7 +341,7 @@ def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
-    split_sums,  # float32 [slots, 2, ROWS]: their m and l
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the notes for ``merge_kernel``
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, WIDTH]: elements, or int16 pairs of 8 bits
@@ -320,14 +362,16 @@ def decode_kernel(
     GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, WHOLE: gl.constexpr, HALVED: gl.constexpr, TILE_M: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, WHOLE: gl.constexpr, HALVED: gl.constexpr, LEAST: gl.constexpr,
+    TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, DOT: gl.constexpr,
-    FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, MERGE_ROWS: gl.constexpr,
+    DOT: gl.constexpr, FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
+    BESIDE: gl.constexpr,  # whether the kernel in front writes nothing that is read here
 ):  # fmt: skip
     """See the module."""
     gdc_launch_dependents()
-    if not EARLY:
+    if not EARLY and not BESIDE:
         gdc_wait()  # before the other warps begin, as ``triton_decode``
     # The length of the work queue, and this CTA's range of it. Of up to 256 entries each warp
     # counts all, so that none waits for another.
@@ -353,6 +397,8 @@ def decode_kernel(
     programs = gl.minimum(gl.num_programs(0), total)
     if total_tiles < HALVED * gl.num_programs(0):
         programs = gl.minimum(programs, (gl.num_programs(0) + 1) // 2)
+    if LEAST > 0:
+        programs = gl.minimum(programs, gl.maximum(total_tiles // LEAST, 1))
     program = gl.program_id(0)
     if program < programs:
         work = cut(program, programs, total)
@@ -382,35 +428,44 @@ def decode_kernel(
         PAIRED: gl.constexpr = PACKED != "none"
         KEPT: gl.constexpr = gl.int16 if PAIRED else k_cache.dtype.element_ty
         PER: gl.constexpr = 2 if PAIRED else 1
+        GROUPED: gl.constexpr = TILE_M == 64
+        grouped: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         k_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, D // PER // 8), [1, 0])
         v_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, V // PER // 8), [1, 0])
         unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        k_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, D // PER], k_tiles)
-        v_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, V // PER], v_tiles)
+        k_kept: gl.constexpr = grouped if GROUPED else k_tiles
+        v_kept: gl.constexpr = grouped if GROUPED else v_tiles
+        k_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, D // PER], k_kept)
+        v_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, V // PER], v_kept)
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
         ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
         vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
-        queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_tiles)
+        queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_kept)
         p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
-        weights = gl.allocate_shared_memory(DOT, [TILE_M, TILE_N], p_tiles)
+        WEIGHTS: gl.constexpr = 16 if GROUPED else TILE_M  # they stay in registers
+        weights = gl.allocate_shared_memory(DOT, [WEIGHTS, TILE_N], p_tiles)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
             mbarrier.init(full.index(stage), count=32 * FETCH_WARPS)
             mbarrier.init(empty.index(stage), count=1)
+        notes = split_sums
+        if MERGE_ROWS > 0:
+            split_sums += 2 * num_seqs * num_kv_heads
         rings = (k_ring, v_ring, ks_ring, vs_ring)
         bars = (full, empty)
         gl.warp_specialize(
             [
                 (attend_role, (
                     rings, bars, queries, weights,
-                    out, lse, split_accs, split_sums, arrivals, q, seq_lens, cu_seqlens_q,
+                    out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
                     entry, before, work, end_work, whole, program, programs, total,
                     num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
                     GROUP, SIZE // PER, V_SIZE, PACKED, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
-                    SCALES, SPLIT_SHIFT, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, VISIBLE, EARLY,
+                    SCALES, SPLIT_SHIFT, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, MERGE_ROWS, VISIBLE,
+                    EARLY,
                 )),
                 (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,
@@ -426,3 +481,5 @@ def decode_kernel(
             worker_num_warps=[FETCH_WARPS],
             worker_num_regs=[FETCH_REGS],
         )  # fmt: skip
+    if BESIDE:
+        gdc_wait()  # a kernel that waits for this one waits for both

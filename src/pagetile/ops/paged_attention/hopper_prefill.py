@@ -9,9 +9,9 @@
 
 Supports float16 and bfloat16, head sizes of keys and of values to 256 in steps of 8, any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
-caps up to 64, ALiBi, sinks, log-sum-exp, 8-bit caches. Few new tokens a sequence go to the Triton
-kernels: their tile would be nearly empty. In a mixed batch they go to a launch of
-``hopper_decode`` beside this one. Few tiles over many keys are divided among CTAs
+caps up to 64, ALiBi, sinks, log-sum-exp, 8-bit caches. Few new tokens a sequence go to the decode
+kernels: their tile would be nearly empty. In a mixed batch a launch of ``hopper_decode`` computes
+them, which begins as soon as CTAs of this one end, unless both need scratch. Few tiles over many keys are divided among CTAs
 (``tiles.hopper.splits``), unless the plan is batch-invariant.
 """
 
@@ -60,8 +60,16 @@ def prepare(
             f"{own.tile_n} with divides_keys={own.divides_keys}: plan_paged_attention for these "
             "tensors"
         )
-    short = prepare_short(problem, form, plan, SPECIALISED)
-    return functools.partial(_run, problem, short, own.divides_keys)
+    is_beside = not own.divides_keys and _is_written_in_place(form)
+    short = prepare_short(problem, form, plan, SPECIALISED, is_beside=is_beside)
+    return functools.partial(_run, problem, short, own.divides_keys, is_beside)
+
+
+def _is_written_in_place(form: CallForm) -> bool:
+    """Whether the kernel writes to ``out`` itself, not to an aligned copy."""
+    if form.out is None:
+        return True
+    return form.is_aligned and all(s > 0 and s % 8 == 0 for s in form.out.strides[:2])
 
 
 def _is_invariant(plan: GpuPlan | None) -> bool:
@@ -69,13 +77,14 @@ def _is_invariant(plan: GpuPlan | None) -> bool:
 
 
 def _run(
-    problem: Problem, short: PreparedLaunch | None, divides_keys: bool, call: Arguments
-) -> AttentionOutput:
-    """Fill ``out``."""
+    problem: Problem, short: PreparedLaunch | None, divides_keys: bool, is_beside: bool,
+    call: Arguments,
+) -> AttentionOutput:  # fmt: skip
+    """Fill ``out``: short sequences behind the others, which that launch may overlap, or before."""
     q, batch = call.q, pack(call.batch)
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if short is not None:
+    if short is not None and not is_beside:
         short(call._replace(out=out, batch=batch), lse)
     attend(
         out,
@@ -99,6 +108,8 @@ def _run(
         k_scale=_of_heads(problem, call.k_scale),
         v_scale=_of_heads(problem, call.v_scale),
     )
+    if short is not None and is_beside:
+        short(call._replace(out=out, batch=batch), lse)
     return AttentionOutput(out, lse)
 
 

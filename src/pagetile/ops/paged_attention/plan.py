@@ -53,7 +53,7 @@ DECODE_ROWS = 64
 """Up to this many rows (new tokens × group) of a sequence, CTAs share the keys of one sequence."""
 
 HOPPER_ROWS = 16
-"""Most rows that ``hopper_decode`` takes."""
+"""Most rows that ``hopper_decode`` takes of 8-bit caches and of wide heads."""
 
 SHORT_ROWS = 16
 """Up to this many rows, a sequence of a mixed batch goes to the decode kernel, not to prefill."""
@@ -66,6 +66,15 @@ PREFIX_ROWS = 64
 
 MOST_PREFIX_SPLITS = 32
 """Of a shared prefix; a token's merge reads a state of each."""
+
+MERGED_ROWS = 16
+"""Up to this many rows of a head, the CTA that stores its last split merges all of them."""
+
+MERGING_CTAS = 4
+"""CTAs of a merge that a multiprocessor holds at once."""
+
+LEAST_SIZE = 128
+"""Keys for which storing and merging the state of many rows pays."""
 
 MERGED_AT_ONCE = 16
 """Partial states that a merge holds in registers; half of them are still being loaded."""
@@ -107,6 +116,10 @@ class GpuPlan:
     whole_size: int = 0
     """Where CTAs have little work, which is found on the device, a sequence of up to so many keys
     is not divided."""
+    least_size: int = 0
+    """Keys that a CTA reads at least, unless others have none."""
+    merge_rows: int = 0
+    """Rows a CTA of the launch that merges splits; 0: the last CTA of a head merges its splits."""
     short_split_size: int = 0
     """Longer sequences are divided at multiples of so many keys then; 0: of ``tile_n``."""
     max_registers: int = 0
@@ -159,8 +172,9 @@ def refuse_hopper_decode(problem: Problem) -> str | None:
         return f"q is {q}; float16 and bfloat16 run"
     if problem.kv_dtype != problem.q_dtype and problem.kv_dtype.itemsize != 1:
         return f"q is {q} but k_cache is {kv}: equal types, and 8 bits, run"
-    if problem.rows > HOPPER_ROWS:
-        return f"{problem.rows} rows of a sequence share a KV head; up to {HOPPER_ROWS} run"
+    most = DECODE_ROWS if _is_grouped(problem) else HOPPER_ROWS
+    if problem.rows > most:
+        return f"{problem.rows} rows of a sequence share a KV head; up to {most} run"
     if problem.width > 256:
         return f"a head of {problem.width} is wider than 256"
     return _refuse_unaligned(problem)
@@ -184,6 +198,12 @@ def refuse_hopper_prefill(problem: Problem) -> str | None:
     if problem.rows <= DECODE_ROWS:
         return f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
     return _refuse_unaligned(problem)
+
+
+def _is_grouped(problem: Problem) -> bool:
+    """Whether ``hopper_decode`` can multiply more than 16 rows, by products of a warpgroup."""
+    sizes = problem.head_size, problem.v_head_size
+    return problem.kv_dtype.itemsize == 2 and min(sizes) > 32 and max(sizes) <= 128
 
 
 def _refuse_unaligned(problem: Problem) -> str | None:
@@ -219,18 +239,21 @@ def make_gpu_plan(
     # Merging many short splits of a head takes longer than reading them: use one CTA on each
     # multiprocessor then. So does waiting for room beside the kernel in front for a second one.
     is_few = pairs * _FEW_SPLITS <= num_programs
-    halving_size = 0
-    if hopper and tiles.programs == 2 and is_few:
+    is_many = problem.rows > MERGED_ROWS
+    halving_size = 4 * tiles.tile_n if is_many and tiles.programs == 2 else 0
+    if not is_many and hopper and tiles.programs == 2 and is_few:
         merges_many = pairs * _MANY_SPLITS <= num_programs
         halving_size = 512 if merges_many else 192
     return GpuPlan(
         "decode",
-        tile_m=max(16, power_of_2(problem.rows)),
+        tile_m=_ROWS_OF_WARPGROUP if hopper and is_many else max(16, power_of_2(problem.rows)),
         tile_n=tiles.tile_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         num_programs=num_programs,
         halving_size=0 if batch_invariant else halving_size,
+        least_size=0 if batch_invariant or not is_many else LEAST_SIZE,
+        merge_rows=_choose_merge_rows(problem, device, batch_invariant) if is_many else 0,
         split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
         whole_size=0 if batch_invariant else WHOLE_SIZE if is_few else 2 * WHOLE_SIZE,
         short_split_size=0 if batch_invariant or is_few else WHOLE_SIZE,
@@ -342,6 +365,18 @@ def _is_bulky(problem: Problem) -> bool:
     return problem.width > (128 if _multiplies_float32(problem) else 256)
 
 
+def _choose_merge_rows(problem: Problem, device: DeviceInfo, batch_invariant: bool) -> int:
+    """Return how many rows of a head a CTA merges: few, but so that all CTAs run at once."""
+    if batch_invariant:
+        return 8
+    pairs, rows = max(1, problem.num_seqs * problem.num_kv_heads), 1
+    while (
+        rows < problem.rows and pairs * -(-problem.rows // rows) > MERGING_CTAS * device.num_workers
+    ):
+        rows *= 2
+    return rows
+
+
 def _align(programs: int, pairs: int) -> int:
     """Return nearly as many CTAs, so that CTA ranges end where heads do if lengths are equal.
 
@@ -426,7 +461,7 @@ def kind_of(problem: Problem, hopper: bool) -> str:
     keys = "float32" if is_float32 else f"{8 * problem.kv_dtype.itemsize}-bit"
     scales = " with a scale for each token" if problem.scale_kind == "token" else ""
     width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
-    rows = "" if hopper or problem.rows <= 16 else ", more than 16 rows"
+    rows = "" if problem.rows <= 16 else ", more than 16 rows"
     return f"{'hopper' if hopper else 'triton'}, {keys} keys{scales}, heads up to {width}{rows}"
 
 
@@ -437,6 +472,8 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
 
 def _hopper_tiles(problem: Problem) -> DecodeTiles:
     is_wide = problem.width > 128
+    if problem.rows > MERGED_ROWS:
+        return DecodeTiles(64, 4, 3, 2, 128, 80)
     if problem.kv_dtype.itemsize == 1:
         return DecodeTiles(64, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 3, 2, 128, 72)
     if problem.width <= 64:

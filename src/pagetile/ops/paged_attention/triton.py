@@ -36,13 +36,15 @@ from .plan import (
     short_len,
 )
 from .problem import Arguments, CallForm, Problem
-from .triton_decode import decode_kernel
+from .triton_decode import decode_kernel, merge_kernel
 from .triton_prefixes import prefix_kernel
 
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _PACKED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _OLDEST_E4M3 = (8, 9)
 FETCHED_KEYS = 256
+MERGE_WARPS = 4
+"""Of a CTA that merges; more would wait for each other."""
 _NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
 
 # As torch's compiled code allocates: without its dispatcher, in half of the host's time.
@@ -74,6 +76,7 @@ class Kernel:
 
 
 DECODE = Kernel(decode_kernel)
+MERGE = Kernel(merge_kernel)
 PREFILL = Kernel(forward_kernel)
 PREFIXES = Kernel(prefix_kernel)
 EARLY_PREFIXES = Kernel(prefix_kernel, is_early=True)
@@ -100,6 +103,8 @@ class PreparedLaunch:
     """Sizes of what ``borrow`` returns."""
     is_packed: bool
     """Whether lengths, slopes and sinks are contiguous and of the types that kernels read."""
+    merge: Launch | None = None
+    """Of the states that this launch stores."""
     short: PreparedLaunch | None = None
     """For the short sequences of a mixed batch, which this launch's kernel leaves out."""
 
@@ -125,6 +130,8 @@ class PreparedLaunch:
             device, out, lse, *scratch, q, k_cache, v_cache, batch.block_tables, batch.seq_lens,
             batch.cu_seqlens_q, slopes, sinks, k_scale, v_scale, listed,
         )  # fmt: skip
+        if self.merge is not None:
+            self.merge.here(device, out, lse, *scratch[:2], batch.cu_seqlens_q, sinks, v_scale)
         return AttentionOutput(out, lse)
 
 
@@ -134,9 +141,22 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
 
 
 def prepare(
-    problem: Problem, form: CallForm, plan: GpuPlan | None = None, decode: Kernel = DECODE
+    problem: Problem,
+    form: CallForm,
+    plan: GpuPlan | None = None,
+    decode: Kernel = DECODE,
+    *,
+    is_beside: bool = False,
 ) -> PreparedLaunch:
-    """Bind all that calls of a form share; ``decode`` is the kernel for few rows of a sequence."""
+    """Bind all that calls of a form share.
+
+    Args:
+        problem: A call.
+        form: Its form.
+        plan: Of ``make_plan``; ``None``: its own.
+        decode: The kernel for few rows of a sequence.
+        is_beside: Whether a prefill of the same call is in front, which ``decode`` may overlap.
+    """
     device = DeviceInfo.of(form.q.device)
     plan = plan or make_gpu_plan(problem, device, hopper=decode is not DECODE)
     kernel = PREFILL if plan.path == "prefill" and decode is DECODE else decode
@@ -147,7 +167,7 @@ def prepare(
         )
     paired = kernel.takes_pairs and problem.kv_dtype.itemsize == 1
     strides = _strides(problem, form, 2 if paired else 1)
-    launcher = _find_launcher(kernel, problem, form, plan, strides, paired)
+    launcher = _find_launcher(kernel, problem, form, plan, strides, paired, is_beside)
     # The block tables may bound lengths more tightly than max_seq_len.
     most_blocks = form.block_tables.shape[1]
     if problem.max_visible is not None:
@@ -167,7 +187,7 @@ def prepare(
         "search_steps": (problem.max_visible or 0).bit_length(),
         **strides,
     }
-    short = None
+    short = merge = None
     if kernel is PREFILL:
         short = prepare_short(problem, form, plan)
         # An upper bound of the tiles, however the tokens are spread over sequences. They are on
@@ -178,16 +198,27 @@ def prepare(
         pairs = problem.num_seqs * problem.num_kv_heads
         slots = pairs * max_splits if plan.split_size else 2 * plan.num_programs
         sums = slots * launcher.constants["ROWS"]
-        grid, scratch = (plan.num_programs, 1, 1), (sums * launcher.constants["V"], 2 * sums, pairs)
+        notes = 2 * pairs if plan.merge_rows else 0
+        grid = plan.num_programs, 1, 1
+        scratch = sums * launcher.constants["V"], 2 * sums + notes, pairs
     launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
+    if scratch and plan.merge_rows:
+        merging = _find_launcher(MERGE, problem, form, plan, strides, paired)
+        grid = pairs, -(-problem.rows // plan.merge_rows), 1
+        merge = merging.bind(grid, *(numbers[name] for name in merging.types if name in numbers))
     tokens, heads, width = problem.out_sizes
     out_rows = problem.out_sizes, (heads * width, width, 1)
     lse_rows = (tokens, heads), (heads, 1)
-    return PreparedLaunch(launch, out_rows, lse_rows, scratch, _is_packed(form), short)
+    return PreparedLaunch(launch, out_rows, lse_rows, scratch, _is_packed(form), merge, short)
 
 
 def prepare_short(
-    problem: Problem, form: CallForm, plan: GpuPlan | None, decode: Kernel = DECODE
+    problem: Problem,
+    form: CallForm,
+    plan: GpuPlan | None,
+    decode: Kernel = DECODE,
+    *,
+    is_beside: bool = False,
 ) -> PreparedLaunch | None:
     """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed."""
     if not short_len(problem):
@@ -195,7 +226,7 @@ def prepare_short(
     short = replace(problem, max_query_len=short_len(problem))
     device, is_fixed = DeviceInfo.of(form.q.device), plan is not None and plan.split_size > 0
     own = make_gpu_plan(short, device, batch_invariant=is_fixed, hopper=decode is not DECODE)
-    return prepare(short, form, own, decode)
+    return prepare(short, form, own, decode, is_beside=is_beside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,20 +287,22 @@ def prepare_prefixes(
 
 def _find_launcher(
     kernel: Kernel, problem: Problem, form: CallForm, plan: GpuPlan, strides: dict[str, int],
-    paired: bool,
+    paired: bool, is_beside: bool = False,
 ) -> Launcher:  # fmt: skip
     """Return the launcher with this kernel's parameters, of all that a kernel may have."""
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
     constants["FETCHED"] = _fetched_keys(problem)
+    constants["BESIDE"] = is_beside
+    constants["EARLY"] &= not is_beside
     if kernel in (PREFIXES, EARLY_PREFIXES):
         constants["EARLY"] = kernel.is_early
-    options = {"num_warps": plan.num_warps}
+    options = {"num_warps": MERGE_WARPS if kernel is MERGE else plan.num_warps}
     if kernel in (PREFILL, PREFIXES, EARLY_PREFIXES):
         options["num_stages"] = plan.num_stages
     if kernel is not PREFILL and begins_early(form.q.device):
         options["launch_pdl"] = True
-    if plan.max_registers:
+    if plan.max_registers and kernel is not MERGE:
         options["maxnreg"] = plan.max_registers
     names = kernel.function.arg_names
     return _make_launcher(
@@ -397,6 +430,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SPLIT_SHIFT": _log2((plan.split_size or plan.short_split_size) // plan.tile_n),
         "SPLITS_FIXED": plan.split_size > 0,
         "WHOLE": plan.whole_size // plan.tile_n,
+        "LEAST": plan.least_size // plan.tile_n,
         "HALVED": plan.halving_size // plan.tile_n,
         "TILE_M": plan.tile_m,
         "TILE_N": plan.tile_n,
@@ -405,7 +439,8 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SEQS": power_of_2(min(max(num_entries, 128), 1024)),
         "STAGES": plan.num_stages,
         "ROWS": rows,
-        "AT_ONCE": max(1, min(MERGED_AT_ONCE, 8192 // (rows * v_width))),
+        "AT_ONCE": _choose_at_once(plan.merge_rows or rows, v_width, plan.merge_rows > 0),
+        "MERGE_ROWS": plan.merge_rows,
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
         "PREFETCH": not INTERPRETED,
@@ -418,6 +453,13 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         and problem.scale_kind != "token"
         and form.seq_lens.strides == form.cu_seqlens_q.strides == (1,),
     }
+
+
+def _choose_at_once(rows: int, width: int, is_apart: bool) -> int:
+    """Return how many splits' states of some rows a merge loads at once."""
+    if is_apart:  # it has all registers
+        return max(1, MERGE_WARPS * 1024 // (rows * width))
+    return max(1, min(MERGED_AT_ONCE, 8192 // (rows * width)))
 
 
 def _log2(tiles: int) -> int:

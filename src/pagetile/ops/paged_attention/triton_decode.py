@@ -47,6 +47,7 @@ from .triton_work import (
     list_of,
     load_block_ids,
     slot_of,
+    store_note,
     write_rows,
 )
 
@@ -64,28 +65,57 @@ def _prefetch(table, key, end_key, block_size):
 
 
 @triton.jit
-def _merge_splits(
-    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+def _load_splits(
+    split_accs, split_sums, start, num_splits, seq_head, first_cta, max_splits, rows, is_row,
     SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The state of a head from those of all its splits, in the order of their keys."""
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, V)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, V], tl.float32)
-    for start in range(0, num_splits, AT_ONCE):
-        split = start + tl.arange(0, AT_ONCE)
-        is_split = split < num_splits
-        slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
-        sums = split_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
-        # .cg: from the second-level cache, where the stores of other CTAs are.
-        ms = tl.load(sums, mask=is_split[:, None], other=float("-inf"), cache_modifier=".cg")
-        ls = tl.load(sums + ROWS, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
-        accs = tl.load(
-            split_accs + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
-            + columns[None, None, :],
-            mask=is_split[:, None, None], other=0.0, cache_modifier=".cg",
+    """The states of some rows of ``AT_ONCE`` splits, from ``start`` on; empty past the last."""
+    columns = tl.arange(0, V)
+    split = start + tl.arange(0, AT_ONCE)
+    is_state = (split < num_splits)[:, None] & is_row[None, :]
+    slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
+    sums = split_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
+    # .cg: from the second-level cache, where the stores of other CTAs are.
+    ms = tl.load(sums, mask=is_state, other=float("-inf"), cache_modifier=".cg")
+    ls = tl.load(sums + ROWS, mask=is_state, other=0.0, cache_modifier=".cg")
+    accs = tl.load(
+        split_accs + (slot * ROWS * V)[:, None, None] + (rows * V)[None, :, None]
+        + columns[None, None, :],
+        mask=is_state[:, :, None], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return ms, ls, accs
+
+
+@triton.jit
+def _merge_splits(
+    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits, rows, is_row,
+    SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The state of some rows of a head from those of all its splits, in the order of their keys.
+
+    ``AHEAD``: whether states are loaded while others are merged, in twice the registers.
+    """
+    m = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    l = tl.zeros([rows.shape[0]], tl.float32)
+    acc = tl.zeros([rows.shape[0], V], tl.float32)
+    if AHEAD:
+        next_ms, next_ls, next_accs = _load_splits(
+            split_accs, split_sums, 0, num_splits, seq_head, first_cta, max_splits, rows, is_row,
+            SPLITS_FIXED, ROWS, V, AT_ONCE,
         )  # fmt: skip
+    for start in range(0, num_splits, AT_ONCE):
+        if AHEAD:
+            ms, ls, accs = next_ms, next_ls, next_accs
+            next_ms, next_ls, next_accs = _load_splits(
+                split_accs, split_sums, start + AT_ONCE, num_splits, seq_head, first_cta,
+                max_splits, rows, is_row, SPLITS_FIXED, ROWS, V, AT_ONCE,
+            )  # fmt: skip
+        else:
+            ms, ls, accs = _load_splits(
+                split_accs, split_sums, start, num_splits, seq_head, first_cta, max_splits, rows,
+                is_row, SPLITS_FIXED, ROWS, V, AT_ONCE,
+            )  # fmt: skip
         ms, ls, accs = merge_first(ms, ls, accs)
         m, l, acc = merge(m, l, acc, ms, ls, accs)
     return m, l, acc
@@ -96,7 +126,7 @@ def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
-    split_sums,  # float32 [slots, 2, ROWS]: their m and l
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the notes for ``merge_kernel``
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, SIZE]
@@ -118,10 +148,11 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
-    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, PREFETCH: tl.constexpr,
-    VISIBLE: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,  # 0: the last CTA of a head to arrive merges; else ``merge_kernel``
+    DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     if PREFETCH:  # not interpreted
@@ -147,6 +178,10 @@ def decode_kernel(
         total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
     whole, total = choose_whole(total_tiles, total, tl.num_programs(0), WHOLE)
     programs = tl.minimum(tl.num_programs(0), total)
+    if total_tiles < HALVED * tl.num_programs(0):
+        programs = tl.minimum(programs, (tl.num_programs(0) + 1) // 2)
+    if LEAST > 0:
+        programs = tl.minimum(programs, tl.maximum(total_tiles // LEAST, 1))
     program = tl.program_id(0)
     if program >= programs:
         return
@@ -170,6 +205,9 @@ def decode_kernel(
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
         running = tl.max(ends)
 
+    notes = split_sums
+    if MERGE_ROWS > 0:
+        split_sums += 2 * num_seqs * num_kv_heads
     rows = tl.arange(0, TILE_M)
     columns = tl.arange(0, D)
     v_columns = tl.arange(0, V)
@@ -274,21 +312,23 @@ def decode_kernel(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: the last CTA to arrive merges.
+        # All keys of the head: done. Some of them: the last CTA to arrive merges, or a launch.
+        seq_head = seq * num_kv_heads + head
         if count == per_head:
             write_rows(
                 out, lse, m, l, acc, rows, v_columns, sinks, factor, first_token, head, query_len,
                 num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
+            if MERGE_ROWS > 0:
+                store_note(notes, seq_head, 0, 1)
         else:
-            seq_head = seq * num_kv_heads + head
             queue_start = head_start.to(tl.int64)
             first_cta = (((queue_start + 1) * programs - 1) // total).to(tl.int32)
             last_cta = (((queue_start + per_head) * programs - 1) // total).to(tl.int32)
             split = first if SPLITS_FIXED else program - first_cta
             num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
             slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
-            is_kept = rows < ROWS
+            is_kept = is_row if MERGE_ROWS > 0 else rows < ROWS
             tl.store(split_sums + slot * 2 * ROWS + rows, m, mask=is_kept)
             tl.store(split_sums + slot * 2 * ROWS + ROWS + rows, l, mask=is_kept)
             tl.store(
@@ -296,22 +336,64 @@ def decode_kernel(
                 acc,
                 mask=is_kept[:, None],
             )
-            tl.debug_barrier()  # every thread's stores come before the one thread's count
-            arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_splits - 1:
-                tl.store(arrivals + seq_head, 0)
-                all_m, all_l, all_acc = _merge_splits(
-                    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-                    SPLITS_FIXED, ROWS, V, AT_ONCE,
-                )  # fmt: skip
-                kept_rows = tl.arange(0, ROWS)
-                write_rows(
-                    out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
-                    first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE,
-                    HAS_SINKS,
-                )  # fmt: skip
+            if MERGE_ROWS > 0:
+                if first == 0:
+                    store_note(notes, seq_head, first_cta, num_splits)
+            else:
+                tl.debug_barrier()  # every thread's stores come before the one thread's count
+                arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
+                if arrived == num_splits - 1:
+                    tl.store(arrivals + seq_head, 0)
+                    kept_rows = tl.arange(0, ROWS)
+                    all_m, all_l, all_acc = _merge_splits(
+                        split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+                        kept_rows, kept_rows >= 0, SPLITS_FIXED, ROWS, V, AT_ONCE, False,
+                    )  # fmt: skip
+                    write_rows(
+                        out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
+                        first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP,
+                        V_SIZE, HAS_SINKS,
+                    )  # fmt: skip
 
         work += count
         if work == before + per_head * heads:
             before = work
             entry += 1
+
+
+@triton.jit
+def merge_kernel(
+    out,  # [num_tokens, num_heads, V_SIZE]
+    lse,  # float32 [num_tokens, num_heads]
+    split_accs,  # float32 [slots, ROWS, V]
+    split_sums,  # float32: [num_seqs * num_kv_heads, 2] notes, then [slots, 2, ROWS]
+    cu_seqlens_q,  # int32 [num_seqs + 1]
+    sinks,  # float32 [num_heads]
+    v_scale,  # float32 [num_kv_heads] where SCALES is "head"
+    num_kv_heads, max_splits, out_token, out_head, vs_head,
+    GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr, SCALES: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Merge ``MERGE_ROWS`` rows of a head of which ``decode_kernel`` stored splits."""
+    if PREFETCH:  # not interpreted
+        wait_for_previous()
+    seq_head = tl.program_id(0)
+    seq, head = seq_head // num_kv_heads, seq_head % num_kv_heads
+    first_cta = tl.load(split_sums + 2 * seq_head, cache_modifier=".cg").to(tl.int32)
+    num_splits = tl.load(split_sums + 2 * seq_head + 1, cache_modifier=".cg").to(tl.int32)
+    first_token = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    # A head in one split is written. It does not end here: all these loads are to be under way.
+    query_len = tl.where(num_splits > 1, query_len, 0)
+    num_splits = tl.where(num_splits > 1, num_splits, 0)
+    rows = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    factor = tl.load(v_scale + head * vs_head) if SCALES == "head" else 1.0
+    m, l, acc = _merge_splits(
+        split_accs, split_sums + 2 * tl.num_programs(0), num_splits, seq_head, first_cta,
+        max_splits, rows, rows < query_len * GROUP, SPLITS_FIXED, ROWS, V, AT_ONCE, True,
+    )  # fmt: skip
+    write_rows(
+        out, lse, m, l, acc, rows, tl.arange(0, V), sinks, factor, first_token, head, query_len,
+        num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+    )  # fmt: skip

@@ -35,6 +35,7 @@ __all__ = [
     "list_of",
     "load_block_ids",
     "slot_of",
+    "store_note",
     "write_rows",
 ]
 
@@ -226,6 +227,13 @@ def slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED: tl.constexpr):
     else:
         slot = tl.where(split == 0, 2 * first_cta + 1, 2 * (first_cta + split))
     return slot.to(tl.int64)
+
+
+@triton.jit
+def store_note(notes, seq_head, first_cta, num_splits):
+    """Tell ``triton_decode.merge_kernel`` where a head's states are: integers, exact as floats."""
+    tl.store(notes + 2 * seq_head, first_cta)
+    tl.store(notes + 2 * seq_head + 1, num_splits)
 
 
 @triton.jit

@@ -12,6 +12,11 @@ __all__ = ["MOST_SEQS", "SLOTS", "divides_keys", "pack_of"]
 LEAST_KEYS = 1024
 """Of a split, unless it is its tile's last."""
 
+MOST_MIXED_KEYS = 8 * LEAST_KEYS
+"""Up to this many keys of the longest sequence of a mixed batch, which is likely a decoding one,
+keys are not divided: the kernel that divides them takes longer to start, since it has twice the
+instructions (15 µs on an H100, if they are not in its caches)."""
+
 MOST_SPLITS = 32
 """Of one tile, at most."""
 
@@ -77,5 +82,7 @@ def divides_keys(
         pack = pack_of(group, max_query_len, tiling)
         items = num_seqs * -(-max_query_len * pack // rows) * (num_heads // pack)
     else:  # all sequences but one may be short
+        if max_seq_len <= MOST_MIXED_KEYS:
+            return False
         items = max(0, num_tokens - (num_seqs - 1) * short) * num_heads // rows
     return 2 * items < 3 * num_programs

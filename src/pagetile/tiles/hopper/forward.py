@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .finish import finish, times
 from .gather import GATHERING_WARPS, make_pages
@@ -480,6 +481,7 @@ def forward_kernel(
     SCALES: gl.constexpr,
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
+    gdc_launch_dependents()
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
