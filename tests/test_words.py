@@ -4,9 +4,11 @@ STYLE: say what a thing does, with its subject, its verb and the standard term. 
 is not wrong by itself; in this project it stood in the place of a term that readers know.
 """
 
+import ast
 import io
 import re
 import tokenize
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,16 @@ NAMES = {
     "_bend": "apply_score_mods",
 }
 
+# Classes of one name and one meaning; any other name of a class stands once.
+ROLES = {
+    "Problem": "what an operation is to compute",
+    "Plan": "how a kernel divides a problem",
+    "Memory": "the shared memory of a window kernel",
+    "WindowAttention": "an adapter of a framework's class of that name",
+    "SwinTransformerBlock": "an adapter of a framework's class of that name",
+    "_Sample": "one of a response's samples",
+}
+
 SENTENCE = re.compile(rf"\b({'|'.join(map(re.escape, PROSE))})\b", re.IGNORECASE)
 
 
@@ -75,3 +87,13 @@ def test_a_discouraged_word_is_found(tmp_path):
     file.write_text('"""Fetch what nobody\nasked, and ours."""\nsettled = 1  # whoever reads\n')
     found = [line.split(":")[:2] for line in findings(file)]
     assert found == [["1", " nobody"], ["2", " ours"], ["3", " settled"], ["3", " whoever"]]
+
+
+def test_a_class_s_name_has_one_meaning():
+    places = defaultdict(list)
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    repeated = {name: found for name, found in places.items() if len(found) > 1}
+    assert repeated.keys() == ROLES.keys(), repeated

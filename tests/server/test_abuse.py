@@ -288,16 +288,16 @@ def test_the_words_of_an_error_do_not_decide_who_is_to_blame():
 
 
 def test_a_form_that_compiles_too_slowly_is_a_400(async_llm, monkeypatch):
-    from pagetile.engine.structured_outputs import StructuredOutputs
+    from pagetile.engine.structured_outputs import GrammarCompiler
 
     is_over = threading.Event()
-    compile_now = StructuredOutputs._compile
+    compile_now = GrammarCompiler._compile
 
     def compile_slowly(self, form):
         is_over.wait(30)
         return compile_now(self, form)
 
-    monkeypatch.setattr(StructuredOutputs, "_compile", compile_slowly)
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_slowly)
     limits = Limits(grammar_seconds=0.2)
     with (
         serving(async_llm, chatty(limits=limits)) as url,

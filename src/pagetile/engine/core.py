@@ -33,7 +33,7 @@ from .runner import LaunchedStep, Runner
 from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler, SchedulerOutput
-from .structured_outputs import StructuredOutputs, StructuredOutputsParams
+from .structured_outputs import GrammarCompiler, StructuredOutputsParams
 from .token_text import TokenText
 
 __all__ = ["Engine"]
@@ -103,9 +103,7 @@ class Engine:
         self._output = OutputProcessor()
         self.token_text = TokenText(tokenizer)
         self.decode_token = None if tokenizer is None else self.token_text.text
-        self._structured_outputs = StructuredOutputs(
-            tokenizer, model.vocab_size, model.eos_token_ids
-        )
+        self._structured_outputs = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
         self.pool = cache.pool
         self._index = PrefixIndex(self.pool)
         self._runner = Runner(

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import RequestError, UnsupportedError
 
-__all__ = ["StructuredOutputs", "StructuredOutputsParams"]
+__all__ = ["GrammarCompiler", "StructuredOutputsParams"]
 
 MAX_BYTES = 64 << 10  # of a form
 KEPT = 256  # compiled forms
@@ -94,7 +94,7 @@ class StructuredOutputsParams:
             )
 
 
-class StructuredOutputs:
+class GrammarCompiler:
     """Compiles forms for one tokenizer.
 
     Args:

@@ -23,7 +23,7 @@ from ...fused.rms_norm import Norm, rms_norm
 from ...fused.rotary_write import Heads
 from ...fused.rotary_write.reference import project
 from ..fused import own_forward, read_norm
-from .trace import Event, LayerCall, Run
+from .trace import Event, LayerCall, LayerRun
 
 __all__ = ["Mismatch", "Mlp", "Structure", "first_of", "is_linear", "recognise"]
 
@@ -79,7 +79,7 @@ def is_linear(module: nn.Module) -> bool:
     )
 
 
-def recognise(call: LayerCall, runs: Sequence[Run]) -> Structure:
+def recognise(call: LayerCall, runs: Sequence[LayerRun]) -> Structure:
     """The structure of a layer.
 
     Args:
@@ -93,7 +93,7 @@ def recognise(call: LayerCall, runs: Sequence[Run]) -> Structure:
 
 
 class _Recogniser:
-    def __init__(self, call: LayerCall, runs: Sequence[Run]) -> None:
+    def __init__(self, call: LayerCall, runs: Sequence[LayerRun]) -> None:
         self.call, self.runs, self.layer = call, runs, call.module
         self.attention = call.attention.module
         self.norms = {m: read_norm(m) for m in self.layer.modules()}
@@ -221,7 +221,7 @@ class _Recogniser:
         raise Mismatch("its queries, keys or values have another formula")
 
     @staticmethod
-    def _angles(run: Run) -> tuple[Tensor | None, Tensor | None]:
+    def _angles(run: LayerRun) -> tuple[Tensor | None, Tensor | None]:
         found = run.kwargs.get("position_embeddings")
         is_pair = isinstance(found, tuple) and len(found) == 2
         return found if is_pair else (None, None)  # type: ignore[return-value]
@@ -308,7 +308,7 @@ def _weight(module: nn.Module) -> Tensor:
     return module.weight  # type: ignore[return-value]
 
 
-def _with_weight(run: Run, norm: Norm | None) -> Norm | None:
+def _with_weight(run: LayerRun, norm: Norm | None) -> Norm | None:
     return None if norm is None else norm._replace(weight=run.weights[id(norm.weight)])
 
 

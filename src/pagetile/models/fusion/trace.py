@@ -20,7 +20,7 @@ from ..attention import SLOT, collect_configs, driven
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["GAINS", "AttentionEvent", "Event", "LayerCall", "ModelTrace", "Run", "run_layer",
+__all__ = ["GAINS", "AttentionEvent", "Event", "LayerCall", "LayerRun", "ModelTrace", "run_layer",
            "trace_model"]  # fmt: skip
 
 TRACE = "pagetile_trace"
@@ -86,7 +86,7 @@ class ModelTrace:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class LayerRun:
     """One forward of a layer in float32."""
 
     x: Tensor
@@ -178,7 +178,7 @@ def trace_model(
     return trace
 
 
-def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> Run:
+def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> LayerRun:
     """Run a layer alone, in float32, on random hidden states and with its weights or larger ones.
 
     Args:
@@ -201,7 +201,7 @@ def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> Ru
     with driven(collect_configs(model), TRACE, slots), _hooked(inside, events):
         output = functional_call(layer, named, (x, *map(_widen, args)), kwargs)
     (attention,) = calls
-    return Run(x, output, events, attention, weights, kwargs)
+    return LayerRun(x, output, events, attention, weights, kwargs)
 
 
 def _amplify(parameter: Tensor, gain: float | None) -> Tensor:

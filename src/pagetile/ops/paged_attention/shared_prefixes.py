@@ -141,7 +141,7 @@ def lay_out(batch: PagedBatch, block_size: int) -> tuple[PagedBatch, PagedBatch]
 def _lay_out(
     batch: PagedBatch, shared: SharedPrefixes, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tables, lengths and query starts as ``triton_prefixes.Layout`` does."""
+    """Return tables, lengths and query starts as ``triton_prefixes.PassTables`` does."""
     tables, groups, lens = batch.block_tables, shared.cu_group_seqs, shared.prefix_lens
     if tables.is_cuda:
         from .triton_prefixes import lay_out

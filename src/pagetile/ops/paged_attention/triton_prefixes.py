@@ -29,7 +29,7 @@ from ...tiles.triton.forward import walk
 from ...tiles.triton.launch import INTERPRETED, Launcher
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finish, fit_queries
 
-__all__ = ["Layout", "lay_out", "prefix_kernel"]
+__all__ = ["PassTables", "lay_out", "prefix_kernel"]
 
 _TILE = 256
 
@@ -218,7 +218,7 @@ def prefix_kernel(
         wait_now()  # without an item, too
 
 
-class Layout(NamedTuple):
+class PassTables(NamedTuple):
     """Lengths and block tables of both passes; int32."""
 
     tables: Tensor
@@ -231,7 +231,7 @@ class Layout(NamedTuple):
 
 @triton.jit
 def _lay_out_kernel(
-    # outputs: see Layout
+    # outputs: see PassTables
     tables, seq_lens, prefix_starts_q,
     # inputs
     cu_group_seqs, prefix_lens,  # int32 [num_groups + 1], [num_groups]
@@ -277,7 +277,7 @@ def lay_out(
     prefix_lens: Tensor,
     *,
     block_size: int,
-) -> Layout:
+) -> PassTables:
     """Lay out both passes of a batch whose groups share prefixes.
 
     Args:
@@ -292,7 +292,7 @@ def lay_out(
     rows = num_groups + num_seqs
     new = functools.partial(torch.empty, dtype=torch.int32, device=block_tables.device)
     # Entries past a sequence's end are never read.
-    layout = Layout(new(rows, width), new(rows), new(num_groups + 1))
+    layout = PassTables(new(rows, width), new(rows), new(num_groups + 1))
     _make_launcher(triton.next_power_of_2(num_groups))(
         (rows, 1, 1), *layout, cu_group_seqs, prefix_lens, block_tables, seq_lens, cu_seqlens_q,
         num_groups, block_size, width, block_tables.stride(0),
