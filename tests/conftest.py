@@ -10,6 +10,7 @@
 Slow ones wait on every machine until they are named: ``pytest -m slow``.
 """
 
+import gc
 import os
 from collections import Counter
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ import pytest
 
 # Tests share their cores, and spinning threads do not.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# All modules and tests are looked through in a full collection: a tenth of the tests' time with the
+# limits that Python sets for small programs.
+gc.set_threshold(10_000, 20, 20)
 
 # By the CPU time that they take with no kernel compiled beforehand, neither by Numba nor by Triton;
 # the others take 50 s at most.

@@ -254,7 +254,7 @@ import pagetile
 {EVERY_PUBLIC_NAME}
 print(time.process_time() - start)
 """
-    assert min(float(python(script)) for _ in range(2)) < 1
+    assert any(float(python(script)) < 1 for _ in range(2))
 
 
 BLOCKED = """

@@ -3,9 +3,13 @@ from __future__ import annotations
 import io
 import sys
 
+import httpx2
 import pytest
+import typer
 
 from pagetile.cli import main
+
+from .test_load import wait_for
 
 
 @pytest.fixture
@@ -26,6 +30,36 @@ def test_a_conversation_with_a_server(url, say):
     assert out.count("model > ") == 2
     assert all(line != "model > " for line in out.splitlines())
     assert say("def f(\nreturn\n", f"{url}/v1", *args)[1] == out
+
+
+def test_ctrl_c_ends_an_answer_and_its_request_and_the_conversation_goes_on(
+    url, async_llm, say, monkeypatch
+):
+    body = {"messages": [{"role": "user", "content": "class Stack:"}], "temperature": 0}
+    whole = httpx2.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": 160}, timeout=60)
+    assert whole.json()["usage"]["completion_tokens"] == 160
+    echo, pieces, num_steps = typer.echo, [], []
+    async_llm.thread.observers.append(num_steps.append)
+
+    def interrupted(text, **options):
+        echo(text, **options)
+        pieces.append(text)
+        if len(pieces) == 4:  # the name, then three pieces of the answer
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(typer, "echo", interrupted)
+    try:
+        code, out, _ = say(
+            "class Stack:\nreturn\n", url, "--max-tokens", "160", "--temperature", "0"
+        )
+        wait_for(lambda: async_llm.num_requests == 0)
+    finally:
+        async_llm.thread.observers.pop()
+    first, second = out.split("model > ")[1:]
+    assert code == 0
+    assert first == "".join(pieces[1:4]) + " …\n"
+    assert second.strip()
+    assert len(num_steps) < 280, "the first answer was computed to its end"
 
 
 def test_errors_are_one_line(url, say):

@@ -9,6 +9,8 @@ import json
 import random
 import signal
 import socket
+import sys
+import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +20,8 @@ import httpx2
 import psutil
 import pytest
 
-from pagetile.server import Limits, serve
+from pagetile.engine.async_llm import AsyncLLM
+from pagetile.server import Limits, create_app, serve
 from pagetile.server.logs import log
 from pagetile.testing.serve import server_process
 
@@ -345,6 +348,32 @@ def test_what_is_loaded_is_not_looked_through_for_garbage_while_it_serves():
     assert gc.get_freeze_count() == 0
 
 
+def test_a_lost_device_fails_health_and_ends_the_process_with_code_3(llm, monkeypatch):
+    def lost(step):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async_llm, found = AsyncLLM(llm), []
+
+    def ask(url):
+        for path, body in (("/v1/completions", {"prompt": PROMPT}), ("/health", None)):
+            method = "GET" if body is None else "POST"
+            found.append(httpx2.request(method, url + path, json=body, timeout=30).status_code)
+
+    def on_start(url):
+        threading.Thread(target=ask, args=(url,), daemon=True).start()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", lost)
+        app = create_app(async_llm, chatty())
+        assert asyncio.run(serve(app, async_llm, host="127.0.0.1", port=0, on_start=on_start)) == 3
+    assert found[1] == 503
+    assert found[0] >= 500
+    for request_id in list(llm.engine._requests):
+        llm.engine.abort(request_id)
+        llm.engine.take_output(request_id)
+    llm.engine.check()
+
+
 SMALL = ("--num-blocks", "128", "--max-num-seqs", "8")
 
 
@@ -381,14 +410,19 @@ def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish():
         assert server.process.wait(20) == 0
 
 
-def test_a_server_process_is_read_to_its_end_and_ends_with_its_block():
-    with server_process(*SMALL, "--log-prompts") as server:
-        host, port = server.address
-        assert server.url == f"http://{host}:{port}"
-        with httpx2.Client(base_url=server.url, timeout=10) as http:
-            long = {"prompt": "x " * 1000, "max_tokens": 1}
-            for _ in range(60):  # of 2 kB in the log: together more than a pipe's 64 kB
-                assert http.post("/v1/completions", json=long).status_code == 200
+def test_a_server_process_is_read_to_its_end_and_ends_with_its_block(tmp_path, monkeypatch):
+    """Of a program that logs as a server does, more than a pipe holds, but starts at once."""
+    program, done = tmp_path / "server", tmp_path / "done"
+    program.write_text(
+        "#!/bin/sh\necho serving at http://127.0.0.1:12345/v1\n"
+        f"head -c 200000 /dev/zero\ntouch {done}\nexec sleep 600\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with server_process() as server:
+        assert server.url == "http://127.0.0.1:12345"
+        assert server.address == ("127.0.0.1", 12345)
+        wait_for(done.exists)
         assert server.process.poll() is None
     assert server.process.poll() is not None
 
