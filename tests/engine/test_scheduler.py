@@ -135,6 +135,17 @@ def test_a_long_prompt_leaves_nothing_to_those_that_cannot_start(why: str) -> No
     assert steps.step().num_tokens == [20]
 
 
+@pytest.mark.parametrize(("n", "num_tokens"), [(1, [4, 4]), (2, [8])])
+def test_rows_that_a_running_prompt_will_fork_into_are_left_for_it(
+    n: int, num_tokens: list[int]
+) -> None:
+    steps = Steps(256, max_num_seqs=4, max_num_batched_tokens=8)
+    steps.add(30, n=3)  # has one row of four, and will take two more
+    steps.step()
+    steps.add(4, n=n)
+    assert steps.step().num_tokens == num_tokens
+
+
 def test_the_victim_is_the_one_that_loses_the_fewest_tokens() -> None:
     steps = Steps(18)
     first, large, small, last = (steps.add(n, max_new=36) for n in (8, 16, 3, 12))
