@@ -88,7 +88,9 @@ TINY = {
 
 def test_every_token_of_workload_n_has_a_text_of_its_own():
     tokenizer = make_byte_tokenizer(500)
-    spell = find_token_bytes(tokenizer, True)  # the fast way, which Qwen3's tokenizer takes too
+    spell = find_token_bytes(
+        tokenizer, skip_special_tokens=True
+    )  # the fast way, which Qwen3's tokenizer takes too
     assert [spell(i) for i in (0, 7, 499)] == [b" w0", b" w7", b" w499"]
 
 

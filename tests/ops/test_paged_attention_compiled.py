@@ -312,7 +312,9 @@ def test_fixed_splits_keep_no_more_states_than_block_tables_can_name():
 def test_merging_a_prefix(dtype, width, tmp_path):
     from pagetile.ops.paged_attention import triton_merge
 
-    assert_fits(triton_merge.make_launcher(dtype, 32, width, 16, True, True), tmp_path)
+    assert_fits(
+        triton_merge.make_launcher(dtype, 32, width, 16, aligned=True, is_early=True), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
