@@ -11,8 +11,8 @@ Supports float16 and bfloat16, head sizes of keys and of values to 256 in steps 
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
 caps up to 64, ALiBi, sinks, log-sum-exp, 8-bit caches. Few new tokens a sequence go to the decode
 kernels: their tile would be nearly empty. In a mixed batch a launch of ``hopper_decode`` computes
-them, which begins as soon as CTAs of this one end, unless both need scratch. Few tiles over many keys are divided among CTAs
-(``tiles.hopper.splits``), unless the plan is batch-invariant.
+them, which begins as soon as CTAs of this one end, unless both need scratch. Few tiles over many
+keys are divided among CTAs (``tiles.hopper.splits``), unless the plan is batch-invariant.
 """
 
 from __future__ import annotations
