@@ -38,18 +38,24 @@ def compile_kernel(kernel, types, constants, **options):
 
 
 @pytest.mark.parametrize("masks", [{}, {"step_masks": "*i32"}], ids=["free", "masked"])
-def test_score_reads_logits_and_tables_in_wide_words(masks, tmp_path):
+@pytest.mark.parametrize("tiles", [1, 8])
+def test_score_reads_logits_and_tables_in_wide_words(tiles, masks, tmp_path):
     outputs = dict.fromkeys(("bests", "scores", "raw_bests", "sums"), "*fp32")
     types = {**outputs, "tokens": "*i32", **LOGITS, **masks, "num_words": "i32"}
-    constants = {"NUM_TILES": 128, "TILE": triton_draw.TILE}
+    constants = {"NUM_TILES": 128, "TILE": triton_draw.TILE, "TILES": tiles}
     if not masks:
         constants["step_masks"] = None
-    compiled = compile_kernel(triton_draw.score_kernel, types, constants, num_warps=8)
+    most = triton_draw.MOST_REGISTERS if tiles > 1 else None
+    compiled = compile_kernel(triton_draw.score_kernel, types, constants, num_warps=8, maxnreg=most)
     used = resources(compiled, tmp_path)
-    assert used["REG"] <= (72 if masks else 64), used  # four programs a multiprocessor, or three
-    assert used["STACK"] == used["LOCAL"] == 0, used
-    # Eight logits; eight biases and eight counts of two words each.
-    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"])) == 5
+    if tiles == 1:  # four programs a multiprocessor, or three
+        assert used["REG"] <= (72 if masks else 64), used
+    assert used["STACK"] <= (16 if tiles > 1 else 0), used
+    assert used["LOCAL"] == 0, used
+    # Eight logits; eight biases and eight counts of two words each. Without masks, a program of
+    # several tiles reads all of its logits at once, and those of a tile again.
+    ahead = tiles + 1 if tiles > 1 and not masks else 0
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"])) == 5 + ahead
 
 
 def test_the_passes_of_cut_need_no_exchange_between_threads(tmp_path):

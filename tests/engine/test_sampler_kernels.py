@@ -19,7 +19,8 @@ from pagetile.engine.sampling_rows import MAX_TOP, Feature
 from pagetile.engine.sampling_tables import pack_bits
 from pagetile.engine.triton_cut import find_edge
 from pagetile.engine.triton_draw import draw, unpack
-from pagetile.engine.triton_rows import from_order, position_of
+from pagetile.engine.triton_rows import from_order, noise_of, position_of
+from pagetile.engine.triton_score import bound_of
 
 pytestmark = pytest.mark.interpret
 
@@ -159,6 +160,50 @@ def test_what_is_drawn_with_cuts_is_kept_and_what_torch_draws(kind):
     assert torch.equal(on_device.lengths.cpu(), on_host.lengths)
     for x, token, input_ in zip(logits, tokens, rows, strict=True):
         assert keep_by_sorting(x, input_.params)[token]
+
+
+@triton.jit
+def noise_kernel(noise, bound, words, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    word = tl.load(words + at).to(tl.uint32, bitcast=True)
+    tl.store(noise + at, noise_of(word))
+    tl.store(bound + at, bound_of(word))
+
+
+def test_bounds_of_noise_are_no_less_than_its_logarithm_and_close():
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (4096,), generator=generator).to(torch.int32)
+    words[:64] = torch.arange(64)
+    words[64:95] = 2 ** torch.arange(31)
+    words[95:126] = 2 ** torch.arange(31) - 1
+    words = words.to(home())
+    noise, bound = torch.empty(2, 4096, device=home())
+    noise_kernel[(1,)](noise, bound, words, SIZE=4096)
+    wins = -noise.double().log()
+    assert (bound >= wins).all()
+    is_small = noise < 0.01
+    assert is_small.sum() > 90
+    assert (bound - wins)[is_small].max() < 0.08
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_programs_of_several_tiles_find_what_those_of_one_find(dtype, monkeypatch):
+    asked = [{}, {"temperature": 0.0}, {"temperature": 1e-3}, {"temperature": 1e4}, {"logprobs": 2},
+             {"logit_bias": {5: 9.0}}, {"top_k": 5}, {}, {}, {}, {"temperature": 0.0}]  # fmt: skip
+    rows = [row(seed=seed, **options) for seed, options in enumerate(asked)]
+    logits = 3 * torch.randn(len(rows), 5 * triton_draw.TILE + 700)
+    logits[7, 9000], logits[8, 3], logits[9] = math.nan, math.inf, -math.inf
+    logits[10, [2000, 9000]] = 100.0
+    found = []
+    for fewest in (1, len(rows) + 1):
+        monkeypatch.setattr(triton_draw, "FEWEST_ROWS", fewest)
+        tokens, best, _, sampler = draw_by_kernels(logits.to(dtype), rows)
+        found.append(
+            (tokens.tolist(), best.nan_to_num(nan=-1.0).tolist(), sampler.lengths.tolist())
+        )
+    assert triton_draw.count_tiles(len(rows), 2) == 1
+    assert found[0] == found[1]
+    assert found[0][0][10] == 2000
 
 
 def test_bad_rows_do_not_stall():

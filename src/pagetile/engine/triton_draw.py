@@ -2,7 +2,7 @@
 
 ::
 
-    score    one program a tile    tile of the logits ─► best logit; best score and its token
+    score    a program some tiles  tile of the logits ─► best logit; best score and its token
     choose   one program a row     tiles ─► token ─► row: last token, length + 1, counts
     cut      one program a row     token ─► it, or another that top_k, top_p and min_p keep ─► row
     report   one program a row     tiles, token ─► log-probabilities
@@ -28,18 +28,8 @@ from torch import Tensor
 from .sampling_rows import MAX_TOP
 from .triton_cut import cut_kernel
 from .triton_logprobs import report_kernel
-from .triton_rows import (
-    INVERSE,
-    NUM_FLOATS,
-    NUM_INTS,
-    NUM_LOGPROBS,
-    advance,
-    has_cut,
-    load_logits,
-    make_noise,
-    position_of,
-    shape_logits,
-)
+from .triton_rows import INVERSE, NUM_FLOATS, advance, has_cut
+from .triton_score import score_kernel
 
 if TYPE_CHECKING:
     from .sampler import DrawState, Sampler
@@ -47,63 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["count_words", "draw", "unpack"]
 
 TILE = 2048
+FEWEST_ROWS = 32
+"""From which on a program scores several tiles."""
+MOST_REGISTERS = 80
+"""Of a thread that scores several tiles: three programs a multiprocessor."""
 WIDTH = 2 + 2 * MAX_TOP
 """int32 words of a row's log-probabilities."""
-
-
-@triton.jit
-def score_kernel(
-    # outputs, of each tile
-    bests,  # float32 [n, NUM_TILES]: the largest logit, NaN if any is
-    scores,  # float32 [n, NUM_TILES]: the largest score, less the best logit's part
-    tokens,  # int32 [n, NUM_TILES]: its token
-    raw_bests,  # float32 [n, NUM_TILES]: the model's largest logit, in rows with logprobs
-    sums,  # float32 [n, NUM_TILES]: of the model's exp(logit - raw_best), likewise
-    # inputs
-    logits,  # [n, vocab_size]
-    step_masks,  # int32 [n, num_words], or None
-    rows,  # int32 or int64 [n]
-    lengths,  # int32 [num_rows]
-    ints,  # int32 [num_rows, NUM_INTS]
-    floats,  # float64 [num_rows, NUM_FLOATS]
-    addresses,  # int64 [num_rows, NUM_TABLES]
-    # scalars
-    stride,
-    vocab_size,
-    num_words,
-    NUM_TILES: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    i, tile = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + i).to(tl.int64)
-    if row < 0:
-        return
-    at = tile * TILE + tl.arange(0, TILE)
-    is_token = at < vocab_size
-    out = i * NUM_TILES + tile
-    x = load_logits(at, is_token, i, row, logits, stride)
-    if tl.load(ints + row * NUM_INTS + NUM_LOGPROBS) >= 0:
-        top = tl.max(x, 0)
-        centre = tl.where(top > -float("inf"), top, 0.0)  # no infinity less infinity
-        tl.store(raw_bests + out, top)
-        tl.store(sums + out, tl.sum(tl.exp(x - centre), 0))
-    position = position_of(row, lengths, ints)
-    x = shape_logits(
-        x, at, is_token, i, row, position, ints, floats, addresses, step_masks, num_words
-    )
-    best = tl.max(x, 0)
-    is_nan = tl.max((x != x).to(tl.int32), 0) > 0
-    inverse = tl.load(floats + row * NUM_FLOATS + INVERSE).to(tl.float32)
-    score = tl.where(x == best, 0.0, -float("inf"))
-    if inverse >= 0:
-        noise = make_noise(at, row, position, ints)
-        centre = tl.where(tl.abs(best) < float("inf"), best, 0.0)
-        score = (x - centre) * inverse - tl.log(noise)
-    largest = tl.max(score, 0)
-    token = tl.min(tl.where((score == largest) & is_token, at, 2147483647), 0)
-    tl.store(bests + out, tl.where(is_nan, float("nan"), best))
-    tl.store(scores + out, largest)
-    tl.store(tokens + out, token)
 
 
 @triton.jit
@@ -152,6 +91,11 @@ def choose_kernel(
         advance(row, found, last_tokens, lengths, addresses)
 
 
+def count_tiles(n: int, itemsize: int) -> int:
+    """Tiles of a program of ``score_kernel``: with few rows it takes all programs to fill a GPU."""
+    return 1 if n < FEWEST_ROWS else 16 // itemsize
+
+
 def draw(
     logits: Tensor, rows: Tensor, state: Sampler | DrawState, step_masks: Tensor | None = None
 ) -> Tensor:
@@ -173,9 +117,11 @@ def draw(
     chosen, largest, report = unpack(packed, n)
     row_state = rows, state.lengths, state.ints, state.floats, state.addresses
     scalars = logits.stride(0), vocab_size, num_words
-    score_kernel[(n, num_tiles)](
+    tiles = count_tiles(n, logits.element_size())
+    score_kernel[(n, triton.cdiv(num_tiles, tiles))](
         bests, scores, tokens, raw_bests, sums, logits, step_masks,
-        *row_state, *scalars, NUM_TILES=padded, TILE=TILE, num_warps=8,
+        *row_state, *scalars, NUM_TILES=padded, TILE=TILE, TILES=tiles, num_warps=8,
+        maxnreg=MOST_REGISTERS if tiles > 1 else None,
     )  # fmt: skip
     choose_kernel[(n,)](
         chosen, largest, state.last_tokens, state.lengths, bests, scores, tokens, rows,

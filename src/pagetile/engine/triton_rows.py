@@ -18,6 +18,9 @@ __all__ = [
     "has_cut",
     "load_logits",
     "make_noise",
+    "noise_keys",
+    "noise_of",
+    "noise_words",
     "order_of",
     "position_of",
     "shape_logits",
@@ -91,18 +94,35 @@ def _mix(x, key):
 
 
 @triton.jit
-def make_noise(at, row, position, ints):
-    """Exponential noise of tokens, float32: ``torch_draw.make_noise`` but for the logarithm."""
+def noise_keys(row, position, ints):
+    """The two words that a row's noise at a position depends on."""
     shift = position.to(tl.uint32)
     first = _mix(tl.load(ints + row * NUM_INTS).to(tl.uint32) + shift * 0x9E3779B9, 0)
     key = tl.load(ints + row * NUM_INTS + 1).to(tl.uint32)
-    second = _mix((key ^ first) + shift * 0x85EBCA6B, 0)
-    words = _mix(at.to(tl.uint32) + first, second)
+    return first, _mix((key ^ first) + shift * 0x85EBCA6B, 0)
+
+
+@triton.jit
+def noise_words(at, first, second):
+    """Random bits of tokens, uint32."""
+    return _mix(at.to(tl.uint32) + first, second)
+
+
+@triton.jit
+def noise_of(words):
+    """Exponential noise of random bits, float32."""
     u = ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
     u = tl.minimum(u, 1.0 - 1.0 / 16777216.0)
     # log(1 - u) loses the digits of a small u, and the smallest noise wins.
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
     return tl.where(u < 0.0625, series, -tl.log(1.0 - u))
+
+
+@triton.jit
+def make_noise(at, row, position, ints):
+    """Exponential noise of tokens, float32: ``torch_draw.make_noise`` but for the logarithm."""
+    first, second = noise_keys(row, position, ints)
+    return noise_of(noise_words(at, first, second))
 
 
 @triton.jit
