@@ -50,6 +50,7 @@ OPTIONAL = {
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
         "fused.*.triton",
         "fused.*.hopper",
+        "fused.*.hopper_parts",
         "engine.triton",
         "engine.triton_",
         "integrations.vllm_ops.triton_",

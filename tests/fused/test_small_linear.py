@@ -7,6 +7,7 @@ from pagetile.fused.rms_norm import KINDS, Norm
 from pagetile.fused.small_linear import (
     is_faster,
     is_faster_in_parts,
+    is_faster_in_parts_on_hopper,
     is_resident,
     partial_products,
     plan,
@@ -274,4 +275,78 @@ def test_products_of_few_columns_are_cut_into_parts():
     assert not is_faster_in_parts(8, 8192, 3072, BF16)
     for size in (512, 2048, 2560, 3072, 8960):
         found = plan.plan_parts(Problem(8, size, 1024, BF16))
+        assert size % (found.parts * found.tile_k) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 17, 64, 65, 200, 256, 300])
+@pytest.mark.parametrize(
+    ("size", "num_columns"), [(2048, 1024), (3072, 1024), (1032, 72), (520, 70), (64, 24)]
+)
+def test_partial_products_by_the_copy_engine(size, num_columns, num_rows, dtype, mirror):
+    is_hopper_or_skip()
+    tensors = problem(num_rows, size, num_columns, dtype)
+    with mirror(*tensors.values(), impl="triton") as (x, weight):
+        parts = partial_products(x, weight, impl="hopper_parts").cpu()
+        again = partial_products(x, weight, impl="hopper_parts").cpu()
+    cut = plan.plan_hopper_parts(Problem(num_rows, size, num_columns, dtype))
+    assert (parts.dtype, parts.shape) == (F32, (cut.parts, 1, num_rows, num_columns))
+    assert torch.equal(parts, again)
+    x, weight = (t.double() for t in tensors.values())
+    ranges = (t.unflatten(-1, (cut.parts, -1)).movedim(-2, 0) for t in (x, weight))
+    true = torch.einsum("pbmk,pnk->pbmn", *ranges)
+    assert (parts.double() - true).norm() <= 1e-5 * true.norm()
+
+
+@pytest.mark.gpu
+def test_partial_products_of_a_row_do_not_depend_on_its_neighbours(mirror):
+    is_hopper_or_skip()
+    for first, last in ((17, 64), (65, 256)):
+        tensors = problem(last, 2048, 1024, BF16)
+        with mirror(*tensors.values(), impl="triton") as (x, weight):
+            every = partial_products(x, weight, impl="hopper_parts").cpu()
+            some = partial_products(x[:, -first:], weight, impl="hopper_parts").cpu()
+        assert torch.equal(some, every[:, :, -first:])
+
+
+def test_partial_products_name_the_reason_of_each_refusal_on_hopper():
+    pytest.importorskip("triton.experimental.gluon")
+    from pagetile.fused.small_linear import hopper_parts as module
+    from pagetile.tiles.triton.launch import INTERPRETED
+
+    hopper = DeviceInfo("cuda", 132, capability=(9, 0))
+    fits = Problem(100, 2048, 1024, BF16)
+    assert (module.supports(fits, hopper) is None) == (not INTERPRETED)
+    if INTERPRETED:
+        return
+    assert "capability 9" in module.supports(fits, DeviceInfo("cuda", 132, capability=(8, 0)))
+    assert "no rows" in module.supports(fits._replace(num_rows=0), hopper)
+    assert "float32" in module.supports(fits._replace(dtype=F32), hopper)
+    assert "gradient" in module.supports(fits._replace(needs_gradient=True), hopper)
+    assert "gaps" in module.supports(fits._replace(is_regular=False), hopper)
+    assert "multiples of 16 bytes" in module.supports(fits._replace(size=1028), hopper)
+    with pytest.raises(UnsupportedError, match="hopper_parts cannot run this"):
+        partial_products(torch.zeros(20, 8), torch.zeros(6, 8), impl="hopper_parts")
+    with pytest.raises(UnsupportedError, match="impl is 'hopper_parts'"):
+        small_linear(torch.zeros(2, 8), torch.zeros(6, 8), impl="hopper_parts")
+
+
+def test_dozens_to_hundreds_of_rows_are_multiplied_in_parts_on_hopper():
+    hopper = DeviceInfo("cuda", 132, capability=(9, 0))
+    asked = is_faster_in_parts_on_hopper.__wrapped__  # without what was found before
+    for num_rows in (17, 64, 65, 256):
+        assert asked(num_rows, 1024, 2048, BF16, hopper)
+        assert asked(num_rows, 1024, 3072, F16, hopper)
+    assert not asked(16, 1024, 2048, BF16, hopper)  # weights wait in registers
+    assert not asked(257, 1024, 2048, BF16, hopper)
+    assert not asked(64, 4096, 1024, BF16, hopper)  # columns enough for all multiprocessors
+    assert not asked(64, 1024, 16384, BF16, hopper)  # 32 MiB
+    assert not asked(64, 1024, 2056, BF16, hopper)  # rows of no equal parts
+    assert not asked(64, 1024, 2048, F32, hopper)
+    assert not asked(64, 1024, 2048, BF16, DeviceInfo("cuda", 108, capability=(8, 0)))
+    assert not asked(64, 1024, 2048, BF16, DeviceInfo("cpu", 2))
+    for num_rows, size in ((64, 2048), (64, 3072), (256, 2560), (256, 8960)):
+        found = plan.plan_hopper_parts(Problem(num_rows, size, 1024, BF16))
+        assert found.parts > 1
         assert size % (found.parts * found.tile_k) == 0

@@ -25,6 +25,7 @@ from pagetile.fused.rms_norm import triton as rms_norm  # noqa: E402
 from pagetile.fused.rotary import triton as rotary  # noqa: E402
 from pagetile.fused.rotary_write import triton as rotary_write  # noqa: E402
 from pagetile.fused.small_linear import hopper as small_linear_hopper  # noqa: E402
+from pagetile.fused.small_linear import hopper_parts as small_linear_parts  # noqa: E402
 from pagetile.fused.small_linear import plan as small_linear_plan  # noqa: E402
 from pagetile.fused.small_linear import triton as small_linear  # noqa: E402
 from pagetile.fused.small_linear.problem import Problem as SmallLinear  # noqa: E402
@@ -411,6 +412,29 @@ def test_products_whose_weights_wait_in_registers(
     products = [at for at, name in enumerate(names) if name == "HMMA"]
     loads = [at for at, name in enumerate(names) if name == "LDG"]
     assert wait < max(loads) < min(products)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_columns"),
+    [(64, 2048, 1024), (64, 3072, 1024), (256, 2048, 1024), (256, 3072, 1024), (100, 520, 70)],
+)
+def test_partial_products_by_the_copy_engine(num_rows, size, num_columns, tmp_path):
+    plan = small_linear_plan.plan_hopper_parts(SmallLinear(num_rows, size, num_columns, BF16))
+    launcher = small_linear_parts.make_launcher(plan, BF16, size, is_even=num_columns % 8 == 0)
+    assert_fits(launcher, tmp_path)
+    compiled = launcher.compile(HOPPER)
+    if num_rows == 64:  # two programs find room
+        assert compiled.metadata.shared <= 113 << 10
+        assert resources(compiled, tmp_path)["REG"] <= 128
+    code, _ = list_instructions(compiled, tmp_path)
+    names = [re.sub(r"^@!?U?P\d+ ", "", line).split()[0].partition(".")[0] for line in code]
+    wait = names.index("ACQBULK")
+    # Weights of all slots are asked for before the wait, x behind it.
+    assert names[:wait].count("UTMALDG") == plan.stages * plan.tile_k // 64
+    assert names[wait:].count("UTMALDG") >= plan.stages * plan.tile_k // 64
+    # Products of a slot wait for those of the slot before, and not for their own.
+    waits = [line for line in code if "WARPGROUP.DEPBAR" in line]
+    assert len(waits) == 2, waits
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])

@@ -79,9 +79,11 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
     A product with few columns has too few programs for a GPU unless rows are cut, too.
 
     Args:
-        x: ``[..., size]`` float16 or bfloat16, up to 64 rows.
-        weight: ``[num_columns, size]``, of the same type and without gaps.
-        impl: ``auto``, ``triton`` or ``reference``, which gives one part.
+        x: ``[..., size]`` float16 or bfloat16, up to 64 rows; any number by ``hopper_parts``.
+        weight: ``[num_columns, size]``, of the same type and without gaps. It is read while the
+            kernel in front still runs, so that must not write it.
+        impl: ``auto``, ``triton``, ``reference``, which gives one part, or ``hopper_parts``, which
+            runs only where it is named (``is_faster_in_parts_on_hopper``).
 
     Returns:
         Float32 ``[num_parts, ..., num_columns]``.
@@ -92,7 +94,8 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
     """
     is_learned = needs_gradient(x, weight)
     forms = form(x), form(weight), None, None
-    module = _settle(*forms, None, "", is_learned, impl, IMPLEMENTATIONS)
+    names = ("hopper_parts",) if impl == "hopper_parts" else IMPLEMENTATIONS
+    module = _settle(*forms, None, "", is_learned, impl, names)
     out: Tensor = module.run_parts(x, weight)
     return out
 

@@ -10,8 +10,9 @@ import torch
 from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts", "is_resident",
-           "make_plan", "plan_parts", "plan_resident"]  # fmt: skip
+__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts",
+           "is_faster_in_parts_on_hopper", "is_resident", "make_plan", "plan_hopper_parts",
+           "plan_parts", "plan_resident"]  # fmt: skip
 
 MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
@@ -31,13 +32,14 @@ _MOST_REGISTERS = 96
 _WIDEST_NORM = 8192
 _LEAST_COLUMNS_TILES = 2048
 _LEAST_COLUMNS_HEAD = 65536
+_MOST_ROWS_HOPPER_PARTS = 256
 
 
 class Plan(NamedTuple):
     """How the weight is cut into programs."""
 
     kind: str
-    """``few``, ``tiles`` or ``resident``, the kernel."""
+    """``few``, ``tiles``, ``resident`` or ``parts``, the kernel."""
     tile_m: int
     """Rows of ``x`` of a program."""
     tile_n: int
@@ -46,7 +48,7 @@ class Plan(NamedTuple):
     """Numbers of a row that are read at a time."""
     num_warps: int
     stages: int = 1
-    """Tiles of ``tiles`` that are on their way at a time."""
+    """Tiles of ``tiles`` that are on their way at a time, or slots of ``parts``."""
     parts: int = 1
     """Ranges that the numbers of a row are cut into, each for programs of its own."""
 
@@ -150,6 +152,45 @@ def plan_parts(problem: Problem) -> Plan:
     while parts < 8 and programs * parts < 200 and problem.size % (2 * parts * tile_k) == 0:
         parts *= 2
     return Plan("tiles", tile_m, 32, tile_k, num_warps=4, stages=4, parts=parts)
+
+
+def plan_hopper_parts(problem: Problem) -> Plan:
+    """The cut of partial products whose operands the copy engine loads.
+
+    Of up to 64 rows all of a program's numbers are on their way at a time where they fit, and
+    two programs find room on a multiprocessor. More rows take long enough for one of six slots.
+    """
+    is_tall = problem.num_rows > 64
+    tile_n, tile_k, most, stages = (128, 64, 4, 6) if is_tall else (64, 128, 8, 3)
+    parts = 1
+    while parts < most and problem.size % (2 * parts * tile_k) == 0:
+        parts *= 2
+    chunks = -(-problem.size // (parts * tile_k))
+    return Plan("parts", 64, tile_n, tile_k, 4, stages=min(chunks, stages), parts=parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_faster_in_parts_on_hopper(
+    num_rows: int, num_columns: int, size: int, dtype: torch.dtype, device: DeviceInfo
+) -> bool:
+    """Whether ``partial_products`` by ``hopper_parts`` takes less time than other products.
+
+    Args:
+        num_rows: Rows of ``x``.
+        num_columns: Numbers of a row of the result.
+        size: Numbers of a row of ``x``.
+        dtype: The type of all of them.
+        device: Where they are.
+    """
+    if device.kind != "cuda" or device.capability[0] != 9 or dtype.itemsize != 2:
+        return False
+    problem = Problem(num_rows, size, num_columns, dtype)
+    return (
+        MOST_RESIDENT < num_rows <= _MOST_ROWS_HOPPER_PARTS
+        and num_columns < _LEAST_COLUMNS_TILES
+        and problem.num_bytes <= _MOST_BYTES_TILES
+        and plan_hopper_parts(problem).parts > 1
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,6 +24,7 @@ from ...fused.rotary_write import rotate_and_write
 from ...fused.small_linear import (
     is_faster,
     is_faster_in_parts,
+    is_faster_in_parts_on_hopper,
     is_resident,
     partial_products,
     small_linear,
@@ -197,6 +198,15 @@ class FusedLayer:
         is_taken = is_faster(len(x), *shape, x.dtype, is_gated=is_gated, has_norm=has_norm)
         return self.impl if is_taken else ""
 
+    def _choose_for_parts(self, x: Tensor, product: Product) -> str:
+        """The implementation of ``partial_products`` to run; ``""`` where a product is faster."""
+        if product.bias is not None:
+            return ""
+        shape = (len(x), *product.weight.shape, x.dtype)
+        if is_faster_in_parts_on_hopper(*shape, DeviceInfo.of(x.device)):
+            return "hopper_parts"
+        return self.impl if is_faster_in_parts(*shape) else ""
+
     def _takes_norm(self, x: Tensor, product: Product, activation: str = "") -> bool:
         """Whether a product computes the norm before it."""
         return bool(self._choose(x, product, activation, has_norm=True))
@@ -229,8 +239,9 @@ class FusedLayer:
             if impl:
                 weight, bias = product.weight, product.bias
                 return small_linear(x, weight, bias=bias, residual=residual, impl=impl), None
-            if product.bias is None and is_faster_in_parts(len(x), *product.weight.shape, x.dtype):
-                x = partial_products(x, product.weight, impl=self.impl)
+            impl = self._choose_for_parts(x, product)
+            if impl:
+                x = partial_products(x, product.weight, impl=impl)
             else:
                 x = self._product(product, x, None, None)
         return add_norm(
