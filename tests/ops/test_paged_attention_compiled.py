@@ -167,8 +167,11 @@ def test_e4m3_is_refused_where_triton_does_not_compile_it(capability):
 
 
 def count_waits(launcher, tmp_path):
-    """How many places wait for the kernel in front, and of them those before any load."""
-    ptx = assert_fits(launcher, tmp_path)
+    """How many places wait for the kernel in front, and of them those before any load.
+
+    One address of a head may be spilled, before its tiles.
+    """
+    ptx = assert_fits(launcher, tmp_path, 8)
     before_loads = ptx[: ptx.index("ld.global")].count("griddepcontrol.wait")
     return ptx.count("griddepcontrol.wait"), before_loads
 
@@ -190,6 +193,22 @@ def test_scales_of_tokens_are_read_behind_the_wait(tmp_path):
 
 def test_decode_on_hopper_with_fixed_splits(tmp_path):
     assert_fits(make_launcher(SPECIALISED, problem(4, 128), batch_invariant=True), tmp_path)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 7, 16])
+def test_a_merge_loads_as_many_bytes_of_few_rows_as_of_many(group, size):
+    few = replace(problem(group, size), num_seqs=1, num_tokens=1, num_heads=group, num_kv_heads=1)
+    constants = make_launcher(SPECIALISED, few).constants
+    loaded = constants["LANES"] * max(1, constants["AT_ONCE"] // 2)
+    assert loaded * constants["ROWS"] * constants["V"] * 4 == 16 << 10
+    # One CTA merges no more than eight times as many, but 32; or, of all CTAs, their groups.
+    assert constants["MOST_MERGED"] in (32, 8 * loaded)
+    splits = 2 * H200.num_workers
+    if splits > constants["MOST_MERGED"]:
+        assert -(-splits // constants["MERGE_GROUP"]) <= constants["MOST_MERGED"]
+    # With many heads a head has few splits, and rows of threads would only exchange states.
+    assert make_launcher(SPECIALISED, problem(group, size)).constants["LANES"] == 1
 
 
 @pytest.mark.parametrize(("kv_dtype", "scales"), [(BF16, "none"), (E4M3, "head")], ids=str)

@@ -23,11 +23,15 @@ from pagetile.tiles.state import AttentionOutput
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
+import triton.language as tl
+from triton import jit
+
 from pagetile.ops.paged_attention import hopper, hopper_prefill, triton
 from pagetile.ops.paged_attention.hopper import SPECIALISED
 from pagetile.ops.paged_attention.plan import power_of_2, short_len
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, prepare_short
+from pagetile.ops.paged_attention.triton_work import choose_whole
 from pagetile.tiles.triton import workspace
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -609,6 +613,31 @@ def test_sequences_are_cut_evenly_where_there_is_much_work(impl):
     inputs = make_inputs(PagedCase((1,) * 15, seq_lens, dtype=F16))
     assert not has_merged(inputs, impl, num_programs=30)
     assert has_merged(inputs, impl, num_programs=5)  # of 14 tiles
+
+
+@jit
+def _choose_whole(out, total_tiles, total_whole, longest, programs, WHOLE: tl.constexpr):
+    whole, total = choose_whole(total_tiles, total_whole, longest, programs, WHOLE)
+    tl.store(out, whole)
+    tl.store(out + 1, total)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("total_tiles", "longest", "is_whole"),
+    [
+        (600, 16, True),  # up to eight tiles a CTA
+        (801, 16, False),
+        (600, 17, False),  # one head is divided and merged in any case
+        (100, 17, True),  # but a tile for each CTA is all there is
+    ],
+)
+def test_short_heads_are_left_whole_beside_a_long_one_only_if_ctas_are_idle(
+    total_tiles, longest, is_whole
+):
+    out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    _choose_whole[(1,)](out, total_tiles, 50, longest, 100, WHOLE=4)
+    assert out.tolist() == ([4, 50] if is_whole else [0, total_tiles])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

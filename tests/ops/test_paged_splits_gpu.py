@@ -1,6 +1,6 @@
-"""Few tiles of queries over many keys: Hopper's prefill divides the keys, on a GPU.
+"""Few tiles of queries over many keys: Hopper's kernels divide the keys, on a GPU.
 
-``tests/tiles/test_hopper_splits.py`` has the schedule's arithmetic, which needs none.
+``tests/tiles/test_hopper_splits.py`` has the schedule's arithmetic of prefill, which needs none.
 """
 
 from dataclasses import replace
@@ -15,10 +15,10 @@ from pagetile.tiles.state import AttentionOutput
 
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
 
-from pagetile.ops.paged_attention import hopper_prefill
+from pagetile.ops.paged_attention import hopper, hopper_prefill
 from pagetile.tiles.triton import workspace
 
-F16, BF16 = torch.float16, torch.bfloat16
+F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
 
 LONG = [
@@ -110,3 +110,36 @@ def test_splits_do_not_see_the_next_sequence_s_nan(size):
     after = there.attend(impl="hopper_prefill")
     assert_same_bits([x[:start] for x in after], [x[:start] for x in before])
     assert after.out[start:end].isnan().all()
+
+
+DECODES = [
+    PagedCase((1,), (40_000,), 16, 1, head_size=64, block_size=32),
+    PagedCase((1,), (40_000,), 1, 1, head_size=64),  # all splits at once, eight rows of threads
+    PagedCase((1, 1), (30_000, 9000), 2, 1, head_size=64, has_sinks=True),
+    PagedCase((1, 1, 1), (35_000, 62, 5866), 14, 2, head_size=128),
+    PagedCase((1,), (35_001,), 1, 1, head_size=128, sliding_window=30_000),
+    PagedCase((4,), (30_000,), 4, 1, head_size=128, logits_soft_cap=5.0),
+    PagedCase((1,), (20_000,), 8, 1, head_size=256),
+    PagedCase((1, 2), (20_000, 300), 2, 1, head_size=192, v_head_size=128),
+    PagedCase((1,), (40_000,), 7, 1, head_size=128, kv_dtype=E4M3, scales="token"),
+]
+"""One or two heads with more splits than one CTA merges by itself."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DECODES, ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_many_splits_of_decode_match_float64(case, batch_invariant):
+    inputs = make_inputs(replace(case, dtype=BF16))
+    there = inputs.to("cuda")
+    plan = hopper.make_plan(inputs.problem, H200, batch_invariant=batch_invariant)
+    # As many splits of fixed size as there are CTAs.
+    plan = replace(plan, split_size=128) if batch_invariant else plan
+    spoil_scratch()
+    first = there.attend(impl="hopper", out=there.out, plan=plan)
+    assert_matches(AttentionOutput(*(tensor.cpu() for tensor in first)), inputs)
+    for _ in range(3):  # whichever split arrives last
+        spoil_scratch()
+        assert_same_bits(there.attend(impl="hopper", plan=plan), first)
+    torch.cuda.synchronize()
+    assert not any(arrivals.any() for _, (_, _, arrivals) in workspace._made.values())

@@ -125,16 +125,72 @@ def _as_operand(x, memory, layout: gl.constexpr):
 
 
 @gluon.jit
+def _merge_where_last(
+    out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head, first_cta,
+    num_seqs, max_splits, sinks, factor, first_token, head, query_len, num_kv_heads,
+    out_token, out_head, GROUP: gl.constexpr, V_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
+    LANES: gl.constexpr, MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr,
+):  # fmt: skip
+    """Count a split whose state is stored; merge and write the head's rows if it is the last.
+
+    More splits than ``MOST_MERGED`` are merged in groups of neighbours, each by the last CTA of
+    the group, whose state takes the place of the group's first split. The last group to be merged
+    merges the groups. No CTA waits for another. Heads have the first of the counters ``arrivals``,
+    and groups those after them.
+    """
+    V_LANES: gl.constexpr = min(32, V // 4)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 32 // V_LANES, V_LANES], [1, gl.num_warps(), 1], [2, 1, 0]
+    )
+    merged: gl.constexpr = gl.SliceLayout(0, layout)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, merged))
+    column = gl.arange(0, V, layout=gl.SliceLayout(0, merged))
+    per_group = gl.where(num_splits > MOST_MERGED, MERGE_GROUP, num_splits)
+    first = split // per_group * per_group
+    members = gl.minimum(per_group, num_splits - first)
+    stride = 1
+    while members > 0:
+        barrier()  # every thread's stores come before the one thread's count
+        is_top = members * stride >= num_splits
+        slot = slot_of(first, seq_head, first_cta, max_splits, SPLITS_FIXED)
+        counter = arrivals + gl.where(is_top, seq_head, num_seqs * num_kv_heads + slot)
+        arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        is_last = arrived == members - 1
+        if is_last:
+            gl.store(counter, 0)
+            m, l, acc = merge_splits(
+                split_accs, split_sums, first, members, stride, seq_head, first_cta, max_splits,
+                SPLITS_FIXED, ROWS, V, AT_ONCE, LANES, layout,
+            )  # fmt: skip
+            if is_top:
+                write_rows(
+                    out, lse, m, l, acc, row, column, sinks, factor, first_token, head, query_len,
+                    num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+                )  # fmt: skip
+            else:
+                barrier()  # all threads have loaded the state that is overwritten
+                gl.store(split_sums + slot * 2 * ROWS + row, m)
+                gl.store(split_sums + slot * 2 * ROWS + ROWS + row, l)
+                place = split_accs + slot * ROWS * V + (row * V)[:, None] + column[None, :]
+                gl.store(place, acc)
+        members = gl.where(is_last & (is_top == 0), (num_splits + per_group - 1) // per_group, 0)
+        stride = per_group
+        first = 0 * first
+
+
+@gluon.jit
 def attend_role(
     rings, bars, queries, weights, out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens,
     cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
     entry, before, work, end_work, whole, program, programs, total,
-    num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
+    num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
     out_token, out_head, q_token, q_head, ks_head, vs_head,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, V_SIZE: gl.constexpr, PACKED: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
+    LANES: gl.constexpr, MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr,
     MERGE_ROWS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
@@ -158,10 +214,6 @@ def attend_role(
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
     sums_by_row: gl.constexpr = gl.SliceLayout(1, sums_mma)
     in_each_warp: gl.constexpr = gl.BlockedLayout([TILE_N // 32], [32], [WARPS], [0])
-    V_LANES: gl.constexpr = min(32, V_ALL // 4)
-    merging: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 4], [1, 32 // V_LANES, V_LANES], [1, WARPS, 1], [2, 1, 0]
-    )
 
     row = gl.arange(0, TILE_M, layout=by_row)
     sums_row = gl.arange(0, TILE_M, layout=sums_by_row)
@@ -314,22 +366,12 @@ def attend_role(
                 if first == 0:
                     store_note(notes, seq_head, first_cta, num_splits)
             else:
-                barrier()  # every thread's stores come before the one thread's count
-                arrived = gl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_splits - 1:
-                    gl.store(arrivals + seq_head, 0)
-                    all_m, all_l, all_acc = merge_splits(
-                        split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-                        SPLITS_FIXED, ROWS, V_ALL, AT_ONCE, merging,
-                    )  # fmt: skip
-                    merged: gl.constexpr = gl.SliceLayout(0, merging)
-                    write_rows(
-                        out, lse, all_m, all_l, all_acc,
-                        gl.arange(0, ROWS, layout=gl.SliceLayout(1, merged)),
-                        gl.arange(0, V_ALL, layout=gl.SliceLayout(0, merged)),
-                        sinks, factor, first_token, head, query_len, num_kv_heads, out_token,
-                        out_head, GROUP, V_SIZE, HAS_SINKS,
-                    )  # fmt: skip
+                _merge_where_last(
+                    out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head,
+                    first_cta, num_seqs, max_splits, sinks, factor, first_token, head, query_len,
+                    num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS, SPLITS_FIXED, ROWS,
+                    V_ALL, AT_ONCE, LANES, MOST_MERGED, MERGE_GROUP,
+                )  # fmt: skip
         work += count
         if work == before + per_head * (1 if VISIBLE else num_kv_heads):
             before = work
@@ -365,7 +407,8 @@ def decode_kernel(
     SPLITS_FIXED: gl.constexpr, WHOLE: gl.constexpr, HALVED: gl.constexpr, LEAST: gl.constexpr,
     TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, MERGE_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, LANES: gl.constexpr,
+    MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr, MERGE_ROWS: gl.constexpr,
     DOT: gl.constexpr, FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
     BESIDE: gl.constexpr,  # whether the kernel in front writes nothing that is read here
 ):  # fmt: skip
@@ -386,6 +429,7 @@ def decode_kernel(
     )  # fmt: skip
     total_tiles = gl.sum(count_work_tiles(tiles, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
     total = gl.sum(count_work_tiles(tiles, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
+    longest = gl.max(tiles[1] - tiles[0], 0)
     for start in range(SEQS, num_entries, SEQS):
         more = count_key_tiles(
             seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
@@ -393,7 +437,8 @@ def decode_kernel(
         )  # fmt: skip
         total_tiles += gl.sum(count_work_tiles(more, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
         total += gl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
-    whole, total = choose_whole(total_tiles, total, gl.num_programs(0), WHOLE)
+        longest = gl.maximum(longest, gl.max(more[1] - more[0], 0))
+    whole, total = choose_whole(total_tiles, total, longest, gl.num_programs(0), WHOLE)
     programs = gl.minimum(gl.num_programs(0), total)
     if total_tiles < HALVED * gl.num_programs(0):
         programs = gl.minimum(programs, (gl.num_programs(0) + 1) // 2)
@@ -461,11 +506,11 @@ def decode_kernel(
                     out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
                     entry, before, work, end_work, whole, program, programs, total,
-                    num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
+                    num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
                     GROUP, SIZE // PER, V_SIZE, PACKED, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
-                    SCALES, SPLIT_SHIFT, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, MERGE_ROWS, VISIBLE,
-                    EARLY,
+                    SCALES, SPLIT_SHIFT, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, LANES, MOST_MERGED,
+                    MERGE_GROUP, MERGE_ROWS, VISIBLE, EARLY,
                 )),
                 (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,

@@ -29,50 +29,59 @@ def _per_lane(row, zero):
 
 @gluon.jit
 def _load_splits(
-    split_accs, split_sums, start, num_splits, seq_head, first_cta, max_splits,
-    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
-    layout: gl.constexpr,
+    split_accs, split_sums, first, start, members, stride, seq_head, first_cta, max_splits,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, COUNT: gl.constexpr,
+    LANES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The states of ``AT_ONCE`` splits of a head, from ``start`` on; empty ones past the last."""
+    """The states of ``COUNT * LANES`` members from ``start`` on; empty ones past the last.
+
+    Those of the members ``start + LANES * i + lane`` are in the rows from ``lane * ROWS`` on.
+    """
     pairs: gl.constexpr = gl.SliceLayout(2, layout)
-    split = start + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, pairs))
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, pairs))
+    place = gl.arange(0, LANES * ROWS, layout=gl.SliceLayout(0, pairs))
+    member = LANES * gl.arange(0, COUNT, layout=gl.SliceLayout(1, pairs))
+    member = start + member[:, None] + (place // ROWS)[None, :]
+    row = place % ROWS
     column = gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    is_split = (split < num_splits)[:, None] & (row >= 0)[None, :]
-    slots = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
-    sums = split_sums + (slots * 2 * ROWS)[:, None] + _per_lane(row, num_splits >> 30)[None, :]
-    at = split_accs + ((slots * ROWS * V)[:, None] + (row * V)[None, :])[:, :, None]
+    is_member = member < members
+    slots = slot_of(first + member * stride, seq_head, first_cta, max_splits, SPLITS_FIXED)
+    sums = split_sums + slots * 2 * ROWS + _per_lane(row, members >> 30)[None, :]
+    at = split_accs + (slots * ROWS * V + (row * V)[None, :])[:, :, None]
     at += gl.expand_dims(gl.expand_dims(column, 0), 1)
     # .cg: from the second-level cache, where the stores of other CTAs are.
-    m = gl.load(sums, mask=is_split, other=float("-inf"), cache_modifier=".cg")
-    l = gl.load(sums + ROWS, mask=is_split, other=0.0, cache_modifier=".cg")
-    acc = gl.load(at, mask=is_split[:, :, None], other=0.0, cache_modifier=".cg")
+    m = gl.load(sums, mask=is_member, other=float("-inf"), cache_modifier=".cg")
+    l = gl.load(sums + ROWS, mask=is_member, other=0.0, cache_modifier=".cg")
+    acc = gl.load(at, mask=is_member[:, :, None], other=0.0, cache_modifier=".cg")
     return m, l, acc
 
 
 @gluon.jit
 def merge_splits(
-    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+    split_accs, split_sums, first, members, stride, seq_head, first_cta, max_splits,
     SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
-    layout: gl.constexpr,
+    LANES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The state of a head from those of all its splits, in the order of their keys."""
+    """The state of ``members`` splits of a head: ``first`` and every ``stride``-th one after it.
+
+    States of few rows would leave threads without work: ``LANES`` rows of threads each merge every
+    ``LANES``-th state, and then their own states are merged.
+    """
     merged: gl.constexpr = gl.SliceLayout(0, layout)
     by_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    m = gl.full([ROWS], float("-inf"), gl.float32, by_row)
-    l = gl.full([ROWS], 0.0, gl.float32, by_row)
-    acc = gl.full([ROWS, V], 0.0, gl.float32, merged)
+    m = gl.full([LANES * ROWS], float("-inf"), gl.float32, by_row)
+    l = gl.full([LANES * ROWS], 0.0, gl.float32, by_row)
+    acc = gl.full([LANES * ROWS, V], 0.0, gl.float32, merged)
     # One half is being loaded while the other half is added up.
     HALF: gl.constexpr = max(1, AT_ONCE // 2)
     next_m, next_l, next_acc = _load_splits(
-        split_accs, split_sums, 0, num_splits, seq_head, first_cta, max_splits, SPLITS_FIXED, ROWS,
-        V, HALF, layout,
+        split_accs, split_sums, first, 0, members, stride, seq_head, first_cta, max_splits,
+        SPLITS_FIXED, ROWS, V, HALF, LANES, layout,
     )  # fmt: skip
-    for start in range(0, num_splits, HALF):
+    for start in range(0, members, HALF * LANES):
         split_m, split_l, split_acc = next_m, next_l, next_acc
         next_m, next_l, next_acc = _load_splits(
-            split_accs, split_sums, start + HALF, num_splits, seq_head, first_cta, max_splits,
-            SPLITS_FIXED, ROWS, V, HALF, layout,
+            split_accs, split_sums, first, start + HALF * LANES, members, stride, seq_head,
+            first_cta, max_splits, SPLITS_FIXED, ROWS, V, HALF, LANES, layout,
         )  # fmt: skip
         new_m = gl.maximum(m, gl.max(split_m, 0))
         pivot = finite(new_m)
@@ -83,4 +92,15 @@ def merge_splits(
         acc = acc * decay[:, None] + gl.sum(split_acc * weight[:, :, None], 0)
         m = new_m
     m = gl.convert_layout(m, gl.SliceLayout(1, merged))
-    return m, gl.convert_layout(l, gl.SliceLayout(1, merged)), acc
+    l = gl.convert_layout(l, gl.SliceLayout(1, merged))
+    if LANES > 1:
+        lane_m = m.reshape([LANES, ROWS])
+        m = gl.max(lane_m, 0)
+        weight = gl.exp2(lane_m - finite(m)[None, :])
+        l = gl.sum(l.reshape([LANES, ROWS]) * weight, 0)
+        acc = acc.reshape([LANES, ROWS, V])
+        weight = gl.convert_layout(weight, gl.SliceLayout(2, acc.type.layout))
+        acc = gl.convert_layout(gl.sum(acc * weight[:, :, None], 0), merged)
+        m = gl.convert_layout(m, gl.SliceLayout(1, merged))
+        l = gl.convert_layout(l, gl.SliceLayout(1, merged))
+    return m, l, acc

@@ -29,6 +29,7 @@ __all__ = [
     "DECODE_ROWS",
     "MEASURED",
     "MERGED_AT_ONCE",
+    "MOST_MERGED",
     "SPLIT_SIZE",
     "CpuPlan",
     "DecodeTiles",
@@ -79,10 +80,16 @@ LEAST_SIZE = 128
 MERGED_AT_ONCE = 16
 """Partial states that a merge holds in registers; half of them are still being loaded."""
 
+MOST_MERGED = 32
+"""At least so many splits are merged one after the other; more may be merged in groups first, which
+takes another round of stores, counting and loads (2 µs)."""
+
 WHOLE_SIZE = 256
 """Keys that a CTA reads in the time that merging two splits takes."""
 
-_FEW_SPLITS, _MANY_SPLITS = 8, 32
+_FEW_SPLITS = 8
+_BUSY_BYTES = 60 << 10
+"""In flight of a CTA that has a multiprocessor for itself, with room for what is being computed."""
 _HALVES = (torch.float16, torch.bfloat16)
 _ROWS_OF_WARPGROUP = 64
 
@@ -237,13 +244,15 @@ def make_gpu_plan(
     pairs = problem.num_seqs * problem.num_kv_heads
     num_programs = _align(tiles.programs * device.num_workers, pairs)
     # Merging many short splits of a head takes longer than reading them: use one CTA on each
-    # multiprocessor then. So does waiting for room beside the kernel in front for a second one.
+    # multiprocessor then, if its tiles in flight keep the memory busy. So does waiting for room
+    # beside the kernel in front for a second one.
     is_few = pairs * _FEW_SPLITS <= num_programs
     is_many = problem.rows > MERGED_ROWS
     halving_size = 4 * tiles.tile_n if is_many and tiles.programs == 2 else 0
     if not is_many and hopper and tiles.programs == 2 and is_few:
-        merges_many = pairs * _MANY_SPLITS <= num_programs
-        halving_size = 512 if merges_many else 192
+        row_bytes = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
+        keeps_busy = tiles.num_stages * tiles.tile_n * row_bytes >= _BUSY_BYTES
+        halving_size = 768 if keeps_busy else tiles.tile_n
     return GpuPlan(
         "decode",
         tile_m=_ROWS_OF_WARPGROUP if hopper and is_many else max(16, power_of_2(problem.rows)),
@@ -392,7 +401,8 @@ def _align(programs: int, pairs: int) -> int:
     else:
         fitting = next(n for n in range(programs, 0, -1) if pairs % n == 0)
     # With many heads a CTA few of them are cut, and every multiprocessor counts.
-    return fitting if fitting >= 0.9 * programs and pairs <= 4 * programs else programs
+    # Where lengths differ, ranges end anywhere, and idle multiprocessors are a loss.
+    return fitting if fitting >= 0.95 * programs and pairs <= 4 * programs else programs
 
 
 def short_len(problem: Problem) -> int:
@@ -478,7 +488,7 @@ def _hopper_tiles(problem: Problem) -> DecodeTiles:
         return DecodeTiles(64, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 3, 2, 128, 72)
     if problem.width <= 64:
         return DecodeTiles(64, 4, 3, 2, 128, 80)
-    return DecodeTiles(32, 4, 6, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 2, 2, 128, 80)
+    return DecodeTiles(32, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 2, 2, 128, 80)
 
 
 def _portable_tiles(problem: Problem, device: DeviceInfo) -> DecodeTiles:

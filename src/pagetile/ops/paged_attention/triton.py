@@ -29,6 +29,7 @@ from ...tiles.triton.workspace import borrow
 from .batch import PagedBatch
 from .plan import (
     MERGED_AT_ONCE,
+    MOST_MERGED,
     GpuPlan,
     choose_prefix_splits,
     make_gpu_plan,
@@ -200,7 +201,8 @@ def prepare(
         sums = slots * launcher.constants["ROWS"]
         notes = 2 * pairs if plan.merge_rows else 0
         grid = plan.num_programs, 1, 1
-        scratch = sums * launcher.constants["V"], 2 * sums + notes, pairs
+        # Heads have counters of their splits, and so have groups of splits, by their first slot.
+        scratch = sums * launcher.constants["V"], 2 * sums + notes, pairs + slots
     launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
     if scratch and plan.merge_rows:
         merging = _find_launcher(MERGE, problem, form, plan, strides, paired)
@@ -439,7 +441,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "SEQS": power_of_2(min(max(num_entries, 128), 1024)),
         "STAGES": plan.num_stages,
         "ROWS": rows,
-        "AT_ONCE": _choose_at_once(plan.merge_rows or rows, v_width, plan.merge_rows > 0),
+        **_choose_merge(problem, plan, rows, v_width),
         "MERGE_ROWS": plan.merge_rows,
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
@@ -452,6 +454,28 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         and not is_listed
         and problem.scale_kind != "token"
         and form.seq_lens.strides == form.cu_seqlens_q.strides == (1,),
+    }
+
+
+def _choose_merge(problem: Problem, plan: GpuPlan, rows: int, width: int) -> dict[str, int]:
+    """Return how splits' states of some rows are merged: see ``hopper_merge``.
+
+    Half of the states that are merged at once are still being loaded. More than eight loads of one
+    CTA, one after the other, take longer than merging groups first. Rows of threads that a state
+    leaves free, of four columns a thread, merge other splits of a head with many.
+    """
+    pairs = problem.num_seqs * problem.num_kv_heads
+    has_many = plan.split_size > 0 or pairs * MERGED_AT_ONCE <= 2 * plan.num_programs
+    lanes = 1
+    if plan.fetch_registers and not plan.merge_rows and has_many:  # Hopper's kernel merges
+        lanes = max(1, plan.num_warps * (32 // min(32, width // 4)) // rows)
+    at_once = _choose_at_once(plan.merge_rows or lanes * rows, width, plan.merge_rows > 0)
+    loaded = lanes * max(1, at_once // 2)
+    return {
+        "AT_ONCE": at_once,
+        "LANES": lanes,
+        "MOST_MERGED": max(MOST_MERGED, 8 * loaded),
+        "MERGE_GROUP": max(MERGED_AT_ONCE, loaded),
     }
 
 

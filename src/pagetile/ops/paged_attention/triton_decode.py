@@ -169,6 +169,7 @@ def decode_kernel(
     )  # fmt: skip
     total_tiles = tl.sum(count_work_tiles(tiles, 0, SPLIT_SHIFT, SPLITS_FIXED))
     total = tl.sum(count_work_tiles(tiles, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
+    longest = tl.max(tiles[1] - tiles[0])
     for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
         more = count_key_tiles(
             seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
@@ -176,7 +177,8 @@ def decode_kernel(
         )  # fmt: skip
         total_tiles += tl.sum(count_work_tiles(more, 0, SPLIT_SHIFT, SPLITS_FIXED))
         total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
-    whole, total = choose_whole(total_tiles, total, tl.num_programs(0), WHOLE)
+        longest = tl.maximum(longest, tl.max(more[1] - more[0]))
+    whole, total = choose_whole(total_tiles, total, longest, tl.num_programs(0), WHOLE)
     programs = tl.minimum(tl.num_programs(0), total)
     if total_tiles < HALVED * tl.num_programs(0):
         programs = tl.minimum(programs, (tl.num_programs(0) + 1) // 2)

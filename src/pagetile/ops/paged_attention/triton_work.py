@@ -5,8 +5,9 @@ side, heads of a sequence one after the other, sequences in the batch's order; e
 equal range of it. See ``triton_decode``.
 
 Merging the splits of a head takes as long as reading several tiles. Where there is little work
-(``choose_whole``), all keys of a head are therefore one work tile if they are up to ``WHOLE``
-tiles, and of other heads ``1 << SPLIT_SHIFT`` tiles are one, as always with ``SPLITS_FIXED``.
+and no long head (``choose_whole``), all keys of a head are therefore one work tile if they are up
+to ``WHOLE`` tiles, and of other heads ``1 << SPLIT_SHIFT`` tiles are one, as always with
+``SPLITS_FIXED``.
 
 Where blocks are listed (``VISIBLE``) heads of a sequence have different numbers of keys. Then an
 entry of the queue is one KV head of one sequence, otherwise a sequence with all its KV heads
@@ -45,6 +46,9 @@ NO_WINDOW = tl.constexpr(1 << 30)
 
 FEW = tl.constexpr(8)
 """Up to this many tiles a CTA, dividing the work less evenly costs less than merging."""
+
+LONG = tl.constexpr(4)
+"""A head of more than this many times ``WHOLE`` tiles is long: its splits are merged anyway."""
 
 
 @triton.jit
@@ -133,9 +137,14 @@ def count_work_tiles(tiles, whole, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.c
 
 
 @triton.jit
-def choose_whole(total_tiles, total_whole, programs, WHOLE: tl.constexpr):
-    """The queue's ``whole``, and its work tiles: ``total_whole`` with ``WHOLE``, or all tiles."""
-    is_little = total_tiles <= programs * FEW
+def choose_whole(total_tiles, total_whole, longest, programs, WHOLE: tl.constexpr):
+    """The queue's ``whole``, and its work tiles: ``total_whole`` with ``WHOLE``, or all tiles.
+
+    ``longest`` is the most tiles of a head. Beside a long head, short ones are left whole only
+    where there are CTAs for all tiles: elsewhere they make ranges uneven and save no time.
+    """
+    is_little = (total_tiles <= programs * FEW) & (longest <= LONG * WHOLE)
+    is_little = is_little | (total_tiles <= programs)
     return tl.where(is_little, WHOLE, 0), tl.where(is_little, total_whole, total_tiles)
 
 
