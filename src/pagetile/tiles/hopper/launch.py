@@ -33,6 +33,7 @@ _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
 _SMALLEST_CAP = 1e-6  # scores are divided by it in float32
 _LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
+SWITCHES = {"DRAWS": True, "EARLY": True, "TAIL": False}
 _SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
 
 
@@ -160,6 +161,7 @@ def attend(
     )
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
     scratch = _borrow(config, q) if splits else ()
+    drawn = borrow(q.get_device(), (1, 1, 1))[2] if config.uniform and SWITCHES["DRAWS"] else lengths
     scales: tuple[Any, ...] = ()
     if k_scale is not None and v_scale is not None:
         scales = k_scale, v_scale, *_scale_strides(k_scale), *_scale_strides(v_scale)
@@ -176,6 +178,7 @@ def attend(
         lengths,
         lengths if block_tables is None else block_tables,
         lengths if lists is None else lists,
+        drawn,
         cu_seqlens_q.shape[0] - 1,
         block_rows,
         num_heads,
@@ -239,11 +242,11 @@ def _schedule(
         seq_tiles = q.shape[0] // tokens + num_seqs
         return seq_tiles * heads, seq_tiles, 1
     seq_tiles = -(-max_query_len // tokens)
-    # Half or a quarter of the programs divide most barriers evenly; else everything is one section.
-    itemsize = q.element_size() if config.packed == "none" else 1
-    head_bytes = 2 * max_seq_len * q.shape[2] * itemsize * config.pack // group
-    fitting = [n for n in (num_programs // 2, num_programs // 4) if n * head_bytes < _SHARED_KEYS]
-    return pairs * seq_tiles, seq_tiles, max(1, min([*fitting[:1], pairs]))
+    return pairs * seq_tiles, seq_tiles, max(1, min(section_of(seq_tiles, num_programs), pairs))
+
+
+def section_of(seq_tiles, num_programs):
+    return -(-3 * num_programs // seq_tiles)
 
 
 _Sources = tuple[tuple[Any, Any], int, tuple[int, ...]]
@@ -339,6 +342,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "lengths": "*i32",
         "block_tables": "*i32",
         "lists": "*i32",
+        "drawn": "*i32",
     }
     scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section short window"
     types |= dict.fromkeys(scalars.split(), "i32")
@@ -347,6 +351,8 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
     scratch = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
+    draws = SWITCHES["DRAWS"] and config.uniform and not config.splits
+    early = SWITCHES["EARLY"] and tiling.q_stages == 1
     of_scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {
         f"{cache}s_{which}": "i32" for cache in "kv" for which in ("block", "slot", "head")
     }
@@ -384,6 +390,9 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "REGISTERS": tiling.registers,
         "SPARSE": config.is_sparse,
         "SPLITS": config.splits,
+        "DRAWS": draws,
+        "EARLY": early,
+        "TAIL": early and SWITCHES["TAIL"],
         "PACKED": config.packed,
         "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
     }

@@ -13,12 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .record import record
+from .ring import PipelineBarriers, make_barriers
 
 __all__ = [
     "Batch",
     "TileMetadata",
+    "TileQueue",
     "find_tile",
     "key_tiles",
+    "make_tile_queue",
     "make_tile_metadata",
     "tile_of_iteration",
 ]
@@ -77,17 +80,61 @@ def tile_of_iteration(iteration):
     return iteration * width + place
 
 
+@record
+class TileQueue:
+    """The numbers of a program's tiles, from the warp that draws them to the one of the values."""
+
+    drawn: gl.tensor  # pointer to int32 0: tiles drawn beyond each program's first; left as 0
+    numbers: gl.shared_memory_descriptor  # [2, 1] int32
+    barriers: PipelineBarriers
+
+    @gluon.jit
+    def draw(self, num_tiles):
+        """The next tile that no program has taken; from ``num_tiles`` on there is none."""
+        drawn = gl.atomic_add(self.drawn, 1, sem="relaxed", scope="gpu")
+        # Every program draws once for each of its tiles, so this is the launch's last draw.
+        gl.store(self.drawn, 0, drawn == num_tiles - 1)
+        return drawn + gl.num_programs(0)
+
+    @gluon.jit
+    def push(self, use, number):
+        """Hand a number over."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.barriers.wait_empty(0, use)
+        field = self.numbers.index(self.barriers.slot(0, use))
+        field.store(gl.full([1], number, gl.int32, LAYOUT))
+        self.barriers.fill(0, use)
+
+    @gluon.jit
+    def pop(self, use):
+        """Take the next number over."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.barriers.wait_full(0, use)
+        number = gl.max(self.numbers.index(self.barriers.slot(0, use)).load(LAYOUT), 0)
+        self.barriers.release(0, use)
+        return number
+
+
+@gluon.jit
+def make_tile_queue(drawn):
+    """An empty queue; ``drawn`` points to a 0 that all programs share."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
+    return TileQueue(drawn, numbers, make_barriers(1, 2, 1, 1))
+
+
 @gluon.jit
 def find_tile(batch, number, TOKENS: gl.constexpr, UNIFORM: gl.constexpr):
     """Sequence, first token in it, and head of a tile; the token may lie past the end."""
     if UNIFORM:
-        whole = number // (batch.section * batch.seq_tiles)
-        first_pair = whole * batch.section
-        rest = number - first_pair * batch.seq_tiles
-        width = gl.minimum(batch.section, batch.num_seqs * batch.num_heads - first_pair)
-        pair = first_pair + rest % width
-        tile = batch.seq_tiles - 1 - rest // width
-        return pair // batch.num_heads, tile * TOKENS, pair % batch.num_heads
+        # Counted from the last tile, so that a section of fewer pairs is the first.
+        rest = batch.num_tiles - 1 - number
+        whole = rest // (batch.section * batch.seq_tiles)
+        end_pair = batch.num_seqs * batch.num_heads - whole * batch.section
+        rest -= whole * batch.section * batch.seq_tiles
+        width = gl.minimum(batch.section, end_pair)
+        pair = end_pair - 1 - rest % width
+        return pair // batch.num_heads, rest // width * TOKENS, pair % batch.num_heads
     else:
         # Sequence i starts at tile cu_seqlens_q[i] // TOKENS + i, which leaves room for all.
         tile = batch.seq_tiles - 1 - number // batch.num_heads
