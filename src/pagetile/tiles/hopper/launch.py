@@ -150,6 +150,8 @@ def attend(
         packed=PACKED_FORMATS.get(k.dtype, "none"),
         has_token_scales=k_scale is not None and k_scale.dim() == 3,
     )
+    if SWITCHES["DRAWS"] and not splits and (config.uniform or (block_tables is not None and cu_seqlens_q.shape[0] <= 33)):
+        config = dataclasses.replace(config, draws=True)
     if lists is None:
         pack = pack_of(group, max_query_len, config.tiling)
         config = dataclasses.replace(config, pack=pack)
@@ -161,7 +163,7 @@ def attend(
     )
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
     scratch = _borrow(config, q) if splits else ()
-    drawn = borrow(q.get_device(), (1, 1, 1))[2] if config.uniform and SWITCHES["DRAWS"] else lengths
+    drawn = borrow(q.get_device(), (1, 1, 1))[2] if config.draws else lengths
     scales: tuple[Any, ...] = ()
     if k_scale is not None and v_scale is not None:
         scales = k_scale, v_scale, *_scale_strides(k_scale), *_scale_strides(v_scale)
@@ -351,7 +353,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
     scratch = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
-    draws = SWITCHES["DRAWS"] and config.uniform and not config.splits
+    draws = config.draws
     early = SWITCHES["EARLY"] and tiling.q_stages == 1
     of_scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {
         f"{cache}s_{which}": "i32" for cache in "kv" for which in ("block", "slot", "head")

@@ -17,6 +17,8 @@ from .record import record
 from .schedule import (
     LIST_FIELDS,
     OUT_OF_BOUNDS,
+    count_tiles,
+    find_longest,
     find_tile,
     key_tiles,
     listed_tiles,
@@ -79,20 +81,26 @@ class KernelConfig:
 @gluon.jit
 def _count_tiles(batch, schedule, config):
     """Tiles of all programs, or splits of tiles."""
-    return schedule.num_splits if config.SPLITS else batch.num_tiles
+    if config.DRAWS and not config.UNIFORM:
+        num_tiles = count_tiles(batch, config.WARPGROUPS * ROWS // config.PACK)
+    else:
+        num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
+    return num_tiles
 
 
 @gluon.jit
 def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
     """A numbered tile, and whether there is one."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
-    num_tiles = _count_tiles(batch, schedule, config)
+    num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
     known = gl.minimum(number, num_tiles - 1)
     place = (0, 1, 0)
     if config.SPLITS:
         seq, token, head, place = find_split(
             batch, schedule, known, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
         )
+    elif config.DRAWS and not config.UNIFORM:
+        seq, token, head = find_longest(batch, number, TOKENS)
     else:
         seq, token, head = find_tile(batch, known, TOKENS, config.UNIFORM)
     q_start = gl.load(batch.cu_seqlens_q + seq)
@@ -102,7 +110,10 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
     if config.BLOCK_SIZE == 0:
         k_start = seq_len
         seq_len = gl.load(batch.lengths + seq + 1) - k_start
-    exists = (number < num_tiles) & (token < query_len) & (query_len > batch.short)
+    if config.DRAWS and not config.UNIFORM:
+        exists = token < query_len
+    else:
+        exists = (number < num_tiles) & (token < query_len) & (query_len > batch.short)
     if config.SPLITS:
         exists = exists & (place[0] < place[1])
     table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
@@ -124,13 +135,14 @@ def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)
     if config.DRAWS:
         count = 0
         number = gl.program_id(0)
-        while number < batch.num_tiles:
+        num_tiles = _count_tiles(batch, schedule, config)
+        while number < num_tiles:
             schedule.push(count, number)
             tile_use, use = _load_work(
                 q_desc, k, batch, schedule, number, metadata, q_ring, k_ring, tile_use, use, config
             )
             count += 1
-            number = schedule.draw(batch.num_tiles)
+            number = schedule.draw(num_tiles)
         schedule.push(count, number)
     else:
         for iteration in range(gl.cdiv(_count_tiles(batch, schedule, config), gl.num_programs(0))):
@@ -230,7 +242,8 @@ def load_values_role(v, batch, schedule, v_ring, config):
     if config.DRAWS:
         count = 0
         number = schedule.pop(count)
-        while number < batch.num_tiles:
+        num_tiles = _count_tiles(batch, schedule, config)
+        while number < num_tiles:
             use = _load_values(v, batch, schedule, number, v_ring, use, config)
             count += 1
             number = schedule.pop(count)

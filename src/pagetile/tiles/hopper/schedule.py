@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 
+MOST_DRAWN_SEQS = gl.constexpr(32)
 LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has
 
@@ -148,6 +149,55 @@ def find_tile(batch, number, TOKENS: gl.constexpr, UNIFORM: gl.constexpr):
                 high = middle
         start = gl.load(batch.cu_seqlens_q + low) // TOKENS + low
         return low, (tile - start) * TOKENS, number % batch.num_heads
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _measure_seqs(batch, TOKENS: gl.constexpr):
+    """Of each sequence, its number, how many tiles it has, and the level of its last.
+
+    Tile ``t`` of a sequence that has ``n`` tokens in its cache has level ``n // TOKENS + 1 + t``:
+    about as many tiles of keys, of ``TOKENS`` each.
+    """
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    seq = gl.arange(0, MOST_DRAWN_SEQS, FLAT)
+    exists = seq < batch.num_seqs
+    start = gl.load(batch.cu_seqlens_q + seq, exists, other=0)
+    query_len = gl.load(batch.cu_seqlens_q + seq + 1, exists, other=0) - start
+    length = gl.load(batch.lengths + seq, exists, other=0)
+    num_tiles = gl.where(query_len > batch.short, (query_len + TOKENS - 1) // TOKENS, 0)
+    return seq, num_tiles, gl.maximum(length - query_len, 0) // TOKENS + num_tiles
+
+
+@gluon.jit
+def count_tiles(batch, TOKENS: gl.constexpr):
+    """Tiles of all sequences and heads."""
+    _, num_tiles, _ = _measure_seqs(batch, TOKENS)
+    return gl.sum(num_tiles, 0) * batch.num_heads
+
+
+@gluon.jit
+def find_longest(batch, number, TOKENS: gl.constexpr):
+    """Sequence, first token in it, and head of a tile; tiles of a higher level come first."""
+    seq, num_tiles, top = _measure_seqs(batch, TOKENS)
+    rank = number // batch.num_heads
+    base = top - num_tiles
+    low = 0  # at least one more than rank tiles are above this level
+    high = gl.max(top, 0)  # at most rank tiles are above this one
+    while high - low > 1:
+        middle = (low + high) // 2
+        above = gl.sum(gl.minimum(gl.maximum(top - middle, 0), num_tiles), 0)
+        low = gl.where(above > rank, middle, low)
+        high = gl.where(above > rank, high, middle)
+    rank -= gl.sum(gl.minimum(gl.maximum(top - high, 0), num_tiles), 0)
+    has_one = ((base < high) & (high <= top)).to(gl.int32)
+    found = (has_one > 0) & (gl.associative_scan(has_one, 0, _add) == rank + 1)
+    tile = gl.sum(gl.where(found, high - 1 - base, 0), 0)
+    return gl.sum(gl.where(found, seq, 0), 0), tile * TOKENS, number % batch.num_heads
 
 
 @gluon.jit

@@ -98,6 +98,7 @@ class ForwardConfig:
     """Whether programs may share the keys of a tile of queries; then it is paged."""
     packed: str = "none"
     """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
+    draws: bool = False
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
 
