@@ -159,7 +159,7 @@ def _compute_role(
         # The last product with values overlaps the next tile's first product with keys. After the
         # last tile that is one extra product on stale data, whose result is discarded.
         tile_use += 1
-        if config.TAIL:
+        if config.EARLY:  # the product goes on while the next queries are loaded
             if config.PINGPONG:
                 scheduler_wait(WG)
             v_ring.barriers.wait_full(0, use)
@@ -167,12 +167,11 @@ def _compute_role(
         q_ring.barriers.wait_full(STREAM, tile_use)
         num_tiles = metadata.read(tile_use, NUM_TILES)
         q = _find_queries(q_ring, tile_use, config, WG)
-        if config.TAIL:
-            s, acc = _multiply_last(q, k_ring, use, acc, num_tiles > 0, config, WG)
+        if config.EARLY:
+            s, acc = _score_next(q, k_ring, use, acc, num_tiles > 0, config, WG)
+            q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
         else:
             s, acc = _multiply(q, k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG)
-        if config.EARLY:
-            q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
         s = _scale_keys(s, k_scales, use + 1)
         scoring = _scale_scores(given, metadata, tile_use, config)
         slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
@@ -358,7 +357,7 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
 
 
 @gluon.jit
-def _multiply_last(q, k_ring, use, acc, has_next, config, WG: gl.constexpr):
+def _score_next(q, k_ring, use, acc, has_next, config, WG: gl.constexpr):
     """Scores of the next tile's first keys, behind the product that is under way."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     s = gl.zeros([ROWS, TILE_N], gl.float32, product_layout(TILE_N))
@@ -461,7 +460,6 @@ def forward_kernel(
     group,
     num_tiles,
     seq_tiles,
-    section,
     short,
     window,
     scale,  # of products, or under a cap of their hyperbolic tangents
@@ -520,7 +518,6 @@ def forward_kernel(
     SPLITS: gl.constexpr,
     DRAWS: gl.constexpr,
     EARLY: gl.constexpr,
-    TAIL: gl.constexpr,
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
 ):
@@ -528,11 +525,11 @@ def forward_kernel(
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, DRAWS, EARLY, TAIL, PACKED, SCALES,
+        KEY_TILES, DRAWS, EARLY, PACKED, SCALES,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
-        num_tiles, seq_tiles, section, num_heads // PACK, group, short, window,
+        num_tiles, seq_tiles, num_heads // PACK, group, short, window,
         TileLists(lists, list_seq, list_head, list_pitch),
     )  # fmt: skip
     scoring = Scoring(window, scale, inner, slopes, lists)

@@ -19,6 +19,7 @@ from ..triton.workspace import borrow
 from .dividing import SLOTS, pack_of
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align
+from .schedule import MOST_DRAWN_SEQS
 from .tiling import PACKED_FORMATS, TILINGS, UNIT, ForwardConfig, width_of
 
 __all__ = [
@@ -33,8 +34,6 @@ _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
 _SMALLEST_CAP = 1e-6  # scores are divided by it in float32
 _LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
-SWITCHES = {"DRAWS": True, "EARLY": True, "TAIL": False}
-_SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
 
 
 def refuse_device(device: DeviceInfo) -> str | None:
@@ -76,7 +75,6 @@ def attend(
     block_tables: Tensor | None,
     *,
     max_query_len: int,
-    max_seq_len: int,
     softmax_scale: float,
     causal: bool,
     sliding_window: int | None,
@@ -104,7 +102,6 @@ def attend(
             int32 ``[num_seqs + 1]``.
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``.
         max_query_len: At least the most queries of a sequence.
-        max_seq_len: At least the most keys of one; bounds what should share a cache.
         softmax_scale: Multiplies ``q · k``.
         causal: Whether a query sees only keys at or before its own.
         sliding_window: How many keys a query sees; ``None``: all.
@@ -133,13 +130,15 @@ def attend(
         k, v = k[None], v[None]
     block_size = k.shape[1] if block_tables is not None else 0
     num_heads, group = q.shape[1], q.shape[1] // k.shape[2]
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    is_uniform = not splits and q.shape[0] == num_seqs * max_query_len
     config = ForwardConfig(
         dtype=q.dtype,
         head_size=q.shape[2],
         block_size=block_size,
         causal=causal,
         has_window=sliding_window is not None,
-        uniform=not splits and q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
+        uniform=is_uniform,
         pack=1,
         v_head_size=None if v.shape[-1] == q.shape[2] else v.shape[-1],
         is_sparse=lists is not None,
@@ -147,20 +146,17 @@ def attend(
         has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
         splits=splits,
+        draws=not splits and (is_uniform or num_seqs <= MOST_DRAWN_SEQS.value),
         packed=PACKED_FORMATS.get(k.dtype, "none"),
         has_token_scales=k_scale is not None and k_scale.dim() == 3,
     )
-    if SWITCHES["DRAWS"] and not splits and (config.uniform or (block_tables is not None and cu_seqlens_q.shape[0] <= 33)):
-        config = dataclasses.replace(config, draws=True)
     if lists is None:
         pack = pack_of(group, max_query_len, config.tiling)
         config = dataclasses.replace(config, pack=pack)
     if config.gathers and _is_far(k, v):
         config = dataclasses.replace(config, is_far=True)
     num_programs = DeviceInfo.of(q.device).num_workers
-    tiles, seq_tiles, section = _schedule(
-        config, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
-    )
+    tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
     scratch = _borrow(config, q) if splits else ()
     drawn = borrow(q.get_device(), (1, 1, 1))[2] if config.draws else lengths
@@ -181,13 +177,12 @@ def attend(
         lengths if block_tables is None else block_tables,
         lengths if lists is None else lists,
         drawn,
-        cu_seqlens_q.shape[0] - 1,
+        num_seqs,
         block_rows,
         num_heads,
         group,
         tiles,
         seq_tiles,
-        section,
         short,
         window_of(sliding_window),
         (softmax_scale if logits_soft_cap is None else logits_soft_cap) * _LOG2_E,
@@ -227,28 +222,17 @@ def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return borrow(device, sizes)
 
 
-def _schedule(
-    config: ForwardConfig,
-    q: Tensor,
-    num_seqs: int,
-    max_query_len: int,
-    max_seq_len: int,
-    group: int,
-    num_programs: int,
-) -> tuple[int, int, int]:
-    """Number of tiles, of tiles along a sequence (or all of them), and the size of a section."""
+def _count_tiles(
+    config: ForwardConfig, q: Tensor, num_seqs: int, max_query_len: int
+) -> tuple[int, int]:
+    """Most tiles there may be, and of those along a sequence or, of unequal ones, along all."""
     tokens = config.tiling.warpgroups * _ROWS // config.pack
     heads = q.shape[1] // config.pack
-    pairs = num_seqs * heads
-    if not config.uniform:
-        seq_tiles = q.shape[0] // tokens + num_seqs
-        return seq_tiles * heads, seq_tiles, 1
-    seq_tiles = -(-max_query_len // tokens)
-    return pairs * seq_tiles, seq_tiles, max(1, min(section_of(seq_tiles, num_programs), pairs))
-
-
-def section_of(seq_tiles, num_programs):
-    return -(-3 * num_programs // seq_tiles)
+    if config.uniform:
+        seq_tiles = -(-max_query_len // tokens)
+        return num_seqs * heads * seq_tiles, seq_tiles
+    seq_tiles = q.shape[0] // tokens + num_seqs
+    return seq_tiles * heads, seq_tiles
 
 
 _Sources = tuple[tuple[Any, Any], int, tuple[int, ...]]
@@ -346,15 +330,13 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "lists": "*i32",
         "drawn": "*i32",
     }
-    scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section short window"
+    scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles short window"
     types |= dict.fromkeys(scalars.split(), "i32")
     types |= {"scale": "fp32", "inner": "fp32"}
     types |= dict.fromkeys(("list_pitch", "list_seq", "list_head", "table_stride"), "i32")
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
     scratch = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
-    draws = config.draws
-    early = SWITCHES["EARLY"] and tiling.q_stages == 1
     of_scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {
         f"{cache}s_{which}": "i32" for cache in "kv" for which in ("block", "slot", "head")
     }
@@ -392,9 +374,8 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "REGISTERS": tiling.registers,
         "SPARSE": config.is_sparse,
         "SPLITS": config.splits,
-        "DRAWS": draws,
-        "EARLY": early,
-        "TAIL": early and SWITCHES["TAIL"],
+        "DRAWS": config.draws,
+        "EARLY": tiling.q_stages == 1,
         "PACKED": config.packed,
         "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
     }

@@ -18,7 +18,6 @@ from .schedule import (
     LIST_FIELDS,
     OUT_OF_BOUNDS,
     count_tiles,
-    find_longest,
     find_tile,
     key_tiles,
     listed_tiles,
@@ -72,20 +71,9 @@ class KernelConfig:
     SPLITS: gl.constexpr  # programs may share a tile's keys
     KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
     DRAWS: gl.constexpr  # programs draw tiles from a queue that they share
-    EARLY: gl.constexpr  # (experiment: TAIL)
-    TAIL: gl.constexpr  # each warpgroup gives up its queries after their last product with keys
+    EARLY: gl.constexpr  # each warpgroup gives up its queries after their last product with keys
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
     SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
-
-
-@gluon.jit
-def _count_tiles(batch, schedule, config):
-    """Tiles of all programs, or splits of tiles."""
-    if config.DRAWS and not config.UNIFORM:
-        num_tiles = count_tiles(batch, config.WARPGROUPS * ROWS // config.PACK)
-    else:
-        num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
-    return num_tiles
 
 
 @gluon.jit
@@ -93,16 +81,14 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
     """A numbered tile, and whether there is one."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
-    known = gl.minimum(number, num_tiles - 1)
+    known = number if config.DRAWS else gl.minimum(number, num_tiles - 1)
     place = (0, 1, 0)
     if config.SPLITS:
         seq, token, head, place = find_split(
             batch, schedule, known, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
         )
-    elif config.DRAWS and not config.UNIFORM:
-        seq, token, head = find_longest(batch, number, TOKENS)
     else:
-        seq, token, head = find_tile(batch, known, TOKENS, config.UNIFORM)
+        seq, token, head = find_tile(batch, known, TOKENS, config)
     q_start = gl.load(batch.cu_seqlens_q + seq)
     query_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
     k_start = 0
@@ -110,10 +96,7 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
     if config.BLOCK_SIZE == 0:
         k_start = seq_len
         seq_len = gl.load(batch.lengths + seq + 1) - k_start
-    if config.DRAWS and not config.UNIFORM:
-        exists = token < query_len
-    else:
-        exists = (number < num_tiles) & (token < query_len) & (query_len > batch.short)
+    exists = (number < num_tiles) & (token < query_len) & (query_len > batch.short)
     if config.SPLITS:
         exists = exists & (place[0] < place[1])
     table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
@@ -130,12 +113,13 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
 @gluon.jit
 def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, load them and their keys."""
+    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     tile_use = 0
     use = 0
     if config.DRAWS:
         count = 0
         number = gl.program_id(0)
-        num_tiles = _count_tiles(batch, schedule, config)
+        num_tiles = count_tiles(batch, TOKENS, config)
         while number < num_tiles:
             schedule.push(count, number)
             tile_use, use = _load_work(
@@ -145,7 +129,8 @@ def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)
             number = schedule.draw(num_tiles)
         schedule.push(count, number)
     else:
-        for iteration in range(gl.cdiv(_count_tiles(batch, schedule, config), gl.num_programs(0))):
+        num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
+        for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
             tile_use, use = _load_work(
                 q_desc, k, batch, schedule, tile_of_iteration(iteration), metadata, q_ring, k_ring,
                 tile_use, use, config,
@@ -238,17 +223,19 @@ def _loader_barrier(config):
 @gluon.jit
 def load_values_role(v, batch, schedule, v_ring, config):
     """Find the same tiles of queries, and load their values."""
+    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     use = 0
     if config.DRAWS:
         count = 0
         number = schedule.pop(count)
-        num_tiles = _count_tiles(batch, schedule, config)
+        num_tiles = count_tiles(batch, TOKENS, config)
         while number < num_tiles:
             use = _load_values(v, batch, schedule, number, v_ring, use, config)
             count += 1
             number = schedule.pop(count)
     else:
-        for iteration in range(gl.cdiv(_count_tiles(batch, schedule, config), gl.num_programs(0))):
+        num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
+        for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
             number = tile_of_iteration(iteration)
             use = _load_values(v, batch, schedule, number, v_ring, use, config)
 

@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 
-MOST_DRAWN_SEQS = gl.constexpr(32)
+MOST_DRAWN_SEQS = gl.constexpr(32)  # of unequal lengths: one for each lane
+_TILES_AT_ONCE = gl.constexpr(2)  # tiles of a section for each program
 LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has
 
@@ -63,7 +64,6 @@ class Batch:
     block_rows: gl.tensor  # rows of the cache, or groups of eight, from one block to the next
     num_tiles: gl.tensor
     seq_tiles: gl.tensor  # tiles of a sequence; of a batch of unequal ones, tiles of all
-    section: gl.tensor  # pairs of sequence and head
     num_heads: gl.tensor  # head groups: tiles beside each other that take the same tokens
     group: gl.tensor  # query heads that share a KV head
     short: gl.tensor  # sequences with up to so many queries are another kernel's
@@ -125,79 +125,92 @@ def make_tile_queue(drawn):
 
 
 @gluon.jit
-def find_tile(batch, number, TOKENS: gl.constexpr, UNIFORM: gl.constexpr):
-    """Sequence, first token in it, and head of a tile; the token may lie past the end."""
-    if UNIFORM:
-        # Counted from the last tile, so that a section of fewer pairs is the first.
-        rest = batch.num_tiles - 1 - number
-        whole = rest // (batch.section * batch.seq_tiles)
-        end_pair = batch.num_seqs * batch.num_heads - whole * batch.section
-        rest -= whole * batch.section * batch.seq_tiles
-        width = gl.minimum(batch.section, end_pair)
-        pair = end_pair - 1 - rest % width
-        return pair // batch.num_heads, rest // width * TOKENS, pair % batch.num_heads
-    else:
-        # Sequence i starts at tile cu_seqlens_q[i] // TOKENS + i, which leaves room for all.
-        tile = batch.seq_tiles - 1 - number // batch.num_heads
-        low = 0
-        high = batch.num_seqs
-        while high - low > 1:
-            middle = (low + high) // 2
-            if gl.load(batch.cu_seqlens_q + middle) // TOKENS + middle <= tile:
-                low = middle
-            else:
-                high = middle
-        start = gl.load(batch.cu_seqlens_q + low) // TOKENS + low
-        return low, (tile - start) * TOKENS, number % batch.num_heads
-
-
-@gluon.jit
 def _add(a, b):
     return a + b
 
 
 @gluon.jit
-def _measure_seqs(batch, TOKENS: gl.constexpr):
-    """Of each sequence, its number, how many tiles it has, and the level of its last.
+def find_tile(batch, number, TOKENS: gl.constexpr, config):
+    """Sequence, first token in it, and head of a tile; the token may lie past the end."""
+    if config.UNIFORM:
+        pair, tile = _place_in_sections(
+            batch.num_tiles - 1 - number, batch.seq_tiles, batch.num_seqs * batch.num_heads
+        )
+        seq, head = pair // batch.num_heads, pair % batch.num_heads
+    elif config.DRAWS:
+        seq, tile, head = _find_in_longest(batch, number, TOKENS, config)
+    else:
+        # Sequence i starts at tile cu_seqlens_q[i] // TOKENS + i, which leaves room for all.
+        tile = batch.seq_tiles - 1 - number // batch.num_heads
+        head = number % batch.num_heads
+        seq = 0
+        high = batch.num_seqs
+        while high - seq > 1:
+            middle = (seq + high) // 2
+            if gl.load(batch.cu_seqlens_q + middle) // TOKENS + middle <= tile:
+                seq = middle
+            else:
+                high = middle
+        tile -= gl.load(batch.cu_seqlens_q + seq) // TOKENS + seq
+    return seq, tile * TOKENS, head
 
-    Tile ``t`` of a sequence that has ``n`` tokens in its cache has level ``n // TOKENS + 1 + t``:
-    about as many tiles of keys, of ``TOKENS`` each.
-    """
+
+@gluon.jit
+def _place_in_sections(rest, num_tiles, num_pairs):
+    """Pair and tile of the number ``rest``, counted from the last, of pairs of equal length."""
+    section = gl.cdiv(_TILES_AT_ONCE * gl.num_programs(0), num_tiles)
+    whole = rest // (section * num_tiles)
+    end_pair = num_pairs - whole * section
+    rest -= whole * section * num_tiles
+    width = gl.minimum(section, end_pair)
+    return end_pair - 1 - rest % width, rest // width
+
+
+@gluon.jit
+def _measure_seqs(batch, TOKENS: gl.constexpr, config):
+    """Each sequence's number, tiles, and keys; of up to ``MOST_DRAWN_SEQS`` sequences."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seq = gl.arange(0, MOST_DRAWN_SEQS, FLAT)
     exists = seq < batch.num_seqs
-    start = gl.load(batch.cu_seqlens_q + seq, exists, other=0)
-    query_len = gl.load(batch.cu_seqlens_q + seq + 1, exists, other=0) - start
-    length = gl.load(batch.lengths + seq, exists, other=0)
+    query_len = gl.load(batch.cu_seqlens_q + seq + 1, exists, other=0)
+    query_len -= gl.load(batch.cu_seqlens_q + seq, exists, other=0)
+    seq_len = gl.load(batch.lengths + seq, exists, other=0)
+    if config.BLOCK_SIZE == 0:
+        seq_len = gl.load(batch.lengths + seq + 1, exists, other=0) - seq_len
     num_tiles = gl.where(query_len > batch.short, (query_len + TOKENS - 1) // TOKENS, 0)
-    return seq, num_tiles, gl.maximum(length - query_len, 0) // TOKENS + num_tiles
+    return seq, num_tiles, seq_len
 
 
 @gluon.jit
-def count_tiles(batch, TOKENS: gl.constexpr):
+def count_tiles(batch, TOKENS: gl.constexpr, config):
     """Tiles of all sequences and heads."""
-    _, num_tiles, _ = _measure_seqs(batch, TOKENS)
-    return gl.sum(num_tiles, 0) * batch.num_heads
+    num_tiles = batch.num_tiles
+    if not config.UNIFORM:
+        _, of_seqs, _ = _measure_seqs(batch, TOKENS, config)
+        num_tiles = gl.sum(of_seqs, 0) * batch.num_heads
+    return num_tiles
 
 
 @gluon.jit
-def find_longest(batch, number, TOKENS: gl.constexpr):
-    """Sequence, first token in it, and head of a tile; tiles of a higher level come first."""
-    seq, num_tiles, top = _measure_seqs(batch, TOKENS)
-    rank = number // batch.num_heads
-    base = top - num_tiles
-    low = 0  # at least one more than rank tiles are above this level
-    high = gl.max(top, 0)  # at most rank tiles are above this one
+def _find_in_longest(batch, number, TOKENS: gl.constexpr, config):
+    """Sequence, tile and head of a number, sequences with the most keys first."""
+    seq, num_tiles, seq_len = _measure_seqs(batch, TOKENS, config)
+    num_tiles *= batch.num_heads
+    low = -1  # sequences with more keys than this have more than ``number`` tiles
+    high = gl.max(seq_len, 0)
     while high - low > 1:
         middle = (low + high) // 2
-        above = gl.sum(gl.minimum(gl.maximum(top - middle, 0), num_tiles), 0)
-        low = gl.where(above > rank, middle, low)
-        high = gl.where(above > rank, high, middle)
-    rank -= gl.sum(gl.minimum(gl.maximum(top - high, 0), num_tiles), 0)
-    has_one = ((base < high) & (high <= top)).to(gl.int32)
-    found = (has_one > 0) & (gl.associative_scan(has_one, 0, _add) == rank + 1)
-    tile = gl.sum(gl.where(found, high - 1 - base, 0), 0)
-    return gl.sum(gl.where(found, seq, 0), 0), tile * TOKENS, number % batch.num_heads
+        has_more = gl.sum(gl.where(seq_len > middle, num_tiles, 0), 0) > number
+        low = gl.where(has_more, middle, low)
+        high = gl.where(has_more, high, middle)
+    number -= gl.sum(gl.where(seq_len > high, num_tiles, 0), 0)
+    equal = gl.where(seq_len == high, num_tiles, 0)
+    ends = gl.associative_scan(equal, 0, _add)
+    found = (number < ends) & (number >= ends - equal)
+    rest = gl.sum(gl.where(found, ends, 0), 0) - 1 - number
+    own_tiles = gl.max(gl.where(found, equal, 1), 0) // batch.num_heads
+    head, tile = _place_in_sections(rest, gl.maximum(own_tiles, 1), batch.num_heads)
+    return gl.max(gl.where(found, seq, 0), 0), tile, head
 
 
 @gluon.jit

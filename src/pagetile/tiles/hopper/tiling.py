@@ -99,6 +99,7 @@ class ForwardConfig:
     packed: str = "none"
     """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
     draws: bool = False
+    """Whether programs draw their tiles from a shared counter, rather than taking turns."""
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
 
