@@ -72,7 +72,7 @@ from .softmax import (
     warpgroup_barrier,
     weigh,
 )
-from .splits import make_split_schedule
+from .splits import make_last_wave, make_split_schedule
 
 __all__ = ["forward_kernel"]
 
@@ -540,13 +540,18 @@ def forward_kernel(
     v_ring = make_ring(V_DTYPE, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
     metadata = make_tile_metadata(4 if EARLY else Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8)
     schedule = ()
-    if SPLITS:
+    if SPLITS and DRAWS:
+        schedule = make_last_wave(
+            batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, config
+        )
+    elif SPLITS:
         schedule = make_split_schedule(
             batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, CAUSAL,
             HAS_WINDOW,
         )  # fmt: skip
-    elif DRAWS:
-        schedule = make_tile_queue(drawn)
+    queue = ()
+    if DRAWS:
+        queue = make_tile_queue(drawn)
     staged = ()
     if STAGED:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -580,8 +585,8 @@ def forward_kernel(
             [
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
-                (load_values_role, (v, batch, schedule, v_ring, config)),
+                (load_keys_role, (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config)),
+                (load_values_role, (v, batch, schedule, queue, v_ring, config)),
             ],
             [4, LOADING, LOADING],
             [REGISTERS, LOAD, LOAD],
@@ -592,8 +597,8 @@ def forward_kernel(
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
-                (load_values_role, (v, batch, schedule, v_ring, config)),
+                (load_keys_role, (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config)),
+                (load_values_role, (v, batch, schedule, queue, v_ring, config)),
             ],
             [4, 4, LOADING, LOADING],
             [REGISTERS, REGISTERS, LOAD, LOAD],

@@ -146,7 +146,6 @@ def attend(
         has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
         splits=splits,
-        draws=not splits and (is_uniform or num_seqs <= MOST_DRAWN_SEQS.value),
         packed=PACKED_FORMATS.get(k.dtype, "none"),
         has_token_scales=k_scale is not None and k_scale.dim() == 3,
     )
@@ -158,8 +157,16 @@ def attend(
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
-    scratch = _borrow(config, q) if splits else ()
-    drawn = borrow(q.get_device(), (1, 1, 1))[2] if config.draws else lengths
+    # Whole waves of tiles are drawn even where keys are divided: see ``splits.LastWave``.
+    has_waves = not splits or 2 * tiles >= 3 * num_programs
+    if has_waves and not is_uniform and num_seqs <= MOST_DRAWN_SEQS.value:
+        config = dataclasses.replace(config, few_seqs=True)
+    scratch: tuple[Tensor, ...] = ()
+    drawn = lengths
+    if splits:
+        *scratch, drawn = _borrow(config, q)
+    elif config.draws:
+        drawn = _borrow_on(q, (0, 0, 1))[2]
     scales: tuple[Any, ...] = ()
     if k_scale is not None and v_scale is not None:
         scales = k_scale, v_scale, *_scale_strides(k_scale), *_scale_strides(v_scale)
@@ -211,12 +218,19 @@ def _list_strides(lists: Tensor) -> tuple[int, int, int]:
     return pitch, num_heads * tiles if num_seqs > 1 else 0, tiles if num_heads > 1 else 0
 
 
-def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scratch for partial results: see ``splits.SplitSchedule``."""
+def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scratch for partial results, as ``splits.SplitSchedule`` says, and a counter of tiles."""
     places = SLOTS * config.tiling.warpgroups
-    device, rows = q.get_device(), places * _ROWS
-    sizes = rows * width_of(config.sizes[1]), 2 * rows, places
-    if device == torch.cuda.current_device():
+    rows = places * _ROWS
+    sizes = rows * width_of(config.sizes[1]), 2 * rows, places + 1
+    accs, sums, arrivals = _borrow_on(q, sizes)
+    return accs, sums, arrivals, arrivals[places:]
+
+
+def _borrow_on(q: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory as ``workspace.borrow`` lends it, on the device of a tensor."""
+    device = q.get_device()
+    if device < 0 or device == torch.cuda.current_device():
         return borrow(device, sizes)
     with torch.cuda.device(device):
         return borrow(device, sizes)

@@ -23,7 +23,7 @@ from .schedule import (
     listed_tiles,
     tile_of_iteration,
 )
-from .splits import cut_range, find_split
+from .splits import cut_range, find_in_waves, find_split
 
 __all__ = ["COLUMNS", "ROWS", "KernelConfig", "load_keys_role", "load_values_role"]
 
@@ -82,8 +82,10 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
     known = number if config.DRAWS else gl.minimum(number, num_tiles - 1)
-    place = (0, 1, 0)
-    if config.SPLITS:
+    place = (0, 1, 0, 0)
+    if config.SPLITS and config.DRAWS:
+        seq, token, head, place = find_in_waves(batch, schedule, known, TOKENS, TILE_N, config)
+    elif config.SPLITS:
         seq, token, head, place = find_split(
             batch, schedule, known, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
         )
@@ -111,7 +113,7 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
 
 
 @gluon.jit
-def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config):
+def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, load them and their keys."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     tile_use = 0
@@ -119,15 +121,15 @@ def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)
     if config.DRAWS:
         count = 0
         number = gl.program_id(0)
-        num_tiles = count_tiles(batch, TOKENS, config)
+        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, TOKENS, config)
         while number < num_tiles:
-            schedule.push(count, number)
+            queue.push(count, number)
             tile_use, use = _load_work(
                 q_desc, k, batch, schedule, number, metadata, q_ring, k_ring, tile_use, use, config
             )
             count += 1
-            number = schedule.draw(num_tiles)
-        schedule.push(count, number)
+            number = queue.draw(num_tiles)
+        queue.push(count, number)
     else:
         num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
         for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
@@ -172,7 +174,7 @@ def _load_work(
             )  # fmt: skip
             if config.SPLITS:
                 begin, full_begin, full_end, end = cut_range(
-                    begin, full_begin, full_end, end, place, schedule.split_tiles
+                    begin, full_begin, full_end, end, place
                 )
             origin = (end - 1) * TILE_N
             num_tiles, num_right = end - begin, end - 1 - full_end
@@ -221,18 +223,18 @@ def _loader_barrier(config):
 
 
 @gluon.jit
-def load_values_role(v, batch, schedule, v_ring, config):
+def load_values_role(v, batch, schedule, queue, v_ring, config):
     """Find the same tiles of queries, and load their values."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     use = 0
     if config.DRAWS:
         count = 0
-        number = schedule.pop(count)
-        num_tiles = count_tiles(batch, TOKENS, config)
+        number = queue.pop(count)
+        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, TOKENS, config)
         while number < num_tiles:
             use = _load_values(v, batch, schedule, number, v_ring, use, config)
             count += 1
-            number = schedule.pop(count)
+            number = queue.pop(count)
     else:
         num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
         for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
@@ -260,7 +262,7 @@ def _load_values(v, batch, schedule, number, v_ring, use, config):
             )  # fmt: skip
             if config.SPLITS:
                 begin, _, _, end = cut_range(
-                    begin, full_begin, full_end, end, place, schedule.split_tiles
+                    begin, full_begin, full_end, end, place
                 )
             use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
     return use

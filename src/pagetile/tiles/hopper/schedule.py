@@ -167,26 +167,23 @@ def _place_in_sections(rest, num_tiles, num_pairs):
 
 
 @gluon.jit
-def _measure_seqs(batch, TOKENS: gl.constexpr, config):
-    """Each sequence's number, tiles, and keys; of up to ``MOST_DRAWN_SEQS`` sequences."""
+def count_seq_tiles(batch, TOKENS: gl.constexpr):
+    """Each sequence's number, and its tiles; of up to ``MOST_DRAWN_SEQS`` sequences."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seq = gl.arange(0, MOST_DRAWN_SEQS, FLAT)
     exists = seq < batch.num_seqs
     query_len = gl.load(batch.cu_seqlens_q + seq + 1, exists, other=0)
     query_len -= gl.load(batch.cu_seqlens_q + seq, exists, other=0)
-    seq_len = gl.load(batch.lengths + seq, exists, other=0)
-    if config.BLOCK_SIZE == 0:
-        seq_len = gl.load(batch.lengths + seq + 1, exists, other=0) - seq_len
-    num_tiles = gl.where(query_len > batch.short, (query_len + TOKENS - 1) // TOKENS, 0)
-    return seq, num_tiles, seq_len
+    return seq, gl.where(query_len > batch.short, (query_len + TOKENS - 1) // TOKENS, 0)
 
 
 @gluon.jit
 def count_tiles(batch, TOKENS: gl.constexpr, config):
     """Tiles of all sequences and heads."""
-    num_tiles = batch.num_tiles
-    if not config.UNIFORM:
-        _, of_seqs, _ = _measure_seqs(batch, TOKENS, config)
+    if config.UNIFORM:
+        num_tiles = batch.num_tiles
+    else:
+        _, of_seqs = count_seq_tiles(batch, TOKENS)
         num_tiles = gl.sum(of_seqs, 0) * batch.num_heads
     return num_tiles
 
@@ -194,8 +191,12 @@ def count_tiles(batch, TOKENS: gl.constexpr, config):
 @gluon.jit
 def _find_in_longest(batch, number, TOKENS: gl.constexpr, config):
     """Sequence, tile and head of a number, sequences with the most keys first."""
-    seq, num_tiles, seq_len = _measure_seqs(batch, TOKENS, config)
+    seq, num_tiles = count_seq_tiles(batch, TOKENS)
     num_tiles *= batch.num_heads
+    exists = seq < batch.num_seqs
+    seq_len = gl.load(batch.lengths + seq, exists, other=0)
+    if config.BLOCK_SIZE == 0:
+        seq_len = gl.load(batch.lengths + seq + 1, exists, other=0) - seq_len
     low = -1  # sequences with more keys than this have more than ``number`` tiles
     high = gl.max(seq_len, 0)
     while high - low > 1:
