@@ -305,7 +305,8 @@ def test_sections_share_keys_and_end_with_short_tiles(num_seqs, length, heads):
     batch.seq_tiles, batch.num_tiles = seq_tiles, num_seqs * heads * seq_tiles
     drawn = draw_tiles(batch, is_uniform=True)
     assert len(set(drawn)) == len(drawn) == batch.num_tiles
-    section = -(-2 * PROGRAMS // seq_tiles)
+    at_once = 3 if batch.num_tiles <= 6 * PROGRAMS else 2
+    section = -(-at_once * PROGRAMS // seq_tiles)
     for start in range(0, len(drawn), PROGRAMS):
         pairs = {(seq, head) for seq, _, head in drawn[start : start + PROGRAMS]}
         assert len(pairs) <= 2 * section, "tiles at work at a time read few heads' keys"
@@ -334,7 +335,8 @@ def test_a_last_wave_is_divided_into_whole_ranges():
         for (seq, token, _), places in found.items():
             places.sort()
             _, count, slot, _ = places[0]
-            assert [place[:3] for place in places[:count]] == [(i, count, slot) for i in range(count)]
+            expected = [(i, count, slot) for i in range(count)]
+            assert [place[:3] for place in places[:count]] == expected
             start, end = batch.cu_seqlens_q.memory[seq : seq + 2]
             seq_len = batch.lengths.memory[seq]
             whole = HOST.key_tiles(
@@ -464,7 +466,9 @@ FEW = {
         ({"num_seqs": 2049, "num_tokens": 2560, "short": 8}, False),  # no room for so many
         ({"num_tokens": 8192, "max_query_len": 8192, "max_seq_len": 8192}, False),
         ({"num_seqs": 32, "num_tokens": 32 * 512, "max_seq_len": 27_512}, False),
-        ({"num_tokens": 1600, "max_query_len": 1600}, False),  # 13 tiles of 16 heads
+        ({"num_tokens": 1600, "max_query_len": 1600}, True),  # 200 tiles: one and a half waves
+        ({"num_tokens": 2048, "max_query_len": 2048}, False),  # 256: nearly two
+        ({"num_tokens": 1600, "max_query_len": 1600, "max_seq_len": 8_000}, False),
         ({"num_seqs": 9, "num_tokens": 16_000, "short": 8}, False),
         ({"max_seq_len": 1_500}, False),
         ({"num_tokens": 1024, "max_query_len": 1024, "max_seq_len": 1024, "num_heads": 4}, False),
@@ -475,7 +479,8 @@ def test_the_host_leaves_batches_that_fill_the_gpu_as_they_are(change, may):
     assert divides_keys(tiling_of(128, 128), 132, **(FEW | change)) is may
 
 
-def test_heads_lie_side_by_side_where_tokens_are_few():
+def test_heads_of_a_group_lie_side_by_side():
     wide = TILINGS[1]
-    assert [pack_of(8, n, wide) for n in (16, 17, 33, 65, 128)] == [8, 4, 2, 1, 1]
+    assert [pack_of(64, n, wide) for n in (2, 4, 5, 16, 17, 4096)] == [64, 32, 16, 8, 8, 8]
+    assert [pack_of(group, 4096, wide) for group in (1, 2, 4, 6, 7, 8)] == [1, 2, 4, 2, 1, 8]
     assert pack_of(6, 9, wide) == 2

@@ -533,12 +533,22 @@ def forward_kernel(
         TileLists(lists, list_seq, list_head, list_pitch),
     )  # fmt: skip
     scoring = Scoring(window, scale, inner, slopes, lists)
-    q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS * KEY_TILES, 1 if EARLY else WARPGROUPS, WARPGROUPS if EARLY else 1)
+    q_ring = make_ring(
+        q_desc.dtype,
+        ROWS,
+        WIDTH,
+        Q_STAGES,
+        WARPGROUPS * KEY_TILES,
+        1 if EARLY else WARPGROUPS,
+        WARPGROUPS if EARLY else 1,
+    )
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
     # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
     V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
     v_ring = make_ring(V_DTYPE, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
-    metadata = make_tile_metadata(4 if EARLY else Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8)
+    metadata = make_tile_metadata(
+        4 if EARLY else Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8
+    )
     schedule = ()
     if SPLITS and DRAWS:
         schedule = make_last_wave(
@@ -585,7 +595,10 @@ def forward_kernel(
             [
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config)),
+                (
+                    load_keys_role,
+                    (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config),
+                ),
                 (load_values_role, (v, batch, schedule, queue, v_ring, config)),
             ],
             [4, LOADING, LOADING],
@@ -597,7 +610,10 @@ def forward_kernel(
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config)),
+                (
+                    load_keys_role,
+                    (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config),
+                ),
                 (load_values_role, (v, batch, schedule, queue, v_ring, config)),
             ],
             [4, 4, LOADING, LOADING],

@@ -16,10 +16,9 @@ from ...device import DeviceInfo
 from ..triton.launch import POINTERS, as_floats, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from ..triton.workspace import borrow
-from .dividing import SLOTS, pack_of
+from .dividing import MOST_DRAWN_SEQS, SLOTS, pack_of
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align
-from .schedule import MOST_DRAWN_SEQS
 from .tiling import PACKED_FORMATS, TILINGS, UNIT, ForwardConfig, width_of
 
 __all__ = [
@@ -159,12 +158,12 @@ def attend(
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
     # Whole waves of tiles are drawn even where keys are divided: see ``splits.LastWave``.
     has_waves = not splits or 2 * tiles >= 3 * num_programs
-    if has_waves and not is_uniform and num_seqs <= MOST_DRAWN_SEQS.value:
+    if has_waves and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:
         config = dataclasses.replace(config, few_seqs=True)
     scratch: tuple[Tensor, ...] = ()
     drawn = lengths
     if splits:
-        *scratch, drawn = _borrow(config, q)
+        *scratch, drawn = _borrow(config, q)  # type: ignore[assignment]
     elif config.draws:
         drawn = _borrow_on(q, (0, 0, 1))[2]
     scales: tuple[Any, ...] = ()

@@ -122,20 +122,19 @@ def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, 
         count = 0
         number = gl.program_id(0)
         num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, TOKENS, config)
-        while number < num_tiles:
-            queue.push(count, number)
-            tile_use, use = _load_work(
-                q_desc, k, batch, schedule, number, metadata, q_ring, k_ring, tile_use, use, config
-            )
-            count += 1
-            number = queue.draw(num_tiles)
         queue.push(count, number)
+        while number < num_tiles:
+            tile_use, use, number = _load_work(
+                q_desc, k, batch, schedule, queue, count, num_tiles, number, metadata, q_ring,
+                k_ring, tile_use, use, config,
+            )  # fmt: skip
+            count += 1
     else:
         num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
         for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
-            tile_use, use = _load_work(
-                q_desc, k, batch, schedule, tile_of_iteration(iteration), metadata, q_ring, k_ring,
-                tile_use, use, config,
+            tile_use, use, _ = _load_work(
+                q_desc, k, batch, schedule, queue, 0, num_tiles, tile_of_iteration(iteration),
+                metadata, q_ring, k_ring, tile_use, use, config,
             )  # fmt: skip
     if config.EARLY:
         metadata.write(tile_use, NUM_TILES, 0)
@@ -151,14 +150,19 @@ def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, 
 
 @gluon.jit
 def _load_work(
-    q_desc, k, batch, schedule, number, metadata, q_ring, k_ring, tile_use, use, config
+    q_desc, k, batch, schedule, queue, count, num_tiles, number, metadata, q_ring, k_ring,
+    tile_use, use, config,
 ):  # fmt: skip
-    """Load a numbered tile's queries and keys, if it exists; returns the rings' next uses."""
+    """Load a numbered tile's queries and keys, if it exists, and draw the next number meanwhile.
+
+    Returns the rings' next uses, and the number.
+    """
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     exists, q_start, query_len, token, head, keys, record, place = _find_work(
         batch, schedule, number, TILE_N, config
     )
+    next_number = 0
     if exists:
         seq_len = keys[2]
         position = seq_len - query_len + token
@@ -207,12 +211,26 @@ def _load_work(
         _loader_barrier(config)
         _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
         tile_use += 1
+        # Here, where the keys' ring is full, nobody waits for the counter.
+        next_number = _draw_next(queue, count, num_tiles, config)
         if config.SPARSE:
             listed = batch.tile_lists.lists + record
             use = _load_listed(k, k_ring, use, listed, keys, config)
         else:
             use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
-    return tile_use, use
+    else:
+        next_number = _draw_next(queue, count, num_tiles, config)
+    return tile_use, use, next_number
+
+
+@gluon.jit
+def _draw_next(queue, count, num_tiles, config):
+    """Draw a number and hand it to the warp of the values."""
+    number = 0
+    if config.DRAWS:
+        number = queue.draw(num_tiles)
+        queue.push(count + 1, number)
+    return number
 
 
 @gluon.jit
@@ -261,9 +279,7 @@ def _load_values(v, batch, schedule, number, v_ring, use, config):
                 config.CAUSAL, config.HAS_WINDOW,
             )  # fmt: skip
             if config.SPLITS:
-                begin, _, _, end = cut_range(
-                    begin, full_begin, full_end, end, place
-                )
+                begin, _, _, end = cut_range(begin, full_begin, full_end, end, place)
             use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
     return use
 

@@ -12,6 +12,7 @@ many pairs of sequence and head as have keys that fit in the second-level cache 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .dividing import MOST_DRAWN_SEQS
 from .record import record
 from .ring import PipelineBarriers, make_barriers
 
@@ -21,14 +22,13 @@ __all__ = [
     "TileQueue",
     "find_tile",
     "key_tiles",
-    "make_tile_queue",
     "make_tile_metadata",
+    "make_tile_queue",
     "tile_of_iteration",
 ]
 
 
-MOST_DRAWN_SEQS = gl.constexpr(32)  # of unequal lengths: one for each lane
-_TILES_AT_ONCE = gl.constexpr(2)  # tiles of a section for each program
+_MOST_DRAWN_SEQS = gl.constexpr(MOST_DRAWN_SEQS)
 LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has
 
@@ -157,8 +157,14 @@ def find_tile(batch, number, TOKENS: gl.constexpr, config):
 
 @gluon.jit
 def _place_in_sections(rest, num_tiles, num_pairs):
-    """Pair and tile of the number ``rest``, counted from the last, of pairs of equal length."""
-    section = gl.cdiv(_TILES_AT_ONCE * gl.num_programs(0), num_tiles)
+    """Pair and tile of the number ``rest``, counted from the last, of pairs of equal length.
+
+    A section has two tiles for each program, or three where there are so few tiles that the last
+    section's long ones would end late.
+    """
+    programs = gl.num_programs(0)
+    at_once = gl.where(num_pairs * num_tiles <= 6 * programs, 3, 2)
+    section = gl.cdiv(at_once * programs, num_tiles)
     whole = rest // (section * num_tiles)
     end_pair = num_pairs - whole * section
     rest -= whole * section * num_tiles
@@ -170,7 +176,7 @@ def _place_in_sections(rest, num_tiles, num_pairs):
 def count_seq_tiles(batch, TOKENS: gl.constexpr):
     """Each sequence's number, and its tiles; of up to ``MOST_DRAWN_SEQS`` sequences."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    seq = gl.arange(0, MOST_DRAWN_SEQS, FLAT)
+    seq = gl.arange(0, _MOST_DRAWN_SEQS, FLAT)
     exists = seq < batch.num_seqs
     query_len = gl.load(batch.cu_seqlens_q + seq + 1, exists, other=0)
     query_len -= gl.load(batch.cu_seqlens_q + seq, exists, other=0)

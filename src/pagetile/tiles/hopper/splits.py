@@ -86,9 +86,7 @@ def make_last_wave(
     """Choose how many tiles are divided, and into how many splits, by the cost above."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seq, num_tiles = count_seq_tiles(batch, TOKENS)
-    _, first, longest = _measure(
-        batch, seq, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
-    )
+    _, first, longest = _measure(batch, seq, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW)
     work = gl.sum(num_tiles.to(gl.float32) * (first + longest).to(gl.float32), 0) * 0.5
     tiles = gl.sum(num_tiles, 0)
     mean = work / gl.maximum(tiles, 1)  # tiles of keys of a tile of queries
@@ -118,9 +116,7 @@ def make_last_wave(
     num_cut = gl.where(num_parts > 1, num_cut, 0)
     num_whole = tiles - num_cut
     num_splits = num_whole + num_cut * num_parts
-    return LastWave(
-        num_whole, gl.maximum(num_cut, 1), num_parts, num_splits, accs, sums, arrivals
-    )
+    return LastWave(num_whole, gl.maximum(num_cut, 1), num_parts, num_splits, accs, sums, arrivals)
 
 
 @gluon.jit
