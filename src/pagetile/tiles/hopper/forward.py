@@ -590,16 +590,15 @@ def forward_kernel(
     EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
     LOADING: gl.constexpr = GATHERING_WARPS if GATHER else 1
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
+    keys = q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config
+    values = v, batch, schedule, queue, v_ring, config
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (
-                    load_keys_role,
-                    (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config),
-                ),
-                (load_values_role, (v, batch, schedule, queue, v_ring, config)),
+                (load_keys_role, keys),
+                (load_values_role, values),
             ],
             [4, LOADING, LOADING],
             [REGISTERS, LOAD, LOAD],
@@ -610,11 +609,8 @@ def forward_kernel(
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                (
-                    load_keys_role,
-                    (q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config),
-                ),
-                (load_values_role, (v, batch, schedule, queue, v_ring, config)),
+                (load_keys_role, keys),
+                (load_values_role, values),
             ],
             [4, 4, LOADING, LOADING],
             [REGISTERS, REGISTERS, LOAD, LOAD],
