@@ -150,7 +150,7 @@ def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, 
 
 @gluon.jit
 def _load_work(
-    q_desc, k, batch, schedule, queue, count, num_tiles, number, metadata, q_ring, k_ring,
+    q_desc, k, batch, schedule, queue, count, num_numbers, number, metadata, q_ring, k_ring,
     tile_use, use, config,
 ):  # fmt: skip
     """Load a numbered tile's queries and keys, if it exists, and draw the next number meanwhile.
@@ -211,24 +211,24 @@ def _load_work(
         _loader_barrier(config)
         _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
         tile_use += 1
-        # Here, where the keys' ring is full, nobody waits for the counter.
-        next_number = _draw_next(queue, count, num_tiles, config)
+        # While the ring of keys is full, the counter's latency costs nothing.
+        next_number = _draw_next(queue, count, num_numbers, config)
         if config.SPARSE:
             listed = batch.tile_lists.lists + record
             use = _load_listed(k, k_ring, use, listed, keys, config)
         else:
             use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
     else:
-        next_number = _draw_next(queue, count, num_tiles, config)
+        next_number = _draw_next(queue, count, num_numbers, config)
     return tile_use, use, next_number
 
 
 @gluon.jit
-def _draw_next(queue, count, num_tiles, config):
+def _draw_next(queue, count, num_numbers, config):
     """Draw a number and hand it to the warp of the values."""
     number = 0
     if config.DRAWS:
-        number = queue.draw(num_tiles)
+        number = queue.draw(num_numbers)
         queue.push(count + 1, number)
     return number
 
