@@ -79,8 +79,12 @@ CONFIGS = [
     ),  # takes the most shared memory
     (ForwardConfig(BF16, 256, 12, uniform=True), 16),
     (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 24),
-    # keys divided among programs
+    # few sequences of unequal lengths
+    (ForwardConfig(BF16, 192, 0, causal=True, few_seqs=True, v_head_size=128), 0),
+    (ForwardConfig(BF16, 64, 16, causal=True, few_seqs=True, pack=8), 80),
+    # keys divided among programs, of all tiles or of those of a last wave
     (ForwardConfig(BF16, 128, 16, causal=True, splits=True), 104),
+    (ForwardConfig(BF16, 128, 16, causal=True, splits=True, few_seqs=True, pack=4), 24),
     # caches of 8 bits
     (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, packed="e4m3"), 64),
     (
@@ -92,6 +96,10 @@ CONFIGS = [
     (ForwardConfig(BF16, 64, 16, causal=True, packed="e4m3", splits=True), 104),
 ]
 OTHER_CONFIGS = [
+    (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, pack=4), 8),
+    (ForwardConfig(BF16, 256, 16, causal=True, few_seqs=True, pack=8), 16),
+    (ForwardConfig(F16, 192, 64, causal=True, splits=True, few_seqs=True, v_head_size=128), 48),
+    (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, packed="e4m3", pack=4), 64),
     (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
     (ForwardConfig(F16, 96, 0, has_window=True), 24),
     (ForwardConfig(BF16, 128, 0, uniform=True), 0),

@@ -90,6 +90,7 @@ LANGUAGE = SimpleNamespace(
     BlockedLayout=lambda *_: None,
     SliceLayout=lambda *_: None,
     SwizzledSharedLayout=lambda *_: None,
+    cdiv=lambda a, b: -(-a // b),
     num_warps=lambda: WARPS,
     num_programs=lambda _: PROGRAMS,
     arange=lambda start, end, _: np.arange(start, end).view(Numbers),
@@ -123,6 +124,7 @@ def on_host(*modules):
             names[name] = FunctionType(value.fn.__code__, names, name)
     names["gl"], names["barrier"] = LANGUAGE, lambda: None
     names["SplitSchedule"] = HostSchedule
+    names["LastWave"] = HostWave
     return SimpleNamespace(**names)
 
 
@@ -134,7 +136,20 @@ class HostSchedule:
         return int(self.starts.index(seq).load(None)[0])
 
 
+class HostWave:
+    def __init__(self, *numbers):
+        self.num_whole, self.num_cut, self.num_parts, self.num_splits = map(int, numbers[:4])
+
+
 HOST = on_host(schedule, splits, finish, merge)
+
+
+def draw_tiles(batch, tokens=128, *, is_uniform=False):
+    """(sequence, token, head) of each tile, in the order in which programs draw them."""
+    config = SimpleNamespace(UNIFORM=is_uniform, DRAWS=True, BLOCK_SIZE=16)
+    count = HOST.count_tiles(batch, tokens, config)
+    found = (HOST.find_tile(batch, number, tokens, config) for number in range(count))
+    return [tuple(map(int, tile)) for tile in found]
 
 
 def make_batch(query_lens, seq_lens, num_heads, *, short=0, window=1 << 30):
@@ -160,7 +175,7 @@ def list_splits(batch, tokens=128, causal=True, has_window=False):
             whole = HOST.key_tiles(
                 seq_len - (end - start) + token, seq_len, batch.window, *sizes, causal, has_window
             )
-            cut = HOST.cut_range(*whole, place, made.split_tiles)
+            cut = HOST.cut_range(*whole, place)
             found.setdefault((seq, token, head), []).append((place, whole, cut))
     return made, found
 
@@ -201,8 +216,9 @@ def test_every_key_of_every_tile_is_in_one_split():
         slots = []
         for pieces in found.values():
             pieces.sort(key=lambda piece: piece[0][0])
-            (_, count, slot), (begin, full_begin, full_end, end), _ = pieces[0]
-            assert [place for place, _, _ in pieces] == [(i, count, slot) for i in range(count)]
+            (_, count, slot, length), (begin, full_begin, full_end, end), _ = pieces[0]
+            places = [(i, count, slot, length) for i in range(count)]
+            assert [place for place, _, _ in pieces] == places
             edges = [edge for _, _, cut in pieces for edge in (cut[0], cut[3])]
             assert (edges[0], edges[-1]) == (begin, end)
             assert edges[1:-1:2] == edges[2:-1:2], "each begins where the one before ends"
@@ -253,6 +269,111 @@ def test_decoding_sequences_beside_a_chunk_change_nothing():
     mixed, found = list_splits(make_batch(query_lens, seq_lens, 16, short=8))
     assert (mixed.num_splits, mixed.split_tiles) == (alone.num_splits, alone.split_tiles)
     assert {seq for seq, _, _ in found} == {77}
+
+
+def draw_small_batches(count):
+    rng = random.Random("draws")
+    for _ in range(count):
+        num_seqs = rng.choice([1, 2, 4, 32])
+        query_lens = [rng.choice([0, 1, 8, 100, 1024, 1500]) for _ in range(num_seqs)]
+        seq_lens = [n + rng.choice([0, 0, 777, 6000]) for n in query_lens]
+        short = rng.choice([0, 8])
+        yield make_batch(query_lens, seq_lens, rng.choice([1, 3, 8, 64]), short=short)
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 192])
+def test_every_tile_is_drawn_once_and_long_sequences_first(tokens):
+    for batch in draw_small_batches(40):
+        drawn = draw_tiles(batch, tokens)
+        query_lens = np.diff(batch.cu_seqlens_q.memory)
+        expected = {
+            (seq, token, head)
+            for seq, query_len in enumerate(query_lens)
+            for token in (range(0, query_len, tokens) if query_len > batch.short else ())
+            for head in range(batch.num_heads)
+        }
+        assert len(drawn) == len(expected)
+        assert set(drawn) == expected
+        lengths = [int(batch.lengths.memory[seq]) for seq, _, _ in drawn]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize(("num_seqs", "length", "heads"), [(4, 5725, 64), (1, 1354, 64), (3, 1, 5)])
+def test_sections_share_keys_and_end_with_short_tiles(num_seqs, length, heads):
+    batch = make_batch([length] * num_seqs, [length] * num_seqs, heads)
+    seq_tiles = -(-length // 128)
+    batch.seq_tiles, batch.num_tiles = seq_tiles, num_seqs * heads * seq_tiles
+    drawn = draw_tiles(batch, is_uniform=True)
+    assert len(set(drawn)) == len(drawn) == batch.num_tiles
+    at_once = 3 if batch.num_tiles <= 6 * PROGRAMS else 2
+    section = -(-at_once * PROGRAMS // seq_tiles)
+    for start in range(0, len(drawn), PROGRAMS):
+        pairs = {(seq, head) for seq, _, head in drawn[start : start + PROGRAMS]}
+        assert len(pairs) <= 2 * section, "tiles at work at a time read few heads' keys"
+    last = [token for _, token, _ in drawn[-min(section, num_seqs * heads) * seq_tiles :]]
+    assert last == sorted(last, reverse=True)
+
+
+def cut_last_wave(batch, causal=True):
+    """The schedule, and of each drawn (seq, token, head) its places."""
+    config = SimpleNamespace(
+        UNIFORM=False, DRAWS=True, BLOCK_SIZE=16, CAUSAL=causal, HAS_WINDOW=False
+    )
+    made = HOST.make_last_wave(batch, None, None, None, 128, TILE_N, 128, config)
+    found = {}
+    for number in range(made.num_splits):
+        *tile, place = HOST.find_in_waves(batch, made, number, 128, TILE_N, config)
+        found.setdefault(tuple(map(int, tile)), []).append(tuple(map(int, place)))
+    return made, found
+
+
+def test_a_last_wave_is_divided_into_whole_ranges():
+    for batch in draw_small_batches(40):
+        _, found = cut_last_wave(batch)
+        assert set(found) == set(draw_tiles(batch))
+        slots = []
+        for (seq, token, _), places in found.items():
+            places.sort()
+            _, count, slot, _ = places[0]
+            expected = [(i, count, slot) for i in range(count)]
+            assert [place[:3] for place in places[:count]] == expected
+            start, end = batch.cu_seqlens_q.memory[seq : seq + 2]
+            seq_len = batch.lengths.memory[seq]
+            whole = HOST.key_tiles(
+                seq_len - (end - start) + token, seq_len, batch.window, 128, TILE_N, True, False
+            )
+            cuts = [HOST.cut_range(*whole, place) for place in places[:count]]
+            edges = [edge for cut in cuts for edge in (cut[0], cut[3])]
+            assert (edges[0], edges[-1]) == (whole[0], whole[3])
+            assert edges[1:-1:2] == edges[2:-1:2]
+            assert all(cut[0] < cut[3] for cut in cuts)
+            assert all(place[0] >= count for place in places[count:]), "the kernel skips these"
+            slots += range(slot, slot + count) if count > 1 else ()
+        assert len(set(slots)) == len(slots)
+        assert max(slots, default=0) < SLOTS
+
+
+@pytest.mark.parametrize(
+    ("query_len", "seq_len", "heads", "num_cut", "cost"),
+    [
+        (3075, 22_409, 8, 68, 0.90),  # 200 tiles of 165 on 132 multiprocessors: two waves
+        (2676, 16_642, 28, 60, 0.92),  # 588 tiles: four and a half
+        (1951, 13_771, 64, 100, 0.995),  # 1024 tiles: nearly eight
+        (4096, 20_000, 33, 0, 1.01),  # 1056 tiles: eight
+    ],
+)
+def test_dividing_the_last_wave_takes_less_than_one_more(query_len, seq_len, heads, num_cut, cost):
+    made, found = cut_last_wave(make_batch([query_len], [seq_len], heads))
+    assert sum(len(places) > 1 for places in found.values()) in (num_cut, num_cut + PROGRAMS)
+    waves = -(-len(found) // PROGRAMS)
+    mean = (seq_len - query_len / 2) / TILE_N
+    ends = [0.0] * PROGRAMS  # when each program has finished what it has drawn
+    for number in range(made.num_splits):
+        is_whole = number < made.num_whole
+        next_one = ends.index(min(ends))
+        ends[next_one] += 2.0 + (mean if is_whole else mean / made.num_parts)
+    merging = 3.0 + 0.75 * made.num_parts if made.num_parts > 1 else 0.0
+    assert max(ends) + merging <= cost * waves * (mean + 2.0)
 
 
 def test_a_batch_without_long_sequences_has_no_splits():
@@ -348,7 +469,9 @@ FEW = {
         ({"max_seq_len": 8192}, True),
         ({"num_tokens": 8192, "max_query_len": 8192, "max_seq_len": 8192}, False),
         ({"num_seqs": 32, "num_tokens": 32 * 512, "max_seq_len": 27_512}, False),
-        ({"num_tokens": 1600, "max_query_len": 1600}, False),  # 13 tiles of 16 heads
+        ({"num_tokens": 1600, "max_query_len": 1600}, True),  # 200 tiles: one and a half waves
+        ({"num_tokens": 2048, "max_query_len": 2048}, False),  # 256: nearly two
+        ({"num_tokens": 1600, "max_query_len": 1600, "max_seq_len": 8_000}, False),
         ({"num_seqs": 9, "num_tokens": 16_000, "short": 8}, False),
         ({"max_seq_len": 1_500}, False),
         ({"num_tokens": 1024, "max_query_len": 1024, "max_seq_len": 1024, "num_heads": 4}, False),
@@ -359,7 +482,8 @@ def test_the_host_leaves_batches_that_fill_the_gpu_as_they_are(change, may):
     assert divides_keys(tiling_of(128, 128), 132, **(FEW | change)) is may
 
 
-def test_heads_lie_side_by_side_where_tokens_are_few():
+def test_heads_of_a_group_lie_side_by_side():
     wide = TILINGS[1]
-    assert [pack_of(8, n, wide) for n in (16, 17, 33, 65, 128)] == [8, 4, 2, 1, 1]
+    assert [pack_of(64, n, wide) for n in (2, 4, 5, 16, 17, 4096)] == [64, 32, 16, 8, 8, 8]
+    assert [pack_of(group, 4096, wide) for group in (1, 2, 4, 6, 7, 8)] == [1, 2, 4, 2, 1, 8]
     assert pack_of(6, 9, wide) == 2

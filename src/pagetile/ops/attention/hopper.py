@@ -59,7 +59,6 @@ def run(
         key_starts,
         None,
         max_query_len=problem.max_query_len,
-        max_seq_len=problem.max_seq_len,
         softmax_scale=options.softmax_scale,
         causal=options.causal,
         sliding_window=options.sliding_window,

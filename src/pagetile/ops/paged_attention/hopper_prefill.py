@@ -96,7 +96,6 @@ def _run(
         batch.seq_lens,
         batch.block_tables,
         max_query_len=batch.max_query_len,
-        max_seq_len=batch.max_seq_len,
         softmax_scale=call.softmax_scale,
         causal=call.causal,
         sliding_window=call.sliding_window,

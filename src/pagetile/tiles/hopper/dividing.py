@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .tiling import Tiling
 
-__all__ = ["MOST_SEQS", "SLOTS", "divides_keys", "pack_of"]
+__all__ = ["MOST_DRAWN_SEQS", "MOST_SEQS", "SLOTS", "divides_keys", "pack_of"]
 
 LEAST_KEYS = 1024
 """Of a split, unless it is its tile's last."""
@@ -23,6 +23,9 @@ MOST_SPLITS = 32
 MOST_SEQS = 2048
 """Sequences of a batch whose keys are divided: shared memory holds a number for each."""
 
+MOST_DRAWN_SEQS = 32
+"""Sequences of unequal lengths whose tiles are drawn: a warp has a lane for each."""
+
 SLOTS = 512
 """Partial results of a launch: 32 MiB of float32 for heads of up to 128, 64 MiB for wider ones."""
 
@@ -31,16 +34,23 @@ ITEM_COST = 2.0
 SPLIT_COST = 3.0
 MERGE_COST = 0.75  # for values of 128
 
-_ROWS = 64  # of a warpgroup
+_ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
+_USUAL_PACK = 8  # heads in a tile
+_LONG_KEYS = 10_240  # with which dividing the tiles of a last wave pays
+_WAVES_GAIN = 1.12  # at least how much longer whole waves take than an even share
 
 
 def pack_of(group: int, max_query_len: int, tiling: Tiling) -> int:
-    """Return the heads beside each other in a tile: more when there are few tokens to fill it."""
+    """Return the heads beside each other in a tile: more when there are few tokens to fill it.
+
+    Up to eight even where one head's tokens would fill it: fewer rows of a sequence's last tile are
+    empty, and fewer keys of a tile masked.
+    """
     pack = 1
     while (
         pack < _ROWS
         and group % (2 * pack) == 0
-        and 2 * pack * max_query_len <= tiling.warpgroups * _ROWS
+        and (2 * pack <= _USUAL_PACK or 2 * pack * max_query_len <= tiling.warpgroups * _ROWS)
     ):
         pack *= 2
     return pack
@@ -61,7 +71,9 @@ def divides_keys(
     """Return whether a batch may leave multiprocessors idle that splits of keys could occupy.
 
     So it may if its tiles are too few for one and a half waves of programs, as far as the host
-    knows, and if queries may see more than two splits' keys on average. Otherwise the kernel that
+    knows, and if queries may see more than two splits' keys on average. So it may, too, if its
+    last wave is far from full and keys are long: then only that wave's tiles are divided (heads of
+    64 lose more by the smaller tiles of the kernel that divides keys). Otherwise the kernel that
     does not divide keys runs.
 
     Args:
@@ -78,11 +90,15 @@ def divides_keys(
     if num_seqs > MOST_SEQS or 2 * max_seq_len - max_query_len <= 4 * LEAST_KEYS:
         return False
     rows = tiling.warpgroups * _ROWS
+    pack = pack_of(group, max_query_len, tiling)
     if num_tokens == num_seqs * max_query_len:
-        pack = pack_of(group, max_query_len, tiling)
         items = num_seqs * -(-max_query_len * pack // rows) * (num_heads // pack)
     else:  # all sequences but one may be short
         if max_seq_len <= MOST_MIXED_KEYS:
             return False
         items = max(0, num_tokens - (num_seqs - 1) * short) * num_heads // rows
-    return 2 * items < 3 * num_programs
+    if 2 * items < 3 * num_programs:
+        return True
+    if tiling.width <= _COLUMNS or num_seqs > MOST_DRAWN_SEQS or max_seq_len < _LONG_KEYS:
+        return False
+    return -(-items // num_programs) * num_programs >= _WAVES_GAIN * items

@@ -58,7 +58,7 @@ from .load import (
 )
 from .merge import finish_split
 from .ring import make_ring
-from .schedule import LIST_FIELDS, Batch, TileLists, make_tile_metadata
+from .schedule import LIST_FIELDS, Batch, TileLists, make_tile_metadata, make_tile_queue
 from .softmax import (
     LOG2_E,
     Scoring,
@@ -73,7 +73,7 @@ from .softmax import (
     warpgroup_barrier,
     weigh,
 )
-from .splits import make_split_schedule
+from .splits import make_last_wave, make_split_schedule
 
 __all__ = ["forward_kernel"]
 
@@ -90,9 +90,10 @@ def _compute_role(
     S_LAYOUT: gl.constexpr = product_layout(TILE_N)
     if config.PINGPONG and WG == config.WARPGROUPS - 1:
         scheduler_arrive(0)
+    STREAM: gl.constexpr = WG if config.EARLY else 0
     tile_use = 0
     use = 0
-    q_ring.barriers.wait_full(0, tile_use)
+    q_ring.barriers.wait_full(STREAM, tile_use)
     num_tiles = metadata.read(tile_use, NUM_TILES)
     if num_tiles > 0:
         k_ring.barriers.wait_full(0, use)
@@ -102,6 +103,8 @@ def _compute_role(
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.barriers.release(0, use)
+    if config.EARLY:
+        q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
     s = _scale_keys(s, k_scales, use)
     given = scoring
     scoring = _scale_scores(given, metadata, tile_use, config)
@@ -129,7 +132,8 @@ def _compute_role(
             causal_limit += gl.load(listed) * TILE_N
             state = (use, p, acc, m, l, causal_limit)
         operands = (
-            q, k_ring, v_ring, k_scales, first_full, first_left, listed, scoring, slope, config
+            q, k_ring, v_ring, k_scales, first_full, first_left, listed, scoring, slope, config,
+            q_ring, tile_use, num_tiles - 2,
         )  # fmt: skip
         if WIDTH <= 128:
             state = _walk(0, num_tiles - 1, None, state, operands, WG)
@@ -150,15 +154,25 @@ def _compute_role(
             )  # fmt: skip
         if config.SCALES == "head":
             v_scale = metadata.read(tile_use, V_SCALE).to(gl.float32, bitcast=True)
-        q_ring.barriers.release(0, tile_use)
+        if not config.EARLY:
+            q_ring.barriers.release(0, tile_use)
 
         # The last product with values overlaps the next tile's first product with keys. After the
         # last tile that is one extra product on stale data, whose result is discarded.
         tile_use += 1
-        q_ring.barriers.wait_full(0, tile_use)
+        if config.EARLY:  # the product goes on while the next queries are loaded
+            if config.PINGPONG:
+                scheduler_wait(WG)
+            v_ring.barriers.wait_full(0, use)
+            acc = _add_values(p, v_ring.operand(use, config.ATOMS), acc, config)
+        q_ring.barriers.wait_full(STREAM, tile_use)
         num_tiles = metadata.read(tile_use, NUM_TILES)
         q = _find_queries(q_ring, tile_use, config, WG)
-        s, acc = _multiply(q, k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG)
+        if config.EARLY:
+            s, acc = _score_next(q, k_ring, use, acc, num_tiles > 0, config, WG)
+            q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
+        else:
+            s, acc = _multiply(q, k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG)
         s = _scale_keys(s, k_scales, use + 1)
         scoring = _scale_scores(given, metadata, tile_use, config)
         slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
@@ -344,10 +358,34 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
 
 
 @gluon.jit
+def _score_next(q, k_ring, use, acc, has_next, config, WG: gl.constexpr):
+    """Scores of the next tile's first keys, behind the product that is under way."""
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    s = gl.zeros([ROWS, TILE_N], gl.float32, product_layout(TILE_N))
+    if has_next:
+        k_ring.barriers.wait_full(0, use + 1)
+    s = _score(q, _find_keys(k_ring, use + 1, config), s, config)
+    if config.PINGPONG:
+        scheduler_arrive((WG + 1) % config.WARPGROUPS)
+    if len(acc) == 1:
+        s, first = warpgroup_mma_wait(0, deps=(s, acc[0]))
+        acc = (first,)
+    else:
+        s, first, second = warpgroup_mma_wait(0, deps=(s, acc[0], acc[1]))
+        acc = (first, second)
+    if has_next:
+        k_ring.barriers.release(0, use + 1)
+    return s, acc
+
+
+@gluon.jit
 def _walk(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
     """Visit some tiles to the left; ``MASKED``: all, none, or (None) those at both ends."""
     use, p, acc, m, l, causal_limit = state
-    q, k_ring, v_ring, k_scales, first_full, first_left, listed, scoring, slope, config = operands
+    (
+        q, k_ring, v_ring, k_scales, first_full, first_left, listed, scoring, slope, config,
+        q_ring, tile_use, last_step,
+    ) = operands  # fmt: skip
     for step in range(first, end):
         limit = causal_limit
         if config.SPARSE:
@@ -359,7 +397,7 @@ def _walk(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
         masked = (step < first_full) | (step >= first_left) if MASKED is None else MASKED
         p, acc, m, l = _attend_tile(
             q, k_ring, v_ring, k_scales, use, p, acc, m, l, limit, scoring, slope, masked, config,
-            WG,
+            WG, q_ring, tile_use, step == last_step,
         )  # fmt: skip
         use += 1
     return use, p, acc, m, l, causal_limit
@@ -368,11 +406,13 @@ def _walk(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
 @gluon.jit
 def _attend_tile(
     q, k_ring, v_ring, k_scales, use, p, acc, m, l, causal_limit, scoring, slope, masked, config,
-    WG: gl.constexpr,
+    WG: gl.constexpr, q_ring, tile_use, is_last,
 ):  # fmt: skip
     """One step: the product with this use's values, and the softmax of the next use's scores."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, config, WG)
+    if config.EARLY:
+        q_ring.barriers.release_if(WG, tile_use, is_last)
     s = _scale_keys(s, k_scales, use + 1)
     s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
     weights, decay, m, l = weigh(s, m, l, scoring.scale)
@@ -413,6 +453,7 @@ def forward_kernel(
     lengths,  # [num_seqs] keys of each sequence; or, of ragged ones, cu_seqlens_k [num_seqs + 1]
     block_tables,  # [num_seqs, max_blocks_per_seq]
     lists,  # int32 [num_seqs or 1, num_heads or 1, seq_tiles, list_pitch], if SPARSE
+    drawn,  # int32 [1] of 0, left as 0, where programs draw their tiles
     # scalars
     num_seqs,
     block_rows,
@@ -420,7 +461,6 @@ def forward_kernel(
     group,
     num_tiles,
     seq_tiles,
-    section,
     short,
     window,
     scale,  # of products, or under a cap of their hyperbolic tangents
@@ -477,6 +517,8 @@ def forward_kernel(
     REGISTERS: gl.constexpr,
     SPARSE: gl.constexpr,
     SPLITS: gl.constexpr,
+    DRAWS: gl.constexpr,
+    EARLY: gl.constexpr,
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
 ):
@@ -485,26 +527,43 @@ def forward_kernel(
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, PACKED, SCALES,
+        KEY_TILES, DRAWS, EARLY, PACKED, SCALES,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
-        num_tiles, seq_tiles, section, num_heads // PACK, group, short, window,
+        num_tiles, seq_tiles, num_heads // PACK, group, short, window,
         TileLists(lists, list_seq, list_head, list_pitch),
     )  # fmt: skip
     scoring = Scoring(window, scale, inner, slopes, lists)
-    q_ring = make_ring(q_desc.dtype, ROWS, WIDTH, Q_STAGES, WARPGROUPS * KEY_TILES, WARPGROUPS)
+    q_ring = make_ring(
+        q_desc.dtype,
+        ROWS,
+        WIDTH,
+        Q_STAGES,
+        WARPGROUPS * KEY_TILES,
+        1 if EARLY else WARPGROUPS,
+        WARPGROUPS if EARLY else 1,
+    )
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
     # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
     V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
     v_ring = make_ring(V_DTYPE, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
-    metadata = make_tile_metadata(Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8)
+    metadata = make_tile_metadata(
+        4 if EARLY else Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8
+    )
     schedule = ()
-    if SPLITS:
+    if SPLITS and DRAWS:
+        schedule = make_last_wave(
+            batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, config
+        )
+    elif SPLITS:
         schedule = make_split_schedule(
             batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, CAUSAL,
             HAS_WINDOW,
         )  # fmt: skip
+    queue = ()
+    if DRAWS:
+        queue = make_tile_queue(drawn)
     staged = ()
     if STAGED:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -533,13 +592,15 @@ def forward_kernel(
     EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
     LOADING: gl.constexpr = GATHERING_WARPS if GATHER else 1
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
+    keys = q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config
+    values = v, batch, schedule, queue, v_ring, config
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
-                (load_values_role, (v, batch, schedule, v_ring, config)),
+                (load_keys_role, keys),
+                (load_values_role, values),
             ],
             [4, LOADING, LOADING],
             [REGISTERS, LOAD, LOAD],
@@ -550,8 +611,8 @@ def forward_kernel(
                 (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
                 (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                (load_keys_role, (q_desc, k, batch, schedule, metadata, q_ring, k_ring, config)),
-                (load_values_role, (v, batch, schedule, v_ring, config)),
+                (load_keys_role, keys),
+                (load_values_role, values),
             ],
             [4, 4, LOADING, LOADING],
             [REGISTERS, REGISTERS, LOAD, LOAD],

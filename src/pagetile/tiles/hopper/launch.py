@@ -16,7 +16,7 @@ from ...device import DeviceInfo
 from ..triton.launch import POINTERS, as_floats, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from ..triton.workspace import borrow
-from .dividing import SLOTS, pack_of
+from .dividing import MOST_DRAWN_SEQS, SLOTS, pack_of
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align
 from .tiling import PACKED_FORMATS, TILINGS, UNIT, ForwardConfig, width_of
@@ -33,7 +33,6 @@ _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
 _SMALLEST_CAP = 1e-6  # scores are divided by it in float32
 _LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
-_SHARED_KEYS = 36 << 20  # bytes of keys and values that stay in the second-level cache
 
 
 def refuse_device(device: DeviceInfo) -> str | None:
@@ -75,7 +74,6 @@ def attend(
     block_tables: Tensor | None,
     *,
     max_query_len: int,
-    max_seq_len: int,
     softmax_scale: float,
     causal: bool,
     sliding_window: int | None,
@@ -103,7 +101,6 @@ def attend(
             int32 ``[num_seqs + 1]``.
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``.
         max_query_len: At least the most queries of a sequence.
-        max_seq_len: At least the most keys of one; bounds what should share a cache.
         softmax_scale: Multiplies ``q · k``.
         causal: Whether a query sees only keys at or before its own.
         sliding_window: How many keys a query sees; ``None``: all.
@@ -132,13 +129,15 @@ def attend(
         k, v = k[None], v[None]
     block_size = k.shape[1] if block_tables is not None else 0
     num_heads, group = q.shape[1], q.shape[1] // k.shape[2]
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    is_uniform = not splits and q.shape[0] == num_seqs * max_query_len
     config = ForwardConfig(
         dtype=q.dtype,
         head_size=q.shape[2],
         block_size=block_size,
         causal=causal,
         has_window=sliding_window is not None,
-        uniform=not splits and q.shape[0] == (cu_seqlens_q.shape[0] - 1) * max_query_len,
+        uniform=is_uniform,
         pack=1,
         v_head_size=None if v.shape[-1] == q.shape[2] else v.shape[-1],
         is_sparse=lists is not None,
@@ -155,11 +154,18 @@ def attend(
     if config.gathers and _is_far(k, v):
         config = dataclasses.replace(config, is_far=True)
     num_programs = DeviceInfo.of(q.device).num_workers
-    tiles, seq_tiles, section = _schedule(
-        config, q, cu_seqlens_q.shape[0] - 1, max_query_len, max_seq_len, group, num_programs
-    )
+    tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
-    scratch = _borrow(config, q) if splits else ()
+    # Whole waves of tiles are drawn even where keys are divided: see ``splits.LastWave``.
+    has_waves = not splits or 2 * tiles >= 3 * num_programs
+    if has_waves and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:
+        config = dataclasses.replace(config, few_seqs=True)
+    scratch: tuple[Tensor, ...] = ()
+    drawn = lengths
+    if splits:
+        *scratch, drawn = _borrow(config, q)  # type: ignore[assignment]
+    elif config.draws:
+        drawn = _borrow_on(q, (0, 0, 1))[2]
     scales: tuple[Any, ...] = ()
     if k_scale is not None and v_scale is not None:
         scales = k_scale, v_scale, *_scale_strides(k_scale), *_scale_strides(v_scale)
@@ -176,13 +182,13 @@ def attend(
         lengths,
         lengths if block_tables is None else block_tables,
         lengths if lists is None else lists,
-        cu_seqlens_q.shape[0] - 1,
+        drawn,
+        num_seqs,
         block_rows,
         num_heads,
         group,
         tiles,
         seq_tiles,
-        section,
         short,
         window_of(sliding_window),
         (softmax_scale if logits_soft_cap is None else logits_soft_cap) * _LOG2_E,
@@ -211,39 +217,35 @@ def _list_strides(lists: Tensor) -> tuple[int, int, int]:
     return pitch, num_heads * tiles if num_seqs > 1 else 0, tiles if num_heads > 1 else 0
 
 
-def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scratch for partial results: see ``splits.SplitSchedule``."""
+def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scratch for partial results, as ``splits.SplitSchedule`` says, and a counter of tiles."""
     places = SLOTS * config.tiling.warpgroups
-    device, rows = q.get_device(), places * _ROWS
-    sizes = rows * width_of(config.sizes[1]), 2 * rows, places
-    if device == torch.cuda.current_device():
+    rows = places * _ROWS
+    sizes = rows * width_of(config.sizes[1]), 2 * rows, places + 1
+    accs, sums, arrivals = _borrow_on(q, sizes)
+    return accs, sums, arrivals, arrivals[places:]
+
+
+def _borrow_on(q: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory as ``workspace.borrow`` lends it, on the device of a tensor."""
+    device = q.get_device()
+    if device < 0 or device == torch.cuda.current_device():
         return borrow(device, sizes)
     with torch.cuda.device(device):
         return borrow(device, sizes)
 
 
-def _schedule(
-    config: ForwardConfig,
-    q: Tensor,
-    num_seqs: int,
-    max_query_len: int,
-    max_seq_len: int,
-    group: int,
-    num_programs: int,
-) -> tuple[int, int, int]:
-    """Number of tiles, of tiles along a sequence (or all of them), and the size of a section."""
+def _count_tiles(
+    config: ForwardConfig, q: Tensor, num_seqs: int, max_query_len: int
+) -> tuple[int, int]:
+    """Most tiles there may be, and of those along a sequence or, of unequal ones, along all."""
     tokens = config.tiling.warpgroups * _ROWS // config.pack
     heads = q.shape[1] // config.pack
-    pairs = num_seqs * heads
-    if not config.uniform:
-        seq_tiles = q.shape[0] // tokens + num_seqs
-        return seq_tiles * heads, seq_tiles, 1
-    seq_tiles = -(-max_query_len // tokens)
-    # Half or a quarter of the programs divide most barriers evenly; else everything is one section.
-    itemsize = q.element_size() if config.packed == "none" else 1
-    head_bytes = 2 * max_seq_len * q.shape[2] * itemsize * config.pack // group
-    fitting = [n for n in (num_programs // 2, num_programs // 4) if n * head_bytes < _SHARED_KEYS]
-    return pairs * seq_tiles, seq_tiles, max(1, min([*fitting[:1], pairs]))
+    if config.uniform:
+        seq_tiles = -(-max_query_len // tokens)
+        return num_seqs * heads * seq_tiles, seq_tiles
+    seq_tiles = q.shape[0] // tokens + num_seqs
+    return seq_tiles * heads, seq_tiles
 
 
 _Sources = tuple[tuple[Any, Any], int, tuple[int, ...]]
@@ -339,8 +341,9 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "lengths": "*i32",
         "block_tables": "*i32",
         "lists": "*i32",
+        "drawn": "*i32",
     }
-    scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles section short window"
+    scalars = "num_seqs block_rows num_heads group num_tiles seq_tiles short window"
     types |= dict.fromkeys(scalars.split(), "i32")
     types |= {"scale": "fp32", "inner": "fp32"}
     types |= dict.fromkeys(("list_pitch", "list_seq", "list_head", "table_stride"), "i32")
@@ -384,6 +387,8 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "REGISTERS": tiling.registers,
         "SPARSE": config.is_sparse,
         "SPLITS": config.splits,
+        "DRAWS": config.draws,
+        "EARLY": tiling.q_stages == 1,
         "PACKED": config.packed,
         "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
     }

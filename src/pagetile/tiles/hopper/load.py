@@ -17,12 +17,13 @@ from .record import record
 from .schedule import (
     LIST_FIELDS,
     OUT_OF_BOUNDS,
+    count_tiles,
     find_tile,
     key_tiles,
     listed_tiles,
     tile_of_iteration,
 )
-from .splits import cut_range, find_split
+from .splits import cut_range, find_in_waves, find_split
 
 __all__ = ["COLUMNS", "ROWS", "KernelConfig", "load_keys_role", "load_values_role"]
 
@@ -69,30 +70,27 @@ class KernelConfig:
     SPARSE: gl.constexpr  # tiles of keys are those on a list
     SPLITS: gl.constexpr  # programs may share a tile's keys
     KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
+    DRAWS: gl.constexpr  # programs draw tiles from a queue that they share
+    EARLY: gl.constexpr  # each warpgroup gives up its queries after their last product with keys
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
     SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
 
 
 @gluon.jit
-def _count_tiles(batch, schedule, config):
-    """Tiles of all programs, or splits of tiles."""
-    return schedule.num_splits if config.SPLITS else batch.num_tiles
-
-
-@gluon.jit
-def _next_tile(batch, schedule, iteration, TILE_N: gl.constexpr, config):
-    """This program's tile of an iteration, and whether there is one."""
+def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
+    """A numbered tile, and whether there is one."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
-    number = tile_of_iteration(iteration)
-    num_tiles = _count_tiles(batch, schedule, config)
-    known = gl.minimum(number, num_tiles - 1)
-    place = (0, 1, 0)
-    if config.SPLITS:
+    num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
+    known = number if config.DRAWS else gl.minimum(number, num_tiles - 1)
+    place = (0, 1, 0, 0)
+    if config.SPLITS and config.DRAWS:
+        seq, token, head, place = find_in_waves(batch, schedule, known, TOKENS, TILE_N, config)
+    elif config.SPLITS:
         seq, token, head, place = find_split(
             batch, schedule, known, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
         )
     else:
-        seq, token, head = find_tile(batch, known, TOKENS, config.UNIFORM)
+        seq, token, head = find_tile(batch, known, TOKENS, config)
     q_start = gl.load(batch.cu_seqlens_q + seq)
     query_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
     k_start = 0
@@ -115,68 +113,124 @@ def _next_tile(batch, schedule, iteration, TILE_N: gl.constexpr, config):
 
 
 @gluon.jit
-def load_keys_role(q_desc, k, batch, schedule, metadata, q_ring, k_ring, config):
+def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, load them and their keys."""
-    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     tile_use = 0
     use = 0
-    for iteration in range(gl.cdiv(_count_tiles(batch, schedule, config), gl.num_programs(0))):
-        exists, q_start, query_len, token, head, keys, record, place = _next_tile(
-            batch, schedule, iteration, TILE_N, config
-        )
-        if exists:
-            seq_len = keys[2]
-            position = seq_len - query_len + token
-            if config.SPARSE:
-                begin, end = 0, 0
-                num_tiles, num_right, num_full, origin, num_keys = listed_tiles(
-                    batch.tile_lists.lists + record, seq_len, TILE_N
-                )
-            else:
-                begin, full_begin, full_end, end = key_tiles(
-                    position, seq_len, batch.window, TOKENS, TILE_N, config.CAUSAL,
-                    config.HAS_WINDOW,
-                )  # fmt: skip
-                if config.SPLITS:
-                    begin, full_begin, full_end, end = cut_range(
-                        begin, full_begin, full_end, end, place, schedule.split_tiles
-                    )
-                origin = (end - 1) * TILE_N
-                num_tiles, num_right = end - begin, end - 1 - full_end
-                num_full, num_keys = full_end - full_begin, seq_len - origin
-            if config.SCALES == "head":
-                k_scale, v_scale = k[1][0].bits(keys[4])
-            q_ring.barriers.wait_empty(0, tile_use)
-            if config.SCALES == "head":
-                metadata.write(tile_use, K_SCALE, k_scale)
-                metadata.write(tile_use, V_SCALE, v_scale)
-            metadata.write(tile_use, NUM_TILES, num_tiles)
-            metadata.write(tile_use, NUM_RIGHT, num_right)
-            metadata.write(tile_use, NUM_FULL, num_full)
-            metadata.write(tile_use, CAUSAL_LIMIT, position - origin)
-            metadata.write(tile_use, NUM_KEYS, num_keys)
-            if config.SPARSE:
-                metadata.write(tile_use, RECORD, record)
+    if config.DRAWS:
+        count = 0
+        number = gl.program_id(0)
+        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, TOKENS, config)
+        queue.push(count, number)
+        while number < num_tiles:
+            tile_use, use, number = _load_work(
+                q_desc, k, batch, schedule, queue, count, num_tiles, number, metadata, q_ring,
+                k_ring, tile_use, use, config,
+            )  # fmt: skip
+            count += 1
+    else:
+        num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
+        for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
+            tile_use, use, _ = _load_work(
+                q_desc, k, batch, schedule, queue, 0, num_tiles, tile_of_iteration(iteration),
+                metadata, q_ring, k_ring, tile_use, use, config,
+            )  # fmt: skip
+    if config.EARLY:
+        metadata.write(tile_use, NUM_TILES, 0)
+        for w in gl.static_range(config.WARPGROUPS):
+            q_ring.barriers.wait_empty(w, tile_use)
+            q_ring.barriers.fill(w, tile_use)
+    else:
+        q_ring.barriers.wait_empty(0, tile_use)
+        metadata.write(tile_use, NUM_TILES, 0)
+        _loader_barrier(config)
+        q_ring.barriers.fill(0, tile_use)
+
+
+@gluon.jit
+def _load_work(
+    q_desc, k, batch, schedule, queue, count, num_numbers, number, metadata, q_ring, k_ring,
+    tile_use, use, config,
+):  # fmt: skip
+    """Load a numbered tile's queries and keys, if it exists, and draw the next number meanwhile.
+
+    Returns the rings' next uses, and the number.
+    """
+    TILE_N: gl.constexpr = k_ring.tiles.shape[1]
+    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
+    exists, q_start, query_len, token, head, keys, record, place = _find_work(
+        batch, schedule, number, TILE_N, config
+    )
+    next_number = 0
+    if exists:
+        seq_len = keys[2]
+        position = seq_len - query_len + token
+        if config.SPARSE:
+            begin, end = 0, 0
+            num_tiles, num_right, num_full, origin, num_keys = listed_tiles(
+                batch.tile_lists.lists + record, seq_len, TILE_N
+            )
+        else:
+            begin, full_begin, full_end, end = key_tiles(
+                position, seq_len, batch.window, TOKENS, TILE_N, config.CAUSAL,
+                config.HAS_WINDOW,
+            )  # fmt: skip
             if config.SPLITS:
-                metadata.write(tile_use, SPLIT, place[0])
-                metadata.write(tile_use, COUNT, place[1])
-                metadata.write(tile_use, SLOT, place[2])
-            metadata.write(tile_use, TOKEN, q_start + token)
-            metadata.write(tile_use, NUM_TOKENS, query_len - token)
-            metadata.write(tile_use, HEAD, head)
-            _loader_barrier(config)
-            _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
-            tile_use += 1
-            if config.SPARSE:
-                listed = batch.tile_lists.lists + record
-                use = _load_listed(k, k_ring, use, listed, keys, config)
-            else:
-                use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
-    q_ring.barriers.wait_empty(0, tile_use)
-    metadata.write(tile_use, NUM_TILES, 0)
-    _loader_barrier(config)
-    q_ring.barriers.fill(0, tile_use)
+                begin, full_begin, full_end, end = cut_range(
+                    begin, full_begin, full_end, end, place
+                )
+            origin = (end - 1) * TILE_N
+            num_tiles, num_right = end - begin, end - 1 - full_end
+            num_full, num_keys = full_end - full_begin, seq_len - origin
+        if config.SCALES == "head":
+            k_scale, v_scale = k[1][0].bits(keys[4])
+        FIRST: gl.constexpr = config.EARLY and not config.GATHER and not config.SPARSE
+        if FIRST:  # while the queries before are still in use
+            use = _load_tiles(k, k_ring, use, end - 1, end, keys, config.HEAD_SIZE, config)
+            end -= 1
+        if not config.EARLY:
+            q_ring.barriers.wait_empty(0, tile_use)
+        if config.SCALES == "head":
+            metadata.write(tile_use, K_SCALE, k_scale)
+            metadata.write(tile_use, V_SCALE, v_scale)
+        metadata.write(tile_use, NUM_TILES, num_tiles)
+        metadata.write(tile_use, NUM_RIGHT, num_right)
+        metadata.write(tile_use, NUM_FULL, num_full)
+        metadata.write(tile_use, CAUSAL_LIMIT, position - origin)
+        metadata.write(tile_use, NUM_KEYS, num_keys)
+        if config.SPARSE:
+            metadata.write(tile_use, RECORD, record)
+        if config.SPLITS:
+            metadata.write(tile_use, SPLIT, place[0])
+            metadata.write(tile_use, COUNT, place[1])
+            metadata.write(tile_use, SLOT, place[2])
+        metadata.write(tile_use, TOKEN, q_start + token)
+        metadata.write(tile_use, NUM_TOKENS, query_len - token)
+        metadata.write(tile_use, HEAD, head)
+        _loader_barrier(config)
+        _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
+        tile_use += 1
+        # While the ring of keys is full, the counter's latency costs nothing.
+        next_number = _draw_next(queue, count, num_numbers, config)
+        if config.SPARSE:
+            listed = batch.tile_lists.lists + record
+            use = _load_listed(k, k_ring, use, listed, keys, config)
+        else:
+            use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
+    else:
+        next_number = _draw_next(queue, count, num_numbers, config)
+    return tile_use, use, next_number
+
+
+@gluon.jit
+def _draw_next(queue, count, num_numbers, config):
+    """Draw a number and hand it to the warp of the values."""
+    number = 0
+    if config.DRAWS:
+        number = queue.draw(num_numbers)
+        queue.push(count + 1, number)
+    return number
 
 
 @gluon.jit
@@ -187,44 +241,75 @@ def _loader_barrier(config):
 
 
 @gluon.jit
-def load_values_role(v, batch, schedule, v_ring, config):
+def load_values_role(v, batch, schedule, queue, v_ring, config):
     """Find the same tiles of queries, and load their values."""
-    TILE_N: gl.constexpr = v_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     use = 0
-    for iteration in range(gl.cdiv(_count_tiles(batch, schedule, config), gl.num_programs(0))):
-        exists, _, query_len, token, _, keys, record, place = _next_tile(
-            batch, schedule, iteration, TILE_N, config
-        )
-        if exists:
-            if config.SPARSE:
-                listed = batch.tile_lists.lists + record
-                use = _load_listed(v, v_ring, use, listed, keys, config)
-            else:
-                seq_len = keys[2]
-                begin, full_begin, full_end, end = key_tiles(
-                    seq_len - query_len + token, seq_len, batch.window, TOKENS, TILE_N,
-                    config.CAUSAL, config.HAS_WINDOW,
-                )  # fmt: skip
-                if config.SPLITS:
-                    begin, _, _, end = cut_range(
-                        begin, full_begin, full_end, end, place, schedule.split_tiles
-                    )
-                use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
+    if config.DRAWS:
+        count = 0
+        number = queue.pop(count)
+        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, TOKENS, config)
+        while number < num_tiles:
+            use = _load_values(v, batch, schedule, number, v_ring, use, config)
+            count += 1
+            number = queue.pop(count)
+    else:
+        num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
+        for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
+            number = tile_of_iteration(iteration)
+            use = _load_values(v, batch, schedule, number, v_ring, use, config)
+
+
+@gluon.jit
+def _load_values(v, batch, schedule, number, v_ring, use, config):
+    """Load a numbered tile's values, if it exists; returns the ring's next use."""
+    TILE_N: gl.constexpr = v_ring.tiles.shape[1]
+    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
+    exists, _, query_len, token, _, keys, record, place = _find_work(
+        batch, schedule, number, TILE_N, config
+    )
+    if exists:
+        if config.SPARSE:
+            listed = batch.tile_lists.lists + record
+            use = _load_listed(v, v_ring, use, listed, keys, config)
+        else:
+            seq_len = keys[2]
+            begin, full_begin, full_end, end = key_tiles(
+                seq_len - query_len + token, seq_len, batch.window, TOKENS, TILE_N,
+                config.CAUSAL, config.HAS_WINDOW,
+            )  # fmt: skip
+            if config.SPLITS:
+                begin, _, _, end = cut_range(begin, full_begin, full_end, end, place)
+            use = _load_tiles(v, v_ring, use, begin, end, keys, config.V_SIZE, config)
+    return use
 
 
 @gluon.jit
 def _load_queries(desc, ring, use, token, head, config):
+    """Load queries of all warpgroups, or as each of them gives up those before."""
+    if config.EARLY:
+        BYTES: gl.constexpr = config.KEY_TILES * ROWS * ring.tiles.shape[2] * 2
+        for w in gl.static_range(config.WARPGROUPS):
+            ring.barriers.wait_empty(w, use)
+            ready = ring.barriers.expect(w, use, BYTES)
+            _load_rows(desc, ring, use, token, head, ready, config, w)
+    else:
+        ready = ring.expect(use)
+        for w in gl.static_range(config.WARPGROUPS):
+            _load_rows(desc, ring, use, token, head, ready, config, w)
+
+
+@gluon.jit
+def _load_rows(desc, ring, use, token, head, ready, config, WG: gl.constexpr):
+    """Load a warpgroup's queries."""
     PACK: gl.constexpr = config.PACK
     CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
-    ready = ring.expect(use)
-    for part in gl.static_range(ring.PARTS):
-        boxes = ring.tile(use, part)._reinterpret(
+    for i in gl.static_range(config.KEY_TILES):
+        boxes = ring.tile(use, WG * config.KEY_TILES + i)._reinterpret(
             ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
         )
-        at = token + part // config.KEY_TILES * (ROWS // PACK)
         for c in gl.static_range(CHUNKS):
-            where = [at, head * PACK, (part % config.KEY_TILES * CHUNKS + c) * COLUMNS]
+            where = [token + WG * (ROWS // PACK), head * PACK, (i * CHUNKS + c) * COLUMNS]
             tma.async_copy_global_to_shared(desc, where, ready, boxes.index(c))
 
 

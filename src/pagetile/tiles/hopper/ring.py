@@ -73,6 +73,11 @@ class PipelineBarriers:
         mbarrier.arrive(self.empty.index(self.slot(stream, use)))
 
     @gluon.jit
+    def release_if(self, stream, use, is_read):
+        """Release a use if this consumer has read it; without a branch."""
+        mbarrier.arrive(self.empty.index(self.slot(stream, use)), pred=is_read)
+
+    @gluon.jit
     def release_last(self, stream, use):
         """Release the use before this one, if there was any; without a branch."""
         last = self.slot(stream, use + self.STAGES - 1)
@@ -134,8 +139,9 @@ def make_ring(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    STREAMS: gl.constexpr = 1,
 ):
-    """A ring whose slots are all empty."""
+    """A ring whose slots are all empty; of several ``STREAMS``, each has a share of the parts."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, ROWS, COLUMNS], LAYOUT)
-    return Ring(tiles, make_barriers(1, STAGES, 1, CONSUMERS), PARTS)
+    return Ring(tiles, make_barriers(STREAMS, STAGES, 1, CONSUMERS), PARTS)

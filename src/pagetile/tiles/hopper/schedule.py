@@ -12,18 +12,23 @@ many pairs of sequence and head as have keys that fit in the second-level cache 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .dividing import MOST_DRAWN_SEQS
 from .record import record
+from .ring import PipelineBarriers, make_barriers
 
 __all__ = [
     "Batch",
     "TileMetadata",
+    "TileQueue",
     "find_tile",
     "key_tiles",
     "make_tile_metadata",
+    "make_tile_queue",
     "tile_of_iteration",
 ]
 
 
+_MOST_DRAWN_SEQS = gl.constexpr(MOST_DRAWN_SEQS)
 LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has
 
@@ -59,7 +64,6 @@ class Batch:
     block_rows: gl.tensor  # rows of the cache, or groups of eight, from one block to the next
     num_tiles: gl.tensor
     seq_tiles: gl.tensor  # tiles of a sequence; of a batch of unequal ones, tiles of all
-    section: gl.tensor  # pairs of sequence and head
     num_heads: gl.tensor  # head groups: tiles beside each other that take the same tokens
     group: gl.tensor  # query heads that share a KV head
     short: gl.tensor  # sequences with up to so many queries are another kernel's
@@ -77,30 +81,143 @@ def tile_of_iteration(iteration):
     return iteration * width + place
 
 
+@record
+class TileQueue:
+    """The numbers of a program's tiles, from the warp that draws them to the one of the values."""
+
+    drawn: gl.tensor  # pointer to int32 0: tiles drawn beyond each program's first; left as 0
+    numbers: gl.shared_memory_descriptor  # [2, 1] int32
+    barriers: PipelineBarriers
+
+    @gluon.jit
+    def draw(self, num_tiles):
+        """The next tile that no program has taken; from ``num_tiles`` on there is none."""
+        drawn = gl.atomic_add(self.drawn, 1, sem="relaxed", scope="gpu")
+        # Every program draws once for each of its tiles, so this is the launch's last draw.
+        gl.store(self.drawn, 0, drawn == num_tiles - 1)
+        return drawn + gl.num_programs(0)
+
+    @gluon.jit
+    def push(self, use, number):
+        """Hand a number over."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.barriers.wait_empty(0, use)
+        field = self.numbers.index(self.barriers.slot(0, use))
+        field.store(gl.full([1], number, gl.int32, LAYOUT))
+        self.barriers.fill(0, use)
+
+    @gluon.jit
+    def pop(self, use):
+        """Take the next number over."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.barriers.wait_full(0, use)
+        number = gl.max(self.numbers.index(self.barriers.slot(0, use)).load(LAYOUT), 0)
+        self.barriers.release(0, use)
+        return number
+
+
 @gluon.jit
-def find_tile(batch, number, TOKENS: gl.constexpr, UNIFORM: gl.constexpr):
+def make_tile_queue(drawn):
+    """An empty queue; ``drawn`` points to a 0 that all programs share."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
+    return TileQueue(drawn, numbers, make_barriers(1, 2, 1, 1))
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def find_tile(batch, number, TOKENS: gl.constexpr, config):
     """Sequence, first token in it, and head of a tile; the token may lie past the end."""
-    if UNIFORM:
-        whole = number // (batch.section * batch.seq_tiles)
-        first_pair = whole * batch.section
-        rest = number - first_pair * batch.seq_tiles
-        width = gl.minimum(batch.section, batch.num_seqs * batch.num_heads - first_pair)
-        pair = first_pair + rest % width
-        tile = batch.seq_tiles - 1 - rest // width
-        return pair // batch.num_heads, tile * TOKENS, pair % batch.num_heads
+    if config.UNIFORM:
+        pair, tile = _place_in_sections(
+            batch.num_tiles - 1 - number, batch.seq_tiles, batch.num_seqs * batch.num_heads
+        )
+        seq, head = pair // batch.num_heads, pair % batch.num_heads
+    elif config.DRAWS:
+        seq, tile, head = _find_in_longest(batch, number, TOKENS, config)
     else:
         # Sequence i starts at tile cu_seqlens_q[i] // TOKENS + i, which leaves room for all.
         tile = batch.seq_tiles - 1 - number // batch.num_heads
-        low = 0
+        head = number % batch.num_heads
+        seq = 0
         high = batch.num_seqs
-        while high - low > 1:
-            middle = (low + high) // 2
+        while high - seq > 1:
+            middle = (seq + high) // 2
             if gl.load(batch.cu_seqlens_q + middle) // TOKENS + middle <= tile:
-                low = middle
+                seq = middle
             else:
                 high = middle
-        start = gl.load(batch.cu_seqlens_q + low) // TOKENS + low
-        return low, (tile - start) * TOKENS, number % batch.num_heads
+        tile -= gl.load(batch.cu_seqlens_q + seq) // TOKENS + seq
+    return seq, tile * TOKENS, head
+
+
+@gluon.jit
+def _place_in_sections(rest, num_tiles, num_pairs):
+    """Pair and tile of the number ``rest``, counted from the last, of pairs of equal length.
+
+    A section has two tiles for each program, or three where there are so few tiles that the last
+    section's long ones would end late.
+    """
+    programs = gl.num_programs(0)
+    at_once = gl.where(num_pairs * num_tiles <= 6 * programs, 3, 2)
+    section = gl.cdiv(at_once * programs, num_tiles)
+    whole = rest // (section * num_tiles)
+    end_pair = num_pairs - whole * section
+    rest -= whole * section * num_tiles
+    width = gl.minimum(section, end_pair)
+    return end_pair - 1 - rest % width, rest // width
+
+
+@gluon.jit
+def count_seq_tiles(batch, TOKENS: gl.constexpr):
+    """Each sequence's number, and its tiles; of up to ``MOST_DRAWN_SEQS`` sequences."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    seq = gl.arange(0, _MOST_DRAWN_SEQS, FLAT)
+    exists = seq < batch.num_seqs
+    query_len = gl.load(batch.cu_seqlens_q + seq + 1, exists, other=0)
+    query_len -= gl.load(batch.cu_seqlens_q + seq, exists, other=0)
+    return seq, gl.where(query_len > batch.short, (query_len + TOKENS - 1) // TOKENS, 0)
+
+
+@gluon.jit
+def count_tiles(batch, TOKENS: gl.constexpr, config):
+    """Tiles of all sequences and heads."""
+    if config.UNIFORM:
+        num_tiles = batch.num_tiles
+    else:
+        _, of_seqs = count_seq_tiles(batch, TOKENS)
+        num_tiles = gl.sum(of_seqs, 0) * batch.num_heads
+    return num_tiles
+
+
+@gluon.jit
+def _find_in_longest(batch, number, TOKENS: gl.constexpr, config):
+    """Sequence, tile and head of a number, sequences with the most keys first."""
+    seq, num_tiles = count_seq_tiles(batch, TOKENS)
+    num_tiles *= batch.num_heads
+    exists = seq < batch.num_seqs
+    seq_len = gl.load(batch.lengths + seq, exists, other=0)
+    if config.BLOCK_SIZE == 0:
+        seq_len = gl.load(batch.lengths + seq + 1, exists, other=0) - seq_len
+    low = -1  # sequences with more keys than this have more than ``number`` tiles
+    high = gl.max(seq_len, 0)
+    while high - low > 1:
+        middle = (low + high) // 2
+        has_more = gl.sum(gl.where(seq_len > middle, num_tiles, 0), 0) > number
+        low = gl.where(has_more, middle, low)
+        high = gl.where(has_more, high, middle)
+    number -= gl.sum(gl.where(seq_len > high, num_tiles, 0), 0)
+    equal = gl.where(seq_len == high, num_tiles, 0)
+    ends = gl.associative_scan(equal, 0, _add)
+    found = (number < ends) & (number >= ends - equal)
+    rest = gl.sum(gl.where(found, ends, 0), 0) - 1 - number
+    own_tiles = gl.max(gl.where(found, equal, 1), 0) // batch.num_heads
+    head, tile = _place_in_sections(rest, gl.maximum(own_tiles, 1), batch.num_heads)
+    return gl.max(gl.where(found, seq, 0), 0), tile, head
 
 
 @gluon.jit

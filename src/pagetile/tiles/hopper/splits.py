@@ -25,9 +25,17 @@ from triton.experimental.gluon import language as gl
 
 from .dividing import ITEM_COST, LEAST_KEYS, MERGE_COST, MOST_SEQS, MOST_SPLITS, SLOTS, SPLIT_COST
 from .record import record
-from .schedule import key_tiles
+from .schedule import count_seq_tiles, find_tile, key_tiles
 
-__all__ = ["SplitSchedule", "cut_range", "find_split", "make_split_schedule"]
+__all__ = [
+    "LastWave",
+    "SplitSchedule",
+    "cut_range",
+    "find_in_waves",
+    "find_split",
+    "make_last_wave",
+    "make_split_schedule",
+]
 
 _AT_ONCE = gl.constexpr(128)  # sequences
 _LEAST_KEYS = gl.constexpr(LEAST_KEYS)
@@ -55,6 +63,85 @@ class SplitSchedule:
         """Parts of all sequences before one."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         return gl.max(self.starts.index(seq).load(LAYOUT), 0)
+
+
+@record
+class LastWave:
+    """How a launch divides the keys of its last tiles: those that whole waves leave over."""
+
+    num_whole: gl.tensor  # tiles that are not divided, which come first
+    num_cut: gl.tensor  # tiles that are, or 1
+    num_parts: gl.tensor  # splits of each
+    num_splits: gl.tensor  # tiles that are not divided and splits
+    accs: gl.tensor  # as of a SplitSchedule
+    sums: gl.tensor
+    arrivals: gl.tensor
+
+
+@gluon.jit
+def make_last_wave(
+    batch, accs, sums, arrivals, TOKENS: gl.constexpr, TILE_N: gl.constexpr,
+    V_WIDTH: gl.constexpr, config,
+):  # fmt: skip
+    """Choose how many tiles are divided, and into how many splits, by the cost above."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    seq, num_tiles = count_seq_tiles(batch, TOKENS)
+    _, first, longest = _measure(batch, seq, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW)
+    work = gl.sum(num_tiles.to(gl.float32) * (first + longest).to(gl.float32), 0) * 0.5
+    tiles = gl.sum(num_tiles, 0)
+    mean = work / gl.maximum(tiles, 1)  # tiles of keys of a tile of queries
+    tiles *= batch.num_heads
+    programs = gl.num_programs(0)
+    parts = 1 + gl.arange(0, _MOST_SPLITS, FLAT)
+    length = mean / parts.to(gl.float32)
+    merging = _SPLIT_COST + (_MERGE_COST * V_WIDTH / 128) * parts.to(gl.float32)
+    merging = gl.where(parts > 1, merging, 0.0)
+    is_short = (parts > 1) & (length * TILE_N < _LEAST_KEYS)
+    best = float("inf")
+    num_cut = 0
+    num_parts = 1
+    for waves in gl.static_range(2):  # of tiles that are divided, beside those left over
+        cut = tiles % programs + waves * programs
+        rounds = (cut * parts + programs - 1) // programs
+        cost = (tiles - cut) / programs * (mean + _ITEM_COST)
+        costs = cost + rounds.to(gl.float32) * (length + _ITEM_COST) + merging
+        costs = gl.where(is_short | (cut * parts > _SLOTS), float("inf"), costs)
+        costs = gl.where((cut == 0) | (cut > tiles), float("inf"), costs)
+        least = gl.min(costs, 0)
+        fewest = gl.min(gl.where(costs == least, parts, _MOST_SPLITS), 0)
+        is_better = least < best
+        num_cut = gl.where(is_better, cut, num_cut)
+        num_parts = gl.where(is_better, fewest, num_parts)
+        best = gl.minimum(best, least)
+    num_cut = gl.where(num_parts > 1, num_cut, 0)
+    num_whole = tiles - num_cut
+    num_splits = num_whole + num_cut * num_parts
+    return LastWave(num_whole, gl.maximum(num_cut, 1), num_parts, num_splits, accs, sums, arrivals)
+
+
+@gluon.jit
+def find_in_waves(batch, schedule, number, TOKENS: gl.constexpr, TILE_N: gl.constexpr, config):
+    """Sequence, first token in it, and head of a numbered split, and its place in the tile.
+
+    The place is which of the tile's splits it is, how many there are, the first one's slot, and
+    tiles of keys of a split.
+    """
+    rest = number - schedule.num_whole
+    is_cut = rest >= 0
+    tile = gl.where(is_cut, schedule.num_whole + rest % schedule.num_cut, number)
+    split = gl.where(is_cut, rest // schedule.num_cut, 0)
+    slot = gl.where(is_cut, rest % schedule.num_cut * schedule.num_parts, 0)
+    seq, token, head = find_tile(batch, tile, TOKENS, config)
+    query_len = gl.load(batch.cu_seqlens_q + seq + 1) - gl.load(batch.cu_seqlens_q + seq)
+    seq_len = gl.load(batch.lengths + seq)
+    begin, _, _, end = key_tiles(
+        seq_len - query_len + token, seq_len, batch.window, TOKENS, TILE_N, config.CAUSAL,
+        config.HAS_WINDOW,
+    )  # fmt: skip
+    parts = gl.where(is_cut, schedule.num_parts, 1)
+    split_tiles = (end - begin + parts - 1) // parts
+    count = (end - begin + split_tiles - 1) // split_tiles
+    return seq, token, head, (split, count, slot, split_tiles)
 
 
 @gluon.jit
@@ -203,13 +290,13 @@ def find_split(
     )
     count = gl.minimum((end - begin + schedule.split_tiles - 1) // schedule.split_tiles, most)
     slot = start + (tile * batch.num_heads + head) * most
-    return low, token, head, (split, count, slot)
+    return low, token, head, (split, count, slot, schedule.split_tiles)
 
 
 @gluon.jit
-def cut_range(begin, full_begin, full_end, end, place, split_tiles):
+def cut_range(begin, full_begin, full_end, end, place):
     """The range of one split, as ``key_tiles`` returns a whole tile's."""
-    split, count, _ = place
+    split, count, _, split_tiles = place
     first = begin + split * split_tiles
     end = gl.where(split == count - 1, end, first + split_tiles)
     full_end = gl.maximum(gl.minimum(full_end, end - 1), first)

@@ -98,6 +98,8 @@ class ForwardConfig:
     """Whether programs may share the keys of a tile of queries; then it is paged."""
     packed: str = "none"
     """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
+    few_seqs: bool = False
+    """Whether a warp has a lane for each sequence, of which not all have as many queries."""
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
 
@@ -110,12 +112,18 @@ class ForwardConfig:
         )
 
     @property
+    def draws(self) -> bool:
+        """Whether programs draw their tiles from a shared counter, rather than taking turns."""
+        return self.uniform or self.few_seqs
+
+    @property
     def staged(self) -> bool:
         """Whether results leave by the copy engine.
 
-        Where keys are divided few are whole; scales of tokens need the shared memory.
+        Where keys of all tiles are divided few are whole; scales of tokens need the shared memory.
         """
-        return self.tiling.staged and not self.splits and not self.has_token_scales
+        has_whole = self.few_seqs or not self.splits
+        return self.tiling.staged and has_whole and not self.has_token_scales
 
     @property
     def sizes(self) -> tuple[int, int]:
