@@ -390,6 +390,26 @@ def test_long_sequences_match_torch_on_a_gpu(causal):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(1500,) * 2, (2000, 900, 100)], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_every_launch_begins_with_its_first_tile(size, lengths):
+    """Programs draw tiles from a counter, which each launch leaves at zero (decision 34)."""
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(sum(lengths), 32, size, dtype=BF16, device="cuda") for _ in range(3))
+    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True}
+    options |= {"max_query_len": max(lengths), "max_seq_len": max(lengths)}
+    expected = attention(q, k, v, **options).out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [attention(q, k, v, **options).out for _ in range(2)]
+    for _ in range(3):
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_on_a_gpu_where_a_sequence_is_nan(size):
     """All parts of a gradient are added to one sum, and only what belongs to it."""

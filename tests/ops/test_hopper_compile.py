@@ -62,7 +62,7 @@ CONFIGS = [
     ),
     # values of another width than keys
     (ForwardConfig(BF16, 192, 0, causal=True, uniform=True, v_head_size=128), 0),
-    (ForwardConfig(BF16, 192, 16, causal=True, uniform=True, v_head_size=128), 0),
+    (ForwardConfig(BF16, 192, 16, causal=True, uniform=True, v_head_size=128), 8),
     # lists of tiles
     (
         ForwardConfig(
@@ -78,7 +78,7 @@ CONFIGS = [
         80,
     ),  # takes the most shared memory
     (ForwardConfig(BF16, 256, 12, uniform=True), 16),
-    (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 24),
+    (ForwardConfig(BF16, 128, 1, causal=True, uniform=True, is_far=True), 40),
     # few sequences of unequal lengths
     (ForwardConfig(BF16, 192, 0, causal=True, few_seqs=True, v_head_size=128), 0),
     (ForwardConfig(BF16, 64, 16, causal=True, few_seqs=True, pack=8), 80),
@@ -99,7 +99,7 @@ OTHER_CONFIGS = [
     (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, pack=4), 8),
     (ForwardConfig(BF16, 256, 16, causal=True, few_seqs=True, pack=8), 16),
     (ForwardConfig(F16, 192, 64, causal=True, splits=True, few_seqs=True, v_head_size=128), 48),
-    (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, packed="e4m3", pack=4), 64),
+    (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, packed="e4m3", splits=True), 104),
     (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
     (ForwardConfig(F16, 96, 0, has_window=True), 24),
     (ForwardConfig(BF16, 128, 0, uniform=True), 0),
@@ -144,7 +144,7 @@ OTHER_CONFIGS = [
     ),
     (ForwardConfig(F16, 112, 8, causal=True, has_window=True, pack=64, splits=True), 120),
     *(
-        (ForwardConfig(dtype, size, 16, causal=True, uniform=True, packed=packed), 128)
+        (ForwardConfig(dtype, size, 16, causal=True, uniform=True, packed=packed), 136)
         for dtype in (F16, BF16)
         for size in (64, 128, 256)
         for packed in ("e4m3", "e5m2", "int8")

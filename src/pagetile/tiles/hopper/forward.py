@@ -18,7 +18,9 @@ and converted on their way (``PACKED``). Results that fill a warpgroup's rows ar
 shared memory where they are ``STAGED``. Rows past a sequence's end are read as zeros, or
 overwritten with zeros inside its last box, or, gathered, repeat the last key: no NaN from outside
 of the sequence enters a product. Where tiles are few, programs may share a tile's keys
-(``SPLITS``): ``splits`` says which program gets which, ``merge`` puts results together.
+(``SPLITS``): ``splits`` says which program gets which, ``merge`` puts results together. Where
+queries have one slot in shared memory, a warpgroup gives its part up after its last product with
+keys (``EARLY``), so that the next queries arrive while it multiplies the last values.
 """
 
 from triton.experimental import gluon

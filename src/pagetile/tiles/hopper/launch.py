@@ -157,8 +157,9 @@ def attend(
     tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
     # Whole waves of tiles are drawn even where keys are divided: see ``splits.LastWave``.
-    has_waves = not splits or 2 * tiles >= 3 * num_programs
-    if has_waves and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:
+    # Otherwise warps that convert rows of 8 bits have no registers left to find the longest.
+    can_draw = 2 * tiles >= 3 * num_programs if splits else config.packed == "none"
+    if can_draw and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:
         config = dataclasses.replace(config, few_seqs=True)
     scratch: tuple[Tensor, ...] = ()
     drawn = lengths

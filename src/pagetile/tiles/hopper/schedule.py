@@ -1,12 +1,16 @@
 """The persistent schedule: which tile of queries a program takes next, and which keys it needs.
 
-A program takes one tile in each iteration, the longest first, in alternating order (boustrophedon),
-so that all programs end together. Programs that run at the same time share keys: a *section* is as
-many pairs of sequence and head as have keys that fit in the second-level cache together::
+A program takes its first tile by its own number and draws every further one: it adds 1 to a counter
+that all programs share. So programs end together, and stay at neighbouring tiles, which share keys
+in the second-level cache. Pairs of sequence and head come in *sections*, two or three tiles for
+each program; in a section the longest tiles come first::
 
-    iteration 0   program  0  1  2  3     longest tiles of the first section
-    iteration 1            3  2  1  0
-    iteration 2            0  1  2  3     ...
+    numbers   0 ...                                                    ... num_tiles - 1
+              tiles 9 of pairs 0 to 2, tiles 8, ..., tiles 0 │ tiles 9 of pairs 3 to 5, ...
+
+Of unequal lengths, the sequence with the most keys comes first, its heads in such sections. That
+takes a lane for each sequence. Programs take tiles of more sequences in turns instead, in
+alternating order (boustrophedon).
 """
 
 from triton.experimental import gluon

@@ -18,6 +18,12 @@ that one multiprocessor computes. The cheapest is taken, of equals the one with 
     cost  = max(split_tiles, waves × mean tiles of a split)    the walk
           + ITEM_COST × waves                                  beginning, end, a partial result
           + SPLIT_COST + MERGE_COST × splits of the longest    only if any tile is cut
+
+That is a ``SplitSchedule``. From one and a half waves of tiles on, a ``LastWave`` divides only the
+tiles that whole waves leave over, the last ones of ``schedule``'s order, each into equal splits::
+
+    programs   ├─ tile ─┼─ tile ─┼─ split ─┤
+               ├─ tile ─┼─ tile ─┼─ split ─┤     instead of a third wave with few tiles
 """
 
 from triton.experimental import gluon
