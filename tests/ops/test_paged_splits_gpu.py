@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_paged_attention_gpu import assert_same_alone, assert_same_bits
+from test_paged_attention_gpu import assert_same_alone, assert_same_bits, plan
 
 from pagetile.device import DeviceInfo
 from pagetile.testing import PagedCase, assert_matches, make_inputs
@@ -70,6 +70,7 @@ def test_merged_splits_match_float64(case, dtype):
         assert_same_bits(there.attend(impl="hopper_prefill"), first)
     torch.cuda.synchronize()
     assert not any(arrivals.any() for _, (_, _, arrivals) in workspace._made.values())
+    assert not any(counter.any() for counter in workspace._counters.values())
 
 
 @pytest.mark.gpu
@@ -90,6 +91,29 @@ def test_a_captured_launch_divides_other_lengths(case, size):
         there.out.fill_(torch.nan)
         graph.replay()
         assert_same_bits(there.attend(impl="hopper_prefill"), result)
+
+
+def test_the_counter_of_tiles_lies_apart_from_those_of_splits():
+    """A mixed batch's decode, which has splits, runs beside the prefill that draws tiles."""
+    lent = workspace.borrow(-1, (1, 1, 5000))[2]
+    counter = workspace.borrow_counter(-1)
+    assert counter is workspace.borrow_counter(-1)
+    assert counter.untyped_storage().data_ptr() != lent.untyped_storage().data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("invariant", [False, True])
+def test_decode_beside_prompts_of_several_waves(invariant):
+    """Both count: splits of the decoding sequence, and tiles that are drawn."""
+    case = PagedCase((1, 4096), (6000, 4096), 32, 8, head_size=128, dtype=BF16)
+    there = make_inputs(case).to("cuda")
+    chosen = plan(there, "hopper_prefill", batch_invariant=invariant)
+    expected = there.attend(impl="hopper_prefill", plan=chosen)
+    for _ in range(100):
+        assert_same_bits(there.attend(impl="hopper_prefill", plan=chosen), expected)
+    torch.cuda.synchronize()
+    assert not any(counter.any() for counter in workspace._counters.values())
+    assert not any(arrivals.any() for _, (_, _, arrivals) in workspace._made.values())
 
 
 @pytest.mark.gpu
@@ -132,14 +156,14 @@ DECODES = [
 def test_many_splits_of_decode_match_float64(case, batch_invariant):
     inputs = make_inputs(replace(case, dtype=BF16))
     there = inputs.to("cuda")
-    plan = hopper.make_plan(inputs.problem, H200, batch_invariant=batch_invariant)
+    own = hopper.make_plan(inputs.problem, H200, batch_invariant=batch_invariant)
     # As many splits of fixed size as there are CTAs.
-    plan = replace(plan, split_size=128) if batch_invariant else plan
+    own = replace(own, split_size=128) if batch_invariant else own
     spoil_scratch()
-    first = there.attend(impl="hopper", out=there.out, plan=plan)
+    first = there.attend(impl="hopper", out=there.out, plan=own)
     assert_matches(AttentionOutput(*(tensor.cpu() for tensor in first)), inputs)
     for _ in range(3):  # whichever split arrives last
         spoil_scratch()
-        assert_same_bits(there.attend(impl="hopper", plan=plan), first)
+        assert_same_bits(there.attend(impl="hopper", plan=own), first)
     torch.cuda.synchronize()
     assert not any(arrivals.any() for _, (_, _, arrivals) in workspace._made.values())

@@ -40,6 +40,8 @@ from .step_memory import DecodeForm, StepMemory, StepResults
 
 __all__ = ["LaunchedStep", "Runner"]
 
+_MANY_ROWS = 64
+
 _NUM_MEMORIES = 4
 """Used in turn: at most two steps are in flight."""
 
@@ -76,7 +78,8 @@ class Runner:
 
     Attributes:
         graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
-        prompt_graphs: The recorded forwards of steps that compute prompts; ``None`` as ``graphs``.
+        prompt_graphs: The recorded steps that compute prompts, with their draws; ``None`` as
+            ``graphs``.
         min_saved_tokens: Of a decode step, the keys that sharing prefixes must save to gain time;
             ``None`` on a CPU, where it is not used: sums are in another order then.
     """
@@ -168,8 +171,10 @@ class Runner:
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
             if self.prompt_graphs.reason is None:
-                self._prompts.clear(least := self.prompt_graphs.sizes[0])
-                self.sampler.compile_masks(self.prompt_graphs.replay(least)[0])
+                # Few rows and many are sampled by kernels of their own.
+                size = self.prompt_graphs.fit(min(_MANY_ROWS, self.prompt_graphs.sizes[-1]))
+                self._prompts.clear(size)
+                self.sampler.compile_masks(self.prompt_graphs.replay(size)[0])
 
     def _decode_by_kernels(self) -> None:
         """Have kernels lay out decode steps and sample them, from an inbox on the device."""
@@ -359,7 +364,7 @@ class Runner:
         masks: Any,
         assumed: list[list[int]] | None,
     ) -> StepResults | None:
-        """Launch a recorded step, and sample by what it leaves to others."""
+        """Launch a recorded step, and sample from its logits what it does not draw."""
         assert self.prompt_graphs is not None
         draws = not masks and assumed is None and not self.sampler.needs_torch(rows)
         self._prompts.fill(arrays, size, draws=draws)

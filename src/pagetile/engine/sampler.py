@@ -13,7 +13,7 @@ CPU they are torch code::
     sampling_tables.py   counts, biases, allowed tokens          the same
     torch_shape.py       biases, penalties, bans                 triton_rows.py
                          top_k, top_p, min_p                     triton_cut.py
-    torch_draw.py        noise and draw                          triton_draw.py
+    torch_draw.py        noise and draw                          triton_score.py, triton_draw.py
     logprobs.py          log-probabilities                       triton_logprobs.py
 """
 
@@ -269,11 +269,12 @@ class Sampler:
         )
 
     def compile_masks(self, logits: Tensor) -> None:
-        """Compile what the first request with a grammar would wait for, on no row at all."""
+        """Compile what requests with a grammar would wait for, in a draw of no row."""
         self.compiles_masks = False
-        row = torch.full((1,), -1, dtype=torch.int32, device=self.device)
-        masks = torch.zeros(1, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
-        self._kernels.draw(logits[:1], row, self, masks)
+        for n in {1, len(logits)}:
+            rows = torch.full((n,), -1, dtype=torch.int32, device=self.device)
+            masks = torch.zeros(n, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
+            self._kernels.draw(logits[:n], rows, self, masks)
 
     def _draw_by_torch(
         self,

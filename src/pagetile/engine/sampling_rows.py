@@ -48,7 +48,7 @@ class Feature(enum.IntFlag):
 
 
 BY_TORCH = Feature.WORDS | Feature.MANY_LOGPROBS
-"""What torch code does beside the kernels, so not within a graph of a decode step."""
+"""What torch code does beside the kernels, so not within the graph of a step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Memory that the host and the device exchange decode steps through.
+"""Memory that the host and the device exchange steps through.
 
 A step needs one copy to the device at most, and one back. Both go through pinned memory that is
 taken once and used in turn, so a launch makes no tensor and takes no memory::

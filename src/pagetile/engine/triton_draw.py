@@ -2,7 +2,7 @@
 
 ::
 
-    score    a program some tiles  tile of the logits ─► best logit; best score and its token
+    score    one program 1 to 8    tile of the logits ─► best logit; best score and its token
     choose   one program a row     tiles ─► token ─► row: last token, length + 1, counts
     cut      one program a row     token ─► it, or another that top_k, top_p and min_p keep ─► row
     report   one program a row     tiles, token ─► log-probabilities
@@ -38,9 +38,9 @@ __all__ = ["count_words", "draw", "unpack"]
 
 TILE = 2048
 FEWEST_ROWS = 32
-"""From which on a program scores several tiles."""
+"""With so many rows or more a program scores several tiles."""
 MOST_REGISTERS = 80
-"""Of a thread that scores several tiles: three programs a multiprocessor."""
+"""A thread that scores several tiles has so many: three programs fit a multiprocessor."""
 WIDTH = 2 + 2 * MAX_TOP
 """int32 words of a row's log-probabilities."""
 

@@ -155,7 +155,7 @@ class PromptBuffers:
         Args:
             step: The numbers.
             size: Of the graph.
-            draws: Whether the graph samples the rows, or others do it from the logits.
+            draws: Whether the graph samples the rows; otherwise ``Sampler.sample`` does.
         """
         self._outboxes.rotate()
         outbox, parts, blank = self._outboxes[0], self._find_parts(size), self._find_blank(size)

@@ -148,7 +148,7 @@ def score_kernel(
                 if inverse >= 0:
                     part += bound_of(noise_words(at, first, second))
                 bounds = tl.where(places == tile, tl.max(part, 0), bounds)
-            # The tile of an infinite logit has an infinite bound, and says so itself.
+            # The tile of an infinite logit is always computed, and stores it as its best.
             known = tl.where(most < float("inf"), most, -float("inf"))
             tile_bests = tl.where(is_nan, float("nan"), known + tl.zeros((TILES,), tl.float32))
             tile_scores = tl.full((TILES,), -float("inf"), tl.float32)

@@ -1,4 +1,4 @@
-"""Partial products of some dozens to hundreds of rows, whose weights arrive before the wait.
+"""Partial products of some dozens to hundreds of rows, whose weights are asked for before the wait.
 
 ::
 
@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device import DeviceInfo
+from ...errors import UnsupportedError
 from ...tiles.hopper.gluon_launcher import GluonLauncher, align
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
@@ -172,7 +173,9 @@ def run_parts(x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(plan.parts, *x.shape[:-1], num_columns, dtype=torch.float32)
     launcher = make_launcher(plan, x.dtype, size, is_even=num_columns % 8 == 0)
     grid = -(-num_columns // plan.tile_n), -(-num_rows // plan.tile_m), plan.parts
-    rows, weight = align(x.reshape(num_rows, size)), align(weight)
+    if weight.data_ptr() % 16:  # the kernel would read a copy before it is made
+        raise UnsupportedError("hopper_parts: weight does not begin at a multiple of 16 bytes")
+    rows = align(x.reshape(num_rows, size))
     launcher(grid, out, rows, weight, weight, num_rows, num_columns)
     return out
 

@@ -158,7 +158,7 @@ def plan_hopper_parts(problem: Problem) -> Plan:
     """The cut of partial products whose operands the copy engine loads.
 
     Of up to 64 rows all of a program's numbers are on their way at a time where they fit, and
-    two programs find room on a multiprocessor. More rows take long enough for one of six slots.
+    two programs find room on a multiprocessor. With more rows one program with six slots is enough.
     """
     is_tall = problem.num_rows > 64
     tile_n, tile_k, most, stages = (128, 64, 4, 6) if is_tall else (64, 128, 8, 3)

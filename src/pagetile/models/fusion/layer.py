@@ -203,7 +203,8 @@ class FusedLayer:
         if product.bias is not None:
             return ""
         shape = (len(x), *product.weight.shape, x.dtype)
-        if is_faster_in_parts_on_hopper(*shape, DeviceInfo.of(x.device)):
+        is_aligned = product.weight.data_ptr() % 16 == 0
+        if is_aligned and is_faster_in_parts_on_hopper(*shape, DeviceInfo.of(x.device)):
             return "hopper_parts"
         return self.impl if is_faster_in_parts(*shape) else ""
 

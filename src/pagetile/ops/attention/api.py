@@ -53,7 +53,8 @@ def attention(
     A score is ``q · k * softmax_scale``, then capped, then biased, then masked. Differentiable in
     ``q``, ``k``, ``v`` and ``sinks``, once, through ``out`` and ``lse``. The same inputs give the
     same bits; gradients on Hopper do so under ``torch.use_deterministic_algorithms(True)``, and
-    are faster without. A custom operation: ``torch.compile`` and checkpointing take it as it is,
+    are faster without. CUDA graphs with calls on Hopper share a counter: they must not be replayed
+    at the same time. A custom operation: ``torch.compile`` and checkpointing take it as it is,
     and under autocast q, k and v are cast as torch's own attention casts them.
 
     Args:

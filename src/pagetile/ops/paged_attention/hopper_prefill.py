@@ -30,7 +30,7 @@ from ...tiles.state import AttentionOutput
 from .hopper import SPECIALISED
 from .plan import GpuPlan, make_hopper_prefill_plan, refuse_hopper_prefill, short_len
 from .problem import Arguments, CallForm, Problem
-from .triton import PreparedLaunch, pack, prepare_short
+from .triton import PreparedLaunch, is_packed, pack, prepare_short
 
 make_plan = make_hopper_prefill_plan
 
@@ -60,7 +60,8 @@ def prepare(
             f"{own.tile_n} with divides_keys={own.divides_keys}: plan_paged_attention for these "
             "tensors"
         )
-    is_beside = not own.divides_keys and _is_written_in_place(form)
+    # What is converted between the two launches would not be waited for.
+    is_beside = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
     short = prepare_short(problem, form, plan, SPECIALISED, is_beside=is_beside)
     return functools.partial(_run, problem, short, own.divides_keys, is_beside)
 

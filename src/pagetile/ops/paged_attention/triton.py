@@ -211,7 +211,7 @@ def prepare(
     tokens, heads, width = problem.out_sizes
     out_rows = problem.out_sizes, (heads * width, width, 1)
     lse_rows = (tokens, heads), (heads, 1)
-    return PreparedLaunch(launch, out_rows, lse_rows, scratch, _is_packed(form), merge, short)
+    return PreparedLaunch(launch, out_rows, lse_rows, scratch, is_packed(form), merge, short)
 
 
 def prepare_short(
@@ -323,7 +323,8 @@ def _make_launcher(
     return kernel.launcher(kernel.function, dict(types), dict(constants), **dict(options))
 
 
-def _is_packed(form: CallForm) -> bool:
+def is_packed(form: CallForm) -> bool:
+    """Whether lengths, slopes and sinks are contiguous and of the types that kernels read."""
     lengths = (form.seq_lens, form.cu_seqlens_q)
     biases = [bias for bias in (form.alibi_slopes, form.sinks) if bias is not None]
     return all(array.strides == (1,) for array in (*lengths, *biases)) and all(

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from ...device import DeviceInfo
 from ..triton.launch import POINTERS, as_floats, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
-from ..triton.workspace import borrow
+from ..triton.workspace import borrow, borrow_counter
 from .dividing import MOST_DRAWN_SEQS, SLOTS, pack_of
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align
@@ -161,12 +161,8 @@ def attend(
     can_draw = 2 * tiles >= 3 * num_programs if splits else config.packed == "none"
     if can_draw and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:
         config = dataclasses.replace(config, few_seqs=True)
-    scratch: tuple[Tensor, ...] = ()
-    drawn = lengths
-    if splits:
-        *scratch, drawn = _borrow(config, q)  # type: ignore[assignment]
-    elif config.draws:
-        drawn = _borrow_on(q, (0, 0, 1))[2]
+    scratch = _borrow(config, q) if splits else ()
+    drawn = _borrow_counter(q) if splits or config.draws else lengths
     scales: tuple[Any, ...] = ()
     if k_scale is not None and v_scale is not None:
         scales = k_scale, v_scale, *_scale_strides(k_scale), *_scale_strides(v_scale)
@@ -218,22 +214,25 @@ def _list_strides(lists: Tensor) -> tuple[int, int, int]:
     return pitch, num_heads * tiles if num_seqs > 1 else 0, tiles if num_heads > 1 else 0
 
 
-def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scratch for partial results, as ``splits.SplitSchedule`` says, and a counter of tiles."""
+def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scratch for partial results, as ``splits.SplitSchedule`` says."""
     places = SLOTS * config.tiling.warpgroups
     rows = places * _ROWS
-    sizes = rows * width_of(config.sizes[1]), 2 * rows, places + 1
-    accs, sums, arrivals = _borrow_on(q, sizes)
-    return accs, sums, arrivals, arrivals[places:]
-
-
-def _borrow_on(q: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory as ``workspace.borrow`` lends it, on the device of a tensor."""
+    sizes = rows * width_of(config.sizes[1]), 2 * rows, places
     device = q.get_device()
     if device < 0 or device == torch.cuda.current_device():
         return borrow(device, sizes)
     with torch.cuda.device(device):
         return borrow(device, sizes)
+
+
+def _borrow_counter(q: Tensor) -> Tensor:
+    """What tiles are drawn from; decode, which may overlap with this launch, has other memory."""
+    device = q.get_device()
+    if device < 0 or device == torch.cuda.current_device():
+        return borrow_counter(device)
+    with torch.cuda.device(device):
+        return borrow_counter(device)
 
 
 def _count_tiles(

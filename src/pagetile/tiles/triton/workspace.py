@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["borrow"]
+__all__ = ["borrow", "borrow_counter"]
 
 _GRAPHS = -1
 
 _Sizes = tuple[int, int, int]
 _Memory = tuple[Tensor, Tensor, Tensor]
 _made: dict[tuple[int, int], tuple[_Sizes, _Memory]] = {}
+_counters: dict[tuple[int, int], Tensor] = {}
 _outgrown: list[_Memory] = []
 """Of graphs, which go on using what was there when they were captured."""
 
@@ -38,6 +39,25 @@ def borrow(device: int, sizes: _Sizes) -> _Memory:
         if _find(device, _GRAPHS, sizes) is None:
             _make(device, _GRAPHS, sizes)
     return memory
+
+
+def borrow_counter(device: int) -> Tensor:
+    """An int32 zero that a launch must leave as zero, apart from what ``borrow`` lends.
+
+    So a launch that overlaps with the one behind it may use it where that one borrows. The rules
+    for streams and graphs are ``borrow``'s.
+    """
+    is_capturing = device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
+    stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+    found = _counters.get((device, _GRAPHS if is_capturing else stream))
+    if found is not None:
+        return found
+    counter = _zeros(device, 1)
+    if not is_capturing:
+        _counters[device, stream] = counter
+        if (device, _GRAPHS) not in _counters:
+            _counters[device, _GRAPHS] = _zeros(device, 1)
+    return counter
 
 
 def _find(device: int, owner: int, sizes: _Sizes) -> _Memory | None:
@@ -68,5 +88,10 @@ def _allocate(device: int, sizes: _Sizes) -> _Memory:
     return (
         torch.empty(floats, dtype=torch.float32, device=where),
         torch.empty(sums, dtype=torch.float32, device=where),
-        torch.zeros(counters, dtype=torch.int32, device=where),
+        _zeros(device, counters),
     )
+
+
+def _zeros(device: int, size: int) -> Tensor:
+    where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+    return torch.zeros(size, dtype=torch.int32, device=where)
