@@ -1,13 +1,14 @@
 """The kernels of a decode step compute what the torch code beside them does."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from pagetile import BlockPool, KVCache
-from pagetile.engine import Engine
+from pagetile.engine import LLM, Engine
 from pagetile.engine.cuda_graphs import padded_sizes, prompt_sizes
 from pagetile.engine.sampler import Sampler, SamplingInput
 from pagetile.engine.sampling_params import SamplingParams
@@ -321,3 +322,64 @@ def test_steps_whose_rows_and_blocks_are_as_before_send_nothing_and_sample_the_s
         assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
         assert [one.finish_reason for one in outputs] == [one.finish_reason for one in expected]
     assert 4 < len(sent) < num_decode - 2
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("speculative", [None, "ngram"])
+def test_steps_that_an_engine_schedules_are_laid_out_as_torch_does(monkeypatch, speculative):
+    """With chunks, forks, prefixes that are found, preemption and drafts."""
+    from pagetile.engine.runner import Runner
+    from pagetile.engine.triton_prompts import PromptBuffers
+
+    place, laid_out = Runner._place, []
+
+    def compare(runner, tensors, *longest):
+        arrays = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+        state = SimpleNamespace(
+            last_tokens=runner.sampler.last_tokens.clone(), lengths=runner.sampler.lengths.clone()
+        )
+        tables = runner._tables.clone()
+        expected = place(runner, tensors, *longest)
+        buffers = PromptBuffers(tables, state, 48, runner.cache.block_size)
+        if buffers.takes(arrays):
+            size = next(n for n in (8, 16, 32, 48) if n >= buffers.least(arrays))
+            buffers.fill(arrays, size, draws=speculative is None)
+            assert_same_step(buffers(size), expected, size, runner.cache.block_size)
+            assert torch.equal(state.lengths, runner.sampler.lengths)
+            assert torch.equal(tables, runner._tables)
+            rows = arrays["sampled_rows"].tolist()
+            assert buffers.sampled_rows(size, len(rows)).tolist() == rows
+            drawn = [row for row in buffers.drawn_rows(size).tolist() if row >= 0]
+            assert drawn == (rows if speculative is None else [])
+            laid_out.append(arrays)
+        return expected
+
+    monkeypatch.setattr(Runner, "_place", compare)
+    llm = LLM(
+        tiny_model("qwen3"), device="cpu", num_blocks=14, block_size=4, max_num_seqs=5,
+        max_model_len=40, max_num_batched_tokens=24, speculative=speculative, use_tqdm=False,
+    )  # fmt: skip
+    repeated = [5, 6, 7, 8] * 5
+    prompts = [repeated, [*repeated, 9], [3], list(range(10, 40)), repeated]
+    params = [SamplingParams(max_tokens=8, n=n, seed=n, ignore_eos=True) for n in (1, 2, 3, 1, 2)]
+    llm.generate(prompts, params, use_tqdm=False)
+    counts = [len(arrays["rows"]) for arrays in laid_out]
+    assert max(counts) > 1
+    assert any(len(a["sampled_rows"]) > len(a["rows"]) for a in laid_out), "samples fork"
+    assert any((a["first_columns"] > 0).any() for a in laid_out), "a table that grows"
+
+
+def assert_same_step(found, expected, size, block_size):
+    num_tokens, num_rows = len(expected.token_ids), len(expected.logits_rows)
+    for name in ("token_ids", "positions", "slot_mapping"):
+        assert torch.equal(getattr(found, name)[:num_tokens], getattr(expected, name)), name
+    assert (found.slot_mapping[num_tokens:] == -1).all()
+    assert torch.equal(found.logits_rows[:num_rows], expected.logits_rows)
+    num_seqs = expected.batch.num_seqs
+    assert torch.equal(found.batch.seq_lens[:num_seqs], expected.batch.seq_lens)
+    assert torch.equal(found.batch.cu_seqlens_q[: num_seqs + 1], expected.batch.cu_seqlens_q)
+    assert found.batch.cu_seqlens_q[num_seqs + 1 :].tolist()[-1] == size
+    for at, length in enumerate(expected.batch.seq_lens.tolist()):
+        width = -(-length // block_size)
+        tables = found.batch.block_tables, expected.batch.block_tables
+        assert torch.equal(*(table[at, :width] for table in tables))
