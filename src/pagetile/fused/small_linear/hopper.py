@@ -42,8 +42,8 @@ _MOST_NUMBERS = (1 << 31) - 1
 """Of a weight: the kernel counts them in 32 bits."""
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Why this cannot run, or None if it can."""
+def refuse(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why no kernel for Hopper can run, or None."""
     if device.kind != "cuda" or device.capability[0] != 9 or INTERPRETED:
         return "it runs on GPUs of compute capability 9"
     if problem.needs_gradient:
@@ -52,10 +52,20 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "a tensor has gaps or another type than x"
     if problem.dtype.itemsize != 2:
         return f"the type is {problem.dtype}; float16 and bfloat16 run here"
-    if not 0 < problem.num_rows <= MOST_ROWS:
-        return f"x has {problem.num_rows} rows; 1 to {MOST_ROWS} run here"
+    if problem.num_rows == 0:
+        return "x has no rows"
     if problem.size % 8:
         return f"rows of {problem.size} numbers do not begin at multiples of 16 bytes"
+    return None
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why this cannot run, or None if it can."""
+    reason = refuse(problem, device)
+    if reason is not None:
+        return reason
+    if problem.num_rows > MOST_ROWS:
+        return f"x has {problem.num_rows} rows; 1 to {MOST_ROWS} run here"
     if (1 + problem.is_gated) * problem.num_columns * problem.size > _MOST_NUMBERS:
         return f"the weight has more than {_MOST_NUMBERS} numbers"
     if plan_resident(problem) is None:

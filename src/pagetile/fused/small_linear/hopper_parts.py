@@ -33,33 +33,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...device import DeviceInfo
 from ...errors import UnsupportedError
 from ...tiles.hopper.gluon_launcher import GluonLauncher, align
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.names import barrier
-from ...tiles.triton.launch import INTERPRETED, POINTERS
+from ...tiles.triton.launch import POINTERS
+from .hopper import refuse
 from .plan import Plan, plan_hopper_parts
 from .problem import Problem
 
+supports = refuse
+
 _BOX = gl.constexpr(64)  # numbers of a row that a swizzled line of 128 bytes holds
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Why this cannot run, or None if it can."""
-    if device.kind != "cuda" or device.capability[0] != 9 or INTERPRETED:
-        return "it runs on GPUs of compute capability 9"
-    if problem.needs_gradient:
-        return "a gradient is wanted; the reference has one"
-    if not problem.is_regular:
-        return "a tensor has gaps or another type than x"
-    if problem.dtype.itemsize != 2:
-        return f"the type is {problem.dtype}; float16 and bfloat16 run here"
-    if problem.num_rows == 0:
-        return "x has no rows"
-    if problem.size % 8:
-        return f"rows of {problem.size} numbers do not begin at multiples of 16 bytes"
-    return None
 
 
 @gluon.constexpr_function
