@@ -40,8 +40,6 @@ from .step_memory import DecodeForm, StepMemory, StepResults
 
 __all__ = ["LaunchedStep", "Runner"]
 
-_MANY_ROWS = 64
-
 _NUM_MEMORIES = 4
 """Used in turn: at most two steps are in flight."""
 
@@ -171,8 +169,9 @@ class Runner:
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
             if self.prompt_graphs.reason is None:
-                # Few rows and many are sampled by kernels of their own.
-                size = self.prompt_graphs.fit(min(_MANY_ROWS, self.prompt_graphs.sizes[-1]))
+                from .triton_draw import FEWEST_ROWS  # with which a program scores several tiles
+
+                size = self.prompt_graphs.fit(min(FEWEST_ROWS, self.prompt_graphs.sizes[-1]))
                 self._prompts.clear(size)
                 self.sampler.compile_masks(self.prompt_graphs.replay(size)[0])
 
@@ -388,6 +387,7 @@ class Runner:
         assumed: list[list[int]] | None,
     ) -> StepResults | None:
         """Launch a step's kernels one by one."""
+        arrays = self._expand(arrays)
         if self.device.type == "cuda":
             packed = pack(list(arrays.values()), self.device).to(self.device, non_blocking=True)
             tensors = dict(zip(arrays, unpack(packed, list(arrays.values())), strict=True))
@@ -434,19 +434,14 @@ class Runner:
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(query_lens, out=starts[1:])
         last_tokens = starts[1:].astype(np.int64) - 1
-        shifts = np.repeat(seq_lens - starts[1:], query_lens)
         logits_rows = last_tokens[step.logits_rows]
         sampled_lens = seq_lens[step.logits_rows]
         if assumed is not None:
             num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
             sampled_lens -= np.array(num_drafted, np.int32)
             logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
-        counts = np.diff(first_blocks)
-        before = np.array(first_columns, np.int64) - first_blocks[:-1]
         return {
             "token_ids": np.array(token_ids, np.int64),
-            "positions": np.arange(starts[-1], dtype=np.int64) + shifts,
-            "seq_of_token": np.repeat(np.arange(len(rows)), query_lens),
             "logits_rows": logits_rows,
             "seq_lens": seq_lens,
             "starts": starts,
@@ -454,12 +449,25 @@ class Runner:
             "sampled_rows": np.array(sampled_rows, np.int64),
             "sampled_lens": sampled_lens,
             "unread_at": last_tokens[unread],
-            "unread_rows": rows[unread],
             "first_columns": np.array(first_columns, np.int64),
             "first_blocks": np.array(first_blocks[:-1], np.int64),
-            "block_rows": np.repeat(rows, counts),
-            "block_columns": np.arange(len(new_blocks)) + np.repeat(before, counts),
             "block_ids": np.array(new_blocks, np.int32),
+        }
+
+    @staticmethod
+    def _expand(step: dict[str, Any]) -> dict[str, Any]:
+        """What ``_place`` needs besides: numbers of each token and of each new block."""
+        rows, starts, columns = step["rows"], step["starts"], step["first_columns"]
+        first_blocks, num_blocks = step["first_blocks"], len(step["block_ids"])
+        query_lens, counts = np.diff(starts), np.diff(first_blocks, append=num_blocks)
+        shifts = np.repeat(step["seq_lens"] - starts[1:], query_lens)
+        seq_of_token = np.repeat(np.arange(len(rows)), query_lens)
+        return step | {
+            "positions": np.arange(starts[-1], dtype=np.int64) + shifts,
+            "seq_of_token": seq_of_token,
+            "unread_rows": rows[seq_of_token[step["unread_at"]]],
+            "block_rows": np.repeat(rows, counts),
+            "block_columns": np.arange(num_blocks) + np.repeat(columns - first_blocks, counts),
         }
 
     def _place(self, t: dict[str, Tensor], max_query_len: int, max_seq_len: int) -> ForwardBatch:

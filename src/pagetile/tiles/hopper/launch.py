@@ -6,7 +6,8 @@ import ctypes
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ __all__ = [
     "refuse_cap",
     "refuse_device",
 ]
+
+_Lent = TypeVar("_Lent")
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
@@ -162,7 +165,8 @@ def attend(
     if can_draw and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:
         config = dataclasses.replace(config, few_seqs=True)
     scratch = _borrow(config, q) if splits else ()
-    drawn = _borrow_counter(q) if splits or config.draws else lengths
+    # Decode, which may overlap with this launch, counts elsewhere.
+    drawn = _on_its_device(q, borrow_counter) if splits or config.draws else lengths
     scales: tuple[Any, ...] = ()
     if k_scale is not None and v_scale is not None:
         scales = k_scale, v_scale, *_scale_strides(k_scale), *_scale_strides(v_scale)
@@ -219,20 +223,16 @@ def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     places = SLOTS * config.tiling.warpgroups
     rows = places * _ROWS
     sizes = rows * width_of(config.sizes[1]), 2 * rows, places
-    device = q.get_device()
-    if device < 0 or device == torch.cuda.current_device():
-        return borrow(device, sizes)
-    with torch.cuda.device(device):
-        return borrow(device, sizes)
+    return _on_its_device(q, lambda device: borrow(device, sizes))
 
 
-def _borrow_counter(q: Tensor) -> Tensor:
-    """What tiles are drawn from; decode, which may overlap with this launch, has other memory."""
+def _on_its_device(q: Tensor, lend: Callable[[int], _Lent]) -> _Lent:
+    """What is lent while a tensor's device is the current one."""
     device = q.get_device()
     if device < 0 or device == torch.cuda.current_device():
-        return borrow_counter(device)
+        return lend(device)
     with torch.cuda.device(device):
-        return borrow_counter(device)
+        return lend(device)
 
 
 def _count_tiles(
