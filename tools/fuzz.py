@@ -64,12 +64,15 @@ class Tally:
     """By implementation and element types."""
     worst: dict[tuple[str, str], float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    has_lost_device: bool = False
+    """Whether a kernel failed so that its process cannot use the GPU any more."""
 
     def add(self, other: "Tally") -> None:
         """Count another's cases in."""
         self.cases += other.cases
         self.runs += other.runs
         self.failures += other.failures
+        self.has_lost_device |= other.has_lost_device
         for key, ratio in other.worst.items():
             self.worst[key] = max(self.worst.get(key, 0.0), ratio)
 
@@ -95,6 +98,8 @@ def main() -> int:
             bar.update(tally.cases)
             worst = max(total.worst.values(), default=0.0)
             bar.set_postfix(worst=f"{worst:.2f}", failures=len(total.failures))
+            if total.has_lost_device:
+                break
     print(f"{total.cases} cases, {sum(total.runs.values())} runs, {len(total.failures)} failures")
     for name, types in sorted(total.worst, key=lambda key: -total.worst[key]):
         ratio, runs = total.worst[name, types], total.runs[name, types]
@@ -124,8 +129,11 @@ def _in_processes(options: argparse.Namespace, lots: list[range]) -> Iterator[Ta
             yield from (run(options, range(number, number + 1)) for number in lot)
         return
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run, options, lot) for lot in lots]):
-            yield future.result()
+        try:
+            for future in as_completed([pool.submit(run, options, lot) for lot in lots]):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run(options: argparse.Namespace, numbers: range) -> Tally:
@@ -137,11 +145,17 @@ def run(options: argparse.Namespace, numbers: range) -> Tally:
             break
         case = _draw(options, number)
         tally.cases += 1
-        for name, report in _try(case, number, options, tally):
-            again = f"--seed {options.seed} --first {number} --device {options.device}"
-            again += f" --alike {options.alike} --repeats {options.repeats}"
-            again = f"python tools/fuzz.py --cases 1 {again}"
-            tally.failures.append(f"FAILED on {name}: {case}\n{report}\n{case!r}\n{again}")
+        try:
+            for name, report in _try(case, number, options, tally):
+                again = f"--seed {options.seed} --first {number} --device {options.device}"
+                again += f" --alike {options.alike} --repeats {options.repeats}"
+                again = f"python tools/fuzz.py --cases 1 {again}"
+                tally.failures.append(f"FAILED on {name}: {case}\n{report}\n{case!r}\n{again}")
+        except torch.AcceleratorError as error:  # of a case that this process ran before
+            tally.failures.append(f"not run: {case}\n{error!r}")
+            tally.has_lost_device = True
+        if tally.has_lost_device:
+            break
     return tally
 
 
@@ -167,12 +181,17 @@ def _try(
             with poisoned_memory():
                 first = call()
                 repeated = all(_is_same(call(), first) for _ in range(options.repeats))
+                result = AttentionOutput(*(x.cpu() for x in first))  # waits for the kernels
         except UnsupportedError:
             continue
+        except torch.AcceleratorError as error:
+            tally.has_lost_device = True
+            yield name, repr(error)
+            return
         except Exception as error:
             yield name, repr(error)
             continue
-        comparison = compare(AttentionOutput(*(x.cpu() for x in first)), inputs, expected, allowed)
+        comparison = compare(result, inputs, expected, allowed)
         key = name, _types(case)
         tally.runs[key] += 1 + options.repeats
         tally.worst[key] = max(tally.worst.get(key, 0.0), comparison.ratio)

@@ -1,11 +1,14 @@
 """A mistake in the oracle, or in the eager code that sets its tolerance, is found by itself."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pagetile.testing import PagedCase, make_inputs, paged_oracle
+from pagetile.ops.paged_attention.checks import validate
+from pagetile.ops.paged_attention.problem import Arguments, form_of
+from pagetile.testing import PagedCase, make_inputs, paged_oracle, random_case
 
 CASE = PagedCase(
     (3, 1), (40, 33), num_heads=4, num_kv_heads=2, head_size=32, sliding_window=9,
@@ -45,3 +48,11 @@ def test_a_mistake_in_one_of_the_two_is_found(mistake, where, monkeypatch):
 
 def replace_options(inputs, changes):
     return replace(inputs, options={**inputs.options, **changes})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_inputs_name_the_problem_that_a_call_of_them_is(seed):
+    inputs = make_inputs(random_case(random.Random(seed)))
+    options = {**inputs.options, "softmax_scale": 0.5}
+    call = Arguments(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, **options)
+    assert inputs.problem == validate(form_of(call))

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from ..ops.paged_attention import PagedBatch, Problem, SharedPrefixes, paged_attention
+from ..ops.paged_attention.problem import alignment, has_aligned_rows
 from ..ops.scales import LARGEST_CODE, bind_scales
+from ..shapes import Form, form
 from ..tiles.state import AttentionOutput
 
 __all__ = ["TABLE_POISON", "PagedCase", "PagedInputs", "make_inputs"]
@@ -153,6 +155,8 @@ class PagedInputs:
     def problem(self) -> Problem:
         """What ``make_plan`` is asked about."""
         k_scale, v_scale = self.options.get("k_scale"), self.options.get("v_scale")
+        caches = (Form._make(form(cache)) for cache in (self.k_cache, self.v_cache))
+        has_aligned_caches = alignment(self.q, self.k_cache, self.v_cache, None)[0]
         return Problem(
             num_seqs=self.batch.num_seqs,
             num_tokens=self.q.shape[0],
@@ -166,6 +170,7 @@ class PagedInputs:
             q_dtype=self.q.dtype,
             kv_dtype=self.k_cache.dtype,
             scale_kind=bind_scales(k_scale, v_scale, self.k_cache, self.v_cache)[0],
+            is_aligned=has_aligned_rows(*caches, has_aligned_caches),
             logits_soft_cap=self.options.get("logits_soft_cap"),
             max_visible=self.max_visible,
         )

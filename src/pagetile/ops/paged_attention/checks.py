@@ -18,7 +18,7 @@ from ..attention_checks import as_number, check_flag, check_heads, check_options
 from ..scales import LARGEST_CODE, find_kind
 from .batch import PagedBatch, SharedPrefixes
 from .plan import CpuPlan, GpuPlan
-from .problem import CallForm, Problem
+from .problem import CallForm, Problem, has_aligned_rows
 
 TENSORS = (
     "q",
@@ -114,8 +114,6 @@ def validate(form: CallForm) -> Problem:
     _check_dtypes(form)
     _check_sizes(sizes, form)
     _check_shared_prefixes(form)
-    strides = (*form.k_cache.strides[:3], *form.v_cache.strides[:3])
-    unit = 16 // form.k_cache.dtype.itemsize
     return Problem(
         num_seqs=sizes["num_seqs"],
         num_tokens=sizes["num_tokens"],
@@ -129,7 +127,7 @@ def validate(form: CallForm) -> Problem:
         q_dtype=form.q.dtype,
         kv_dtype=form.k_cache.dtype,
         scale_kind=find_kind(form.k_scale, form.v_scale, form.k_cache, form.v_cache),
-        is_aligned=form.has_aligned_caches and all(stride % unit == 0 for stride in strides),
+        is_aligned=has_aligned_rows(form.k_cache, form.v_cache, form.has_aligned_caches),
         logits_soft_cap=form.logits_soft_cap,
         max_visible=sizes.get("max_visible"),
     )

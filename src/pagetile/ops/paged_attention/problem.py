@@ -20,7 +20,15 @@ from ...shapes import Form, form, recogniser
 from ...tiles.state import AttentionOutput
 from .batch import PagedBatch
 
-__all__ = ["Arguments", "CachedCall", "CallForm", "Problem", "alignment", "form_of"]
+__all__ = [
+    "Arguments",
+    "CachedCall",
+    "CallForm",
+    "Problem",
+    "alignment",
+    "form_of",
+    "has_aligned_rows",
+]
 
 
 class Arguments(NamedTuple):
@@ -102,6 +110,13 @@ def alignment(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -
     caches = k_cache.data_ptr() | v_cache.data_ptr()
     rows = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
     return caches % 16 == 0, (caches | rows) % 16 == 0
+
+
+def has_aligned_rows(k_cache: Form, v_cache: Form, has_aligned_caches: bool) -> bool:
+    """Return whether every token's head begins at a multiple of 16 bytes in both caches."""
+    unit = 16 // k_cache.dtype.itemsize
+    strides = (*k_cache.strides[:3], *v_cache.strides[:3])
+    return has_aligned_caches and all(stride % unit == 0 for stride in strides)
 
 
 @dataclass(frozen=True)
