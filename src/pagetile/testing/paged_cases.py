@@ -155,7 +155,7 @@ class PagedInputs:
     def problem(self) -> Problem:
         """What ``make_plan`` is asked about."""
         k_scale, v_scale = self.options.get("k_scale"), self.options.get("v_scale")
-        caches = (Form._make(form(cache)) for cache in (self.k_cache, self.v_cache))
+        k_form, v_form = Form(*form(self.k_cache)), Form(*form(self.v_cache))
         has_aligned_caches = alignment(self.q, self.k_cache, self.v_cache, None)[0]
         return Problem(
             num_seqs=self.batch.num_seqs,
@@ -170,7 +170,7 @@ class PagedInputs:
             q_dtype=self.q.dtype,
             kv_dtype=self.k_cache.dtype,
             scale_kind=bind_scales(k_scale, v_scale, self.k_cache, self.v_cache)[0],
-            is_aligned=has_aligned_rows(*caches, has_aligned_caches),
+            is_aligned=has_aligned_rows(k_form, v_form, has_aligned_caches),
             logits_soft_cap=self.options.get("logits_soft_cap"),
             max_visible=self.max_visible,
         )
