@@ -175,6 +175,7 @@ def assert_lays_out(buffers, batch, step, arrays, size):
     for name in ("token_ids", "positions", "slot_mapping"):
         assert torch.equal(getattr(batch, name)[:num_tokens], getattr(step, name)), name
     assert (batch.slot_mapping[num_tokens:] == -1).all()
+    assert (batch.positions[num_tokens:] == 0).all()
     assert torch.equal(batch.logits_rows[:num_seqs], step.logits_rows)
     assert batch.batch.cu_seqlens_q[-2:].tolist() == [num_tokens, size]
     assert batch.batch.seq_lens.tolist()[num_seqs:] == [
@@ -193,6 +194,27 @@ def assert_lays_out(buffers, batch, step, arrays, size):
         len(buffers.drawn_rows(size)) - len(drawn)
     )
     assert buffers.sampled_rows(size, len(drawn)).tolist() == drawn
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "gpt_neo"])
+def test_a_step_may_be_filled_up_beyond_the_positions_of_a_model(family):
+    """These have a table of positions, and a GPU is lost where one is looked up behind its end."""
+    from pagetile.engine.triton_prompts import PromptBuffers
+
+    model = load_model(tiny_model(family, max_position_embeddings=20), device=home())
+    cache = KVCache(model.layers, BlockPool(30, BLOCK_SIZE), device=home())
+    for blocks in (*cache.k, *cache.v):
+        blocks.fill_(0.5)
+    model.bind(cache)
+    sampler, generator = make_sampler(home()), torch.Generator().manual_seed(0)
+    row_tables = torch.zeros(NUM_ROWS, 6, dtype=torch.int32, device=home())
+    buffers = PromptBuffers(row_tables, sampler, 64, BLOCK_SIZE)
+    buffers.clear(64)
+    model.forward(buffers(64))
+    _, arrays = make_step(model.vocab_size, sampler, row_tables, (9, 1), (20, 5), generator)
+    buffers.fill(arrays, 64, draws=True)
+    assert model.forward(buffers(64))[:2].isfinite().all()
 
 
 @pytest.mark.interpret

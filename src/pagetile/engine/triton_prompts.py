@@ -82,7 +82,8 @@ def lay_out_kernel(
         old = tl.load(table + column, mask=mask & exists & (column < first), other=0)
         slot = (new + old).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         tl.store(token_ids + at, tl.where(token < 0, last, token), mask=mask)
-        tl.store(positions + at, position.to(tl.int64), mask=mask)
+        # What fills a step up may be longer than a model's table of positions.
+        tl.store(positions + at, tl.where(exists, position, 0).to(tl.int64), mask=mask)
         tl.store(slots + at, tl.where(exists, slot, -1), mask=mask)
     num_columns = tl.where(exists, (length + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
     for start in range(0, num_columns, TILE):
