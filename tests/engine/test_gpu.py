@@ -7,15 +7,20 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from pagetile import LLM, SamplingParams, demo
+from pagetile.device import DeviceInfo
+from pagetile.engine import triton as engine_triton
 from pagetile.engine.cuda_graphs import StepGraphs
 from pagetile.engine.prefix_groups import PrefixGrouper
 from pagetile.engine.sampler import SamplingInput, sample
-from pagetile.ops.paged_attention import shared_prefixes
+from pagetile.ops.paged_attention import PagedBatch, shared_prefixes
+from pagetile.ops.paged_attention import triton as paged_attention_triton
+from pagetile.ops.paged_attention.hopper_decode import decode_kernel
 from pagetile.testing.models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +138,111 @@ def test_a_recording_leaves_the_rows_and_the_cache_as_they_are() -> None:
             assert runner.graphs.ensure(size, False, True)
     torch.cuda.synchronize()
     assert all(torch.equal(now.nan_to_num(), then) for now, then in zip(state, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["prompt_graphs", "graphs"])
+def test_a_step_that_fails_leaves_no_copy_on_its_way(
+    recorded: LLM, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Steps after it would write to the host memory that the copy still reads."""
+    engine = recorded.engine
+    expected = tokens(recorded, PROMPTS, GREEDY)
+    ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    if name == "graphs":
+        engine.step()  # the prompts, and a decode step that is in flight now
+    with monkeypatch.context() as patch:
+
+        def fail(*form: object) -> None:
+            torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+            raise RuntimeError("once")
+
+        patch.setattr(getattr(engine._runner, name), "replay", fail)
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+    assert torch.cuda.current_stream().query()
+    while engine.has_unfinished:
+        engine.step()
+        engine.check()
+    found = [[output.token_ids for output in engine.take_output(i).outputs] for i in ids]
+    assert found == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "gpt_neo"])
+def test_steps_may_have_more_tokens_than_a_model_has_positions(family: str) -> None:
+    """By default they have up to 8192, and a table of positions is looked up for each."""
+    prompts = [[5, 9, 20, 33], [70, 3], [8, 8, 41, 1, 12, 60, 11]]
+    params = replace(GREEDY, max_tokens=20, detokenize=False)
+    found = []
+    for enforce_eager in (False, True):
+        llm = LLM(
+            tiny_model(family).to(CUDA), device="cuda", num_blocks=64, max_num_seqs=4,
+            max_num_batched_tokens=1024, enforce_eager=enforce_eager,
+        )  # fmt: skip
+        found.append(tokens(llm, prompts, params))
+    assert found[0] == found[1]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of Hopper's decode launches of single tokens: their rows, and whether they read early."""
+    find, found = paged_attention_triton._find_launcher, []
+
+    def watched(kernel: Any, problem: Any, *args: Any) -> Any:
+        launcher = find(kernel, problem, *args)
+        if launcher.kernel is decode_kernel and problem.max_query_len == 1:
+            found.append((problem.num_seqs, launcher.constants["EARLY"]))
+        return launcher
+
+    monkeypatch.setattr(paged_attention_triton, "_find_launcher", watched)
+    return found
+
+
+def test_early_reads_change_no_token_of_dozens_of_sequences(
+    launches: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode loads lengths, tables and old keys while kernels in front of it run (decision 31)."""
+    if DeviceInfo.of(CUDA).capability[0] != 9:
+        pytest.skip("only Hopper's decode reads early")
+    model = tiny_model(
+        "qwen3", dtype=torch.bfloat16, hidden_size=256, head_dim=64, intermediate_size=256,
+        max_position_embeddings=1024,
+    ).to(CUDA)  # fmt: skip
+    rng = random.Random(0)
+    prompts = [[rng.randrange(96) for _ in range(rng.randint(60, 700))] for _ in range(48)]
+    params = [
+        replace(
+            GREEDY, temperature=0.8 * (at % 2), seed=at, max_tokens=60 + at // 4, detokenize=False
+        )
+        for at in range(len(prompts))
+    ]
+
+    def run() -> list[list[tuple[int, ...]]]:
+        # All prompts in one step: how they are cut beside others depends on how long steps take.
+        llm = LLM(
+            model, device="cuda", num_blocks=2400, max_num_seqs=64,
+            max_num_batched_tokens=1 << 15, enable_prefix_caching=False,
+        )  # fmt: skip
+        runner, sizes = llm.engine._runner, []
+        assert all(reason is None for reason in runner.model.fused_layers.values())
+        replay = runner.graphs.replay
+        monkeypatch.setattr(
+            runner.graphs, "replay", lambda size, *form: sizes.append(size) or replay(size, *form)
+        )
+        found = tokens(llm, prompts, params)
+        assert sizes.count(48) > 40, "most steps have all sequences"
+        return found
+
+    early = run()
+    assert {is_early for rows, is_early in launches if rows >= 40} == {True}
+    launches.clear()
+    monkeypatch.setattr(
+        engine_triton,
+        "PagedBatch",
+        lambda *args, **options: PagedBatch(*args, **{**options, "allows_early_reads": False}),
+    )
+    assert run() == early
+    assert {is_early for rows, is_early in launches if rows >= 40} == {False}
+    assert len({tuple(output) for [output] in early}) == len(prompts)
 
 
 def test_eager_engines_record_nothing(eager: LLM) -> None:

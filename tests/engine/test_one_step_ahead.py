@@ -257,6 +257,31 @@ def test_a_failure_in_flight_loses_and_doubles_nothing(engine: Engine, where: st
         assert tuple(found) == output.token_ids
 
 
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+def test_a_failed_launch_is_waited_for_before_its_memory_is_used_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_in_flight: int
+) -> None:
+    """What it has copied so far is in no step that will be read."""
+    events = []
+    run, restart, wait = engine._runner.run, engine.scheduler.restart, engine._runner.wait
+    monkeypatch.setattr(engine._runner, "wait", lambda: events.append("wait") or wait())
+    monkeypatch.setattr(engine.scheduler, "restart", lambda: events.append("restart") or restart())
+
+    def fail(*args: Any) -> Any:
+        if len(engine._in_flight) == num_in_flight:
+            raise RuntimeError("once")
+        return run(*args)
+
+    engine.add_request([5, 6, 7], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", fail)
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+    assert events == ["wait", "restart"]
+    finish(engine)
+    assert engine.take_output(0).outputs == alone((5, 6, 7), GREEDY).outputs
+
+
 def test_blocks_of_a_step_that_failed_are_never_found(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,9 @@ def compile_kernel(kernel, types, constants, **options):
 def test_score_reads_logits_and_tables_in_wide_words(tiles, masks, tmp_path):
     outputs = dict.fromkeys(("bests", "scores", "raw_bests", "sums"), "*fp32")
     types = {**outputs, "tokens": "*i32", **LOGITS, **masks, "num_words": "i32"}
-    constants = {"NUM_TILES": 128, "TILE": triton_draw.TILE, "TILES": tiles}
+    constants = {
+        "NUM_TILES": 128, "TILE": triton_draw.TILE, "TILES": tiles, "LEAVES_OUT": False,
+    }  # fmt: skip
     if not masks:
         constants["step_masks"] = None
     most = triton_draw.MOST_REGISTERS if tiles > 1 else None
@@ -56,6 +58,22 @@ def test_score_reads_logits_and_tables_in_wide_words(tiles, masks, tmp_path):
     # several tiles reads all of its logits at once, and those of a tile again.
     ahead = tiles + 1 if tiles > 1 and not masks else 0
     assert len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"])) == 5 + ahead
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_score_looks_at_a_row_before_its_logits_where_many_rows_get_no_token(leaves_out):
+    outputs = dict.fromkeys(("bests", "scores", "raw_bests", "sums"), "*fp32")
+    types = {**outputs, "tokens": "*i32", **LOGITS, "num_words": "i32"}
+    constants = {
+        "NUM_TILES": 128, "TILE": triton_draw.TILE, "TILES": 8, "LEAVES_OUT": leaves_out,
+        "step_masks": None,
+    }  # fmt: skip
+    most = triton_draw.MOST_REGISTERS
+    compiled = compile_kernel(triton_draw.score_kernel, types, constants, num_warps=8, maxnreg=most)
+    ptx = compiled.asm["ptx"]
+    first_logits, first_branch = ptx.index("ld.global.v4.b32"), re.search(r"@%p\d+ bra", ptx)
+    assert first_branch is not None
+    assert (first_branch.start() < first_logits) == leaves_out
 
 
 def test_the_passes_of_cut_need_no_exchange_between_threads(tmp_path):

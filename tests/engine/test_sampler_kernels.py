@@ -206,6 +206,24 @@ def test_programs_of_several_tiles_find_what_those_of_one_find(dtype, monkeypatc
     assert found[0][0][10] == 2000
 
 
+@pytest.mark.parametrize("fewest", [1, 99])
+def test_logits_of_rows_that_get_no_token_may_be_left_unread(fewest, monkeypatch):
+    monkeypatch.setattr(triton_draw, "FEWEST_ROWS", fewest)
+    rows = [row(seed=seed, **options) for seed, options in enumerate([{}, {"top_k": 5}, {}])]
+    where = torch.tensor([2, -1, 0, -1, -1, 1, -1], dtype=torch.int32)
+    logits = 3 * torch.randn(len(where), 3 * triton_draw.TILE + 700)
+    logits[where < 0] = math.nan
+    found = []
+    for leaves_out in (False, True):
+        sampler = make_sampler(rows, logits.shape[1], home())
+        packed = draw(logits.to(home()), where.to(home()), sampler, leaves_out=leaves_out)
+        tokens, best, _ = (part.cpu()[where >= 0] for part in unpack(packed, len(where)))
+        assert best.isfinite().all()
+        assert torch.equal(sampler.last_tokens[where[where >= 0].long()].cpu(), tokens)
+        found.append((tokens.tolist(), best.tolist(), sampler.lengths.tolist()))
+    assert found[0] == found[1]
+
+
 def test_bad_rows_do_not_stall():
     logits = torch.zeros(5, 300)
     logits[1, 3], logits[2, 4], logits[3] = math.nan, math.inf, -math.inf

@@ -439,8 +439,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After a failure: forget the steps in flight. What they sampled is sampled again."""
-        for launched in self._in_flight:
-            launched.wait()
+        self._runner.wait()
         self._in_flight.clear()
         self.scheduler.restart()
 

@@ -136,6 +136,14 @@ class Runner:
             event = self._memories[0].event
         return LaunchedStep(step, rows, results, event, started)
 
+    def wait(self) -> None:
+        """Return when all is computed that was launched, of steps that failed half-way, too.
+
+        Their copies may still read host memory that is used in turn.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def read(self, launched: LaunchedStep) -> SampledTokens:
         """Wait for a step and return the tokens of ``step.sampled``."""
         launched.wait()
@@ -204,7 +212,8 @@ class Runner:
     def _record_prompts(self, size: int) -> tuple[Tensor, Tensor]:
         """A step with prompts of what is in the inbox: logits, and packed tokens."""
         logits = self.model.forward(self._prompts(size))
-        return logits, self._begin.draw(logits, self._prompts.drawn_rows(size))
+        rows = self._prompts.drawn_rows(size)  # of a few prompts most are of no sequence
+        return logits, self._begin.draw(logits, rows, leaves_out=True)
 
     # --- rows ------------------------------------------------------------------------------
 

@@ -159,9 +159,9 @@ class DecodeBuffers:
         """The rows of the step in the inbox, int32 ``[size]``."""
         return self.inbox[:size]
 
-    def draw(self, logits: Tensor, rows: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, rows: Tensor, *, leaves_out: bool = False) -> Tensor:
         """See ``triton_draw.draw``."""
-        return draw(logits, rows, self._sampler)
+        return draw(logits, rows, self._sampler, leaves_out=leaves_out)
 
     def keep(self, logits: Tensor) -> Tensor:
         """A copy of logits where the next graph does not overwrite them."""

@@ -97,7 +97,12 @@ def count_tiles(n: int, itemsize: int) -> int:
 
 
 def draw(
-    logits: Tensor, rows: Tensor, state: Sampler | DrawState, step_masks: Tensor | None = None
+    logits: Tensor,
+    rows: Tensor,
+    state: Sampler | DrawState,
+    step_masks: Tensor | None = None,
+    *,
+    leaves_out: bool = False,
 ) -> Tensor:
     """Sample rows and advance them: int32 words, which ``unpack`` reads.
 
@@ -106,6 +111,8 @@ def draw(
         rows: ``[n]``; a negative one gets no token.
         state: The rows' parameters, last tokens and lengths.
         step_masks: int32 ``[n, ceil(vocab_size / 32)]``: bits of the tokens that are allowed now.
+        leaves_out: Whether to leave the logits of negative rows unread, which saves time where
+            there are many of them; each of the others waits for its number first.
     """
     n, vocab_size = logits.shape
     num_tiles, num_words = triton.cdiv(vocab_size, TILE), triton.cdiv(vocab_size, 32)
@@ -120,7 +127,8 @@ def draw(
     tiles = count_tiles(n, logits.element_size())
     score_kernel[(n, triton.cdiv(num_tiles, tiles))](
         bests, scores, tokens, raw_bests, sums, logits, step_masks,
-        *row_state, *scalars, NUM_TILES=padded, TILE=TILE, TILES=tiles, num_warps=8,
+        *row_state, *scalars, NUM_TILES=padded, TILE=TILE, TILES=tiles,
+        LEAVES_OUT=leaves_out, num_warps=8,
         maxnreg=MOST_REGISTERS if tiles > 1 else None,
     )  # fmt: skip
     choose_kernel[(n,)](

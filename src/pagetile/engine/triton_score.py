@@ -110,9 +110,13 @@ def score_kernel(
     NUM_TILES: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,  # of a program
+    LEAVES_OUT: tl.constexpr,  # whether logits of rows that get no token are left unread
 ):
     """See the module. Tiles without computed scores have -inf, and the program's best logit."""
     i, first_tile = tl.program_id(0), tl.program_id(1) * TILES
+    if LEAVES_OUT:  # noqa: SIM102 - a constant
+        if tl.load(rows + i) < 0:
+            return
     if TILES > 1 and step_masks is None:
         # Logits need not wait for the loads that find what the row asks for.
         found = ()
