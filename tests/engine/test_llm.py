@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from pagetile import (
     SamplingParams,
     UnsupportedError,
     demo,
+    engine,
 )
 from pagetile.engine.input_processor import InputProcessor
 from pagetile.engine.request import RequestOutput
@@ -921,3 +923,26 @@ def test_warming_up_leaves_no_trace():
     [result] = llm.generate("import os\n", params, use_tqdm=False)
     assert result.outputs == expected.outputs
     assert result.num_cached_tokens == 0
+
+
+def test_the_path_from_generate_to_a_token_is_short() -> None:
+    """Files of the engine with a function that runs, and the lines of these functions."""
+    llm = LLM(dtype="float32", device="cpu", num_blocks=64)
+    lines: dict[str, set[int]] = {}
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and Path(code.co_filename).parent == Path(engine.__file__).parent:
+            lines.setdefault(code.co_filename, set()).update(
+                line for *_, line in code.co_lines() if line
+            )
+
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
+    sys.setprofile(watch)
+    try:
+        llm.generate(["import os\n", "x = "], params, use_tqdm=False)
+    finally:
+        sys.setprofile(None)
+    num_lines = sum(map(len, lines.values()))
+    assert len(lines) <= 17, sorted(lines)
+    assert num_lines <= 1200, num_lines

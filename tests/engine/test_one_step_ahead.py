@@ -18,6 +18,8 @@ import torch
 
 from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine
+from pagetile.engine import runner as runner_module
+from pagetile.engine.cuda_graphs import StepGraphs
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import load_model
@@ -414,6 +416,10 @@ class Machine:
             "enable_prefix_caching": rng.random() < 0.8,
         }
 
+    def choose_more(self) -> dict[str, Any]:
+        """More sampling parameters of a request."""
+        return {}
+
     def fail_if(self, where: str) -> None:
         if self.is_failing == where:
             self.is_failing, self.num_failures = "", self.num_failures + 1
@@ -438,6 +444,7 @@ class Machine:
             ignore_eos=rng.random() < 0.5,
             max_tokens=rng.choice(self.lengths),
         )
+        params = replace(params, **self.choose_more())
         stream = rng.random() < 0.5
         request_id = self.engine.add_request(
             prompt, params, stream=stream, priority=rng.choice([0, 0, 1])
@@ -530,6 +537,67 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> No
         preemptions += machine.engine.counts.preemptions
         failures += machine.num_failures
     assert min(preemptions, failures, late) > 5, "the machine mixes all of it"
+
+
+class Replayed(StepGraphs):
+    """Graphs where nothing can be recorded: a step runs again on what its static inputs hold."""
+
+    def __init__(self, step: Any, clear: Any, sizes: list[int], pool: Any = None) -> None:
+        super().__init__(step, clear, sizes, pool=0)
+        self.num_replayed = 0
+
+    def _record(self, size: int, *form: bool) -> None:
+        self._clear(size)
+        self._recorded[(size, *form)] = self._step(size, *form)  # type: ignore[assignment]
+
+    def replay(self, size: int, *form: bool) -> Any:
+        assert (size, *form) in self._recorded
+        self.num_replayed += 1
+        return self._step(size, *form)
+
+
+class KernelMachine(Machine):
+    """Steps are laid out and sampled as on a GPU: by kernels, of sizes that they are filled up to.
+
+    The copies' memory is used in turn as there, and a step's tokens are read a step later.
+    """
+
+    def choose_options(self) -> dict[str, Any]:
+        return {**super().choose_options(), "max_num_seqs": 6}
+
+    def choose_more(self) -> dict[str, Any]:
+        """Some are for kernels, some for torch code beside them."""
+        forms = [
+            {}, {"repetition_penalty": 1.3}, {"logit_bias": {50: 4.0, 2: -9.0}}, {"min_p": 0.1},
+            {"allowed_token_ids": [*range(3, 96, 2)]}, {"bad_words": ["ab", "Q", "%&"]},
+            {"logprobs": 30},
+        ]  # fmt: skip
+        return self.rng.choice(forms)
+
+    def use_kernels(self) -> None:
+        runner = self.engine._runner
+        runner._decode_by_kernels()
+        runner._make_graphs(6, self.engine.scheduler.max_num_batched_tokens)
+
+
+@pytest.mark.interpret
+def test_steps_by_kernels_give_each_request_what_it_gets_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "StepGraphs", Replayed)
+    failures = preemptions = 0
+    for seed in range(3):
+        machine = KernelMachine(seed, is_ahead=True)
+        machine.use_kernels()
+        for _ in range(90):
+            machine.rng.choices([machine.add, machine.abort, machine.step], [4, 1, 14])[0]()
+            machine.check()
+        machine.finish()
+        runner = machine.engine._runner
+        assert min(runner.graphs.num_replayed, runner.prompt_graphs.num_replayed) > 10
+        failures += machine.num_failures
+        preemptions += machine.engine.counts.preemptions
+    assert min(failures, preemptions) > 2
 
 
 class Storm(Machine):
