@@ -118,6 +118,47 @@ def test_drawn_tokens_are_those_of_torch_and_the_rows_advance(dtype, temperature
         assert torch.equal(on_device.last_tokens.cpu(), on_host.last_tokens)
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("num_rows", [1, 17, 31, 32, 33, 64, 257])
+def test_a_step_of_any_number_of_rows_comes_back_as_it_was_drawn(num_rows):
+    """In a step of this size and in one of half as many, through one memory."""
+    from pagetile.engine.step_memory import StepMemory
+    from pagetile.engine.triton_draw import draw
+
+    asked = {"temperature": 0.7, "logprobs": 1}, {"top_k": 3}, {"temperature": 0.0}
+    inputs = [
+        SamplingInput(SamplingParams(**asked[row % 3]), range(5), (), row, 0)
+        for row in range(num_rows)
+    ]
+    memory = StepMemory(torch.zeros(2 * num_rows, dtype=torch.int32, device=home()), num_rows)
+    logits = torch.randn(num_rows, 2100, generator=torch.Generator().manual_seed(num_rows))
+    samplers = [Sampler(num_rows, 2100, torch.device("cpu")) for _ in range(2)]
+    for sampler in samplers:
+        sampler.start(range(num_rows), inputs)
+        sampler.lengths.fill_(5)
+    on_host, by_kernels = samplers
+    for name in ("lengths", "last_tokens", "ints", "floats", "addresses"):
+        setattr(by_kernels, name, getattr(by_kernels, name).to(home()))
+    for count in {num_rows} if num_rows > 100 else {num_rows, (num_rows + 1) // 2}:
+        rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(count))[:count]
+        tokens, best, logprobs = on_host.sample(logits[rows], rows, rows.tolist())
+        found = on_host.collect(tokens.numpy(), best.numpy(), logprobs, rows.tolist())
+        given = torch.cat([rows, rows.new_full((num_rows - count,), -1)]).int()
+        where = given.clamp(min=0).long()
+        packed = draw(logits[where].to(home()), given.to(home()), by_kernels, leaves_out=True)
+        tokens, best, logprobs = memory.receive(packed, num_rows, has_logprobs=True)
+        if memory.event is not None:
+            memory.record()
+            memory.event.synchronize()
+        read = by_kernels.collect(tokens[:count], best[:count], logprobs[:count], rows.tolist())
+        assert read.token_ids == found.token_ids
+        assert read.others.keys() == found.others.keys()
+        for at, token in read.others.items():
+            assert token.logprobs.rank == found.others[at].logprobs.rank
+            assert token.logprobs.top_ids == found.others[at].logprobs.top_ids
+    assert torch.equal(by_kernels.lengths.cpu(), on_host.lengths)
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 16, 17, 100, 128, 1000])
 def test_every_number_of_sequences_has_a_padded_size_not_far_above_it(max_num_seqs):
     sizes = padded_sizes(max_num_seqs)

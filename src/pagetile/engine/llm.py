@@ -312,6 +312,8 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: after the model's weights have changed they are wrong.
 
+        Weights are to be changed in place: on a GPU, recorded steps read them where they were.
+
         Raises:
             RequestError: Requests are running: a stream is open.
         """
