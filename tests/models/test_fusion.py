@@ -9,10 +9,14 @@ from test_adapter import Packing, eager_logits, row_errors, sequences_of
 from torch import nn
 from torch.nn import functional
 
+from pagetile import BlockPool, KVCache
+from pagetile.device import DeviceInfo
 from pagetile.errors import UnsupportedError
 from pagetile.models import load_model, paged_model
+from pagetile.models.forward_batch import ForwardBatch
 from pagetile.models.fusion import layer as fused_layer
 from pagetile.models.fusion import trace
+from pagetile.ops.paged_attention import PagedBatch
 from pagetile.testing.models import tiny_model
 
 EPS = torch.finfo(torch.float32).eps
@@ -105,6 +109,51 @@ def test_bfloat16_is_as_near_to_the_truth_as_its_own_eager_forward(reference):
     computed = row_errors(torch.cat(Packing(paged, sequences, 4, seed=0).run()), truth)
     assert computed.median() <= 2 * eager.median()
     assert computed.max() <= 2 * eager.max()
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model whose products are of the sizes that Hopper's kernels are chosen for."""
+    model = tiny_model(
+        "qwen3", dtype=torch.bfloat16, hidden_size=256, head_dim=64, intermediate_size=2048,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    exact = copy.deepcopy(model)
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.double()
+    model.to("cuda")
+    return model, exact, load_model(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 16, 17, 32, 33, 64, 65, 256, 257])
+def test_any_number_of_tokens_is_as_near_to_the_truth_on_a_gpu(num_tokens, wide, monkeypatch):
+    model, exact, paged = wide
+    assert set(paged.fused_layers.values()) == {None}
+    ids = torch.randint(96, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
+    [truth] = eager_logits(exact, [ids])
+    [eager] = eager_logits(model, [ids.cuda()])
+    used = set()
+    for name in ("small_linear", "partial_products"):
+        run = getattr(fused_layer, name)
+
+        def watched(*args, run=run, impl, **options):
+            used.add(impl)
+            return run(*args, impl=impl, **options)
+
+        monkeypatch.setattr(fused_layer, name, watched)
+    paged.bind(KVCache(paged.layers, BlockPool(17, 16), dtype=torch.bfloat16, device="cuda"))
+    numbers = torch.arange(512, device="cuda")
+    lengths, starts = numbers[num_tokens : num_tokens + 1].int(), numbers[:2].int() * num_tokens
+    batch = PagedBatch(numbers[None, :17].int(), lengths, starts, num_tokens, num_tokens)
+    at = numbers[:num_tokens]
+    logits = paged.forward(ForwardBatch(ids.cuda(), at, batch, at, at)).cpu()
+    computed, own = row_errors(logits, truth), row_errors(eager.cpu(), truth)
+    assert computed.median() <= 2 * own.median()
+    assert computed.max() <= 2 * own.max()
+    if DeviceInfo.of(torch.device("cuda")).capability[0] == 9:
+        assert ("hopper" in used) == (num_tokens <= 16)
+        assert ("hopper_parts" in used) == (16 < num_tokens <= 256)
 
 
 # --- what is nearly the structure ------------------------------------------------------------
