@@ -149,6 +149,7 @@ def test_logit_bias_reaches_the_sampler(post):
 
 REFUSED = {
     "max_token": ({"max_token": 3}, "did you mean max_tokens"),
+    "guided_json": ({"guided_json": {}}, "did you mean structured_outputs.json"),
     "best_of": ({"best_of": 3}, "best_of"),
     "suffix": ({"suffix": "x"}, "suffix"),
     "temperature": ({"temperature": -1}, "temperature"),

@@ -156,8 +156,8 @@ addEventListener("DOMContentLoaded", () => new MutationObserver(() => {
   if (time && !drawn.has(time)) drawn.set(time, performance.now());
 }).observe(document.getElementById("cells"), { attributes: true }));
 """
-# The state of every cell by its colours: the last pixel's, and the first one's of cells that
-# nobody holds, whose content is kept if there is a dot.
+# The state of every cell by its colours: the last pixel's; of cells that no sequence holds also the
+# first one's, where a dot says that the content is kept.
 READ = """
 async () => {
   const { CellMap } = await import("/pages/cells.js");
