@@ -82,8 +82,8 @@ class Setup:
     timeout: float = 60.0
     """Seconds after which a response that has not ended is given up."""
     limit: float | None = None
-    """Seconds in which the comparison has to end: servers have two thirds of it to start, and turns are
-    as short as then fits; it is given up a little later."""
+    """Seconds in which the comparison has to end: servers have two thirds of it to start, and turns
+    are as short as then fits; it is given up a little later."""
 
     @property
     def about(self) -> str:
@@ -580,7 +580,7 @@ def _given_up_after(limit: float | None) -> Iterator[None]:
 
 
 def _fit(setup: Setup, num_servers: int, left: float, say: Say) -> Setup:
-    """Make turns as short as the time that is left; and fewer, if they would be too short.
+    """Make turns as short as the time that is left, and fewer if they would be too short.
 
     Raises:
         RuntimeError: Not even one fits.
