@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
 import re
@@ -543,10 +544,13 @@ def compare_latency(
             setup = _fit(setup, len(started), setup.limit - (time.monotonic() - begin), say)
         if wrong := [check["what"] for check in checks if not check["passed"]]:
             raise RuntimeError(f"not so, and nothing was timed: {', '.join(wrong)}")
-        saturated = _find_saturation(setup, started, say)
+        # Turns that take longer than planned, as those of a loaded machine do, are fewer.
+        end = math.inf if setup.limit is None else begin + setup.limit
+        at_half = (len(started) + 1) * (setup.seconds + 2 * _RUN_SECONDS)
+        saturated = _find_saturation(setup, started, say, end - at_half)
         mean_new = sum(setup.num_new) / 2
         rates = [statistics.median(each.tokens) / mean_new for each in saturated]
-        shared, own = _at_half(setup, started, min(rates) / 2, rates[0] / 2, say)
+        shared, own = _at_half(setup, started, min(rates) / 2, rates[0] / 2, say, end)
     lines = []
     heads = [each.metrics(mean_new) for each in saturated]
     for running, head, findings in zip(started, heads, shared, strict=True):
@@ -601,7 +605,20 @@ def _fit(setup: Setup, num_servers: int, left: float, say: Say) -> Setup:
     raise RuntimeError(f"only {left:.0f} s are left after the servers' start: raise the limit")
 
 
-def _find_saturation(setup: Setup, started: Sequence[Running], say: Say) -> list[_Saturated]:
+def _turns(setup: Setup, end: float, say: Say) -> Iterator[int]:
+    """Count turns; after the first one, only those that end in time if they last as long."""
+    begin = time.monotonic()
+    for turn in range(setup.turns):
+        now = time.monotonic()
+        if turn and now + (now - begin) / turn > end:
+            say(f"no time for more than {turn} of {setup.turns} turns")
+            return
+        yield turn
+
+
+def _find_saturation(
+    setup: Setup, started: Sequence[Running], say: Say, end: float
+) -> list[_Saturated]:
     found = []
     for running in started:
         rates = {}
@@ -610,7 +627,7 @@ def _find_saturation(setup: Setup, started: Sequence[Running], say: Say) -> list
             seconds = setup.saturated_seconds / 2
             rates[num_streams] = _saturate(setup, running, num_streams, seconds, -num_streams)[0]
         found.append(_Saturated(max(rates, key=lambda count: rates[count])))
-    for turn in range(setup.turns):
+    for turn in _turns(setup, end, say):
         for running, each in zip(started, found, strict=True):
             say(f"turn {turn + 1} of {setup.turns}, saturating: {running.server.name}")
             tokens, failures = _saturate(
@@ -622,11 +639,11 @@ def _find_saturation(setup: Setup, started: Sequence[Running], say: Say) -> list
 
 
 def _at_half(
-    setup: Setup, started: Sequence[Running], shared: float, own: float, say: Say
+    setup: Setup, started: Sequence[Running], shared: float, own: float, say: Say, end: float
 ) -> tuple[list[_Findings], _Findings | None]:
     """All servers at one rate, and the first at its own if that is another."""
     found, at_own = [_Findings() for _ in started], _Findings()
-    for turn in range(setup.turns):
+    for turn in _turns(setup, end, say):
         head = f"turn {turn + 1} of {setup.turns}"
         for running, findings in zip(started, found, strict=True):
             say(f"{head}, {shared:.2f} requests/s: {running.server.name}")

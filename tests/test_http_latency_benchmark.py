@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import signal
 import subprocess
@@ -293,6 +294,23 @@ def test_a_limit_that_leaves_no_turn_or_passes_is_an_error():
     with pytest.raises(RuntimeError, match="pagetile serve did not answer in 1 s"):
         compare_latency(replace(SHORT, limit=2.0), lambda what: None, [silent])
     assert time.monotonic() - begin < 20
+
+
+def test_turns_that_last_longer_than_planned_are_fewer(monkeypatch):
+    clock = itertools.count(100.0, 8.0)  # a turn takes eight seconds
+    monkeypatch.setattr(http_latency.time, "monotonic", lambda: next(clock))
+    said = []
+
+    def count(end):
+        return [*http_latency._turns(Setup(turns=4), end, said.append)]
+
+    assert count(math.inf) == [0, 1, 2, 3]
+    assert said == []
+    clock = itertools.count(100.0, 8.0)
+    assert count(133.0) == [0, 1]
+    assert said == ["no time for more than 2 of 4 turns"]
+    clock = itertools.count(100.0, 8.0)
+    assert count(0.0) == [0]
 
 
 def test_turns_fit_into_what_is_left():
