@@ -211,7 +211,7 @@ def test_20_000_blocks_are_drawn_as_the_pool_has_them_five_times_a_second(browse
         page.goto(f"{url}/pages")
         page.wait_for_selector('body[data-shared]:not([data-shared="0"])', timeout=20_000)
         # The machine may be busy with other tests: one window without them is enough.
-        for _ in range(6):
+        for _ in range(12):
             page.evaluate("drawn.clear(), (busy.length = 0)")
             page.wait_for_timeout(1500)
             pace, longest = page.evaluate(
@@ -254,13 +254,14 @@ def test_a_slow_click_selects_the_sequence_that_it_began_on(browser, async_llm):
 
 
 async def hold(async_llm, prompts, params):
-    """Run requests until cancelled."""
-    streams = [await async_llm.submit(prompt, params) for prompt in prompts]
-    try:
-        await asyncio.gather(*(stream.result() for stream in streams))
-    finally:
-        for stream in streams:
-            stream.close()
+    """Run requests, and run them again, until cancelled."""
+    while True:
+        streams = [await async_llm.submit(prompt, params) for prompt in prompts]
+        try:
+            await asyncio.gather(*(stream.result() for stream in streams))
+        finally:
+            for stream in streams:
+                stream.close()
 
 
 def traffic(async_llm):
