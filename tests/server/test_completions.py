@@ -210,6 +210,7 @@ def test_other_bodies_and_paths(http):
         assert response.status_code == 400, text[:20]
     response = http.post("/v1/completions", content="prompt=x", headers={"content-type": "text/x"})
     assert response.status_code == 415
+    assert "curl -H 'Content-Type: application/json'" in response.json()["error"]["message"]
     response = http.get("/v1/completions")
     assert response.status_code == 405
     assert response.json()["error"]["message"] == "GET /v1/completions: expected POST"
