@@ -111,9 +111,10 @@ def test_a_seed_gives_the_same_tokens_in_any_company(llm: LLM) -> None:
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
 
 
-def test_samples_that_fork_beside_prompts_that_go_on_have_their_own_parameters() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_samples_that_fork_beside_prompts_that_go_on_have_their_own_parameters(device: str) -> None:
     """The step samples no more sequences than it has, and all of those have begun before."""
-    llm = LLM(dtype="float32", num_blocks=256, max_num_batched_tokens=128)
+    llm = LLM(dtype="float32", device=device, num_blocks=256, max_num_batched_tokens=128)
     prompts = [[5 + n] * 300 for n in range(4)]
     params = [SamplingParams(n=2, seed=n, max_tokens=12, ignore_eos=True) for n in range(4)]
 
