@@ -361,6 +361,10 @@ def compare_http_latency(
         float, typer.Option(min=1, help="How long requests come in a turn at half of a rate.")
     ] = 20.0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    limit: Annotated[
+        float | None,
+        typer.Option(min=20, help="Seconds in which all has to end, by shorter and fewer turns."),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Write into results/NAME.json.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a line, as records keep them.")
@@ -380,12 +384,13 @@ def compare_http_latency(
         progress.print(f"{time.monotonic() - begin:4.0f} s  {what}", markup=False)
 
     try:
-        lines = compare_latency(Setup(device, turns, seconds), say)
+        lines = compare_latency(Setup(device, turns, seconds, limit=limit), say)
     except RuntimeError as reason:
         progress.print(str(reason), markup=False)
         raise typer.Exit(1) from None
     if out is not None:
-        command = f"python -m benchmarks http-latency --device {device} --out {out}"
+        within = "" if limit is None else f" --limit {limit:g}"
+        command = f"python -m benchmarks http-latency --device {device}{within} --out {out}"
         write_lines(RESULTS / f"{out}.json", lines, "latency", background, circumstances, command)
     for line in lines:
         _print_comparison(line, as_json)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
 import re
@@ -31,12 +32,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -51,6 +52,10 @@ __all__ = ["Request", "Running", "Server", "Setup", "arrivals", "compare_latency
 _HEALTH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _LOG_LINES = 15
+# Of a comparison with a limit: what a run takes beside its seconds (the client's start, the last
+# responses, reading what was noted), the least that is worth a turn, how long a stuck response may
+# last, and how long after the limit all is given up.
+_RUN_SECONDS, _LEAST_SECONDS, _LIMITED_TIMEOUT, _GRACE_SECONDS = 1.5, 0.6, 15.0, 5.0
 _NO_TOKEN = -1  # ends nothing
 # Has the kernel kill the server when this process ends, even if that is killed itself.
 _TETHER = (
@@ -75,6 +80,11 @@ class Setup:
     num_new: tuple[int, int] = (20, 100)
     start_seconds: float = 180.0
     """A server that has not started by then has failed."""
+    timeout: float = 60.0
+    """Seconds after which a response that has not ended is given up."""
+    limit: float | None = None
+    """Seconds in which the comparison has to end: servers have two thirds of it to start, and turns
+    are as short as then fits; it is given up a little later."""
 
     @property
     def about(self) -> str:
@@ -216,6 +226,21 @@ def start(server: Server, seconds: float) -> Iterator[Running]:
         RuntimeError: It ended, or did not answer within so many seconds; the message has the end of
             what it printed.
     """
+    with _launch(server) as starting:
+        _wait_until_healthy(starting, time.monotonic() + seconds)
+        yield starting.running
+
+
+class _Starting(NamedTuple):
+    """A server that may not answer yet."""
+
+    running: Running
+    log: IO[bytes]
+    begin: float
+
+
+@contextmanager
+def _launch(server: Server) -> Iterator[_Starting]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     tether = [sys.executable, "-c", _TETHER] if sys.platform == "linux" else []
@@ -238,20 +263,22 @@ def start(server: Server, seconds: float) -> Iterator[Running]:
     ):
         running = Running(server, address, process)
         try:
-            _wait_until_healthy(running, seconds, log)
-            yield running
+            yield _Starting(running, log, time.monotonic())
         finally:
             _stop(running)
 
 
-def _wait_until_healthy(running: Running, seconds: float, log: Any) -> None:
-    end = time.monotonic() + seconds
+def _wait_until_healthy(starting: _Starting, end: float) -> None:
+    running, log = starting.running, starting.log
     while not _is_healthy(running.address):
         code = running.process.poll()
         if code is None and time.monotonic() < end:
             time.sleep(0.1)
             continue
-        what = f"ended with code {code}" if code is not None else f"did not answer in {seconds:g} s"
+        seconds = time.monotonic() - starting.begin
+        what = (
+            f"ended with code {code}" if code is not None else f"did not answer in {seconds:.0f} s"
+        )
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
         printed = "\n".join(lines[-_LOG_LINES:]) or "it printed nothing"
@@ -281,25 +308,29 @@ def _stop(running: Running) -> None:
 def _start_all(
     setup: Setup, servers: Sequence[Server], stack: ExitStack, say: Say
 ) -> tuple[list[Running], dict[str, str]]:
-    """Start the servers that are installed; only pagetile, the first, has to start."""
-    started, absent = [], {}
+    """Start the servers that are installed, together; only pagetile, the first, has to start."""
+    starting, started, absent = [], [], {}
+    end = time.monotonic() + setup.start_seconds
     for server in servers:
         if server.package and not find_spec(server.package):
             absent[server.name] = "not installed"
+            say(f"{server.name} takes no part: not installed")
             continue
         say(f"starting {server.label}")
-        running = None
+        starting.append(stack.enter_context(_launch(server)))
+    for each in starting:
+        running = each.running
         try:
-            running = stack.enter_context(start(server, setup.start_seconds))
-            _warm_up(setup, running)
+            _wait_until_healthy(each, end)
+            _warm_up(setup, running, end)
         except RuntimeError as reason:
-            if not server.package:
+            if not running.server.package:
                 raise
-            if running is not None:  # what does not take part must not take time
-                running.signal(signal.SIGKILL)
+            running.signal(signal.SIGKILL)  # what does not take part must not take time
             say(str(reason))
-            absent[server.name] = str(reason).splitlines()[-1].strip()
+            absent[running.server.name] = str(reason).splitlines()[-1].strip()
             continue
+        say(f"{running.server.name} answered after {time.monotonic() - each.begin:.0f} s")
         started.append(running)
         running.signal(signal.SIGSTOP)
     return started, absent
@@ -317,14 +348,20 @@ def _its_turn(running: Running) -> Iterator[None]:
         running.signal(signal.SIGSTOP)
 
 
-def _warm_up(setup: Setup, running: Running) -> list[Response]:
-    """Send the first eight requests, one after another."""
+def _warm_up(setup: Setup, running: Running, end: float | None = None) -> list[Response]:
+    """Send the first eight requests, one after another, and give up at ``end`` or soon after."""
     requests = draw(setup, 0, 8)
     encoded = [running.server.encode(request) for request in requests]
-    responses = run(Load(running.address, encoded, timeout=setup.start_seconds))
+    seconds = setup.timeout if end is None else max(_LIMITED_TIMEOUT, end - time.monotonic())
+    responses = run(Load(running.address, encoded, seconds=seconds, timeout=seconds))
     for response in responses:
         if response.failure:
             raise RuntimeError(f"{running.server.name}, its first requests: {response.failure}")
+    if len(responses) < len(requests):
+        raise RuntimeError(
+            f"{running.server.name} answered {len(responses)} of its first {len(requests)} "
+            f"requests in {seconds:.0f} s"
+        )
     return responses
 
 
@@ -429,7 +466,9 @@ def _saturate(
     """Tokens a second that arrive in a closed loop after its first quarter, and what failed."""
     requests = draw(setup, seed, 8000)
     encoded = [running.server.encode(request) for request in requests]
-    load = Load(running.address, encoded, num_streams=num_streams, seconds=seconds)
+    load = Load(
+        running.address, encoded, num_streams=num_streams, seconds=seconds, timeout=setup.timeout
+    )
     with _its_turn(running):
         responses = run(load)
     failures = Counter(each.failure for each in responses if each.failure is not None)
@@ -452,7 +491,7 @@ def _at_rate(setup: Setup, running: Running, rate: float, seed: int, findings: _
     encoded = [running.server.encode(request) for request in requests]
     with _its_turn(running):
         cpu = running.cpu_seconds
-        responses = run(Load(running.address, encoded, due))
+        responses = run(Load(running.address, encoded, due, timeout=setup.timeout))
         findings.add(requests, responses, running.cpu_seconds - cpu)
 
 
@@ -492,17 +531,26 @@ def compare_latency(
     Raises:
         RuntimeError: A server did not start or answered no request.
     """
+    begin = time.monotonic()
+    if setup.limit is not None:
+        setup = replace(setup, start_seconds=min(setup.start_seconds, setup.limit * 2 / 3))
     with ExitStack() as stack:
+        stack.enter_context(_given_up_after(setup.limit))
         servers = _servers(setup) if servers is None else servers
         started, absent = _start_all(setup, servers, stack, say)
         say("comparing greedy texts")
         checks = _check_texts(setup, started)
+        if setup.limit is not None:
+            setup = _fit(setup, len(started), setup.limit - (time.monotonic() - begin), say)
         if wrong := [check["what"] for check in checks if not check["passed"]]:
             raise RuntimeError(f"not so, and nothing was timed: {', '.join(wrong)}")
-        saturated = _find_saturation(setup, started, say)
+        # Turns that take longer than planned, as those of a loaded machine do, are fewer.
+        end = math.inf if setup.limit is None else begin + setup.limit
+        at_half = (len(started) + 1) * (setup.seconds + 2 * _RUN_SECONDS)
+        saturated = _find_saturation(setup, started, say, end - at_half)
         mean_new = sum(setup.num_new) / 2
         rates = [statistics.median(each.tokens) / mean_new for each in saturated]
-        shared, own = _at_half(setup, started, min(rates) / 2, rates[0] / 2, say)
+        shared, own = _at_half(setup, started, min(rates) / 2, rates[0] / 2, say, end)
     lines = []
     heads = [each.metrics(mean_new) for each in saturated]
     for running, head, findings in zip(started, heads, shared, strict=True):
@@ -516,7 +564,61 @@ def compare_latency(
     return [{**line, "absent": absent} for line in lines]
 
 
-def _find_saturation(setup: Setup, started: Sequence[Running], say: Say) -> list[_Saturated]:
+@contextmanager
+def _given_up_after(limit: float | None) -> Iterator[None]:
+    """Raise in the block if it has not ended a little after the limit, wherever it waits."""
+    if limit is None:
+        yield
+        return
+
+    def give_up(number: int, frame: Any) -> None:
+        raise RuntimeError(f"given up: it did not end within {limit:g} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, limit + _GRACE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _fit(setup: Setup, num_servers: int, left: float, say: Say) -> Setup:
+    """Make turns as short as the time that is left, and fewer if they would be too short.
+
+    Raises:
+        RuntimeError: Not even one fits.
+    """
+    for turns in range(setup.turns, 0, -1):
+        tries = len(setup.num_streams) * num_servers
+        runs = tries + turns * (2 * num_servers + 1)
+        # A try lasts half as long as a turn in a closed loop.
+        asked = (tries / 2 + turns * num_servers) * setup.saturated_seconds
+        asked += turns * (num_servers + 1) * setup.seconds
+        share = min(1.0, (left - runs * _RUN_SECONDS) / asked)
+        seconds, saturated = share * setup.seconds, share * setup.saturated_seconds
+        if share == 1.0 or min(seconds, saturated / 2) >= _LEAST_SECONDS:
+            say(f"{left:.0f} s left: {turns} turns, {seconds:.1f} s at a rate, {saturated:.1f} s "
+                "saturated")  # fmt: skip
+            return replace(setup, turns=turns, seconds=seconds, saturated_seconds=saturated,
+                           timeout=min(setup.timeout, _LIMITED_TIMEOUT))  # fmt: skip
+    raise RuntimeError(f"only {left:.0f} s are left after the servers' start: raise the limit")
+
+
+def _turns(setup: Setup, end: float, say: Say) -> Iterator[int]:
+    """Count turns; after the first one, only those that end in time if they last as long."""
+    begin = time.monotonic()
+    for turn in range(setup.turns):
+        now = time.monotonic()
+        if turn and now + (now - begin) / turn > end:
+            say(f"no time for more than {turn} of {setup.turns} turns")
+            return
+        yield turn
+
+
+def _find_saturation(
+    setup: Setup, started: Sequence[Running], say: Say, end: float
+) -> list[_Saturated]:
     found = []
     for running in started:
         rates = {}
@@ -525,7 +627,7 @@ def _find_saturation(setup: Setup, started: Sequence[Running], say: Say) -> list
             seconds = setup.saturated_seconds / 2
             rates[num_streams] = _saturate(setup, running, num_streams, seconds, -num_streams)[0]
         found.append(_Saturated(max(rates, key=lambda count: rates[count])))
-    for turn in range(setup.turns):
+    for turn in _turns(setup, end, say):
         for running, each in zip(started, found, strict=True):
             say(f"turn {turn + 1} of {setup.turns}, saturating: {running.server.name}")
             tokens, failures = _saturate(
@@ -537,11 +639,11 @@ def _find_saturation(setup: Setup, started: Sequence[Running], say: Say) -> list
 
 
 def _at_half(
-    setup: Setup, started: Sequence[Running], shared: float, own: float, say: Say
+    setup: Setup, started: Sequence[Running], shared: float, own: float, say: Say, end: float
 ) -> tuple[list[_Findings], _Findings | None]:
     """All servers at one rate, and the first at its own if that is another."""
     found, at_own = [_Findings() for _ in started], _Findings()
-    for turn in range(setup.turns):
+    for turn in _turns(setup, end, say):
         head = f"turn {turn + 1} of {setup.turns}"
         for running, findings in zip(started, found, strict=True):
             say(f"{head}, {shared:.2f} requests/s: {running.server.name}")

@@ -166,6 +166,8 @@ def test_a_missing_extra_is_named(missing):
         ("serve --max-body-bytes 0", "--max-body-bytes 0: expected 1 or more"),
         ("serve --drain-seconds -1", "--drain-seconds -1: expected 0 or more"),
         ("serve --drain-seconds nan", "--drain-seconds nan: expected 0 or more"),
+        ("serve --gpu-memory-utilization 2", "memory_fraction=2.0: expected a number in (0, 1]"),
+        ("serve --max-num-batched-tokens 5", "max_num_batched_tokens=5: expected"),
         ("serve --num-blocks 64 --host 192.0.2.1", "choose another --host"),
         ("plan --memory 3Q", "'3Q' is no memory size"),
         ("plan --memory 1MB", "are missing"),
@@ -345,6 +347,21 @@ def test_recommended_defaults_are_read_once(run, tmp_path, monkeypatch, command)
     assert num_reads == 1
     for config in configs:
         assert config.sampling_defaults == {"temperature": 0.5}
+
+
+def test_a_server_on_the_cpu_beside_a_gpu_says_how_to_use_that(run, monkeypatch):
+    async def serve(app, llm, *, on_start, **options):
+        for has_gpu in (False, True):
+            monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+            on_start("http://here")
+        await llm.close()
+        return 0
+
+    monkeypatch.setattr("pagetile.server.serve", serve)
+    code, _, err = run("serve", "--quiet", *SMALL)
+    assert code == 0
+    assert err.count("pagetile-demo at http://here/v1 on cpu") == 2
+    assert err.count("This machine has a GPU: --device cuda serves on it") == 1
 
 
 def test_a_stop_string_ends_the_text(run):

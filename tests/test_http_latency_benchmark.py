@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import math
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -260,6 +263,72 @@ def test_a_server_that_does_not_start_is_an_error_with_what_it_printed():
     broken = Server("pagetile serve", ("-c", "raise SystemExit('port taken')"))
     with pytest.raises(RuntimeError, match="pagetile serve ended with code 1:\nport taken"):
         compare_latency(SHORT, lambda what: None, [broken])
+
+
+def test_a_comparison_with_a_limit_is_shorter_and_leaves_out_a_peer_that_hangs(monkeypatch):
+    """The peer that hangs is healthy, but answers nothing: it may cost no more than its start."""
+    monkeypatch.setattr(http_latency, "_LIMITED_TIMEOUT", 2.0)
+    monkeypatch.setattr(http_latency, "_RUN_SECONDS", 0.5)
+    monkeypatch.setattr(http_latency, "_LEAST_SECONDS", 0.2)
+    stuck = Server("stuck serve", ("-c", FAKE.replace("length = ", "return; ")), package="rich")
+    stuck = replace(stuck, command=(*stuck.command, "{port}"))
+    servers = [fake("pagetile serve"), fake("peer serve"), stuck]
+    setup = replace(
+        SHORT, turns=9, seconds=30.0, saturated_seconds=30.0, limit=14.0, start_seconds=3.0
+    )
+    said, begin = [], time.monotonic()
+    lines = compare_latency(setup, said.append, servers)
+    assert time.monotonic() - begin < 19
+    assert [line["what"] for line in lines[:2]] == ["pagetile serve", "peer serve"]
+    assert lines[0]["absent"] == {
+        "stuck serve": "stuck serve, its first requests: no end within 2 s"
+    }
+    assert any(re.search(r"s left: [1-8] turns, \d\.", each) for each in said)
+
+
+def test_a_limit_that_leaves_no_turn_or_passes_is_an_error():
+    with pytest.raises(RuntimeError, match="only 3 s are left after the servers' start"):
+        http_latency._fit(Setup(limit=10.0), 2, 3.0, lambda what: None)
+    silent = Server("pagetile serve", ("-c", "import time; time.sleep(60)"))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="pagetile serve did not answer in 1 s"):
+        compare_latency(replace(SHORT, limit=2.0), lambda what: None, [silent])
+    assert time.monotonic() - begin < 20
+
+
+def test_turns_that_last_longer_than_planned_are_fewer(monkeypatch):
+    clock = itertools.count(100.0, 8.0)  # a turn takes eight seconds
+    monkeypatch.setattr(http_latency.time, "monotonic", lambda: next(clock))
+    said = []
+
+    def count(end):
+        return [*http_latency._turns(Setup(turns=4), end, said.append)]
+
+    assert count(math.inf) == [0, 1, 2, 3]
+    assert said == []
+    clock = itertools.count(100.0, 8.0)
+    assert count(133.0) == [0, 1]
+    assert said == ["no time for more than 2 of 4 turns"]
+    clock = itertools.count(100.0, 8.0)
+    assert count(0.0) == [0]
+
+
+def test_turns_fit_into_what_is_left():
+    def fit(left, **changed):
+        setup = replace(Setup(limit=100.0), **changed)
+        found = http_latency._fit(setup, 2, left, lambda what: None)
+        tries = len(setup.num_streams) * 2
+        needed = (tries / 2 + found.turns * 2) * found.saturated_seconds
+        needed += found.turns * 3 * found.seconds
+        return found, needed + http_latency._RUN_SECONDS * (tries + found.turns * 5)
+
+    assert fit(1000.0)[0].seconds == 20.0
+    for left in (45.0, 60.0, 150.0):
+        found, needed = fit(left)
+        assert needed <= left + 1e-6
+        assert found.seconds >= 2.0
+        assert found.seconds < 20.0
+        assert found.timeout < Setup().timeout
 
 
 def test_a_server_that_never_answers_is_given_up_and_ended():

@@ -113,6 +113,22 @@ def test_a_seed_gives_the_same_tokens_in_any_company(llm: LLM) -> None:
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_samples_that_fork_beside_prompts_that_go_on_have_their_own_parameters(device: str) -> None:
+    """The step samples no more sequences than it has, and all of those have begun before."""
+    llm = LLM(dtype="float32", device=device, num_blocks=256, max_num_batched_tokens=128)
+    prompts = [[5 + n] * 300 for n in range(4)]
+    params = [SamplingParams(n=2, seed=n, max_tokens=12, ignore_eos=True) for n in range(4)]
+
+    def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+        return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+    together = tokens(llm.generate(prompts, params, use_tqdm=False))
+    pairs = zip(prompts, params, strict=True)
+    alone = [llm.generate(prompt, own, use_tqdm=False)[0] for prompt, own in pairs]
+    assert tokens(alone) == together
+
+
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     [free] = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
     stop = free.outputs[0].text[9:12]

@@ -149,6 +149,7 @@ def test_logit_bias_reaches_the_sampler(post):
 
 REFUSED = {
     "max_token": ({"max_token": 3}, "did you mean max_tokens"),
+    "guided_json": ({"guided_json": {}}, "did you mean structured_outputs.json"),
     "best_of": ({"best_of": 3}, "best_of"),
     "suffix": ({"suffix": "x"}, "suffix"),
     "temperature": ({"temperature": -1}, "temperature"),
@@ -209,6 +210,7 @@ def test_other_bodies_and_paths(http):
         assert response.status_code == 400, text[:20]
     response = http.post("/v1/completions", content="prompt=x", headers={"content-type": "text/x"})
     assert response.status_code == 415
+    assert "curl -H 'Content-Type: application/json'" in response.json()["error"]["message"]
     response = http.get("/v1/completions")
     assert response.status_code == 405
     assert response.json()["error"]["message"] == "GET /v1/completions: expected POST"

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from .conftest import opened, serving
-from .test_pages import run_traffic
+from .test_pages import traffic
 
 ROOT = Path(__file__).parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools/record_pages.py"))
@@ -19,10 +19,8 @@ FRAME = re.compile(r'<g class="frame f\d+">(.*?)</g>')
 
 def test_every_block_of_every_snapshot_is_drawn_in_its_state(llm):
     llm.reset_prefix_cache()
-    with opened(llm) as async_llm, serving(async_llm) as url:
-        stop = run_traffic(async_llm)
+    with opened(llm) as async_llm, serving(async_llm) as url, traffic(async_llm):
         frames = TOOL["record"](url, 1.0)
-        stop()
     picture = TOOL["draw"](frames)
     ET.fromstring(picture)
     groups = FRAME.findall(picture)

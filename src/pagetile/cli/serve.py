@@ -113,7 +113,25 @@ def serve(
         int | None,
         option(MODEL, "N", "Blocks of the cache. Without it, what fits and is of use."),
     ] = None,
+    memory_fraction: Annotated[
+        float,
+        option(
+            MODEL,
+            "SHARE",
+            "Of the free memory, what the cache takes at most. Also --gpu-memory-utilization.",
+            "--memory-fraction",
+            "--gpu-memory-utilization",
+        ),
+    ] = 0.9,
     max_num_seqs: Annotated[int, option(MODEL, "N", "The most sequences at the same time.")] = 128,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        option(
+            MODEL,
+            "N",
+            "The most tokens of one step; longer prompts are cut. Without it 2048, on a GPU 8192.",
+        ),
+    ] = None,
     max_model_len: MaxModelLen = None,
     no_prefix_caching: Annotated[
         bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
@@ -175,7 +193,9 @@ def serve(
             device=device,
             block_size=block_size,
             num_blocks=num_blocks,
+            memory_fraction=memory_fraction,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
             speculative=speculative and speculative.value,
@@ -218,10 +238,14 @@ def _load(max_queued: int, **options: Any) -> AsyncLLM:
 
 def _summary(llm: AsyncLLM, config: ServerConfig, url: str) -> str:
     """What is served, where, and how many tokens fit."""
+    import torch
+
     engine = llm.engine
+    is_idle = engine.model.device.type == "cpu" and torch.cuda.is_available()
+    hint = "\nThis machine has a GPU: --device cuda serves on it" if is_idle else ""
     tokens = engine.cache.num_blocks * engine.cache.block_size
     return (
         f"pagetile: {config.model_names[0]} at {url}/v1 on {engine.model.device}; the cache holds "
         f"{tokens:,} tokens ({engine.cache.num_blocks:,} blocks of {engine.cache.block_size}), "
-        f"a sequence at most {engine.max_model_len:,}; pages at {url}/pages"
+        f"a sequence at most {engine.max_model_len:,}; pages at {url}/pages{hint}"
     )

@@ -220,9 +220,9 @@ class Runner:
     def _load_rows(self, step: SchedulerOutput) -> None:
         """Load the sampling parameters of sequences that have got a row."""
         owners = self._owners
-        new = [s for s in step.sequences if owners[s.row] is not s.table]
-        if len(step.sampled) > len(step.sequences) or new:
-            new += [s for s in step.sampled if owners[s.row] is not s.table and s not in new]
+        # Samples that fork in this step are sampled without being in its sequences.
+        both = (*step.sequences, *step.sampled)
+        new = [*{id(s): s for s in both if owners[s.row] is not s.table}.values()]
         if not new:
             return
         self.sampler.start([s.row for s in new], [self._sampling_input(s) for s in new])

@@ -44,7 +44,8 @@ def read_body(model: type[M]) -> Callable[[Request], Coroutine[Any, Any, M]]:
     async def read(request: Request) -> M:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if kind.lower() != "application/json":
-            raise ApiError(415, f"content-type is {kind!r}, expected application/json")
+            hint = "application/json (curl -H 'Content-Type: application/json')"
+            raise ApiError(415, f"content-type is {kind!r}, expected {hint}")
         limits = server_of(request).limits
         try:
             body = await asyncio.wait_for(request.body(), limits.body_seconds)

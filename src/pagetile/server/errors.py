@@ -131,7 +131,19 @@ _TEXT_PART = '{"type": "text", "text": "..."}'
 _TYPES = {"str", "int", "float", "bool", "dict", "none", "text", "function", "named"}
 
 
+# What clients written for earlier APIs of vLLM and OpenAI send.
+_RENAMED = {
+    **{f"guided_{form}": f"structured_outputs.{form}" for form in ("json", "regex", "choice")},
+    "guided_grammar": "structured_outputs.grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+}
+
+
 def _nearest(name: str, known: Iterable[str]) -> str:
+    renamed = _RENAMED.get(name)
+    if renamed is not None and renamed.partition(".")[0] in known:
+        return f": did you mean {renamed}?"
     close = difflib.get_close_matches(name, known, 1)
     return f": did you mean {close[0]}?" if close else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -41,7 +40,7 @@ async def frames(request: Request) -> Response:
 
     async def events() -> AsyncIterator[bytes]:
         async for frame in feed.frames():
-            yield f"data: {json.dumps(frame, separators=(',', ':'))}\n\n".encode()
+            yield b"data: %b\n\n" % frame
 
     return EventStream(events(), send_seconds=server.limits.send_seconds)
 

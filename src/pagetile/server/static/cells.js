@@ -48,7 +48,7 @@ function drawCell(context, colour, x, y, size, holders, isWritten) {
     if (holders === 255) {
       context.fillStyle = colour.cached;
       const dot = Math.max(2, Math.round(side * 0.5));
-      const inset = (side - dot) / 2;
+      const inset = Math.floor((side - dot) / 2); // whole pixels: small cells would be a blur
       context.fillRect(x + inset, y + inset, dot, dot);
     }
     return;
@@ -76,8 +76,13 @@ function drawCell(context, colour, x, y, size, holders, isWritten) {
   if (isWritten) {
     context.fillStyle = colour.written;
     const dot = Math.max(2, Math.round(side * 0.36));
-    if (holders > 1) context.fillRect(x + 1, y + side - dot / 1.5 - 1, dot / 1.5, dot / 1.5);
-    else context.fillRect(x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
+    if (holders > 1) {
+      const mark = Math.max(1, Math.round(dot / 1.5));
+      context.fillRect(x + 1, y + side - mark - 1, mark, mark);
+    } else {
+      const inset = Math.floor((side - dot) / 2);
+      context.fillRect(x + inset, y + inset, dot, dot);
+    }
   }
 }
 

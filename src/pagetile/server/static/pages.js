@@ -72,6 +72,7 @@ function render() {
   const chosen = frame.sequences.find((s) => s.id === selected) ?? null;
   summarise(frame);
   map.show(frame, chosen);
+  get("cells").dataset.time = frame.time;
   timeline.show(frames, shown);
   listSequences(frame);
   describe(frame, chosen);
@@ -114,40 +115,47 @@ function drawLegend() {
   for (const sample of document.querySelectorAll("#legend canvas")) drawSample(sample);
 }
 
+// Elements are kept and brought up to date: one that is replaced while a mouse button is down gets
+// no click, and a block table may have thousands.
+function fitChildren(parent, count, make) {
+  while (parent.children.length > count) parent.lastElementChild.remove();
+  while (parent.children.length < count) parent.append(make());
+  return parent.children;
+}
+
+function makeRow() {
+  const row = document.createElement("div");
+  row.className = "sequence";
+  row.setAttribute("role", "option");
+  const [name, bar, tokens] = [0, 1, 2].map(() => document.createElement("span"));
+  bar.className = "bar";
+  tokens.className = "tokens";
+  for (const kind of ["shared", "own"]) {
+    const piece = document.createElement("i");
+    piece.className = kind;
+    bar.append(piece);
+  }
+  row.append(name, bar, tokens);
+  return row;
+}
+
 function listSequences(frame) {
   get("num-sequences").textContent = `${frame.sequences.length} running, ${frame.waiting} waiting`;
+  get("empty").hidden = frame.sequences.length > 0;
   const longest = Math.max(1, ...frame.sequences.map((s) => s.blocks.length));
-  const rows = frame.sequences.map((sequence) => {
-    const row = document.createElement("div");
-    row.className = "sequence";
-    row.id = `sequence-${sequence.id}`;
-    row.setAttribute("role", "option");
-    row.setAttribute("aria-selected", String(sequence.id === selected));
-    row.dataset.id = sequence.id;
+  const rows = fitChildren(get("sequences"), frame.sequences.length, makeRow);
+  frame.sequences.forEach((sequence, index) => {
+    const row = rows[index];
+    const [name, bar, tokens] = row.children;
     const shared = sequence.blocks.filter((b) => frame.cells[b] > 1 && frame.cells[b] < 255).length;
-    const name = document.createElement("span");
+    row.id = `sequence-${sequence.id}`;
+    row.dataset.id = sequence.id;
+    row.setAttribute("aria-selected", String(sequence.id === selected));
     name.textContent = sequence.sample ? `#${sequence.request} · ${sequence.sample}` : `#${sequence.request}`;
-    const bar = document.createElement("span");
-    bar.className = "bar";
-    for (const [kind, width] of [["shared", shared], ["own", sequence.blocks.length - shared]]) {
-      const piece = document.createElement("i");
-      piece.className = kind;
-      piece.style.width = `${(100 * width) / longest}%`;
-      bar.append(piece);
-    }
-    const tokens = document.createElement("span");
-    tokens.className = "tokens";
+    bar.children[0].style.width = `${(100 * shared) / longest}%`;
+    bar.children[1].style.width = `${(100 * (sequence.blocks.length - shared)) / longest}%`;
     tokens.textContent = `${sequence.tokens}`;
-    row.append(name, bar, tokens);
-    return row;
   });
-  if (!rows.length) {
-    const none = document.createElement("p");
-    none.className = "empty";
-    none.textContent = "Nothing runs. Send a request, or start the server with --demo-traffic.";
-    rows.push(none);
-  }
-  get("sequences").replaceChildren(...rows);
   get("sequences").setAttribute("aria-activedescendant", selected ? `sequence-${selected}` : "");
 }
 
@@ -164,14 +172,13 @@ function describe(frame, sequence) {
     `${sequence.prompt_tokens} prompt tokens, ${sequence.cached_tokens} of them found cached; ` +
     `${sequence.tokens} in the cache, in ${sequence.blocks.length} blocks. ` +
     (sharedWith.size ? `Shares with ${[...sharedWith].join(", ")}.` : "Shares with no other.");
-  const items = sequence.blocks.map((block) => {
-    const item = document.createElement("li");
-    item.textContent = block;
-    if (frame.cells[block] > 1 && frame.cells[block] < 255) item.classList.add("shared");
-    if (frame.written.has(block)) item.classList.add("written");
-    return item;
+  const items = fitChildren(get("table"), sequence.blocks.length, () => document.createElement("li"));
+  sequence.blocks.forEach((block, place) => {
+    const item = items[place];
+    if (item.textContent !== String(block)) item.textContent = block;
+    item.classList.toggle("shared", frame.cells[block] > 1 && frame.cells[block] < 255);
+    item.classList.toggle("written", frame.written.has(block));
   });
-  get("table").replaceChildren(...items);
   get("text").hidden = sequence.text === undefined;
   get("text").textContent = sequence.text ?? "";
 }
@@ -255,10 +262,11 @@ get("back").addEventListener("click", KEYS.ArrowLeft);
 get("forward").addEventListener("click", KEYS.ArrowRight);
 get("live").addEventListener("click", goLive);
 get("theme").addEventListener("click", toggleTheme);
-get("sequences").addEventListener("click", (event) => {
-  const row = event.target.closest(".sequence");
-  if (row) select(row.dataset.id);
+let pressed; // the sequence under the button when it went down: rows move up when others end
+get("sequences").addEventListener("pointerdown", (event) => {
+  pressed = event.target.closest(".sequence")?.dataset.id;
 });
+get("sequences").addEventListener("click", () => pressed && select(pressed));
 get("cells").addEventListener("mousemove", showTooltip);
 get("cells").addEventListener("mouseleave", () => (get("tooltip").hidden = true));
 get("cells").addEventListener("click", (event) => {
