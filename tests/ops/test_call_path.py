@@ -12,6 +12,7 @@ from pagetile import PagedBatch, paged_attention
 from pagetile.ops.paged_attention import api
 
 PACKAGE = str(Path(pagetile.__file__).parent)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def follow(tensor, function):
@@ -37,17 +38,21 @@ def follow(tensor, function):
     return found
 
 
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "impl", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)]
+)
 def test_a_first_call_passes_its_cache_through_six_files_under_three_names(impl):
-    k_cache, v_cache = torch.randn(2, 4, 16, 2, 64).unbind(0)
+    device = DEVICE if impl == "triton" else "cpu"
+    k_cache, v_cache = torch.randn(2, 4, 16, 2, 64, device=device).unbind(0)
 
     def attend(num_seqs):
-        batch = PagedBatch.of([[0]] * num_seqs, [9] * num_seqs)
-        return paged_attention(torch.randn(num_seqs, 8, 64), k_cache, v_cache, batch, impl=impl)
+        batch = PagedBatch.of([[0]] * num_seqs, [9] * num_seqs, device=device)
+        q = torch.randn(num_seqs, 8, 64, device=device)
+        return paged_attention(q, k_cache, v_cache, batch, impl=impl)
 
     attend(1)  # imports and compiles
     misses = api._dispatch.cache_info().misses
-    found = follow(k_cache, lambda: attend(23))
+    found = follow(k_cache, lambda: attend(3))
     assert api._dispatch.cache_info().misses == misses + 1  # nothing was remembered
     assert "/ops/paged_attention/api.py" in found
     assert len(found) <= 6, sorted(found)
