@@ -13,15 +13,19 @@ import torch
 from pagetile import BlockPool, KVCache, LayerSpec, PagedBatch, paged_attention, write_kv
 
 
-def attend(dtype: torch.dtype, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+def attend(
+    dtype: torch.dtype, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, int]:
     """Return decode attention over a cache of ``dtype``, and the cache's bytes."""
     num_tokens, num_kv_heads, head_size = k.shape
     pool = BlockPool(num_blocks=-(-num_tokens // 16), block_size=16)
     cache = KVCache([LayerSpec(num_kv_heads, head_size, head_size)], pool, dtype=dtype)
-    scales = {"k_scale": cache.k_scale[0], "v_scale": cache.v_scale[0]}
-    write_kv(k, v, cache.k[0], cache.v[0], torch.arange(num_tokens), **scales)
+    (k_cache,), (v_cache,), (k_scale,), (v_scale,) = cache.k, cache.v, cache.k_scale, cache.v_scale
+    slots = torch.arange(num_tokens)
+    write_kv(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
     batch = PagedBatch.of([list(range(pool.num_blocks))], [num_tokens])
-    return paged_attention(q, cache.k[0], cache.v[0], batch, **scales).out, cache.num_bytes
+    result = paged_attention(q, k_cache, v_cache, batch, k_scale=k_scale, v_scale=v_scale)
+    return result.out, cache.num_bytes
 
 
 def main() -> None:

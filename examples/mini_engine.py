@@ -28,6 +28,7 @@ from pagetile import (
     paged_attention,
     write_kv,
 )  # fmt: skip
+from pagetile.kv_cache.prefix_index import BlockHashes
 
 
 class Llama:
@@ -35,7 +36,8 @@ class Llama:
 
     def __init__(self, folder: Path) -> None:
         c = self.config = json.loads((folder / "config.json").read_text())
-        self.w = {k: w.float() for k, w in load_file(folder / "model.safetensors").items()}
+        weights = load_file(folder / "model.safetensors")
+        self.w: dict[str, torch.Tensor] = {k: w.float() for k, w in weights.items()}
         self.heads, self.kv_heads, self.size = (
             c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"],
         )  # fmt: skip
@@ -53,12 +55,22 @@ class Llama:
         half = torch.cat([-high, low], dim=-1)
         return x * self.cos[positions, None] + half * self.sin[positions, None]
 
-    def forward(self, token_ids, positions, slots, batch: PagedBatch, cache: KVCache):
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
         """Return the logits of each sequence's last token, ``[num_seqs, vocab_size]``."""
         x = self.w["model.embed_tokens.weight"][token_ids]
         for i in range(self.config["num_hidden_layers"]):
             layer = f"layers.{i}"
-            w = lambda name, layer=layer: self.w[f"model.{layer}.{name}.weight"]  # noqa: E731
+
+            def w(name: str, layer: str = layer) -> torch.Tensor:
+                return self.w[f"model.{layer}.{name}.weight"]
+
             h = self.norm(x, f"{layer}.input_layernorm")
             q, k, v = (
                 (h @ w(f"self_attn.{name}_proj").T).view(len(h), -1, self.size) for name in "qkv"
@@ -81,7 +93,7 @@ class Sequence:
     token_ids: list[int]
     max_tokens: int
     table: BlockTable
-    hashes: object = None
+    hashes: BlockHashes | None = None
     num_computed: int = 0
     num_cached: int = 0
     new: list[int] = field(default_factory=list)
@@ -136,6 +148,7 @@ class Engine:
         )
         for s, token in zip(list(self.running), logits.argmax(1).tolist(), strict=True):
             s.num_computed = len(s.token_ids)
+            assert s.hashes is not None  # since it was admitted
             s.hashes.extend(s.token_ids)
             self.index.insert(s.hashes, s.table.blocks, s.num_computed // self.pool.block_size)
             s.token_ids.append(token)

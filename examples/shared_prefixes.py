@@ -11,6 +11,7 @@ where reading the cache is what takes the time: on a GPU. A CPU computes for as 
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +21,7 @@ NUM_SEQS, PREFIX_LEN, OWN_LEN, BLOCK_SIZE = 32, 8192, 32, 16
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
 
 
-def best_of(call, repeats: int = 5) -> float:
+def best_of(call: Callable[[], object], repeats: int = 5) -> float:
     """Return the least time of some calls, in milliseconds."""
     times = []
     for _ in range(repeats):

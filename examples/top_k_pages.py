@@ -38,7 +38,7 @@ def select_pages(q: Tensor, low: Tensor, high: Tensor, batch: PagedBatch, count:
     """
     tables = batch.block_tables.long()
     group = q.shape[1] // low.shape[1]
-    rows = q.unflatten(1, (low.shape[1], group))[:, None]  # [seqs, 1, kv_heads, group, size]
+    rows = q.view(len(q), low.shape[1], group, -1)[:, None]  # [seqs, 1, kv_heads, group, size]
     bounds = torch.maximum(rows * low[tables][:, :, :, None], rows * high[tables][:, :, :, None])
     bounds = bounds.sum(-1).amax(-1).transpose(1, 2)  # [seqs, kv_heads, pages]: of a group's best
     bounds[..., -1] = torch.inf

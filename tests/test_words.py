@@ -38,6 +38,7 @@ PROSE = {
 # As whole identifiers.
 NAMES = {
     "settled": "CachedCall",
+    "_settle": "_dispatch",
     "bystanders": "background_load",
     "stands_aside": "must_fall_back",
     "writes_down": "is_exporting",

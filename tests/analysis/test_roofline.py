@@ -64,7 +64,7 @@ def test_the_table_is_complete_and_says_where_it_is_from():
         assert {"float16", "bfloat16", "float32"} <= known.flops.keys()
         # Matrix units multiply 32 to 256 times as fast as the special function unit exponentiates.
         assert 31 < known.flops["float16"] / known.exps_per_second < 257
-        assert 0 < known.program_bytes < known.l2_bytes
+        assert known.program_bytes > 0
     assert machine("h200-measured").bytes_per_second < machine("h200").bytes_per_second
 
 

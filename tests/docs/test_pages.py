@@ -120,6 +120,22 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_source_files_that_pages_name_exist():
+    root = DOCS.parent
+    files = [
+        "/" + str(path.relative_to(root))
+        for folder in ("src", "tests", "benchmarks", "tools", "examples")
+        for path in (root / folder).rglob("*.py")
+    ]
+    missing = [
+        f"{page.relative_to(root)}: {name}"
+        for page in (root / "CONTRIBUTING.md", *DOCS.rglob("*.md"))
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8"))
+        if not any(file.endswith("/" + name) for file in files)
+    ]
+    assert missing == []
+
+
 def test_a_wrong_output_and_a_failing_block_are_noticed():
     page = "```python\nprint(1)\n```\n\n```text\n2\n```\n\n```python\nassert False\n```\n"
     first, second = read_blocks(page)

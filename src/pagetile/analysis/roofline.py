@@ -49,8 +49,6 @@ class Machine:
     exps_per_second: float
     source: str
     """Where the figures are from."""
-    l2_bytes: int = 0
-    """Of the cache that all multiprocessors share; 0 if not known."""
     program_bytes: int = 0
     """Shared memory that one program may have; 0 if there is none."""
 

@@ -32,8 +32,8 @@ class Traffic:
 
     Example:
         >>> traffic = Traffic((Stream("q", 64, 2), Stream("out", 64, 2, is_write=True)))
-        >>> traffic.elements, traffic.bytes, traffic.bytes_written
-        (128, 256, 128)
+        >>> traffic.elements, traffic.bytes
+        (128, 256)
         >>> (traffic * 3).bytes
         768
     """
@@ -49,16 +49,6 @@ class Traffic:
     def bytes(self) -> int:
         """Of all streams."""
         return sum(stream.bytes for stream in self.streams)
-
-    @property
-    def bytes_read(self) -> int:
-        """Of the streams towards the chip."""
-        return sum(stream.bytes for stream in self.streams if not stream.is_write)
-
-    @property
-    def bytes_written(self) -> int:
-        """Of the streams towards memory."""
-        return sum(stream.bytes for stream in self.streams if stream.is_write)
 
     def without(self, *tensors: str) -> Traffic:
         """The streams of all other tensors."""

@@ -58,13 +58,13 @@ def add_norm(
     norms = tuple(None if n is None else (form(n.weight), n.kind) for n in (before, after))
     weights = [n.weight for n in (before, after) if n is not None]
     is_learned = needs_gradient(residual, x, *weights)
-    module = _settle(form(residual), form(x), norms, is_learned, impl)
+    module = _dispatch(form(residual), form(x), norms, is_learned, impl)
     found: tuple[Tensor, Tensor | None] = module.run(residual, x, before, after)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(residual: Any, x: Any, norms: tuple[Any, ...], is_learned: bool, impl: str) -> Any:
+def _dispatch(residual: Any, x: Any, norms: tuple[Any, ...], is_learned: bool, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     residual, x = Form(*residual), Form(*x)
     num_parts = x.shape[0] if len(x.shape) == len(residual.shape) + 1 else 0

@@ -46,13 +46,13 @@ def gated_activation(gate_up: Tensor, activation: str, *, impl: str = "auto") ->
         >>> gated_activation(torch.tensor([[-1.0, 2.0, 10.0, 10.0]]), "relu")
         tensor([[ 0., 20.]])
     """
-    module = _settle(form(gate_up), activation, needs_gradient(gate_up), impl)
+    module = _dispatch(form(gate_up), activation, needs_gradient(gate_up), impl)
     out: Tensor = module.run(gate_up, activation)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(gate_up: Any, activation: str, is_learned: bool, impl: str) -> Any:
+def _dispatch(gate_up: Any, activation: str, is_learned: bool, impl: str) -> Any:
     """Check a tensor of this form, and choose the module that runs."""
     gate_up = Form(*gate_up)
     if activation not in ACTIVATIONS:

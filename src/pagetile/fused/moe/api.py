@@ -73,7 +73,7 @@ def moe_experts(
     """
     tensors = {name: value for name, value in expert._asdict().items() if value is not None}
     is_learned = needs_gradient(x, weights, *tensors.values())
-    module = _settle(
+    module = _dispatch(
         *forms(x=x, experts=experts, weights=weights),
         *forms(**tensors),
         tuple(tensors),
@@ -86,7 +86,7 @@ def moe_experts(
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(*arguments: Any) -> Any:
+def _dispatch(*arguments: Any) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     *found, names, is_learned, activation, impl = arguments
     x, experts, weights, *rest = (Form(*form) for form in found)

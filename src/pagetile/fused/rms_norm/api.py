@@ -61,13 +61,13 @@ def rms_norm(
     """
     if impl == "auto" and has_dispatch_observers(x, weight):
         impl = "reference"
-    module = _settle(*forms(x=x, weight=weight), needs_gradient(x, weight), kind, impl)
+    module = _dispatch(*forms(x=x, weight=weight), needs_gradient(x, weight), kind, impl)
     out: Tensor = module.run(x, weight, eps, kind)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(x: Any, weight: Any, is_learned: bool, kind: str, impl: str) -> Any:
+def _dispatch(x: Any, weight: Any, is_learned: bool, kind: str, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     x, weight = Form(*x), Form(*weight)
     if kind not in KINDS:

@@ -58,13 +58,13 @@ def rotate(
     if impl == "auto" and has_dispatch_observers(q, k):
         impl = "reference"
     is_learned = needs_gradient(q, k, cos, sin)
-    module = _settle(*forms(q=q, k=k, cos=cos, sin=sin), is_learned, is_shared, impl)
+    module = _dispatch(*forms(q=q, k=k, cos=cos, sin=sin), is_learned, is_shared, impl)
     found: tuple[Tensor, Tensor] = module.run(q, k, cos, sin, is_shared)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(
+def _dispatch(
     q: Any, k: Any, cos: Any, sin: Any, is_learned: bool, is_shared: bool, impl: str
 ) -> Any:
     """Check tensors of these forms, and choose the module that runs."""

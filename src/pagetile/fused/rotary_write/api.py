@@ -66,7 +66,7 @@ def rotate_and_write(
     is_learned = needs_gradient(qkv, *(norm.weight for norm in norms))
     angles = None if cos is None or sin is None else (form(cos), form(sin))
     sizes = heads.num_heads, heads.num_kv_heads, heads.head_size, heads.v_head_size
-    module = _settle(
+    module = _dispatch(
         form(qkv), angles, sizes, heads.is_shared, tuple(form(norm.weight) for norm in norms),
         form(k_cache), form(v_cache), form(slot_mapping), is_learned, impl,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def rotate_and_write(
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(
+def _dispatch(
     qkv: Any, angles: Any, sizes: Any, is_shared: bool, weights: Any, k_cache: Any, v_cache: Any,
     slot_mapping: Any, is_learned: bool, impl: str,
 ) -> Any:  # fmt: skip

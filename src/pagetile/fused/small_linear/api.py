@@ -68,7 +68,7 @@ def small_linear(
     forms = (None if t is None else form(t) for t in (x, weight, bias, residual))
     norm_form = None if norm is None else (form(norm.weight), norm.kind)
     names = ("hopper",) if impl == "hopper" else IMPLEMENTATIONS
-    module = _settle(*forms, norm_form, activation, is_learned, impl, names)
+    module = _dispatch(*forms, norm_form, activation, is_learned, impl, names)
     out: Tensor = module.run(x, weight, bias, norm, activation, residual)
     return out
 
@@ -95,13 +95,13 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
     is_learned = needs_gradient(x, weight)
     forms = form(x), form(weight), None, None
     names = ("hopper_parts",) if impl == "hopper_parts" else IMPLEMENTATIONS
-    module = _settle(*forms, None, "", is_learned, impl, names)
+    module = _dispatch(*forms, None, "", is_learned, impl, names)
     out: Tensor = module.run_parts(x, weight)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(
+def _dispatch(
     x: Any, weight: Any, bias: Any, residual: Any, norm: Any, activation: str, is_learned: bool,
     impl: str, names: tuple[str, ...],
 ) -> Any:  # fmt: skip

@@ -46,13 +46,13 @@ def take_rows(table: Tensor, rows: Tensor, *, impl: str = "auto") -> Tensor:
         tensor([[0., 0., 1.],
                 [1., 0., 0.]])
     """
-    module = _settle(form(table), form(rows), needs_gradient(table), impl)
+    module = _dispatch(form(table), form(rows), needs_gradient(table), impl)
     out: Tensor = module.run(table, rows)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(table: Any, rows: Any, is_learned: bool, impl: str) -> Any:
+def _dispatch(table: Any, rows: Any, is_learned: bool, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     table, rows = Form(*table), Form(*rows)
     if len(table.shape) != 2:

@@ -70,7 +70,7 @@ def copy_blocks(
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for source, destination in pairs:
         both = forms(cache=source, destination=destination)
-        module = _settle(*both, _is_pinned(source, destination), impl)
+        module = _dispatch(*both, _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
         groups.setdefault(module, []).append((source, destination))
     _check_twice(pairs)
@@ -112,7 +112,7 @@ def _is_pinned(source: Tensor, destination: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(source: Any, destination: Any, is_pinned: bool, impl: str) -> Any:
+def _dispatch(source: Any, destination: Any, is_pinned: bool, impl: str) -> Any:
     """Check caches of these forms, and choose the module that copies between them."""
     source, destination = Form(*source), Form(*destination)
     check_dtype("a destination cache", destination, source.dtype)

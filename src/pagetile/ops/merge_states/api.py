@@ -52,7 +52,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         if impl != "auto":
             return call_uncompiled(merge_states, outs, lses, impl=impl)
         return reference.run(outs, lses)  # whose operations are torch's
-    module = _settle(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
+    module = _dispatch(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
     if impl == "auto" and needs_operator(outs):
         module = reference
     result: AttentionOutput = module.run(outs, lses)
@@ -60,7 +60,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
 
 
 @functools.lru_cache(maxsize=1024)
-def _settle(outs: Any, lses: Any, is_learned: bool, impl: str) -> Any:
+def _dispatch(outs: Any, lses: Any, is_learned: bool, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that merges them."""
     outs, lses = Form(*outs), Form(*lses)
     bind(

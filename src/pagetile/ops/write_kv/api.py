@@ -91,7 +91,7 @@ def write_kv(
         write(*operands, k_scale, v_scale, impl)
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    module = _check_and_choose(*tensors, impl)
+    module = _dispatch(*tensors, impl)
     if k_scale is not None or v_scale is not None:
         check_tensors(**given(k_scale=k_scale, v_scale=v_scale))
     scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
@@ -104,9 +104,7 @@ def write_kv(
 
 
 @functools.lru_cache(maxsize=1024)
-def _check_and_choose(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str
-) -> Any:
+def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str) -> Any:
     """Check tensors by their forms, and choose the implementation."""
     k, v, k_cache, v_cache, slot_mapping = (
         Form(*fields) for fields in (k, v, k_cache, v_cache, slot_mapping)
