@@ -33,8 +33,10 @@ from .records import (
     run_script,
     write_lines,
 )
-from .sweep import find_classes, print_summary, summarise, sweep
+from .sweep import CPU_SCALE, find_classes, print_summary, summarise, sweep, warm
 from .sweep_shapes import CLASSES as SWEPT
+from .sweep_shapes import draw_in_turns, redraw_worst
+from .sweep_warming import COLD
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
@@ -257,8 +259,16 @@ def sweep_shapes(
     seed: Annotated[int, typer.Option(help="Other shapes for another seed.")] = 0,
     shapes: Annotated[int, typer.Option(min=1, help="Shapes of a class, at most.")] = 20,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Draw no more shapes after this time, shared by classes.")
+        float, typer.Option(min=0, help="Begin no shape after this time, compiling included.")
     ] = math.inf,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A record of a sweep: its worst shapes once more, --shapes of each class.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; else what there is.")] = None,
     out: Annotated[
         str | None, typer.Option(help="Write into results/NAME.json, after every shape.")
@@ -280,9 +290,20 @@ def sweep_shapes(
     circumstances = describe_run() if path is None or into else _describe_clean_run()
     cases: dict[str, report.Record] = {}
     records: dict[str, report.Record | None] = {}
+    scale = 1.0 if device == "cuda" else CPU_SCALE
+    if replay is None:
+        drawn = draw_in_turns(kinds, seed, shapes, scale)
+    else:
+        try:
+            drawn = redraw_worst(report.load(replay), kinds, shapes, scale)
+        except ValueError as error:
+            raise typer.BadParameter(f"{replay.name}: {error}") from None
+    end = time.monotonic() + seconds
+    warmed = warm(drawn, seconds, console) if device == "cuda" else COLD
     background = BackgroundLoad()
-    for kind, findings in sweep(kinds, seed, shapes, device, console, seconds):
-        case = cases[kind.name] = summarise(kind, findings, seed)
+    left = max(0.0, end - time.monotonic())
+    for kind, findings in sweep(drawn, device, console, left, warmed):
+        case = cases[kind.name] = summarise(kind, findings)
         record = report.record_line(case, "sweep", background.share, circumstances)
         records[record["name"]] = record
         if path is not None:  # after every shape: a long run may be cut off

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .gpu_inputs import Inputs
 
-__all__ = ["find_libraries"]
+__all__ = ["COMPILED_WHEN_PLANNED", "find_libraries"]
 
 _WORKSPACE = 256 << 20  # bytes, for FlashInfer's partial states
 _BATCH_ATTENTION_SIZES = (64, 128, 256)  # heads of others may end the process
@@ -57,10 +57,13 @@ class _Pages:
         return self.q.shape[1], num_kv_heads, head_size, block_size
 
 
-def find_libraries(inputs: Inputs) -> tuple[dict[str, Call], dict[str, str]]:
+def find_libraries(
+    inputs: Inputs, without: Mapping[str, str] | None = None
+) -> tuple[dict[str, Call], dict[str, str]]:
     """Calls by name that return what ``paged_attention`` does, and why the others do not take part.
 
-    Results are not compared here: ``admit`` does it for all peers alike.
+    Results are not compared here: ``admit`` does it for all peers alike. ``without`` names some
+    that are not even planned, with the reasons.
     """
     if inputs.scales and inputs.shape.scales == "token":
         return {}, dict.fromkeys(_LIBRARIES, "unsupported: a scale for each token")
@@ -78,6 +81,8 @@ def find_libraries(inputs: Inputs) -> tuple[dict[str, Call], dict[str, str]]:
     for name, (module, make) in _LIBRARIES.items():
         if find_spec(module.partition(".")[0]) is None:
             absent[name] = "not installed"
+        elif without and name in without:
+            absent[name] = without[name]
         elif name == _SPLITTING and (pages.is_decode or inputs.scales):
             continue  # the wrapper chooses it by itself
         elif inputs.scales and name.partition(" ")[0] not in _TAKE_EIGHT_BITS:
@@ -210,3 +215,5 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "vllm triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm),
 }
 _TAKE_EIGHT_BITS = ("flashinfer",)
+COMPILED_WHEN_PLANNED = ("flashinfer", _SPLITTING, "flashinfer BatchAttention")
+"""Planning a call compiles a module for its head size and types if there is none."""

@@ -7,6 +7,8 @@ that were tried none is faster by more than one percent (lab log). Scales are no
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from pagetile import PagedBatch
 
-__all__ = ["make_reader"]
+__all__ = ["Reader", "make_reader", "make_readers"]
 
 _WORDS = 8192  # of a tile's keys and values together
 
@@ -62,8 +64,7 @@ def make_reader(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Callable
     """
     k_words, v_words = k_cache.view(torch.int32), v_cache.view(torch.int32)
     _, block_size, num_heads, width = k_words.shape
-    columns = triton.next_power_of_2(width)
-    tile = _WORDS // (2 * columns)
+    columns, tile = _tile_of(width)
     if batch.max_seq_len % tile:
         raise ValueError(f"{batch.max_seq_len} keys of {width} words: not in tiles of {tile}")
     num_seqs, num_tiles = len(batch.seq_lens), batch.max_seq_len // tile
@@ -76,3 +77,57 @@ def make_reader(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Callable
         )  # fmt: skip
 
     return read
+
+
+class Reader(NamedTuple):
+    """A call that reads pages."""
+
+    call: Callable[[], object]
+    num_bytes: int
+    """How many it reads: whole tiles only, so a little less than decoding does."""
+
+
+def make_readers(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> dict[str, Reader]:
+    """Two ways to read what decoding reads of sequences of one length, of any length.
+
+    By heads, as decoding does: where a row's words are no power of two, lanes are idle. By pages,
+    each from its first to its last byte in pieces that leave none idle.
+    """
+    block_size = k_cache.shape[1]
+    width = k_cache.view(torch.int32).shape[-1]
+    keys = _whole_tiles(batch.max_seq_len, _tile_of(width)[1])
+    blocks = _whole_tiles(batch.max_seq_len // block_size, _tile_of(_piece(k_cache))[1])
+    readers = {
+        "reading by heads": (k_cache, v_cache, keys, keys),
+        "reading by pages": (_as_rows(k_cache), _as_rows(v_cache), blocks, blocks * block_size),
+    }
+    key_bytes = sum(cache[0, 0].numel() * cache.element_size() for cache in (k_cache, v_cache))
+    return {
+        name: Reader(
+            make_reader(keys_in, values_in, replace(batch, max_seq_len=length)),
+            len(batch.seq_lens) * num_keys * key_bytes,
+        )
+        for name, (keys_in, values_in, length, num_keys) in readers.items()
+        if length
+    }
+
+
+def _tile_of(width: int) -> tuple[int, int]:
+    """A power of two that holds a row's words, and rows of a tile."""
+    columns = triton.next_power_of_2(width)
+    return columns, _WORDS // (2 * columns)
+
+
+def _whole_tiles(length: int, tile: int) -> int:
+    return length // tile * tile
+
+
+def _piece(cache: Tensor) -> int:
+    """Words of an equal part of a page: a power of two, so that a tile has no empty columns."""
+    words = cache[0].numel() * cache.element_size() // 4
+    return min(words & -words, _WORDS // 2)
+
+
+def _as_rows(cache: Tensor) -> Tensor:
+    """A cache whose pages are one row of pieces: a page for a key, and a piece for a head."""
+    return cache.view(torch.int32).view(len(cache), 1, -1, _piece(cache))

@@ -3,15 +3,21 @@
 A ratio is the best peer's time by pagetile's: 1 is as fast, and more is faster. A wrong result, and
 a call that fails, have the ratio 0. A class is judged by its worst and its median ratio; it is one
 case of a record, with all its shapes.
+
+All shapes are drawn first, and on a GPU what they run is compiled ahead in several processes
+(``sweep_warming``). Then one shape after the other is checked and timed, in turns of the classes.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import math
+import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,18 +30,34 @@ from pagetile import attention_scores
 from .case import at_least
 from .gate import allowed_error
 from .gpu_timing import GraphClock, time_in_turns
+from .libraries import COMPILED_WHEN_PLANNED
 from .machine import read_all
-from .sweep_inputs import SweepInputs, find_peers
-from .sweep_shapes import CLASSES, SweepClass, SweepShape, draw_shapes
+from .sweep_inputs import SweepInputs, find_own_calls, find_peers, import_libraries
+from .sweep_shapes import CLASSES, DrawnShape, SweepClass, SweepShape
+from .sweep_warming import COLD, Warmed, plan_tasks, warm_up
 
-__all__ = ["Finding", "find_classes", "measure", "print_summary", "summarise", "sweep"]
+__all__ = ["Finding", "find_classes", "measure", "print_summary", "summarise", "sweep", "warm"]
 
 CPU_SCALE = 1 / 64
-_ROUNDS = 5
+_ROUNDS = 7
 _CPU_ROUNDS = 28
+_CLEARLY_SLOWER = 1.25
+"""Times the fastest peer in a first round: what is so slow has no other turn."""
+_SHORTEST_REST = 0.01
 _DECODE_REST = 0.02
-"""Seconds before each turn of a decode, which streams memory: the power limit is far."""
+"""Seconds before each turn of a decode, at most: it streams memory, and the power limit is far."""
 _READ_BYTES = 1 << 30
+_SUM = f"sum of {_READ_BYTES >> 30} GiB"
+"""The machine's rate of reading, which calls that read little cannot reach: shown, no peer."""
+_WARMING_SHARE, _WARMING_SECONDS = 0.45, 300.0
+_MOST_PROCESSES = 14
+_SHAPE_SECONDS = 120
+"""A shape that takes longer hangs: no call of the process can run after it."""
+_STDERR = 2
+_LEFT_BYTES = 4 << 30
+"""More is a shape's, which should be free after it."""
+_LISTED = 3
+"""Worst shapes of a class in the summary."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +73,22 @@ class Finding:
     best_peer: str
     absent: dict[str, str] = field(default_factory=dict)
     """Peers that take no part, and why."""
+    seed: int = 0
+    number: int = 0
+    """Of the shape among those of its class and seed."""
+
+    @property
+    def share_of_sum(self) -> float | None:
+        """Of the machine's rate of reading, where the class is compared with reading."""
+        if _SUM not in self.seconds:
+            return None
+        return self.seconds[_SUM] / self.seconds["pagetile"]
 
     def as_record(self) -> dict[str, Any]:
         """As it goes into the JSON, which has no infinity."""
         return {
-            "shape": str(self.shape), "ratio": self.ratio, "best peer": self.best_peer,
+            "shape": str(self.shape), "seed": self.seed, "number": self.number,
+            "ratio": self.ratio, "best peer": self.best_peer,
             "error": self.error if math.isfinite(self.error) else None,
             "seconds": self.seconds, "absent": self.absent,
         }  # fmt: skip
@@ -74,37 +107,57 @@ def find_classes(names: Sequence[str], device: str) -> list[SweepClass]:
 
 
 def sweep(
-    kinds: Sequence[SweepClass],
-    seed: int,
-    count: int,
+    drawn: Sequence[DrawnShape],
     device: str,
     console: Console,
     seconds: float = math.inf,
+    warmed: Warmed = COLD,
 ) -> Iterator[tuple[SweepClass, list[Finding]]]:
-    """Measure up to ``count`` shapes of each class, and yield a class's findings after each shape.
+    """Measure drawn shapes in their order, and yield a class's findings after each shape.
 
-    What is left of ``seconds`` is shared equally among the classes that are left. A class stops
-    drawing shapes when its share is over, but has one shape at least.
+    After ``seconds`` no other shape begins, but each class has one. Shapes whose kernels were not
+    compiled ahead come last.
     """
-    scale = 1.0 if device == "cuda" else CPU_SCALE
     end = time.monotonic() + seconds
-    for number, kind in enumerate(kinds):
-        begin = time.monotonic()
-        class_end = begin + (end - begin) / (len(kinds) - number)
-        findings: list[Finding] = []
-        for shape in draw_shapes(kind, seed, count, scale):
-            if findings and time.monotonic() >= class_end:
-                break
-            finding = _measure_or_fail(kind, shape, device)
-            findings.append(finding)
-            _print_finding(console, kind, finding)
-            yield kind, findings
+    findings: dict[str, list[Finding]] = {}
+    in_order = sorted(drawn, key=lambda one: one.shape not in warmed.shapes)
+    for kind, seed, number, shape in in_order:
+        of_kind = findings.setdefault(kind.name, [])
+        if of_kind and time.monotonic() >= end:
+            continue
+        finding = _measure_or_fail(kind, shape, device, warmed.missing_libraries(shape))
+        of_kind.append(replace(finding, seed=seed, number=number))
+        _print_finding(console, kind, of_kind[-1])
+        yield kind, of_kind
 
 
-def _measure_or_fail(kind: SweepClass, shape: SweepShape, device: str) -> Finding:
+def warm(drawn: Sequence[DrawnShape], seconds: float, console: Console) -> Warmed:
+    """Compile what shapes run on this GPU, in a part of ``seconds``, and print how far it came."""
+    begin = time.monotonic()
+    tasks = plan_tasks(drawn, COMPILED_WHEN_PLANNED)
+    limit = min(_WARMING_SECONDS, _WARMING_SHARE * seconds)
+    processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - 2))
+    warmed = warm_up(tasks, processes, limit, import_libraries)
+    shapes = {one.shape for one in drawn}
+    console.print(
+        f"compiled ahead for {len(warmed.shapes & shapes)} of {len(shapes)} shapes "
+        f"in {time.monotonic() - begin:.0f} s",
+        markup=False,
+    )
+    for reason, number in Counter(warmed.reasons.values()).most_common():
+        first = next(what for what, why in warmed.reasons.items() if why == reason)
+        console.print(f"not compiled ahead: {number} x {reason}; first {first}", markup=False)
+    return warmed
+
+
+def _measure_or_fail(
+    kind: SweepClass, shape: SweepShape, device: str, without: Mapping[str, str]
+) -> Finding:
     """Measure a shape; a call that fails has the ratio 0, unless the GPU has failed with it."""
+    if device == "cuda":  # the record has all shapes before the one that hangs
+        faulthandler.dump_traceback_later(_SHAPE_SECONDS, exit=True, file=_STDERR)
     try:
-        return measure(kind, shape, device)
+        return measure(kind, shape, device, without)
     except Exception as error:
         if device == "cuda":
             torch.cuda.synchronize()  # raises where no later call can run either
@@ -112,10 +165,13 @@ def _measure_or_fail(kind: SweepClass, shape: SweepShape, device: str) -> Findin
         return Finding(shape, math.inf, {}, 0.0, f"failed: {lines[0] if lines else repr(error)}")
     finally:
         if device == "cuda":
+            faulthandler.cancel_dump_traceback_later()
+            if torch.cuda.memory_allocated() > _LEFT_BYTES:  # what cycles hold
+                gc.collect()
             torch.cuda.empty_cache()
 
 
-def summarise(kind: SweepClass, findings: Sequence[Finding], seed: int) -> dict[str, Any]:
+def summarise(kind: SweepClass, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return a class's worst and median ratio, its peers and all its shapes.
 
     It is what ``report.record_line`` takes as a case. ``fastest: PEER`` counts the shapes in which
@@ -132,12 +188,19 @@ def summarise(kind: SweepClass, findings: Sequence[Finding], seed: int) -> dict[
     ]
     leaders = Counter(found.best_peer for found in findings if found.ratio)
     targets = at_least("worst", kind.worst), at_least("median", kind.median)
+    seeds = sorted({found.seed for found in findings})
+    shares = [found.share_of_sum for found in findings if found.share_of_sum is not None]
     return {
         "what": kind.name,
-        "about": f"sweep: {kind.about}, shapes of seed {seed}",
+        "about": f"sweep: {kind.about}, shapes of seed {', '.join(map(str, seeds))}",
         "worst": min(ratios),
         "median": statistics.median(ratios),
         "shapes": len(findings),
+        **(
+            {f"worst of a {_SUM}": min(shares), f"median of a {_SUM}": statistics.median(shares)}
+            if shares
+            else {}
+        ),
         **{f"fastest: {peer}": number for peer, number in leaders.most_common()},
         "targets": [tuple(target) for target in targets],
         "checks": checks,
@@ -178,11 +241,10 @@ def _print_finding(console: Console, kind: SweepClass, finding: Finding) -> None
 
 
 def print_summary(console: Console, cases: Sequence[dict[str, Any]]) -> None:
-    """Print a table of classes as ``summarise`` has them, and who takes no part."""
-    table = Table("class", "shapes", "worst", "median", "aim", "fastest peers", "worst shape")
+    """Print a table of classes as ``summarise`` has them, their worst shapes, and absent peers."""
+    table = Table("class", "shapes", "worst", "median", "aim", "fastest peers")
     table.box = None
     for case in cases:
-        worst = min(case["details"], key=lambda detail: detail["ratio"])
         leaders = [
             f"{name.removeprefix('fastest: ')} ({number})"
             for name, number in case.items()
@@ -191,42 +253,88 @@ def print_summary(console: Console, cases: Sequence[dict[str, Any]]) -> None:
         aims = " / ".join(f"{bound:g}" for _, bound, _ in case["targets"])
         table.add_row(
             case["what"], str(case["shapes"]), f"{case['worst']:.3f}", f"{case['median']:.3f}",
-            aims, ", ".join(leaders), worst["shape"],
+            aims, ", ".join(leaders),
         )  # fmt: skip
     console.print(table)
+    for case in cases:
+        for detail in sorted(case["details"], key=lambda detail: detail["ratio"])[:_LISTED]:
+            console.print(f"{case['what']} {_in_words(detail)}", markup=False)
     for case in cases:
         for name, reason in case["absent"].items():
             console.print(f"{case['what']}: {name} takes no part: {reason}", markup=False)
 
 
-def measure(kind: SweepClass, shape: SweepShape, device: str) -> Finding:
-    """Check a shape against float64, and time it beside what its class is compared with."""
+def _in_words(detail: Mapping[str, Any]) -> str:
+    """A shape of a record: how it is drawn, its ratio, both times, the peer, and its sizes."""
+    peer, seconds = detail["best peer"], detail["seconds"]
+    beside = peer
+    if peer in seconds:
+        beside = f"{seconds['pagetile'] * 1e6:.1f} us, {peer} {seconds[peer] * 1e6:.1f} us"
+    place = f"seed {detail['seed']} number {detail['number']}"
+    return f"{place}: {detail['ratio']:.3f}, {beside}; {detail['shape']}"
+
+
+def measure(
+    kind: SweepClass, shape: SweepShape, device: str, without: Mapping[str, str] | None = None
+) -> Finding:
+    """Check a shape against float64, and time it beside what its class is compared with.
+
+    ``without`` names libraries that take no part, and why.
+    """
     if kind.against == "matmul":
         return _measure_scores(shape)
     inputs = SweepInputs(shape, device)
     error = inputs.error(inputs.attend().out)
     if not error <= allowed_error(inputs.q.dtype):
         return Finding(shape, error, {}, 0.0, "float64")
-    calls: dict[str, Callable[[], Any]] = {"pagetile": inputs.attend}
+    own = find_own_calls(kind.against, inputs)
+    calls: dict[str, Callable[[], Any]] = {name: one.call for name, one in own.items()}
     absent: dict[str, str] = {}
     if kind.against == "peers":
-        peers, absent = find_peers(inputs)
+        peers, absent = find_peers(inputs, without)
         calls |= peers
-    elif kind.against == "bf16":
-        calls["bfloat16 cache"] = SweepInputs(
-            replace(shape, kv_dtype=torch.bfloat16), device
-        ).attend
     elif kind.against == "bandwidth":
-        calls["reading alone"] = lambda: read_all(device, _READ_BYTES)
-    rest = _DECODE_REST if max(shape.query_lens) == 1 else GraphClock.rest
+        calls[_SUM] = lambda: read_all(device, _READ_BYTES)
     if device == "cuda":
         calls, refused = _capture(calls)
         absent = absent | refused
-    times = time_in_turns(calls, device, repeats=_ROUNDS, rest=rest, captured=False)
-    seconds = {name: found.median for name, found in times.items()}
-    if kind.against == "bandwidth":
-        seconds["reading alone"] *= shape.kv_bytes / _READ_BYTES
+    seconds = _race(calls, device, is_decode=max(shape.query_lens) == 1)
+    seconds |= {name: seconds[name] / one.share for name, one in own.items() if name in seconds}
+    if _SUM in seconds:
+        seconds[_SUM] *= shape.kv_bytes / _READ_BYTES
     return replace(_compare(shape, error, seconds), absent=absent)
+
+
+def _race(
+    calls: Mapping[str, Callable[[], Any]], device: str, *, is_decode: bool
+) -> dict[str, float]:
+    """Median seconds of each call; of peers that are clearly slower than another, of one turn.
+
+    The longer calls take, the longer is the rest before each: dense products of some 30 ms in a row
+    lower the clock.
+    """
+    if device == "cpu":
+        times = time_in_turns(calls, device, repeats=_ROUNDS)
+        return {name: found.median for name, found in times.items()}
+    first = time_in_turns(calls, device, repeats=1, rest=_SHORTEST_REST, captured=False)
+    seconds = {name: found.median for name, found in first.items()}
+    fastest = min((seconds[name] for name in _peers_of(seconds)), default=math.inf)
+    last = {
+        name: call
+        for name, call in calls.items()
+        if name not in _peers_of(seconds) or seconds[name] <= _CLEARLY_SLOWER * fastest
+    }
+    longest = max(seconds[name] for name in last)
+    most = _DECODE_REST if is_decode else GraphClock.rest
+    rest = min(most, max(_SHORTEST_REST, 16 * longest))
+    times = time_in_turns(last, device, repeats=_ROUNDS, rest=rest, captured=False)
+    return seconds | {name: found.median for name, found in times.items()}
+
+
+def _peers_of(names: Iterable[str]) -> list[str]:
+    """Contestants that count; the sum of much memory does only where there is nothing else."""
+    others = [name for name in names if name != "pagetile"]
+    return [name for name in others if name != _SUM] or others
 
 
 def _capture(
@@ -247,11 +355,11 @@ def _capture(
 
 
 def _compare(shape: SweepShape, error: float, seconds: dict[str, float]) -> Finding:
-    peers = {name: time for name, time in seconds.items() if name != "pagetile"}
+    peers = _peers_of(seconds)
     if not peers:
         return Finding(shape, error, seconds, 0.0, "nothing to compare with")
-    best = min(peers, key=lambda name: peers[name])
-    return Finding(shape, error, seconds, peers[best] / seconds["pagetile"], best)
+    best = min(peers, key=lambda name: seconds[name])
+    return Finding(shape, error, seconds, seconds[best] / seconds["pagetile"], best)
 
 
 def _measure_scores(shape: SweepShape) -> Finding:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +23,17 @@ from pagetile.tiles.state import AttentionOutput
 
 from .gate import PEER_ERROR, Rows, expected_rows
 from .gpu_inputs import Shape
-from .libraries import find_libraries
+from .libraries import COMPILED_WHEN_PLANNED, find_libraries
 from .sweep_shapes import SweepShape
 
-__all__ = ["SweepInputs", "find_peers"]
+__all__ = [
+    "OwnCall",
+    "SweepInputs",
+    "find_own_calls",
+    "find_peers",
+    "import_libraries",
+    "plan_library",
+]
 
 _SCALE = 0.02
 _CRASHES = {"flashinfer": (96,)}
@@ -35,17 +44,26 @@ class SweepInputs:
     """Random numbers in a paged cache (blocks in random order) and the same numbers dense.
 
     The attributes are those that ``libraries`` asks of its inputs.
+
+    Args:
+        shape: The call.
+        device: ``"cpu"`` or ``"cuda"``.
+        seed: Of the numbers.
+        pages: Of the cache, if not one for each block: blocks share them, which runs the same
+            kernels with little memory.
     """
 
     causal = True
 
-    def __init__(self, shape: SweepShape, device: str, seed: int = 0) -> None:
-        self.sweep = shape
+    def __init__(
+        self, shape: SweepShape, device: str, seed: int = 0, pages: int | None = None
+    ) -> None:
+        self.sweep, self.pages = shape, pages
         self.device, self.is_8_bit = device, shape.kv_dtype.itemsize == 1
         block_size = shape.block_size or 16
         generator = torch.Generator(device).manual_seed(seed)
         counts = [-(-length // block_size) for length in shape.seq_lens]
-        num_blocks = sum(counts) + 1
+        num_blocks = pages or sum(counts) + 1
         dtype = torch.bfloat16 if self.is_8_bit else shape.kv_dtype
 
         def draw(*sizes: int) -> Tensor:
@@ -64,6 +82,7 @@ class SweepInputs:
             one = torch.full((shape.num_kv_heads,), _SCALE, device=device)
             self.scales = {"k_scale": one, "v_scale": one}
         order = torch.randperm(num_blocks, generator=generator, device=device).int()
+        order = order.repeat(-(-sum(counts) // num_blocks))
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
         starts = [0, *itertools.accumulate(counts)]
         for seq, count in enumerate(counts):
@@ -116,23 +135,73 @@ class SweepInputs:
         return None if error <= PEER_ERROR else f"wrong: {error:.2g} off float64"
 
 
-def find_peers(inputs: SweepInputs) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+class OwnCall(NamedTuple):
+    """A call that needs no other library."""
+
+    call: Callable[[], Any]
+    share: float = 1.0
+    """Of the shape's work."""
+
+
+def find_own_calls(against: str, inputs: SweepInputs) -> dict[str, OwnCall]:
+    """What this project brings to a shape of a class: all that it compiles for it.
+
+    ``"pagetile"``, and what it is compared with where that is no library: the same call over a
+    bfloat16 cache, or kernels that only read the pages.
+    """
+    calls = {"pagetile": OwnCall(inputs.attend)}
+    if against == "bf16":
+        wide = replace(inputs.sweep, kv_dtype=torch.bfloat16)
+        calls["bfloat16 cache"] = OwnCall(
+            SweepInputs(wide, inputs.device, pages=inputs.pages).attend
+        )
+    elif against == "bandwidth" and inputs.device != "cpu":
+        from .reading import make_readers  # Triton's
+
+        found = make_readers(inputs.k_cache, inputs.v_cache, inputs.batch)
+        num_bytes = inputs.sweep.kv_bytes
+        calls |= {name: OwnCall(call, read / num_bytes) for name, (call, read) in found.items()}
+    return calls
+
+
+def import_libraries() -> None:
+    """Import what takes seconds, before the first shape needs it."""
+    for name in ("flashinfer", "vllm.vllm_flash_attn"):
+        with contextlib.suppress(Exception):  # find_peers says why it takes no part
+            importlib.import_module(name)
+
+
+def plan_library(inputs: SweepInputs, name: str) -> None:
+    """Plan a library's call, which compiles its module if there is none.
+
+    Raises:
+        RuntimeError: It takes no part; the message says why.
+    """
+    without = {other: "" for other in COMPILED_WHEN_PLANNED if other != name}
+    _, absent = find_libraries(inputs, without)  # type: ignore[arg-type]
+    if name in absent:
+        raise RuntimeError(absent[name])
+
+
+def find_peers(
+    inputs: SweepInputs, without: Mapping[str, str] | None = None
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Calls that compute the same, each checked against float64, and why others take no part.
 
     SDPA over gathered keys and values, a sequence at a time, is always there. FlashInfer,
-    flash-attn and FlashAttention-3 (also of vLLM's wheel) take part where they are installed.
+    flash-attn and FlashAttention-3 (also of vLLM's wheel) take part where they are installed, but
+    for those in ``without``, which has a reason for each.
     """
     peers: dict[str, Callable[[], Any]] = {"sdpa": _sdpa(inputs)}
     shape = inputs.sweep
     unknown: dict[str, str] = {}
     if inputs.device != "cpu":
-        crashes = [size for name, sizes in _CRASHES.items() if find_spec(name) for size in sizes]
         if not shape.block_size:
             unknown["flashinfer"] = "unsupported: no pages"
-        elif shape.head_size in crashes:
+        elif shape.head_size in _CRASHES["flashinfer"] and find_spec("flashinfer"):
             unknown["flashinfer"] = f"heads of {shape.head_size} end its process"
         else:
-            found, unknown = find_libraries(inputs)  # type: ignore[arg-type]
+            found, unknown = find_libraries(inputs, without)  # type: ignore[arg-type]
             peers |= found
         found, refused = _vllm_flash_attn_3(inputs)
         peers |= found

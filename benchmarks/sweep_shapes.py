@@ -7,12 +7,21 @@ Lengths are drawn for a GPU; ``scale`` shrinks them for a CPU and for tests.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["CLASSES", "SweepClass", "SweepShape", "draw_shapes"]
+__all__ = [
+    "CLASSES",
+    "DrawnShape",
+    "SweepClass",
+    "SweepShape",
+    "draw_in_turns",
+    "draw_shapes",
+    "redraw_worst",
+]
 
 E4M3 = torch.float8_e4m3fn
 _BLOCK_SIZES = (16, 16, 32, 64, 128)
@@ -69,7 +78,7 @@ class SweepClass:
     draw: Draw
     against: str = "peers"
     """``"peers"``: other libraries. ``"bf16"``: the same call over a bfloat16 cache.
-    ``"bandwidth"``: reading the keys and values at the machine's rate. ``"matmul"``: torch's."""
+    ``"bandwidth"``: only reading the same pages. ``"matmul"``: torch's."""
     worst: float = 0.95
     """What the worst ratio must reach."""
     median: float = 1.03
@@ -84,7 +93,61 @@ def draw_shapes(kind: SweepClass, seed: int, count: int, scale: float = 1.0) -> 
         >>> shapes == draw_shapes(CLASSES["decode-any-size"], seed=0, count=2, scale=0.01)
         True
     """
-    return [kind.draw(random.Random(f"{kind.name} {seed} {n}"), scale) for n in range(count)]
+    return [_draw_one(kind, seed, number, scale) for number in range(count)]
+
+
+def _draw_one(kind: SweepClass, seed: int, number: int, scale: float) -> SweepShape:
+    return kind.draw(random.Random(f"{kind.name} {seed} {number}"), scale)
+
+
+class DrawnShape(NamedTuple):
+    """A shape, and what it takes to draw it again."""
+
+    kind: SweepClass
+    seed: int
+    number: int
+    """Its place among the class's shapes of the seed."""
+    shape: SweepShape
+
+
+def draw_in_turns(
+    kinds: Sequence[SweepClass], seed: int, count: int, scale: float = 1.0
+) -> list[DrawnShape]:
+    """Return ``count`` shapes of each class, one of every class after the other.
+
+    So classes have as many shapes each where time does not suffice for all.
+
+    Example:
+        >>> kinds = [CLASSES["mixed"], CLASSES["uneven"]]
+        >>> [(drawn.kind.name, drawn.number) for drawn in draw_in_turns(kinds, seed=0, count=2)]
+        [('mixed', 0), ('uneven', 0), ('mixed', 1), ('uneven', 1)]
+    """
+    return [
+        DrawnShape(kind, seed, number, _draw_one(kind, seed, number, scale))
+        for number in range(count)
+        for kind in kinds
+    ]
+
+
+def redraw_worst(
+    record: Mapping[str, Any], kinds: Sequence[SweepClass], count: int, scale: float = 1.0
+) -> list[DrawnShape]:
+    """Return up to ``count`` shapes of each class from a record of a sweep, the worst first.
+
+    Raises:
+        ValueError: The record does not say how its shapes were drawn.
+    """
+    by_class = {case["name"].removeprefix("sweep-"): case for case in record["cases"]}
+    found = []
+    for kind in kinds:
+        details = by_class.get(kind.name, {}).get("details", [])
+        if any("number" not in detail for detail in details):
+            raise ValueError("its shapes have no seed and number: make the record again")
+        for detail in sorted(details, key=lambda detail: detail["ratio"])[:count]:
+            seed, number = detail["seed"], detail["number"]
+            shape = _draw_one(kind, seed, number, scale)
+            found.append(DrawnShape(kind, seed, number, shape))
+    return found
 
 
 def _between(rng: random.Random, low: int, high: int, scale: float) -> int:
@@ -161,11 +224,15 @@ def _mixed(rng: random.Random, scale: float) -> SweepShape:
     )  # fmt: skip
 
 
-def _decode_any_size(rng: random.Random, scale: float) -> SweepShape:
+def _decode_any_size(rng: random.Random, scale: float, size: int | None = None) -> SweepShape:
     num_seqs = rng.choice([16, 32, 64, 128])
     length = _between(rng, 2048, 8192, scale)
     heads = _heads(rng, (1, 4, 7, 8))
-    return _decode(rng, [length] * num_seqs, heads, 16 * rng.randint(2, 16))
+    return _decode(rng, [length] * num_seqs, heads, size or 16 * rng.randint(2, 16))
+
+
+def _decode_80(rng: random.Random, scale: float) -> SweepShape:
+    return _decode_any_size(rng, scale, 80)
 
 
 def _scores(rng: random.Random, scale: float) -> SweepShape:
@@ -198,8 +265,16 @@ CLASSES = {
         SweepClass("mixed", "prompts and decodes in one call", _mixed),
         SweepClass(
             "decode-any-size",
-            "decode of any head size that is a multiple of 16, beside reading alone",
+            "decode of any head size that is a multiple of 16, beside reading the same pages",
             _decode_any_size,
+            "bandwidth",
+            0.88,
+            0.88,
+        ),
+        SweepClass(
+            "decode-80",
+            "decode of heads of 80, beside reading the same pages",
+            _decode_80,
             "bandwidth",
             0.88,
             0.88,

@@ -9,11 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks import __main__ as command_line
-from benchmarks import report, sweep, sweep_inputs
+from benchmarks import report, sweep, sweep_inputs, sweep_warming
 from benchmarks.document import fill
 from benchmarks.sweep import Finding, find_classes, measure, summarise
 from benchmarks.sweep_inputs import SweepInputs, find_peers
-from benchmarks.sweep_shapes import CLASSES, SweepShape, draw_shapes
+from benchmarks.sweep_shapes import (
+    CLASSES,
+    SweepShape,
+    draw_in_turns,
+    draw_shapes,
+    redraw_worst,
+)
+from benchmarks.sweep_warming import Warmed
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -51,9 +58,11 @@ def test_shapes_are_those_of_the_seed_and_of_the_class(name):
             assert min(shape.query_lens) * group > 16
         elif name == "narrow-values":
             assert (shape.head_size, shape.v_head_size) == (192, 128)
-        elif name == "decode-any-size":
+        elif name.startswith("decode-"):
             assert shape.head_size % 16 == 0
+            assert shape.head_size == 80 or name == "decode-any-size"
             assert set(shape.query_lens) == {1}
+            assert len(set(shape.seq_lens)) == 1
         elif name == "mixed":
             assert min(shape.query_lens) == 1 < max(shape.query_lens)
         elif name == "uneven":
@@ -113,7 +122,7 @@ def test_a_class_reaches_its_aim_by_its_worst_and_its_median():
 
     def of(*ratios):
         findings = [Finding(shape, 0.0, {"pagetile": 1.0}, ratio, "peer") for ratio in ratios]
-        return summarise(kind, random.Random(0).sample(findings, len(findings)), 0)
+        return summarise(kind, random.Random(0).sample(findings, len(findings)))
 
     summary = of(0.96, 1.04, 1.2)
     assert (summary["worst"], summary["median"], summary["shapes"]) == (0.96, 1.04, 3)
@@ -131,7 +140,7 @@ def test_a_class_names_its_fastest_peers_and_why_others_take_no_part():
         Finding(shape, 0.1, seconds, 1.1, "a", {"b": "not installed"}),
         Finding(shape, torch.inf, {}, 0.0, "float64"),
     ]
-    summary = summarise(kind, findings, 7)
+    summary = summarise(kind, findings)
     assert (summary["fastest: a"], summary["fastest: b"]) == (2, 1)
     assert summary["absent"] == {
         "b": "not installed, 3 of 4 shapes", "c": "wrong: 1 off, 1 of 4 shapes"
@@ -141,20 +150,21 @@ def test_a_class_names_its_fastest_peers_and_why_others_take_no_part():
     assert [shape["best peer"] for shape in record["details"]] == ["a", "b", "a", "float64"]
     assert record["metrics"]["worst"] == 0.0
     assert "Infinity" not in json.dumps(record)
-    assert summarise(kind, findings[:3], 7)["absent"]["b"] == "not installed"
+    assert summarise(kind, findings[:3])["absent"]["b"] == "not installed"
 
 
 def test_a_shape_whose_call_fails_has_the_ratio_0_and_the_next_one_is_measured(monkeypatch):
     kind = CLASSES["mixed"]
     failed = iter([True, False])
 
-    def measured(kind, shape, device):
+    def measured(kind, shape, device, without):
         if next(failed):
             raise RuntimeError("no such plan\nat line 3")
         return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
 
     monkeypatch.setattr(sweep, "measure", measured)
-    findings = list(sweep.sweep([kind], 0, 2, "cpu", Console(quiet=True)))[-1][1]
+    drawn = draw_in_turns([kind], 0, 2, TINY)
+    findings = list(sweep.sweep(drawn, "cpu", Console(quiet=True)))[-1][1]
     assert [found.ratio for found in findings] == [0.0, 1.0]
     assert findings[0].best_peer == "failed: no such plan"
 
@@ -176,10 +186,10 @@ def test_a_peer_that_cannot_be_captured_takes_no_part(monkeypatch):
 
 
 def test_time_is_shared_by_the_classes_and_each_has_a_shape(monkeypatch):
-    """Each shape takes 10 s of 70: three for the first class, and 30 s are left for two."""
+    """Each shape takes 10 s of 70, and classes take turns."""
     clock = [0.0]
 
-    def measured(kind, shape, device):
+    def measured(kind, shape, device, without):
         clock[0] += 10
         return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
 
@@ -190,7 +200,8 @@ def test_time_is_shared_by_the_classes_and_each_has_a_shape(monkeypatch):
     def count(seconds):
         clock[0] = 0.0
         found = {}
-        for kind, findings in sweep.sweep(kinds, 0, 9, "cpu", Console(quiet=True), seconds):
+        drawn = draw_in_turns(kinds, 0, 9, TINY)
+        for kind, findings in sweep.sweep(drawn, "cpu", Console(quiet=True), seconds):
             found[kind.name] = len(findings)
         return list(found.values())
 
@@ -200,8 +211,12 @@ def test_time_is_shared_by_the_classes_and_each_has_a_shape(monkeypatch):
 
 
 def test_the_command_writes_a_record_that_the_pages_show(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "CPU_SCALE", TINY)
-    monkeypatch.setattr(sweep, "find_peers", lambda inputs: ({"flashinfer": inputs.attend}, {}))
+    monkeypatch.setattr(command_line, "CPU_SCALE", TINY)
+
+    def find(inputs, without):
+        return {"flashinfer": inputs.attend}, {}
+
+    monkeypatch.setattr(sweep, "find_peers", find)
     options = ["--shapes", 2, "--seed", 5, "--device", "cpu", "--out", "swept", "--into", tmp_path]
     done = run("--class", "mixed", "--class", "uneven", *options)
     assert done.exit_code in (0, 1), done.output
@@ -229,10 +244,10 @@ def test_the_command_writes_a_record_that_the_pages_show(run, tmp_path, monkeypa
 
 
 def test_a_record_is_written_after_every_shape(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "CPU_SCALE", TINY)
+    monkeypatch.setattr(command_line, "CPU_SCALE", TINY)
     shapes = iter([True, False])
 
-    def measured(kind, shape, device):
+    def measured(kind, shape, device, without):
         if next(shapes):
             return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
         raise KeyboardInterrupt
@@ -293,3 +308,267 @@ def test_an_unknown_class_is_one_clear_line(run):
 def test_a_cpu_sweeps_what_is_for_a_cpu():
     assert [kind.name for kind in find_classes([], "cpu")] == ["scores"]
     assert "scores" not in [kind.name for kind in find_classes([], "cuda")]
+
+
+KIND, SHAPE = CLASSES["mixed"], SweepShape((1,), (9,), 2, 2, 32, 32, 16)
+
+
+def found(ratio, number, **seconds):
+    return Finding(SHAPE, 0.0, seconds, ratio, "peer", seed=4, number=number)
+
+
+def test_shapes_that_were_compiled_ahead_come_first_and_libraries_that_were_not_are_left_out(
+    monkeypatch,
+):
+    kinds = [CLASSES["mixed"], CLASSES["uneven"]]
+    drawn = draw_in_turns(kinds, 0, 3, TINY)
+    ready = {one.shape for one in drawn if one.number != 0}
+    module = sweep_warming.module_of(drawn[2].shape, "flashinfer")
+    warmed = Warmed(frozenset(ready), {module: "nvcc failed"}, {})
+    seen = []
+
+    def measured(kind, shape, device, without):
+        seen.append((kind.name, without))
+        return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    swept = list(sweep.sweep(drawn, "cpu", Console(quiet=True), math.inf, warmed))
+    numbers = {kind.name: [found.number for found in of_kind] for kind, of_kind in swept}
+    assert numbers == {"mixed": [1, 2, 0], "uneven": [1, 2, 0]}
+    assert [name for name, _ in seen[:4]] == ["mixed", "uneven"] * 2
+    assert seen[0][1] == {"flashinfer": "nvcc failed"}
+    assert all(not without for name, without in seen if name == "uneven")
+
+
+def test_a_library_that_is_left_out_is_not_even_planned(monkeypatch):
+    """On a GPU; here FlashInfer's absence shows whether it was looked for."""
+    inputs = SweepInputs(SHAPE, "cpu")
+    reasons = {"flashinfer": "was not compiled in time"}
+    monkeypatch.setattr("benchmarks.libraries.find_spec", lambda name: name)
+    _, absent = sweep_inputs.find_libraries(inputs, reasons)
+    assert absent["flashinfer"] == "was not compiled in time"
+    assert absent["flashinfer BatchAttention"].startswith("unsupported: ")
+    with pytest.raises(RuntimeError, match="unsupported: "):
+        sweep_inputs.plan_library(inputs, "flashinfer")
+
+
+def test_peers_that_are_clearly_slower_have_one_turn_and_the_sum_is_no_peer(monkeypatch):
+    medians = {"pagetile": 2.0, "a": 1.6, "b": 1.9, "c": 2.1, "sum of 1 GiB": 1.0}
+    rounds = []
+
+    def time_in_turns(calls, device, *, repeats, rest, captured):
+        rounds.append((sorted(calls), repeats, rest, captured))
+        late = len(rounds) > 1  # as if the first turn were slower
+        return {name: SimpleNamespace(median=medians[name] - 0.1 * late) for name in calls}
+
+    monkeypatch.setattr(sweep, "time_in_turns", time_in_turns)
+    calls = dict.fromkeys(medians, lambda: None)
+    seconds = sweep._race(calls, "cuda", is_decode=False)
+    assert [names for names, *_ in rounds] == [
+        sorted(medians), ["a", "b", "pagetile", "sum of 1 GiB"]
+    ]  # fmt: skip
+    assert [rest for *_, rest, _ in rounds] == [0.01, 0.05]
+    assert not any(captured for *_, captured in rounds)  # the calls are replays of graphs
+    assert seconds == pytest.approx({**{n: s - 0.1 for n, s in medians.items()}, "c": 2.1})
+    finding = sweep._compare(SHAPE, 0.0, seconds)
+    assert (finding.best_peer, finding.ratio) == ("a", pytest.approx(1.5 / 1.9))
+    assert finding.share_of_sum == pytest.approx(0.9 / 1.9)
+
+
+def test_short_calls_have_short_rests(monkeypatch):
+    rests = []
+
+    def race(seconds, is_decode):
+        def time_in_turns(calls, device, *, repeats, rest, captured):
+            rests.append(rest)
+            return {name: SimpleNamespace(median=seconds) for name in calls}
+
+        monkeypatch.setattr(sweep, "time_in_turns", time_in_turns)
+        sweep._race({"pagetile": None, "a": None}, "cuda", is_decode=is_decode)
+
+    for seconds in (1e-4, 1e-3, 1e-2):
+        for is_decode in (False, True):
+            race(seconds, is_decode)
+    assert rests[1::2] == pytest.approx([0.01, 0.01, 0.016, 0.016, 0.05, 0.02])
+
+
+def test_a_class_beside_reading_reports_the_share_of_a_sum_too():
+    kind = CLASSES["decode-80"]
+    times = ({"pagetile": 1.0, "sum of 1 GiB": 0.5}, {"pagetile": 1.0, "sum of 1 GiB": 0.7})
+    findings = [found(0.9, number, **seconds) for number, seconds in enumerate(times)]
+    summary = summarise(kind, findings)
+    assert (summary["worst of a sum of 1 GiB"], summary["median of a sum of 1 GiB"]) == (0.5, 0.6)
+    assert not any("sum" in name for name in summarise(KIND, [found(1.0, 0, pagetile=1.0)]))
+
+
+def test_the_worst_shapes_are_listed_with_seconds_and_peer():
+    findings = [
+        found(r, n, pagetile=2e-5, peer=r * 2e-5) for n, r in enumerate((1.1, 0.8, 0.9, 1.0))
+    ]
+    findings.append(Finding(SHAPE, math.inf, {}, 0.0, "failed: no plan", seed=4, number=9))
+    console = Console(record=True, width=200, soft_wrap=True, quiet=False)
+    with console.capture() as text:
+        sweep.print_summary(console, [summarise(KIND, findings)])
+    listed = [line for line in text.get().splitlines() if "seed 4 number" in line]
+    assert listed == [
+        f"mixed seed 4 number 9: 0.000, failed: no plan; {SHAPE}",
+        f"mixed seed 4 number 1: 0.800, 20.0 us, peer 16.0 us; {SHAPE}",
+        f"mixed seed 4 number 2: 0.900, 20.0 us, peer 18.0 us; {SHAPE}",
+    ]
+
+
+def test_a_record_is_replayed_from_its_worst_shapes(run, tmp_path, monkeypatch):
+    drawn = draw_in_turns([KIND], 4, 4, TINY)
+    findings = [
+        Finding(one.shape, 0.0, {"pagetile": 1.0}, ratio, "peer", seed=4, number=one.number)
+        for one, ratio in zip(drawn, (1.1, 0.8, 0.9, 1.0), strict=True)
+    ]
+    path = tmp_path / "before.json"
+    line = report.record_line(summarise(KIND, findings), "sweep", 0.0, {})
+    report.save(path, {"machine": {}, "cases": [line]})
+    again = redraw_worst(report.load(path), [KIND, CLASSES["uneven"]], 2, TINY)
+    assert again == [drawn[1], drawn[2]]
+    monkeypatch.setattr(command_line, "CPU_SCALE", TINY)
+    seen = []
+
+    def measured(kind, shape, device, without):
+        seen.append(shape)
+        return Finding(shape, 0.0, {"pagetile": 1.0, "a": 1.0}, 1.0, "a")
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    done = run("--class", "mixed", "--replay", path, "--shapes", 2, "--device", "cpu")
+    assert done.exit_code in (0, 1), done.output
+    assert seen == [drawn[1].shape, drawn[2].shape]
+    del line["details"][0]["number"]
+    report.save(path, {"machine": {}, "cases": [line]})
+    done = run("--class", "mixed", "--replay", path, "--device", "cpu")
+    assert done.exit_code == 2
+    assert "before.json" in done.output
+    with pytest.raises(ValueError, match="make the record again"):
+        redraw_worst(report.load(path), [KIND], 2, TINY)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "scores"])
+def test_what_is_compiled_over_a_few_pages_is_the_same_call(name):
+    """Kernels are chosen by sizes, types and strides; what is computed is right, too."""
+    kind = CLASSES[name]
+    shape = draw_shapes(kind, 1, 1, TINY)[0]
+    whole, few = SweepInputs(shape, "cpu"), SweepInputs(shape, "cpu", pages=2)
+    assert len(few.k_cache) == 2
+    assert few.tables.shape == whole.tables.shape
+    for tensor in ("q", "k_cache", "v_cache", "tables"):
+        a, b = getattr(whole, tensor), getattr(few, tensor)
+        assert (a.stride(), a.dtype, a.shape[1:]) == (b.stride(), b.dtype, b.shape[1:])
+    assert int(few.tables.max()) == (1 if few.tables.numel() > 1 else int(few.tables))
+    calls = sweep_inputs.find_own_calls(kind.against, few)
+    assert few.error(calls["pagetile"].call().out) < 2**-5
+    assert ("bfloat16 cache" in calls) == (kind.against == "bf16")
+
+
+def test_readers_read_every_word_of_whole_tiles_once(monkeypatch):
+    """Of sequences of one length that is no multiple of anything."""
+    reading = pytest.importorskip("benchmarks.reading")
+    touched = []
+
+    class Read:
+        def __getitem__(self, grid):
+            def launch(
+                out, k_cache, v_cache, tables, num_tiles, stride, block_size, heads, words, columns,
+                tile, num_warps,
+            ):  # fmt: skip
+                for program in range(grid[0]):
+                    head, at = program % heads, program // heads
+                    seq, at = at // num_tiles, at % num_tiles
+                    for key in range(at * tile, (at + 1) * tile):
+                        block = int(tables[seq, key // block_size])
+                        row = (block * block_size + key % block_size) * heads + head
+                        touched.append(range(row * words, (row + 1) * words))
+                assert words <= columns
+                assert k_cache.shape == v_cache.shape == (len(k_cache), block_size, heads, words)
+
+            return launch
+
+    monkeypatch.setattr(reading, "_read", Read())
+    for size, heads, block_size, length in ((48, 4, 64, 1111), (32, 1, 16, 700), (80, 8, 128, 800)):
+        shape = SweepShape((1, 1), (length,) * 2, heads, heads, size, size, block_size)
+        inputs = SweepInputs(shape, "cpu")
+        readers = reading.make_readers(inputs.k_cache, inputs.v_cache, inputs.batch)
+        assert list(readers) == ["reading by heads", "reading by pages"]
+        for call, num_bytes in readers.values():
+            touched.clear()
+            call()
+            words = [word for span in touched for word in span]
+            assert len(set(words)) == len(words)
+            assert 2 * 4 * len(words) == num_bytes
+            assert shape.kv_bytes * 0.6 < num_bytes <= shape.kv_bytes
+
+
+@pytest.mark.filterwarnings("ignore:attention reads q")  # lengths are tiny, heads are not
+def test_a_sweep_of_a_gpu_is_rehearsed_without_one(run, tmp_path, monkeypatch):
+    """All of the command but the GPU: tensors are on the CPU, and times are made up."""
+
+    class Inputs(SweepInputs):
+        def __init__(self, shape, device, seed=0, pages=None):
+            super().__init__(shape, "cpu", seed, pages)
+
+    def run_in_this_process(function, tasks, processes, seconds, meanwhile):
+        meanwhile()
+        found = {}
+        for number, task in enumerate(tasks):
+            try:
+                found[number] = function(task)
+            except RuntimeError as error:
+                found[number] = str(error)
+        return found
+
+    def time_in_turns(calls, device, *, repeats, rest, captured):
+        for call in calls.values():
+            call()
+        slow = {"pagetile": 1.0, "reading by pages": 0.8, "sum of 1 GiB": 0.1}
+        return {name: SimpleNamespace(median=slow.get(name, 1.1)) for name in calls}
+
+    def make_readers(k_cache, v_cache, batch):
+        num_bytes = (k_cache.numel() + v_cache.numel()) // 8
+        return {"reading by pages": (lambda: k_cache.sum(), num_bytes)}
+
+    def find_own_calls(against, inputs):
+        inputs.device = "cuda"
+        try:
+            return sweep_inputs.find_own_calls(against, inputs)
+        finally:
+            inputs.device = "cpu"
+
+    monkeypatch.setattr(sweep, "SweepInputs", Inputs)
+    monkeypatch.setattr(sweep, "find_own_calls", find_own_calls)
+    monkeypatch.setattr(sweep, "read_all", lambda device, num_bytes: None)
+    monkeypatch.setattr(sweep, "time_in_turns", time_in_turns)
+    monkeypatch.setattr(sweep, "import_libraries", lambda: None)
+    monkeypatch.setattr(sweep.GraphClock, "prepare", lambda self, call: call)
+    monkeypatch.setattr(sweep_warming, "run_ahead", run_in_this_process)
+    monkeypatch.setattr(sweep_inputs, "SweepInputs", Inputs)
+    monkeypatch.setattr("benchmarks.reading.make_readers", make_readers)
+    for name in ("set_per_process_memory_fraction", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 40)
+
+    def draw_small(kinds, seed, count, scale):
+        assert scale == 1.0
+        return draw_in_turns(kinds, seed, count, TINY)
+
+    monkeypatch.setattr(command_line, "draw_in_turns", draw_small)
+    options = ["--shapes", 2, "--device", "cuda", "--out", "swept", "--into", tmp_path]
+    done = run(*options)
+    assert done.exit_code == 0, done.exception or done.output
+    assert "compiled ahead for" in done.output
+    assert "not installed" in done.output
+    record = json.loads((tmp_path / "swept.json").read_text())
+    cases = {case["name"].removeprefix("sweep-"): case for case in record["cases"]}
+    assert cases.keys() == CLASSES.keys() - {"scores"}
+    for name, case in cases.items():
+        assert all(check["passed"] for check in case["checks"]), (name, case["checks"])
+        assert [detail["number"] for detail in case["details"]] == [0, 1]
+    reads = cases["decode-80"]["details"][0]
+    assert reads["best peer"] == "reading by pages"
+    assert reads["seconds"]["reading by pages"] > 0.8  # of fewer bytes than the shape has
+    assert cases["prefill-8-bit"]["metrics"]["worst"] == 1.1
+    assert cases["decode-80"]["metrics"]["worst of a sum of 1 GiB"] < 0.1

@@ -1,0 +1,142 @@
+"""Call a function with many tasks in processes that may hang or die, for a limited time.
+
+It imports nothing of a benchmark, so that a process starts at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["run_ahead"]
+
+_TASK_SECONDS = 150.0
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+    number: int = -1
+    """Of its task."""
+    begin: float = 0.0
+
+    def kill(self) -> None:
+        """With the compilers that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join(10)
+        self.connection.close()
+
+
+def run_ahead(
+    function: Callable[[Any], object],
+    tasks: Sequence[Any],
+    processes: int,
+    seconds: float,
+    task_seconds: float = _TASK_SECONDS,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> dict[int, str | None]:
+    """Call a function with every task, in processes that are ended when the time is over.
+
+    A call that raises, ends its process, or takes longer than ``task_seconds`` costs no other task.
+
+    Args:
+        function: Of a module, so that a new process finds it.
+        tasks: What it is called with.
+        processes: How many run at the same time.
+        seconds: For all together.
+        task_seconds: For one.
+        meanwhile: Called here once the processes have started.
+
+    Returns:
+        For the number of each task that came to an end: None, or what went wrong.
+    """
+    waiting = deque(range(len(tasks)))
+    found: dict[int, str | None] = {}
+    end = time.monotonic() + seconds
+    busy: list[_Worker] = []
+    lost = 0
+
+    def give(worker: _Worker) -> None:
+        """The next task, or none: the process ends."""
+        if not waiting:
+            worker.kill()
+            return
+        worker.number, worker.begin = waiting.popleft(), time.monotonic()
+        with suppress(OSError):  # of a process that has ended: the next wait finds it
+            worker.connection.send(tasks[worker.number])
+        busy.append(worker)
+
+    try:
+        for _ in range(min(processes, len(tasks))):
+            give(_start(function))
+        meanwhile()
+        while busy and (now := time.monotonic()) < end:
+            first = min(worker.begin for worker in busy) + task_seconds
+            ready = wait([worker.connection for worker in busy], max(0.0, min(first, end) - now))
+            for worker in list(busy):
+                if worker.connection in ready:
+                    reason, is_alive = _answer(worker)
+                elif time.monotonic() >= worker.begin + task_seconds:
+                    reason, is_alive = f"took longer than {task_seconds:g} s", False
+                else:
+                    continue
+                found[worker.number] = reason
+                busy.remove(worker)
+                if is_alive:
+                    give(worker)
+                    continue
+                worker.kill()
+                lost += 1
+                if waiting and lost <= 2 * processes:  # else no process may be able to start
+                    give(_start(function))
+    finally:
+        for worker in busy:
+            worker.kill()
+    return found
+
+
+def _answer(worker: _Worker) -> tuple[str | None, bool]:
+    """What a task came to, and whether its process goes on."""
+    try:
+        reason: str | None = worker.connection.recv()
+        return reason, True
+    except (EOFError, OSError):
+        worker.process.join(1)
+        return f"ended its process with {worker.process.exitcode}", False
+
+
+def _start(function: Callable[[Any], object]) -> _Worker:
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, function), daemon=True)
+    process.start()
+    there.close()
+    return _Worker(process, here)
+
+
+def _serve(connection: Connection, function: Callable[[Any], object]) -> None:
+    """A process's life: call the function with what comes, and answer with None or a reason."""
+    os.setsid()  # with all compilers that it starts, it can be ended at once
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        reason = None
+        try:
+            function(task)
+        except Exception as error:  # whatever a compiler or a library raises
+            lines = str(error).strip().splitlines()
+            reason = lines[0] if lines else repr(error)
+        connection.send(reason)
