@@ -411,6 +411,8 @@ class Engine:
             self._runner.accept(launched, tokens, kept)
         self.scheduler.complete(step)
         sampled, token_ids, others = step.sampled, tokens.token_ids, tokens.others
+        if not step.drafts and not others:
+            kept = self._output.append_quiet(sampled, token_ids, self._deltas)
         advance, add = self._output.advance, self._deltas.append
         for at in kept:
             sequence = sampled[at]

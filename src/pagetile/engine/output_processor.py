@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,34 @@ class Delta:
 class OutputProcessor:
     """Takes tokens into sequences; blocks are the scheduler's."""
 
+    def append_quiet(
+        self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int], deltas: list[Delta]
+    ) -> list[int]:
+        """Append the tokens that do nothing else: in most steps all of them.
+
+        Args:
+            sequences: Those that get a token, each once.
+            token_ids: Their tokens.
+            deltas: Takes what was added.
+
+        Returns:
+            The positions of the others, for ``advance``.
+        """
+        others = []
+        numbered = zip(range(len(sequences)), sequences, token_ids, strict=True)
+        for at, sequence, token_id in numbered:
+            if (
+                sequence.is_quiet
+                and token_id not in sequence.end_token_ids
+                and sequence.num_tokens < sequence.max_len
+            ):
+                sequence.token_ids.append(token_id)
+                request_id = sequence.request.request_id
+                deltas.append(Delta(request_id, sequence.index, "", token_id, None))
+            else:
+                others.append(at)
+        return others
+
     def advance(self, sequence: Sequence, token_id: int, token: SampledToken | None) -> Delta:
         """Take a sampled token in; a delta with a ``finish_reason`` is the sequence's last.
 
@@ -64,6 +93,7 @@ class OutputProcessor:
         elif len(sequence.token_ids) >= sequence.max_len:
             reason = "length"
         request = sequence.request
+        sequence.is_quiet = not request.makes_text_early and sequence.grammar is None
         if request.first_token_time is None:
             request.first_token_time = time.perf_counter()
             prompt_logprobs = request.prompt_logprob_dicts

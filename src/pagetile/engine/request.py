@@ -153,6 +153,9 @@ class Sequence:
     """The last launched step that computes it, or samples its token."""
     is_decoding: bool = False
     """Whether its row on the device has its last token and all its blocks but the last."""
+    is_quiet: bool = False
+    """Whether a token that is not its last is appended and does nothing else: it runs, it has its
+    first token, and no text and no grammar is kept up to date with its tokens."""
     num_indexed: int = 0
     """Full blocks that were given to the prefix index."""
     num_lost: int = 0

@@ -138,6 +138,7 @@ class Scheduler:
         """Finished sequences that a step in flight still computes."""
         self.counts = CacheCounts()
         self._free_rows = list(range(max_num_seqs))[::-1]
+        self._all_decode = False  # whether all did that run, and no other has come since
         self._num_scheduled = 0
         self._num_held = 0  # of those that wait, the first: their next blocks are being computed
         self._completed = -1  # the last step that was
@@ -249,9 +250,9 @@ class Scheduler:
         """
         size, index = self.block_size, self.index
         if index is not None:
-            ends = enumerate(zip(step.num_tokens, step.ends, strict=True))
-            # Of single tokens few fill a block.
-            for at in [at for at, (chunk, end) in ends if chunk > 1 or end % size == 0]:
+            spans = zip(range(len(step.ends)), step.ends, step.num_tokens, strict=True)
+            # Few single tokens fill a block: end % size is what lies past the last full one.
+            for at in [at for at, end, chunk in spans if end % size < chunk]:
                 sequence, num_full = step.sequences[at], step.ends[at] // size
                 if num_full > sequence.num_indexed and sequence.status is Status.RUNNING:
                     accepted = step.drafts.get(at)
@@ -298,6 +299,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        sequence.is_quiet = False
         if sequence.request.is_finished:
             sequence.request.finished_time = time.perf_counter()
         if sequence.row >= 0 and sequence.last_step <= self._completed:
@@ -321,9 +323,9 @@ class Scheduler:
 
     def _only_decodes(self) -> bool:
         """Whether every running sequence can compute the one token that the device has."""
-        return self.pool.can_allocate(len(self.running)) and all(
-            s.is_decoding and s.proposer is None for s in self.running
-        )
+        if not self._all_decode:
+            self._all_decode = all(s.is_decoding and s.proposer is None for s in self.running)
+        return self._all_decode and self.pool.can_allocate(len(self.running))
 
     def _decode_all(self, step: SchedulerOutput) -> None:
         """Schedule one token of every running sequence: of most steps all there is to do.
@@ -509,6 +511,7 @@ class Scheduler:
         sequence.row, sequence.status = self._free_rows.pop(), Status.RUNNING
         at = len(self.running) if after is None else self.running.index(after) + 1
         self.running.insert(at, sequence)
+        self._all_decode = False
 
     def _release(self, sequence: Sequence) -> None:
         """Take back the row and the blocks of a sequence that runs no more."""

@@ -95,21 +95,23 @@ class BlockTable:
             and not self._was_cut
             and self._pool.ref_count(self._blocks[-1]) == 1
         ):
-            self._num_tokens += num_new_tokens  # most steps of most sequences: the block is its own
+            self._num_tokens += num_new_tokens  # most single tokens: the block is its own
             return []
-        needed = self.blocks_needed(num_new_tokens)
-        if num_new_tokens == 0:
+        num_tokens = self._num_tokens + whole_number("num_new_tokens", num_new_tokens)
+        if num_tokens == self._num_tokens:
             return []
+        must_copy = room > 0 and self._must_copy_last()
+        needed = self._blocks_for(num_tokens) - len(self._blocks) + must_copy
         taken = self._pool.allocate(needed) if needed else []
         copies = []
-        if taken and self._must_copy_last():
+        if must_copy:
             copies.append((self._blocks[-1], taken[0]))
             self._pool.release([self._blocks.pop()])
         elif self._was_cut:
             # What was cut off can be indexed as the end of a full block.
             self._pool.overwrite(self._blocks[-1])
         self._blocks.extend(taken)
-        self._num_tokens += num_new_tokens
+        self._num_tokens = num_tokens
         self._was_cut = False
         return copies
 

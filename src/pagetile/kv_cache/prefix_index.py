@@ -156,7 +156,7 @@ class PrefixIndex:
             DTypeError: ``hashes`` are no ``BlockHashes``, or ``blocks`` is no sequence.
         """
         self._check_hashes(hashes)
-        if not isinstance(blocks, Sequence):
+        if not isinstance(blocks, (list, Sequence)):  # a list is told much faster than a sequence
             raise DTypeError(
                 f"blocks is of type {type(blocks).__name__}, expected a list: pass table.blocks"
             )
@@ -170,7 +170,8 @@ class PrefixIndex:
         for block in new:
             self._pool.ref_count(block)  # raises where the pool has no such block
         for link, block in zip(hashes._links[start:num_full_blocks], new, strict=True):
-            self.forget(block)
+            if block in self._links:
+                self.forget(block)
             if link.digest not in self._blocks:
                 self._blocks[link.digest] = block
                 self._links[block] = link
@@ -208,7 +209,8 @@ class PrefixIndex:
         return iter(self._links)
 
     def _check_hashes(self, hashes: BlockHashes) -> None:
-        check_type("hashes", hashes, BlockHashes, ": adopt_prefix and block_hashes return them")
+        if hashes.__class__ is not BlockHashes:
+            check_type("hashes", hashes, BlockHashes, ": adopt_prefix and block_hashes return them")
         if hashes._index is not self:
             raise ValueError(
                 "these block hashes were made by another index: use this index's block_hashes()"
