@@ -127,7 +127,7 @@ def test_a_missing_extra_is_named(missing):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert f"{missing}" in done.stderr
-    assert "not installed: pip install 'pagetile[engine]'\n" in done.stderr
+    assert "not installed: pip install 'pagetile[engine]', or in a checkout" in done.stderr
 
 
 # --- mistakes -------------------------------------------------------------------------------
@@ -169,6 +169,24 @@ def test_a_missing_extra_is_named(missing):
         ("serve --gpu-memory-utilization 2", "memory_fraction=2.0: expected a number in (0, 1]"),
         ("serve --max-num-batched-tokens 5", "max_num_batched_tokens=5: expected"),
         ("serve --num-blocks 64 --host 192.0.2.1", "choose another --host"),
+        ("generate x --max-tokens y", "'--max-tokens': expected an integer: see"),
+        ("generate x --temperature y", "'--temperature': expected a number: see"),
+        ("generate x --dtype fp16", "'--dtype': 'fp16' is not one of 'auto', 'float32'"),
+        (
+            "generate x --gpu-memory-utilization 0.9",
+            "which is vLLM's. Give --num-blocks, or memory",
+        ),
+        ("serve --tensor-parallel-size 2", "a model runs on one device: see pagetile serve --help"),
+        ("chat 127.0.0.1:8000", "is no folder: did you mean http://127.0.0.1:8000?"),
+        ("chat ftp://here", "ftp://here: expected an address with http:// or https://"),
+        (
+            "chat --model gpt-5",
+            "no server's address is given: for a checkpoint, pagetile chat gpt-5",
+        ),
+        ("chat --api-key k", "--api-key is for a server, but no server's address is given"),
+        ("chat http://127.0.0.1:9 --chat-template plain", "the server has its own"),
+        ("chat http://127.0.0.1:9", "Start a server there with pagetile serve"),
+        ("generate x --chat", "--chat: this model's tokenizer has no chat template. Leave out"),
         ("plan --memory 3Q", "'3Q' is no memory size"),
         ("plan --memory 1MB", "are missing"),
         ("plan --memory 16", "--memory 16 is 16 bytes: did you mean 16GiB?"),
@@ -432,6 +450,19 @@ def test_a_plan_from_a_config_alone(run, tmp_path):
     # With q = 299/300: 1 / (1 - q**16) = 19.25 blocks, or 308.06 slots, for 300 tokens.
     assert re.search(r"^ *wasted +2\.5% +96\.3%$", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("option", "alias", "name"),
+    [("--dtype", "half", "float16"), ("--kv-cache-dtype", "fp8", "fp8_e4m3")],
+)
+def test_types_have_vllm_s_names_too(option, alias, name, run):
+    plans = [run("plan", "--memory", "1GiB", option, each) for each in (alias, name)]
+    assert [code for code, *_ in plans] == [0, 0]
+    assert plans[0][1].replace("cache fp8\n", "cache fp8_e4m3\n") == plans[1][1]
+    code, out, _ = run("generate", "import os", option, alias, *GREEDY)
+    assert code == 0
+    assert out == run("generate", "import os", option, name, *GREEDY)[1]
 
 
 def test_a_plan_of_an_eight_bit_cache_counts_its_scales(run):

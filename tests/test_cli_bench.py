@@ -59,6 +59,8 @@ def test_pagetile_comes_first_beside_its_peers(command, run):
     assert rows[0][1] == "1.00"
     assert all(float(error) < 1e-5 for *_, error in rows)
     assert re.search(r"^least time +[\d.]+ µs: bytes .*, products .*, exponentials ", out, re.M)
+    for column in ("x own", "of least", "error"):  # what its numbers are stands below
+        assert re.search(f"^{column} +[a-z]", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -98,6 +100,7 @@ def test_the_least_time_is_the_analysis(run):
         ("attention --num-heads 3 --num-kv-heads 2", "num_heads=3 is no multiple"),
         ("attention --head-size 7", "head_size"),
         ("scores --batch 0", "batch is 0"),
+        ("scores --num-tokens 0", "--num-tokens 0: expected at least 1"),
         ("scores --device tpu", "--device tpu: expected cpu or cuda"),
         ("scores --dtype int8", "int8"),
         ("windows --grid 8,8 --window 4", "differ in their number of axes"),

@@ -163,7 +163,21 @@ def check_tensors(**arguments: Any) -> None:
     """Raise DTypeError for what is no tensor; None is none."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
-            raise DTypeError(f"{name} is of type {type(value).__name__}, expected a torch.Tensor")
+            raise DTypeError(
+                f"{name} is of type {type(value).__name__}, expected a torch.Tensor"
+                f"{_conversion(name, value)}"
+            )
+
+
+def _conversion(name: str, value: Any) -> str:
+    """How a tensor is made of a value that is none, as the end of a sentence."""
+    if type(value).__name__ == "ndarray":  # NumPy's, without importing it
+        return f": pass torch.from_numpy({name})"
+    if isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):
+        return f": pass torch.stack({name})"
+    if isinstance(value, (bool, int, float, list, tuple)):
+        return f": pass torch.tensor({name}), on the device of the other tensors"
+    return ""
 
 
 def check_dtype(name: str, tensor: torch.Tensor | Form, *allowed: torch.dtype) -> None:
@@ -171,7 +185,10 @@ def check_dtype(name: str, tensor: torch.Tensor | Form, *allowed: torch.dtype) -
     if tensor.dtype not in allowed:
         listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         given = str(tensor.dtype).removeprefix("torch.")
-        raise DTypeError(f"{name} is {given}, expected {listed}: convert it with {name}.to(...)")
+        target = str(allowed[0]) if len(allowed) == 1 else "..."
+        raise DTypeError(
+            f"{name} is {given}, expected {listed}: convert it with {name}.to({target})"
+        )
 
 
 def check_contiguous_rows(**tensors: torch.Tensor | Form | None) -> None:
@@ -192,5 +209,6 @@ def check_device(name: str, device: torch.device, **tensors: torch.Tensor | Form
     for other, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ShapeError(
-                f"{other} is on {tensor.device} but {name} is on {device}: move one of them"
+                f"{other} is on {tensor.device} but {name} is on {device}: move one of them, for "
+                f"example {other}.to({str(device)!r})"
             )

@@ -224,6 +224,23 @@ def test_a_fraction_of_a_block_is_not_allocated(n):
     assert pool.num_free == 2
 
 
+@pytest.mark.parametrize("wrong", [1.5, "1", None])
+def test_a_question_is_asked_with_an_integer(wrong):
+    pool = BlockPool(2, BLOCK_SIZE)
+    with pytest.raises(ShapeError, match=f"n={wrong!r}, expected an integer"):
+        pool.can_allocate(wrong)
+    if wrong != 1.5:  # a float is compared like an integer, and then found to be none
+        with pytest.raises(ShapeError, match=f"block={wrong!r}, expected an integer"):
+            pool.ref_count(wrong)
+    assert not pool.can_allocate(-1)
+
+
+@pytest.mark.parametrize("tables", [None, 3])
+def test_a_check_takes_a_list_of_tables(tables):
+    with pytest.raises(DTypeError, match=r"expected a list of lists: pass \[table\.blocks for"):
+        BlockPool(2, BLOCK_SIZE).check(tables)
+
+
 @pytest.mark.parametrize("command", ["retain", "release"])
 @pytest.mark.parametrize("blocks", [0, None, "01", [0.0]])
 def test_blocks_are_given_as_a_list_of_integers(command, blocks):

@@ -118,15 +118,27 @@ def test_truncate_gives_back_whole_blocks_last_first(keep, blocks):
 @pytest.mark.parametrize("num_tokens", [-1, 7])
 def test_truncate_outside_the_sequence_is_an_error(num_tokens):
     _, table = make(num_tokens=6)
-    with pytest.raises(ShapeError, match=rf"truncate\({num_tokens}\)"):
+    with pytest.raises(ShapeError, match=rf"truncate\({num_tokens}\).*, expected 0 to 6: append"):
         table.truncate(num_tokens)
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 2), (3, 2), (0, 7), (7, 7)])
 def test_slots_outside_the_sequence_are_an_error(start, end):
     _, table = make(num_tokens=6)
-    with pytest.raises(ShapeError, match=rf"slots\({start}, {end}\).*num_tokens=6"):
+    with pytest.raises(ShapeError, match=rf"slots\({start}, {end}\).*num_tokens=6, .*: append"):
         table.slots(start, end)
+
+
+@pytest.mark.parametrize("wrong", [1.0, "1", None])
+def test_positions_are_integers(wrong):
+    _, table = make(num_tokens=6)
+    with pytest.raises(ShapeError, match=f"start={wrong!r}, expected an integer"):
+        table.slots(wrong, 2)
+    with pytest.raises(ShapeError, match=f"end={wrong!r}, expected an integer"):
+        table.slots(0, wrong)
+    with pytest.raises(ShapeError, match=f"num_tokens={wrong!r}, expected an integer"):
+        table.truncate(wrong)
+    assert table.num_tokens == 6
 
 
 def finish(pool, index, num_tokens):

@@ -397,8 +397,9 @@ def test_a_chain_goes_on_after_a_rollback(num_tokens):
     index.insert(hashes, blocks, len(hashes))
     assert index.match(fresh) == blocks
     index.check()
-    with pytest.raises(ValueError, match=r"truncate\(-1\)"):
-        hashes.truncate(-1)
+    for wrong in (-1, 1.5, "2"):
+        with pytest.raises(ShapeError, match=f"num_tokens={wrong!r}, expected"):
+            hashes.truncate(wrong)
 
 
 @pytest.mark.parametrize("num_equal", range(6))
@@ -424,6 +425,29 @@ def test_a_table_in_the_place_of_its_blocks_is_named():
     with pytest.raises(DTypeError, match="index is of type list, expected a PrefixIndex"):
         BlockTable(pool).adopt_prefix([1, 2], index)
     assert len(index) == 0
+
+
+@pytest.mark.parametrize("tokens", [None, 5, "def f", b"def f"])
+def test_tokens_that_are_no_list_are_named_and_nothing_is_held(tokens):
+    pool = BlockPool(4, block_size=2)
+    index, table = PrefixIndex(pool), BlockTable(pool)
+    with pytest.raises(DTypeError, match=r"token_ids is .*, expected a list of token ids"):
+        table.adopt_prefix(index, tokens)
+    if not isinstance(tokens, (str, bytes)):
+        with pytest.raises(DTypeError, match="token_ids is of type"):
+            index.block_hashes().extend(tokens)
+    pool.check([])
+
+
+@pytest.mark.parametrize("num_full_blocks", [-1, 0.5, "1", None])
+def test_a_number_of_full_blocks_is_a_whole_number(num_full_blocks):
+    index = make(2)
+    hashes = hashes_of(index, [1, 2, 3, 4])
+    with pytest.raises(ShapeError, match=f"num_full_blocks={num_full_blocks!r}, expected"):
+        index.insert(hashes, [0, 1], num_full_blocks)
+    assert len(index) == 0
+    with pytest.raises(DTypeError, match="other is of type list, expected a BlockHashes"):
+        hashes.num_common([1, 2])
 
 
 def test_the_new_tokens_alone_do_not_extend_a_sequence():

@@ -59,7 +59,7 @@ def test_layers_may_come_one_by_one():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"dtype": "bfloat16"}, DTypeError, "dtype is 'bfloat16', expected a torch type"),
+        ({"dtype": "bfloat16"}, DTypeError, "dtype is 'bfloat16', expected torch.float16, another"),
         ({"dtype": torch.int32}, DTypeError, "dtype is torch.int32, expected"),
         (
             {"pool": 2},
@@ -76,6 +76,23 @@ def test_layers_may_come_one_by_one():
 def test_an_argument_that_is_no_cache_is_named(changes, error, message):
     with pytest.raises(error, match=message):
         KVCache(**{"layers": LAYERS, "pool": BlockPool(2, 16), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"memory_bytes": 1e9}, ShapeError, r"memory_bytes=1000000000\.0, expected an integer"),
+        ({"block_size": 0}, ShapeError, "block_size=0, expected at least 1"),
+        ({"dtype": "float16"}, DTypeError, "dtype is 'float16', expected torch.float16"),
+        ({"layers": []}, ShapeError, "layers is empty, expected one LayerSpec for each layer"),
+        ({"layers": LAYERS[0]}, DTypeError, "expected a list of one LayerSpec for each layer"),
+    ],
+    ids=["float bytes", "no tokens", "dtype name", "no layers", "one layer"],
+)
+def test_a_question_about_memory_that_has_no_answer_is_named(changes, error, message):
+    asked = {"layers": LAYERS, "memory_bytes": 10**9, "block_size": 16, "dtype": torch.float16}
+    with pytest.raises(error, match=message):
+        KVCache.blocks_that_fit(**{**asked, **changes})
 
 
 @pytest.mark.parametrize(

@@ -148,11 +148,11 @@ def test_pairs_may_be_a_view(copy):
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([[7, 0]], r"source blocks 7 to 7, expected 0 to 6"),
-        ([[-1, 0]], r"source blocks -1 to -1, expected 0 to 7"),
-        ([[0, 1], [1, 9]], r"destination blocks 1 to 9, expected 0 to 7"),
-        ([[0, 1], [1, -3]], r"destination blocks -3 to 1, expected 0 to 7"),
-        ([[0, 1], [2, 1]], r"a destination block twice"),
+        ([[7, 0]], r"source block 7, expected 0 to 6"),
+        ([[-1, 0]], r"source block -1, expected 0 to 7"),
+        ([[0, 1], [1, 9]], r"destination block 9, expected 0 to 7"),
+        ([[0, 1], [1, -3]], r"destination block -3, expected 0 to 7"),
+        ([[0, 1], [2, 1]], r"destination block 1 twice, expected each at most once"),
     ],
 )
 def test_a_wrong_block_is_named_and_nothing_is_written(copy, pairs, message):
@@ -292,7 +292,10 @@ def test_pairs_may_be_a_list_as_tables_return_it(pairs):
     ("caches", "pairs", "error", "message"),
     [
         (torch.zeros(3, 4), [(0, 1)], DTypeError, r"caches is a tensor.*pass \[cache\]"),
-        ([[1.0]], [(0, 1)], DTypeError, "cache is of type list"),
+        ([[1.0]], [(0, 1)], DTypeError, r"caches has a list, expected .*\(source, destination\)"),
+        ([1.0], [(0, 1)], DTypeError, "cache is of type float"),
+        (None, [(0, 1)], DTypeError, "caches is None, expected a list of caches"),
+        ([torch.tensor(1.0)], [(0, 0)], ShapeError, "caches has a tensor of 0 dimensions"),
         ([(torch.zeros(3, 4), None)], [(0, 1)], DTypeError, "destination is of type NoneType"),
         ([torch.zeros(3, 4)], "01", DTypeError, "src_to_dst is of type str"),
         ([torch.zeros(3, 4)], [(0, 1), (2,)], ShapeError, "expected pairs of blocks"),

@@ -117,7 +117,7 @@ SHAPES = {
     "a cap of NaN": ({"logits_soft_cap": lambda _: math.nan}, "logits_soft_cap is nan"),
     "a negative bound": ({"max_query_len": lambda _: -1}, "max_query_len is -1"),
     "another negative bound": ({"max_seq_len": lambda _: -5}, "max_seq_len is -5"),
-    "a bound on a device": ({"max_seq_len": torch.tensor}, "max_seq_len is tensor(20) | the host"),
+    "a bound on a device": ({"max_seq_len": torch.tensor}, "max_seq_len is tensor(20) | .item()"),
     "a window without end": ({"sliding_window": lambda _: 2**70}, "sliding_window is | of 64 bits"),
     "turned q": ({"q": turned}, "q has stride 4 in its last dimension | q.contiguous()"),
     "turned k_cache": ({"k_cache": turned}, "k_cache has stride 2 in its last dimension"),
@@ -437,7 +437,8 @@ def test_a_batch_of_nothing_gives_nothing(num_seqs):
         (([[1]], [2, 3]), "blocks are of 1 sequences, seq_lens of 2 and query_lens of 2"),
         (([[1], [2]], [2, 3], [1]), "and query_lens of 1: expected as many of each"),
         (([[1], [2]], [2, 3], [2, 4]), "sequence 1 has 4 new tokens and 3 keys.*included"),
-        (([[1]], [2], [-1]), "sequence 0 has -1 new tokens"),
+        (([[1]], [2], [-1]), r"query_lens\[0\] is -1, expected 0 or more tokens"),
+        (([[1]], [-2]), r"seq_lens\[0\] is -2, expected 0 or more tokens"),
     ],
     ids=str,
 )
@@ -449,14 +450,15 @@ def test_lists_that_make_no_batch_are_named(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((5, [1]), "blocks is int, expected a list of lists"),
-        (([b"abcd"], [1]), r"blocks\[0\] is bytes, expected a list of whole numbers"),
-        (([5], [1]), r"blocks\[0\] is int, expected a list of whole numbers"),
-        (([[1], [2.0]], [1, 1]), r"blocks\[1\] is list, .*'float' object"),
-        (([[1 << 31]], [1]), r"blocks\[0\] is list, expected .* of 32 bits"),
-        (([BlockTable(BlockPool(1, 16))], [0]), r"blocks\[0\] is BlockTable, expected a list"),
-        (([[1]], None), "seq_lens is NoneType, expected a list"),
-        (([[1]], [1], 1), "query_lens is int, expected a list"),
+        ((5, [1]), "blocks is int, expected a list of block tables, one for each sequence"),
+        (([b"abcd"], [1]), r"blocks\[0\] is of type bytes, expected a list of 32-bit integers"),
+        (([5], [1]), r"blocks\[0\] is 5, expected .*: pass table.blocks for each sequence"),
+        (([[1], [2.0]], [1, 1]), r"blocks\[1\] is \[2.0\], .*'float' object"),
+        (([[1 << 31]], [1]), r"blocks\[0\] is \[2147483648\], expected .* 32-bit integers"),
+        (([BlockTable(BlockPool(1, 16))], [0]), r"blocks\[0\] is of type BlockTable.*table.blocks"),
+        (([[1]], None), "seq_lens is of type NoneType, expected a list"),
+        (([[1]], [1.5]), r"seq_lens is \[1.5\], expected a list of 32-bit integers"),
+        (([[1]], [1], 1), "query_lens is 1, expected a list"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -471,8 +473,70 @@ def test_a_table_that_is_too_short_for_its_sequence_is_named():
     """Beside one that is longer: it must not read another sequence's block."""
     k_cache, v_cache = torch.randn(2, 8, 16, 2, 64)
     batch = PagedBatch.of([[1, 2], [3]], [20, 17])
-    with pytest.raises(ShapeError, match=r"block_tables\[1, 1\] is -1, expected 0 to 7"):
+    with pytest.raises(
+        ShapeError,
+        match=r"block_tables\[1, 1\] is -1, expected 0 to 7.*has 1 blocks, .* 17, which takes 2",
+    ):
         paged_attention(torch.randn(2, 4, 64), k_cache, v_cache, batch)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 10, 16, 2, 64), r"k_cache has 5 dimensions .*: pass k_cache, v_cache = .*unbind\(0\)"),
+        ((10, 2, 16, 2, 64), r"k_cache has 5 dimensions .*: pass k_cache, v_cache = .*unbind\(1\)"),
+        ((10, 3, 16, 16, 4), r"k_cache has 5 dimensions .*; pagetile.integrations.vllm_ops"),
+        ((10, 2, 16, 64), r"num_kv_heads=16. If the caches are .*pass k_cache.transpose\(1, 2\)"),
+        ((0, 16, 2, 64), "a block of k_cache, which has num_blocks=0"),
+    ],
+    ids=["vLLM's", "FlashInfer's", "packed", "heads first", "no blocks"],
+)
+def test_a_cache_in_another_layout_is_named_with_the_conversion(shape, message):
+    cache = torch.zeros(shape)
+    with pytest.raises(ShapeError, match=message):
+        paged_attention(torch.zeros(1, 8, 64), cache, cache, PagedBatch.of([[0]], [1]))
+
+
+def test_an_element_type_is_named_with_the_conversion():
+    cache, batch = torch.zeros(1, 16, 2, 64, dtype=torch.uint8), PagedBatch.of([[0]], [1])
+    q = torch.zeros(1, 8, 64)
+    with pytest.raises(DTypeError, match=r"k_cache\.view\(torch\.float8_e4m3fn\)"):
+        paged_attention(q, cache, cache, batch)
+    with pytest.raises(DTypeError, match=r"v_cache\.to\(torch\.float32\)"):
+        paged_attention(q, cache.float(), cache.half(), batch)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (np.zeros((1, 8, 64), np.float32), r"pass torch.from_numpy\(q\)"),
+        ([torch.zeros(8, 64)], r"pass torch.stack\(q\)"),
+        ([[0.0]], r"pass torch.tensor\(q\)"),
+    ],
+    ids=["array", "tensors", "numbers"],
+)
+def test_what_is_no_tensor_is_named_with_the_conversion(value, hint):
+    cache, batch = torch.zeros(1, 16, 2, 64), PagedBatch.of([[0]], [1])
+    with pytest.raises(DTypeError, match=f"q is of type .*, expected a torch.Tensor: {hint}"):
+        paged_attention(value, cache, cache, batch)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bounds", "message"),
+    [
+        (3, (1, 20), "q has num_tokens=3: give q one row for each new token of the batch"),
+        (2, (1, 5), r"max_seq_len is 5 but seq_lens\[0\] is 20: give the largest of seq_lens"),
+        (2, (0, 20), "max_query_len is 0 .* Give the largest query_len, or more"),
+    ],
+    ids=["rows", "keys", "queries"],
+)
+def test_a_value_that_is_out_of_bounds_comes_with_what_to_do(rows, bounds, message):
+    batch = PagedBatch.of([[0, 1], [2, 3]], [20, 17])
+    batch = replace(batch, max_query_len=bounds[0], max_seq_len=bounds[1])
+    cache, out = torch.zeros(4, 16, 2, 64), torch.full((rows, 8, 64), 7.0)
+    with pytest.raises(ShapeError, match=message):
+        paged_attention(torch.zeros(rows, 8, 64), cache, cache, batch, out=out)
+    assert (out == 7).all()
 
 
 def test_lists_may_be_tensors_and_arrays():

@@ -167,6 +167,30 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(write, name, change, e
     assert all(cache.isnan().all() for cache in caches)
 
 
+def test_a_slot_that_comes_twice_is_named_when_debugging(write, monkeypatch):
+    monkeypatch.setattr("pagetile.ops.write_kv.api.is_debugging", lambda: True)
+    arguments = inputs([5, -1, -1])
+    write(*arguments)  # -1 writes nothing, however often it comes
+    arguments = inputs([5, 3, 5])
+    with pytest.raises(ShapeError, match="slot_mapping has slot 5 twice, expected each slot at"):
+        write(*arguments)
+    assert arguments[2].isnan().all()
+
+
+def test_one_tensor_for_keys_and_values_is_refused(write):
+    k, v, k_cache, _, slots = inputs([3, 4, 5], sizes=(24, 24))
+    with pytest.raises(ShapeError, match="k_cache and v_cache are the same tensor"):
+        write(k, v, k_cache, k_cache, slots)
+    assert k_cache.isnan().all()
+
+
+def test_bytes_of_an_8_bit_float_cache_are_to_be_viewed(write):
+    k, v, k_cache, v_cache, slots = inputs([3, 4, 5])
+    k_cache, v_cache = (cache.to(torch.uint8) for cache in (k_cache, v_cache))
+    with pytest.raises(DTypeError, match=r"k_cache is uint8.*k_cache\.view\(torch\.float8_e4m3fn"):
+        write(k, v, k_cache, v_cache, slots)
+
+
 def test_a_head_size_that_is_no_multiple_of_8_is_an_error(write):
     with pytest.raises(ShapeError, match="head_size is 12, expected a multiple of 8"):
         write(*inputs([0], sizes=(12, 8)))

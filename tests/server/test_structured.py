@@ -86,6 +86,7 @@ def test_response_formats(post):
         {"json": {"type": "nonsense"}},
         {"json": "{"},
         {"grammar": "start: nowhere"},
+        {"grammar": "root ::= nowhere"},
         {"choice": []},
         {"regex": "a", "choice": ["b"]},
         {},

@@ -26,6 +26,29 @@ _EXTRAS = {
 }
 
 
+_VLLM_OPTIONS = {
+    "--gpu-memory-utilization": "Give --num-blocks, or memory_fraction of LLM in Python",
+    "--num-gpu-blocks-override": "Give --num-blocks",
+    "--enable-prefix-caching": "Leave it out: prefixes are shared by default",
+    "--no-enable-prefix-caching": "Give --no-prefix-caching",
+    "--tensor-parallel-size": "Leave it out: a model runs on one device",
+    "--pipeline-parallel-size": "Leave it out: a model runs on one device",
+    "--generation-config": "Leave it out for 'auto'; for 'vllm' give --no-generation-config",
+    "--speculative-config": "Give --speculative ngram --num-speculative-tokens N",
+    "--enable-auto-tool-choice": "Leave it out: on where the chat template has tools",
+    "--trust-remote-code": "Leave it out: no code from a checkpoint is run",
+    "--enforce-eager": "Leave it out, or give enforce_eager=True to LLM in Python",
+}
+"""What takes the place of an option that only vLLM has."""
+
+_PLAIN = {
+    "Value error, ": "",
+    "Input should be a valid integer, unable to parse string as an integer": "expected an integer",
+    "Input should be a valid number, unable to parse string as a number": "expected a number",
+}
+"""Phrases of the library that converts options, and what is printed instead."""
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -59,15 +82,28 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRAS:
         name = str(error.name).split(".")[0]
-        return f"{name} is not installed: pip install 'pagetile[{_EXTRAS[name]}]'", 2
+        extra = _EXTRAS[name]
+        return (
+            f"{name} is not installed: pip install 'pagetile[{extra}]', or in a checkout "
+            f"pip install -e '.[{extra}]'"
+        ), 2
     if hasattr(error, "format_message"):  # a usage error of typer's, whose base class has moved
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "pagetile")
-        message = error.format_message().rstrip(".")
-        return f"{message}{' See' if message.endswith('?') else ': see'} {command} --help", 2
+        message = _plain(error.format_message().rstrip("."))
+        if hint := _VLLM_OPTIONS.get(getattr(error, "option_name", "")):
+            message = f"No such option: {error.option_name}, which is vLLM's. {hint}"  # type: ignore[attr-defined]
+        end = " See" if message.endswith("?") else ": see"
+        return f"{message}{end} {command} --help", 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {error} (PAGETILE_DEBUG=1 shows where)", 1
+
+
+def _plain(message: str) -> str:
+    for phrase, plain in _PLAIN.items():
+        message = message.replace(phrase, plain)
+    return message
 
 
 def _fail(message: str, code: int) -> int:

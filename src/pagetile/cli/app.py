@@ -28,7 +28,7 @@ COMPLETE = "_PAGETILE_COMPLETE"
 
 app = typer.Typer(
     name="pagetile",
-    help="Text from a Hugging Face checkpoint, over a KV cache that is kept in pages.",
+    help="Run, serve and measure Hugging Face checkpoints over a paged KV cache.",
     epilog="Each command has its own help: [bold]pagetile generate --help[/bold]. "
     "[bold]pagetile --install-completion[/bold] lets the shell complete commands and options.",
     rich_markup_mode="rich",

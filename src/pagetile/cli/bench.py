@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-bench = typer.Typer(help="Time our operations beside PyTorch's, with errors and least times.")
+bench = typer.Typer(
+    help="Time pagetile's operations beside PyTorch's, with errors and least possible times."
+)
 
 ATTENTION = """
 [bold]Examples[/bold]
@@ -39,8 +41,8 @@ WINDOWS = """
   pagetile bench windows --grid 56,56 --window 7,7 --head-size 32 --backward
 """
 
-Iterations = Annotated[int, option(None, "N", "Timed calls of each.")]
-Warmup = Annotated[int, option(None, "N", "Calls of each before them.")]
+Iterations = Annotated[int, option(None, "N", "Timed calls of each implementation.")]
+Warmup = Annotated[int, option(None, "N", "Untimed calls of each before that.")]
 Device = Annotated[
     str | None, option(None, "NAME", "cpu or cuda. Without it, a GPU if there is one.")
 ]
@@ -58,10 +60,13 @@ def choose(context: typer.Context) -> None:
 def attention(
     batch: Annotated[int, option(None, "N", "Sequences.")] = 1,
     query_len: Annotated[int, option(None, "N", "Queries of a sequence.")] = 1024,
-    key_len: Annotated[int | None, option(None, "N", "Keys; without it, as many.")] = None,
+    key_len: Annotated[
+        int | None, option(None, "N", "Keys of a sequence; without it, as many as queries.")
+    ] = None,
     num_heads: NumHeads = 8,
     num_kv_heads: Annotated[
-        int | None, option(None, "N", "Heads of keys and values; without it, as many.")
+        int | None,
+        option(None, "N", "Heads of keys and values; without it, as many as of queries."),
     ] = None,
     head_size: HeadSize = 64,
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
@@ -111,6 +116,8 @@ def scores(
     from ..analysis.attention_io import AttentionShape
 
     where = _prepare(device, iterations, warmup)
+    if num_tokens < 1:
+        raise RequestError(f"--num-tokens {num_tokens}: expected at least 1")
     shape = AttentionShape(num_tokens, head_size, num_heads=num_heads, batch=batch)
     from ..analysis.contests import scores_contest
 
@@ -184,13 +191,13 @@ _SCORE_BYTES = 2 * 8  # of the definition's, in float64: they are exponentiated
 
 
 def _check_memory(num_scores: int, device: torch.device) -> None:
-    """Refuse what would be computed for hours, or never: eager code writes all scores down."""
+    """Refuse what does not fit: eager code stores all scores."""
     from ..device import available_memory
 
     needed, free = num_scores * _SCORE_BYTES, available_memory(device)
     if needed > free:
         raise RequestError(
-            f"{num_scores:,} scores, which the definition and eager code write down, take "
+            f"{num_scores:,} scores, which the float64 reference and eager code store, take "
             f"{needed:,} bytes and more, and {free:,} are free: take fewer or shorter sequences"
         )
 
@@ -256,9 +263,11 @@ def _table(results: list[Result], roofs: Roofs, unit: str) -> Table:
 def _floor_rows(roofs: Roofs, unit: str) -> dict[str, str]:
     names = {"bytes": roofs.bytes, "products": roofs.products, "exponentials": roofs.exps}
     return {
+        "x own": "time divided by pagetile's; below 1 is faster than pagetile",
         "least time": f"{_in(unit, roofs.seconds)} {unit}: "
         + ", ".join(f"{name} {_in(unit, seconds)}" for name, seconds in names.items()),
-        "error": "the largest difference from float64, by the largest value",
+        "of least": "time divided by the least time, the largest of these three",
+        "error": "largest difference from float64, divided by the largest value",
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -35,28 +36,35 @@ def chat(
         typer.Argument(
             metavar="URL|MODEL",
             help="A server's address, or a checkpoint's folder. Without it, the small model of "
-            "Python code that comes along.",
+            "Python code that ships with pagetile.",
         ),
     ] = None,
     system: Annotated[
-        str | None, option("Sampling", "TEXT", "What the model is told beforehand.")
+        str | None, option("Sampling", "TEXT", "System message, before the conversation.")
     ] = None,
-    max_tokens: Annotated[int, option("Sampling", "N", "New tokens of an answer, at most.")] = 512,
+    max_tokens: Annotated[int, option("Sampling", "N", "Most new tokens of an answer.")] = 512,
     temperature: Annotated[
         float | None,
-        option("Sampling", "X", "0: always the likeliest. Without it, what the model recommends."),
+        option(
+            "Sampling",
+            "X",
+            "Sampling temperature; 0 is greedy. Without it, the checkpoint's own default.",
+        ),
     ] = None,
     model: Annotated[
-        str | None, option("Server", "NAME", "Which of the server's models; the first without it.")
+        str | None,
+        option("Server", "NAME", "Name of the model on the server. Without it, its first."),
     ] = None,
     api_key: Annotated[
         str | None, option("Server", "KEY", "API key; also read from PAGETILE_API_KEY.")
     ] = None,
     chat_template: Annotated[
-        str | None, option(MODEL, "FILE", "A Jinja template; or chatml, plain.")
+        str | None, option(MODEL, "FILE", "Chat template: a Jinja file, or chatml or plain.")
     ] = None,
     device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
-    raw: Annotated[bool, flag(None, "--raw", "Do not print who speaks.")] = False,
+    raw: Annotated[
+        bool, flag(None, "--raw", "Print the text alone, without names in front.")
+    ] = False,
 ) -> None:
     """Talk with a model.
 
@@ -66,7 +74,12 @@ def chat(
     if temperature is not None:
         options["temperature"] = temperature
     console = Console(stderr=True, highlight=False)
-    if target is not None and target.startswith(("http://", "https://")):
+    is_server = target is not None and target.startswith(("http://", "https://"))
+    if not is_server:
+        _check_local(target, model=model, api_key=api_key)
+    elif chat_template is not None:
+        raise RequestError("--chat-template is of a checkpoint: the server has its own")
+    if target is not None and is_server:
         key = api_key or os.environ.get("PAGETILE_API_KEY")
         answer = _remote(target.rstrip("/").removesuffix("/v1"), model, key, options)
     else:
@@ -83,6 +96,22 @@ def chat(
         messages.append({"role": "user", "content": said})
         text = _print(answer(messages), "" if raw else "model > ")
         messages.append({"role": "assistant", "content": text})
+
+
+def _check_local(target: str | None, *, model: str | None, api_key: str | None) -> None:
+    """Raise RequestError for an address without http://, and for a server's options without one."""
+    if target is not None and not os.path.exists(target):
+        if re.fullmatch(r"[\w.\-]+:\d+(/.*)?", target):
+            raise RequestError(f"{target} is no folder: did you mean http://{target}?")
+        if "://" in target:
+            raise RequestError(f"{target}: expected an address with http:// or https://")
+    if model is not None:
+        raise RequestError(
+            f"--model {model} chooses among a server's models, but no server's address is given: "
+            f"for a checkpoint, pagetile chat {model}"
+        )
+    if api_key is not None:
+        raise RequestError("--api-key is for a server, but no server's address is given")
 
 
 def _print(pieces: Iterator[str], name: str) -> str:
@@ -118,7 +147,10 @@ def _remote(url: str, model: str | None, key: str | None, options: dict[str, Any
             raise RequestError(f"{url}{path}: {_reason(error)}") from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
-            raise RequestError(f"{url} cannot be reached: {reason}") from None
+            raise RequestError(
+                f"{url} cannot be reached: {reason}. Start a server there with pagetile serve, or "
+                "give another address"
+            ) from None
 
     if model is None:
         with send("/v1/models") as response:

@@ -59,14 +59,14 @@ class LoopName(str, Enum):
     kv = "kv"
 
 
-Out = Annotated[Path, option(None, "FILE", "Where to draw: a name ending in .png or .svg.")]
+Out = Annotated[Path, option(None, "FILE", "File of the picture, .png or .svg.")]
 MachineName = Annotated[
     str | None,
     option(
         None,
         "NAME",
-        "Add the least times on a GPU: h200, h200-measured, h100, a100, rtx4090, rtx4060ti; or on "
-        "this machine: here.",
+        "Add the least possible times on a GPU: h200, h200-measured, h100, a100, rtx4090, "
+        "rtx4060ti; or here, for this machine (measured first).",
     ),
 ]
 
@@ -112,16 +112,22 @@ def pages(
 def tiles(
     query_len: Annotated[int, option(None, "N", "Queries.")] = 300,
     key_len: Annotated[
-        int | None, option(None, "N", "Keys; without it, as many. The last query is at the last.")
+        int | None,
+        option(
+            None,
+            "N",
+            "Keys; without it, as many as queries. The last query stands at the last key.",
+        ),
     ] = None,
-    tile: Annotated[str, option(None, "M,N", "Queries and keys of a tile.")] = "64,64",
+    tile: Annotated[str, option(None, "M,N", "Queries and keys in a tile.")] = "64,64",
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
     sliding_window: Annotated[
         int | None,
         option(None, "N", "See no key before the last N, the query's own included."),
     ] = None,
     query_tile: Annotated[
-        int | None, option(None, "I", "Whose walk to show. Without it, the middle one's.")
+        int | None,
+        option(None, "I", "Index of the query tile to highlight. Without it, the middle one."),
     ] = None,
     out: Out = Path("tiles.png"),
 ) -> None:
@@ -140,20 +146,29 @@ def tiles(
 
 @explain.command(epilog=IO)
 def io(
-    head_size: Annotated[int, option(None, "N", "Of keys and values.")] = 128,
+    head_size: Annotated[int, option(None, "N", "Width of a head of keys and values.")] = 128,
     tiles: Annotated[
-        str, option(None, "LIST", "Rows of the query tiles to compare.")
+        str, option(None, "LIST", "Query tile sizes to compare, in rows.")
     ] = "48,64,128,256",
-    tile_n: Annotated[int, option(None, "N", "Keys of a K/V tile.")] = 64,
+    tile_n: Annotated[int, option(None, "N", "Keys in a K/V tile.")] = 64,
     lengths: Annotated[str, option(None, "A,B", "Shortest and longest sequence.")] = "64,16384",
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
     dtype: Element = ElementName.bfloat16,
-    v_head_size: Annotated[int | None, option(None, "N", "Of values, if another.", min=1)] = None,
-    group: Annotated[int, option(None, "N", "Query heads of a KV head.")] = 1,
+    v_head_size: Annotated[
+        int | None, option(None, "N", "Width of a head of values, if it differs.", min=1)
+    ] = None,
+    group: Annotated[int, option(None, "N", "Query heads for each KV head (GQA).")] = 1,
     outer: Annotated[
-        LoopName, option(None, "q|kv", "Which tiles stay while the others pass.")
+        LoopName,
+        option(
+            None,
+            "q|kv",
+            "Outer loop: tiles of q stay on chip while K/V tiles pass, or the reverse.",
+        ),
     ] = LoopName.q,
-    num_heads: Annotated[int, option(None, "N", "Of the problem whose least times to add.")] = 16,
+    num_heads: Annotated[
+        int, option(None, "N", "Query heads, for the least times of --machine.")
+    ] = 16,
     machine: MachineName = None,
     out: Out = Path("io.png"),
 ) -> None:
@@ -165,6 +180,8 @@ def io(
     from ..analysis.roofline import attention_work
 
     check_path(out)
+    if group < 1:
+        raise RequestError(f"--group {group}: expected at least 1")
     shortest, longest = parse_sizes(lengths, "--lengths", count=2)
     element_bytes = ELEMENT_BYTES[dtype.value]
     known = None if machine is None else _find_machine(machine)
@@ -203,14 +220,19 @@ def io(
 
 @explain.command(epilog=WINDOWS)
 def windows(
-    grid: Annotated[str, option(None, "LIST", "Size of the map, two or three axes.")] = "14,14",
-    window: Annotated[str, option(None, "LIST", "Tokens of a window.")] = "7,7",
+    grid: Annotated[
+        str, option(None, "LIST", "Size of the feature map, two or three axes.")
+    ] = "14,14",
+    window: Annotated[str, option(None, "LIST", "Size of a window along each axis.")] = "7,7",
     shift: Annotated[
-        str | None, option(None, "LIST", "Of the windows; without it, half of them, as in Swin.")
+        str | None,
+        option(None, "LIST", "Shift along each axis. Without it, half a window, as in Swin."),
     ] = None,
-    num_heads: Annotated[int, option(None, "N", "Of the attention call to count.")] = 3,
-    head_size: Annotated[int, option(None, "N", "Likewise.")] = 32,
-    num_images: Annotated[int, option(None, "N", "Likewise: maps at once.")] = 1,
+    num_heads: Annotated[
+        int, option(None, "N", "Heads of the attention call whose bytes are counted.")
+    ] = 3,
+    head_size: Annotated[int, option(None, "N", "Width of a head in that call.")] = 32,
+    num_images: Annotated[int, option(None, "N", "Feature maps in that call.")] = 1,
     dtype: Element = ElementName.bfloat16,
     machine: MachineName = None,
     out: Out = Path("windows.png"),

@@ -56,45 +56,54 @@ def generate(
     ] = None,
     chat: Annotated[
         bool,
-        flag(None, "--chat", "Answer: each prompt is what a user says, by the chat template."),
+        flag(None, "--chat", "Take each prompt as a user's message, by the model's chat template."),
     ] = False,
-    no_echo: Annotated[bool, flag(None, "--no-echo", "Print the new text alone.")] = False,
+    no_echo: Annotated[
+        bool, flag(None, "--no-echo", "Print the new text without the prompt.")
+    ] = False,
     show_pages: Annotated[
         bool,
-        flag(None, "--show-pages", "Draw which sequence held which block, at the fullest moment."),
+        flag(
+            None,
+            "--show-pages",
+            "Draw which sequence held which block, at the step with most blocks in use.",
+        ),
     ] = False,
     n: Annotated[int, option(SAMPLING, "N", "Samples of each prompt.", "--n", "-n")] = 1,
     max_tokens: Annotated[
         int | None,
-        option(
-            SAMPLING, "N", "New tokens at most. Without it, what the checkpoint recommends, or 128."
-        ),
+        option(SAMPLING, "N", "Most new tokens. Without it, the checkpoint's own default, or 128."),
     ] = None,
     temperature: Annotated[
-        float | None, option(SAMPLING, "X", "0: always the likeliest. 1 draws as the model says.")
+        float | None,
+        option(
+            SAMPLING, "X", "Sampling temperature: 0 is greedy, 1 the model's own probabilities."
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
-        option(SAMPLING, "X", "Draw from the likeliest tokens that make up this share."),
+        option(SAMPLING, "X", "Sample from the likeliest tokens whose probabilities sum to this."),
     ] = None,
     top_k: Annotated[
-        int | None, option(SAMPLING, "N", "Draw from so many of the likeliest tokens; 0 is all.")
+        int | None,
+        option(SAMPLING, "N", "Sample from this many of the likeliest tokens; 0 is all."),
     ] = None,
     min_p: Annotated[
         float | None,
-        option(SAMPLING, "X", "Leave out tokens less likely than this times the likeliest."),
+        option(SAMPLING, "X", "Drop tokens less likely than this times the likeliest."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, option(SAMPLING, "X", "Above 1, say less again that was said before.")
+        float | None, option(SAMPLING, "X", "Above 1, make tokens that have appeared less likely.")
     ] = None,
     seed: Annotated[
-        int | None, option(SAMPLING, "N", "Draw the same text again for the same seed.")
+        int | None, option(SAMPLING, "N", "Seed of sampling: the same seed gives the same text.")
     ] = None,
     stop: Annotated[
-        list[str] | None, option(SAMPLING, "TEXT", "End before this text. May be given repeatedly.")
+        list[str] | None,
+        option(SAMPLING, "TEXT", "Stop before this text. May be given several times."),
     ] = None,
     ignore_eos: Annotated[
-        bool, flag(SAMPLING, "--ignore-eos", "Go on where the model would end.")
+        bool, flag(SAMPLING, "--ignore-eos", "Continue after the model's end token.")
     ] = False,
     no_generation_config: NoGenerationConfig = False,
     model: Model = None,
@@ -104,12 +113,12 @@ def generate(
     block_size: BlockSize = 16,
     num_blocks: Annotated[
         int | None,
-        option(MODEL, "N", "Blocks of the cache. Without it, what fits and is of use."),
+        option(MODEL, "N", "Blocks of the cache. Without it, as many as fit and can be used."),
     ] = None,
-    max_num_seqs: Annotated[int, option(MODEL, "N", "The most sequences at the same time.")] = 128,
+    max_num_seqs: Annotated[int, option(MODEL, "N", "Most sequences in one step.")] = 128,
     max_model_len: MaxModelLen = None,
     no_prefix_caching: Annotated[
-        bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
+        bool, flag(MODEL, "--no-prefix-caching", "Do not share blocks between equal prefixes.")
     ] = False,
     speculative: Speculative = None,
     num_speculative_tokens: NumSpeculativeTokens = 7,
@@ -124,8 +133,8 @@ def generate(
     break is left out.
 
     Sampling options that are not given are those of the checkpoint's
-    generation_config.json, as with LLM and the server; otherwise temperature 1
-    and no cuts.
+    generation_config.json, as with LLM and the server; where it has none,
+    temperature 1 and all tokens.
     """
     from ..engine.chat import render
     from ..engine.generation_config import sampling_defaults
@@ -159,6 +168,11 @@ def generate(
             speculative=speculative and speculative.value,
             num_speculative_tokens=num_speculative_tokens,
             generation_config="vllm",  # the parameters above are given with every prompt
+        )
+    if chat and llm.engine.tokenizer.chat_template is None:
+        raise RequestError(
+            "--chat: this model's tokenizer has no chat template. Leave out --chat, or give one to "
+            "pagetile chat: --chat-template plain"
         )
     spoken = [[{"role": "user", "content": text}] for text in texts]
     continued = render(llm.engine.tokenizer, spoken) if chat else texts

@@ -62,8 +62,8 @@ def parse_sizes(text: str, name: str, *, count: int | None = None, least: int = 
     if not sizes or min(sizes) < least or (count is not None and len(sizes) != count):
         wanted = ",".join(str(max(least, size)) for size in (64, 128, 256)[: count or 2])
         raise RequestError(
-            f"{name} {text}: expected {count or 'some'} whole numbers of at least {least}, such "
-            f"as {wanted}"
+            f"{name} {text}: expected {count or 'some'} whole numbers of at least {least}, with "
+            f"commas, such as {wanted}"
         )
     return sizes
 
@@ -80,21 +80,29 @@ def parse_grid(grid: str, window: str, shift: str | None) -> tuple[list[int], li
 
 
 class DtypeName(str, Enum):
-    """Element types of weights and cache."""
+    """Element types of weights and cache; ``half`` and ``float`` are names that vLLM has too."""
 
     auto = "auto"
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
+    half = "half"
+    single = "float"
+
+    @property
+    def long_name(self) -> str:
+        """The name in torch."""
+        return {"half": "float16", "float": "float32"}.get(self.value, self.value)
 
 
 class CacheDtypeName(str, Enum):
-    """Element types of the cache alone."""
+    """Element types of the cache alone; ``fp8`` is ``fp8_e4m3``, as in vLLM."""
 
     auto = "auto"
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
+    fp8 = "fp8"
     fp8_e4m3 = "fp8_e4m3"
     fp8_e5m2 = "fp8_e5m2"
     int8 = "int8"
@@ -119,13 +127,16 @@ Model = Annotated[
     option(
         MODEL,
         "DIR",
-        "A Hugging Face checkpoint. Without it, the small model of Python code that comes along.",
+        "Folder of a Hugging Face checkpoint. Without it, the small model of Python code that "
+        "ships with pagetile.",
     ),
 ]
 Dtype = Annotated[
     DtypeName,
     option(
-        MODEL, "TYPE", "Of weights and cache: auto (the checkpoint's), float32, float16, bfloat16."
+        MODEL,
+        "TYPE",
+        "Element type of weights and cache: auto (the checkpoint's), float32, float16, bfloat16.",
     ),
 ]
 CacheDtype = Annotated[
@@ -133,8 +144,8 @@ CacheDtype = Annotated[
     option(
         MODEL,
         "TYPE",
-        "Of the cache alone: auto (that of the weights), fp8_e4m3, fp8_e5m2 or int8, with a scale "
-        "for each token's head, or one of --dtype's.",
+        "Element type of the KV cache: auto (that of the weights), fp8 (fp8_e4m3), fp8_e5m2 or "
+        "int8, with a scale for each token and head, or one of --dtype's.",
         "--kv-cache-dtype",
     ),
 ]
@@ -150,15 +161,19 @@ NoGenerationConfig = Annotated[
 ]
 MaxModelLen = Annotated[
     int | None,
-    option(MODEL, "N", "The most tokens of a sequence. Without it, what the model allows."),
+    option(
+        MODEL,
+        "N",
+        "Most tokens of a sequence, prompt and output. Without it, what the model allows.",
+    ),
 ]
 Speculative = Annotated[
     SpeculativeName | None,
     option(
         MODEL,
         "HOW",
-        "ngram: draft what followed the last tokens before, and verify it: the same text, faster "
-        "where it repeats.",
+        "ngram: draft the tokens that followed the same n-gram earlier, and verify them. The text "
+        "is the same; repetitive text is faster.",
     ),
 ]
-NumSpeculativeTokens = Annotated[int, option(MODEL, "N", "The most tokens of a draft, 1 to 15.")]
+NumSpeculativeTokens = Annotated[int, option(MODEL, "N", "Most tokens of a draft, 1 to 15.")]

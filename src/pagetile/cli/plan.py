@@ -63,10 +63,10 @@ def plan(
     block_size: BlockSize = 16,
     max_model_len: MaxModelLen = None,
 ) -> None:
-    """Say what fits into memory, and what is wasted.
+    """Say how many sequences fit into memory, and how much of it is unused.
 
-    Reads the checkpoint's config and the heads of its weight files; no weight
-    is loaded, and no GPU needed.
+    Reads the checkpoint's config and the headers of its weight files; no weight
+    is loaded, and no GPU is needed.
     """
     from ..analysis.checkpoint import ELEMENT_BYTES, read_checkpoint
     from ..analysis.memory import parse_bytes, plan_memory
@@ -76,7 +76,7 @@ def plan(
     if memory is not None and memory.isdigit() and int(memory) < 1 << 20:
         raise RequestError(f"--memory {memory} is {memory} bytes: did you mean {memory}GiB?")
     checkpoint = read_checkpoint(
-        path() if model is None else model, dtype=dtype.value, max_model_len=max_model_len
+        path() if model is None else model, dtype=dtype.long_name, max_model_len=max_model_len
     )
     longest = checkpoint.max_model_len
     if longest is None:

@@ -80,7 +80,12 @@ def serve(
         option(HTTP, "FILE", "A Jinja template to replace the checkpoint's; or chatml, plain."),
     ] = None,
     trust_request_chat_template: Annotated[
-        bool, flag(HTTP, "--trust-request-chat-template", "Let requests bring their own.")
+        bool,
+        flag(
+            HTTP,
+            "--trust-request-chat-template",
+            "Let requests bring a chat template of their own.",
+        ),
     ] = False,
     tool_call_parser: Annotated[
         str, option(HTTP, "NAME", "hermes, llama3_json, none; auto goes by the template.")
@@ -123,7 +128,7 @@ def serve(
             "--gpu-memory-utilization",
         ),
     ] = 0.9,
-    max_num_seqs: Annotated[int, option(MODEL, "N", "The most sequences at the same time.")] = 128,
+    max_num_seqs: Annotated[int, option(MODEL, "N", "Most sequences in one step.")] = 128,
     max_num_batched_tokens: Annotated[
         int | None,
         option(
@@ -134,7 +139,7 @@ def serve(
     ] = None,
     max_model_len: MaxModelLen = None,
     no_prefix_caching: Annotated[
-        bool, flag(MODEL, "--no-prefix-caching", "Do not share the blocks of equal beginnings.")
+        bool, flag(MODEL, "--no-prefix-caching", "Do not share blocks between equal prefixes.")
     ] = False,
     speculative: Speculative = None,
     num_speculative_tokens: NumSpeculativeTokens = 7,

@@ -425,7 +425,7 @@ def _require_transformers() -> None:
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"LLM needs the package {error.name}, which is not installed: "
-            "pip install 'pagetile[engine]'"
+            "pip install 'pagetile[engine]', or in a checkout pip install -e '.[engine]'"
         ) from error
 
 

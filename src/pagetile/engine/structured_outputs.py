@@ -144,7 +144,12 @@ class GrammarCompiler:
             )
             grammar = _Grammar(matcher, self._vocab_size)
             error = matcher.get_error() or grammar.copy().find_no_beginning()
-        except (ValueError, RecursionError) as reason:
+        except Exception as reason:
+            # A bare Exception is llguidance's, for example for a rule that the grammar lacks.
+            if type(reason) is not Exception and not isinstance(
+                reason, (ValueError, RecursionError)
+            ):
+                raise
             error = str(reason)
         if error:
             line = " ".join(error.split())[:500]

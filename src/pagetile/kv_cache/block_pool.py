@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NoReturn
 
 from ..errors import DTypeError, OutOfBlocksError
 from .integers import block_ids, whole_number
@@ -86,13 +87,23 @@ class BlockPool:
 
         Raises:
             ValueError: The pool has no such block.
+            ShapeError: ``block`` is no integer.
         """
-        if not 0 <= block < self._num_blocks:
-            self._reject([block])
-        return self._ref_counts[block]
+        try:
+            if 0 <= block < self._num_blocks:
+                return self._ref_counts[block]
+        except TypeError:
+            pass
+        self._reject([whole_number("block", block, least=None)])
 
     def can_allocate(self, n: int) -> bool:
-        """Whether ``allocate(n)`` would succeed now."""
+        """Whether ``allocate(n)`` would succeed now.
+
+        Raises:
+            ShapeError: ``n`` is no integer.
+        """
+        if n.__class__ is not int:
+            n = whole_number("n", n, least=None)
         return 0 <= n <= self._num_free
 
     def add_reuse_listener(self, listener: Callable[[int], None]) -> None:
@@ -194,8 +205,13 @@ class BlockPool:
 
         Raises:
             AssertionError: With the numbers that disagree.
-            DTypeError: One of ``tables`` is no list.
+            DTypeError: ``tables`` or one of them is no list.
         """
+        if not isinstance(tables, Iterable):
+            raise DTypeError(
+                f"tables is of type {type(tables).__name__}, expected a list of lists: pass "
+                "[table.blocks for table in tables]"
+            )
         forward = list(islice(self._walk(self._next), self._num_blocks + 1))
         backward = list(islice(self._walk(self._previous), self._num_blocks + 1))
         if forward != backward[::-1]:
@@ -242,6 +258,9 @@ class BlockPool:
             self._reject(blocks)
         return blocks
 
-    def _reject(self, blocks: Sequence[int]) -> None:
+    def _reject(self, blocks: Sequence[int]) -> NoReturn:
         wrong = next(block for block in blocks if not 0 <= block < self._num_blocks)
-        raise ValueError(f"block {wrong} is not one of 0 .. {self._num_blocks - 1}")
+        raise ValueError(
+            f"block {wrong} is not one of 0 .. {self._num_blocks - 1}: the pool has "
+            f"{self._num_blocks} blocks"
+        )

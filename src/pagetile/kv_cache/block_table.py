@@ -140,12 +140,16 @@ class BlockTable:
             The sequence's block hashes, for ``index.insert``.
 
         Raises:
-            DTypeError: ``index`` is no ``PrefixIndex``, or a token is no integer of 64 bits.
+            DTypeError: ``index`` is no ``PrefixIndex``, ``tokens`` is no list, or a token is no
+                integer of 64 bits.
             ValueError: The table is not empty, or ``index`` belongs to another pool, or the
                 hashes to another index. Nothing has changed.
         """
         if self._blocks:
-            raise ValueError(f"adopt_prefix() on a table of {len(self._blocks)} blocks: free() it")
+            raise ValueError(
+                f"adopt_prefix() on a table of {len(self._blocks)} blocks, expected an empty one: "
+                "adopt before append(), or free() it first"
+            )
         check_type("index", index, PrefixIndex, "(pool)")
         if index._pool is not self._pool:
             raise ValueError("the index belongs to another pool: make it with this table's pool")
@@ -166,10 +170,16 @@ class BlockTable:
         """The slots of the tokens at positions ``start .. end - 1``: ``[end - start]``.
 
         Raises:
-            ShapeError: The range is not within ``0 .. num_tokens``.
+            ShapeError: The range is not within ``0 .. num_tokens``, or an end is no integer.
         """
+        if start.__class__ is not int or end.__class__ is not int:
+            start = whole_number("start", start, least=None)
+            end = whole_number("end", end, least=None)
         if not 0 <= start <= end <= self._num_tokens:
-            raise ShapeError(f"slots({start}, {end}) of a table with num_tokens={self._num_tokens}")
+            raise ShapeError(
+                f"slots({start}, {end}) of a table with num_tokens={self._num_tokens}, expected "
+                f"0 <= start <= end <= {self._num_tokens}: append() reserves slots for new tokens"
+            )
         size = self._block_size
         first, offset = divmod(start, size)
         if offset + end - start <= size:
@@ -193,10 +203,15 @@ class BlockTable:
         """Keep the first ``num_tokens`` tokens and give back the blocks past them.
 
         Raises:
-            ShapeError: ``num_tokens`` is not within ``0 .. self.num_tokens``.
+            ShapeError: ``num_tokens`` is not within ``0 .. self.num_tokens``, or no integer.
         """
+        if num_tokens.__class__ is not int:
+            num_tokens = whole_number("num_tokens", num_tokens, least=None)
         if not 0 <= num_tokens <= self._num_tokens:
-            raise ShapeError(f"truncate({num_tokens}) of a table with {self._num_tokens} tokens")
+            raise ShapeError(
+                f"truncate({num_tokens}) of a table with {self._num_tokens} tokens, expected 0 to "
+                f"{self._num_tokens}: append() adds tokens"
+            )
         num_blocks = self._blocks_for(num_tokens)
         self._pool.release(self._blocks[num_blocks:][::-1])
         del self._blocks[num_blocks:]

@@ -11,8 +11,8 @@ from ..errors import DTypeError, ShapeError
 __all__ = ["block_ids", "check_type", "whole_number"]
 
 
-def whole_number(name: str, value: Any, *, least: int = 0) -> int:
-    """Return ``value`` as an int.
+def whole_number(name: str, value: Any, *, least: int | None = 0) -> int:
+    """Return ``value`` as an int; ``least=None`` takes negative ones too.
 
     Raises:
         ShapeError: ``value`` is no integer, or below ``least``.
@@ -20,8 +20,9 @@ def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ShapeError(f"{name}={value!r}, expected an integer of at least {least}") from None
-    if number < least:
+        bound = "" if least is None else f" of at least {least}"
+        raise ShapeError(f"{name}={value!r}, expected an integer{bound}") from None
+    if least is not None and number < least:
         raise ShapeError(f"{name}={number}, expected at least {least}")
     return number
 

@@ -22,7 +22,7 @@ from struct import error as StructError
 
 from ..errors import DTypeError, ShapeError
 from .block_pool import BlockPool
-from .integers import check_type
+from .integers import check_type, whole_number
 
 __all__ = ["BlockHashes", "PrefixIndex"]
 
@@ -90,10 +90,13 @@ class PrefixIndex:
                 ``None`` is not the empty salt.
 
         Raises:
-            DTypeError: ``cache_salt`` is no string, or a token is no integer of 64 bits.
+            DTypeError: ``cache_salt`` is no string, ``token_ids`` no list, or a token is no integer
+                of 64 bits.
         """
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise DTypeError(f"cache_salt is {cache_salt!r}, expected a string, or None")
+        if isinstance(token_ids, (str, bytes)):
+            raise DTypeError(f"token_ids is {token_ids!r}, expected a list of token ids: encode it")
         fields = _field(b"operator", self._salt)
         if cache_salt is not None:
             fields += _field(b"request", cache_salt.encode("utf-8", "surrogatepass"))
@@ -150,7 +153,8 @@ class PrefixIndex:
             num_full_blocks: How many of ``blocks``, from the first, are written to the end.
 
         Raises:
-            ShapeError: ``num_full_blocks`` is more than ``hashes`` or ``blocks`` has.
+            ShapeError: ``num_full_blocks`` is more than ``hashes`` or ``blocks`` has, negative or
+                no integer.
             ValueError: ``hashes`` were made by another index, or the pool has no such block.
                 Nothing was registered.
             DTypeError: ``hashes`` are no ``BlockHashes``, or ``blocks`` is no sequence.
@@ -160,6 +164,8 @@ class PrefixIndex:
             raise DTypeError(
                 f"blocks is of type {type(blocks).__name__}, expected a list: pass table.blocks"
             )
+        if num_full_blocks.__class__ is not int or num_full_blocks < 0:
+            num_full_blocks = whole_number("num_full_blocks", num_full_blocks)
         if num_full_blocks > min(len(hashes), len(blocks)):
             raise ShapeError(
                 f"num_full_blocks={num_full_blocks} but there are hashes of {len(hashes)} full "
@@ -258,10 +264,15 @@ class BlockHashes:
         Raises:
             ValueError: The sequence has become shorter than what is hashed (``truncate`` it), or
                 its last hashed block differs now: it needs new hashes.
-            DTypeError: A token is no integer of 64 bits.
+            DTypeError: ``token_ids`` is no list, or a token is no integer of 64 bits.
         """
         index, last, size = self._index, self._last, self._index._block_size
-        start, end = len(self._links) * size, len(token_ids) // size * size
+        try:
+            start, end = len(self._links) * size, len(token_ids) // size * size
+        except TypeError:
+            raise DTypeError(
+                f"token_ids is of type {type(token_ids).__name__}, expected a list of token ids"
+            ) from None
         if start == end:
             return
         if end < start or (start and index._pack(token_ids[start - size : start]) != last.tokens):
@@ -278,10 +289,9 @@ class BlockHashes:
         """Forget the blocks that are not full of the first ``num_tokens`` tokens: after a rollback.
 
         Raises:
-            ValueError: ``num_tokens`` is negative.
+            ShapeError: ``num_tokens`` is negative or no integer.
         """
-        if num_tokens < 0:
-            raise ValueError(f"truncate({num_tokens}), expected 0 or more tokens")
+        num_tokens = whole_number("num_tokens", num_tokens)
         del self._links[num_tokens // self._index._block_size :]
         self._num_inserted = min(self._num_inserted, len(self._links))
 
@@ -290,6 +300,7 @@ class BlockHashes:
 
         A digest is that of a whole prefix, so a search by halves finds where they part.
         """
+        check_type("other", other, BlockHashes)
         mine, others = self._links, other._links
         return bisect_left(
             range(min(len(mine), len(others))),

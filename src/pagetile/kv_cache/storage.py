@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,17 +87,9 @@ class KVCache:
         check_type("pool", pool, BlockPool, "(num_blocks, block_size)")
         if pool.block_size > 256:
             raise ShapeError(f"block_size is {pool.block_size}, expected 1 to 256")
-        if not isinstance(dtype, torch.dtype) or dtype not in (*ALL_FLOATS, *LARGEST_CODE):
-            names = ", ".join(str(known).removeprefix("torch.") for known in LARGEST_CODE)
-            raise DTypeError(f"dtype is {dtype!r}, expected a torch type of floats, or {names}")
-        if isinstance(layers, LayerSpec) or not isinstance(layers, Iterable):
-            raise DTypeError(
-                f"layers is of type {type(layers).__name__}, expected a list of one LayerSpec for "
-                "each layer: [LayerSpec(num_kv_heads, head_size, v_head_size)] * num_layers"
-            )
-        self.layers = layers = tuple(layers)
+        _check_dtype(dtype)
+        self.layers = layers = _check_layers(layers)
         for layer in layers:
-            check_type("a layer", layer, LayerSpec, "(num_kv_heads, head_size, v_head_size)")
             check_heads(
                 layer.num_kv_heads, layer.num_kv_heads, "a layer",
                 head_size=layer.head_size, v_head_size=layer.v_head_size,
@@ -127,7 +120,16 @@ class KVCache:
 
         Raises:
             OutOfBlocksError: Not one does; the message says how many bytes are missing.
+            ShapeError: A size is no integer or out of range.
+            DTypeError: ``dtype`` is no type that caches have, or ``layers`` no list of
+                ``LayerSpec``.
         """
+        memory_bytes = whole_number("memory_bytes", memory_bytes)
+        block_size = whole_number("block_size", block_size, least=1)
+        _check_dtype(dtype)
+        layers = _check_layers(layers)
+        if not layers:
+            raise ShapeError("layers is empty, expected one LayerSpec for each layer")
         block_bytes = block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
         if memory_bytes < block_bytes:
             raise OutOfBlocksError(
@@ -153,3 +155,23 @@ class KVCache:
             pairs = torch.tensor(src_to_dst, dtype=torch.int64)
             scales = [scale for scale in (*self.k_scale, *self.v_scale) if scale is not None]
             copy_blocks([*self.k, *self.v, *scales], pairs)
+
+
+def _check_dtype(dtype: Any) -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in (*ALL_FLOATS, *LARGEST_CODE):
+        names = ", ".join(map(str, LARGEST_CODE))
+        raise DTypeError(
+            f"dtype is {dtype!r}, expected torch.float16, another floating type, or {names}"
+        )
+
+
+def _check_layers(layers: Any) -> tuple[LayerSpec, ...]:
+    if isinstance(layers, LayerSpec) or not isinstance(layers, Iterable):
+        raise DTypeError(
+            f"layers is of type {type(layers).__name__}, expected a list of one LayerSpec for "
+            "each layer: [LayerSpec(num_kv_heads, head_size, v_head_size)] * num_layers"
+        )
+    specs: tuple[LayerSpec, ...] = tuple(layers)
+    for spec in specs:
+        check_type("a layer", spec, LayerSpec, "(num_kv_heads, head_size, v_head_size)")
+    return specs

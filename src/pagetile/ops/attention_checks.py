@@ -10,10 +10,11 @@ import torch
 from torch import SymInt, Tensor
 
 from ..errors import DTypeError, ShapeError, UnsupportedError
-from ..shapes import check_contiguous_rows
+from ..shapes import Form, check_contiguous_rows
 
 __all__ = [
     "as_number",
+    "check_cache_layout",
     "check_contiguous_rows",
     "check_flag",
     "check_heads",
@@ -37,12 +38,38 @@ def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> N
         )
 
 
+def check_cache_layout(**caches: Form) -> None:
+    """Raise ShapeError for a cache in a layout of another library, and say how to convert it.
+
+    Args:
+        **caches: Forms of ``k_cache`` and ``v_cache``. Other mistakes are left to ``bind``.
+    """
+    for name, cache in caches.items():
+        shape = list(cache.shape)
+        if len(shape) != 5:
+            continue
+        if 2 in shape[:2]:
+            hint = (
+                "keys and values in one tensor are two caches here: pass "
+                f"k_cache, v_cache = kv_cache.unbind({shape.index(2)})"
+            )
+        else:
+            hint = (
+                "pagetile.integrations.vllm_ops has the operators for vLLM's packed caches "
+                "[num_blocks, num_kv_heads, head_size / x, block_size, x]"
+            )
+        raise ShapeError(
+            f"{name} has 5 dimensions {shape}, expected 4: [num_blocks block_size num_kv_heads "
+            f"head_size]; {hint}"
+        )
+
+
 def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> None:
     """Raise ShapeError for a window or a cap that is out of range."""
     if sliding_window is not None and not is_size(sliding_window, least=1, bits=63):
         raise ShapeError(
-            f"sliding_window is {sliding_window}, expected at least 1 (an integer of 64 bits), or "
-            "None for all keys"
+            f"sliding_window is {sliding_window!r}, expected at least 1 (an integer of 64 bits), "
+            "or None for all keys"
         )
     if logits_soft_cap is None:
         return
@@ -93,7 +120,7 @@ def default_scale(q: Tensor) -> float:
 
 
 def is_size(value: Any, *, least: int = 0, bits: int = 31) -> bool:
-    """Return whether it is an integer of the host, from ``least`` to less than ``2 ** bits``."""
+    """Return whether it is an integer, and no tensor, from ``least`` to less than ``2 ** bits``."""
     is_whole = isinstance(value, (Integral, SymInt)) and not isinstance(value, bool)
     return is_whole and bool(least <= value < 1 << bits)
 

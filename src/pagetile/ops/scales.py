@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..errors import DTypeError, ShapeError
 from ..shapes import Form, bind, check_device, check_dtype, form
+from ..tiles.types import ALL_FLOATS
 
-__all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales", "find_kind"]
+__all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales", "check_cache_dtype", "find_kind"]
 
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 """The element types of 8-bit caches, and the largest value that is written in each.
@@ -30,6 +31,17 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """The scale of a token whose numbers are all 0: 0 / 0 would be NaN."""
 
 _TOKEN = "num_blocks block_size num_kv_heads"
+
+
+def check_cache_dtype(name: str, cache: Tensor | Form) -> None:
+    """Raise DTypeError unless ``cache`` has an element type that caches may have."""
+    if cache.dtype == torch.uint8:
+        raise DTypeError(
+            f"{name} is uint8, expected a floating type or int8. Bytes of an 8-bit float cache, "
+            f"as vLLM keeps them, are read as {name}.view(torch.float8_e4m3fn) (not .to, which "
+            "converts numbers)"
+        )
+    check_dtype(name, cache, *ALL_FLOATS, *LARGEST_CODE)
 
 
 def bind_scales(

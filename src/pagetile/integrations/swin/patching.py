@@ -157,11 +157,17 @@ def _patch(model: nn.Module, stacklevel: int) -> tuple[PatchReport, list[nn.Modu
         norms=tuple(entries[SwappedNorms]),
     )
     if not report.attentions and (report.is_empty or left_alone):
-        reason = "it has no window attention of a supported class (print the report)"
+        reason = (
+            "it has no window attention of a supported class. Those of MONAI, torchvision, timm "
+            "and Transformers are supported; import the framework first"
+        )
         if left_alone:
             first = left_alone[0]
             where = f"{first.name or 'the model'}: {first.what}"
-            reason = f"{report.summary.partition('; ')[2]}, the first being {where}"
+            reason = (
+                f"{report.summary.partition('; ')[2]}, the first being {where}. A window attention "
+                "of your own can call pagetile.window_attention or shifted_window_attention itself"
+            )
         what = "nothing" if report.is_empty else "no window attention"
         message = f"swin.patch patched {what} in {type(model).__name__}: {reason}"
         warnings.warn(message, stacklevel=stacklevel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,12 +63,16 @@ def copy_blocks(
     bounds = _bound(src_to_dst)
     if isinstance(caches, Tensor):
         raise DTypeError("caches is a tensor, expected a list of caches: pass [cache]")
+    if not isinstance(caches, Iterable):
+        raise DTypeError(f"caches is {caches!r}, expected a list of caches: [*cache.k, *cache.v]")
     pairs = [cache if isinstance(cache, tuple) else (cache, cache) for cache in caches]
     for pair in pairs:
         if len(pair) != 2:
             raise ShapeError(f"caches has a tuple of {len(pair)}, expected (source, destination)")
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for source, destination in pairs:
+        if isinstance(source, list):
+            raise DTypeError("caches has a list, expected tensors, or tuples (source, destination)")
         both = forms(cache=source, destination=destination)
         module = _dispatch(*both, _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
@@ -115,6 +119,9 @@ def _is_pinned(source: Tensor, destination: Tensor) -> bool:
 def _dispatch(source: Any, destination: Any, is_pinned: bool, impl: str) -> Any:
     """Check caches of these forms, and choose the module that copies between them."""
     source, destination = Form(*source), Form(*destination)
+    for cache in (source, destination):
+        if not cache.shape:
+            raise ShapeError("caches has a tensor of 0 dimensions, expected [num_blocks, ...]")
     check_dtype("a destination cache", destination, source.dtype)
     if source.shape[1:] != destination.shape[1:]:
         raise ShapeError(
@@ -133,8 +140,12 @@ def _bound(src_to_dst: Tensor) -> tuple[list[int], list[int]]:
         return [0, 0], [-1, -1]
     pairs = src_to_dst.numpy()
     destinations = np.sort(pairs[:, 1])
-    if (destinations[1:] == destinations[:-1]).any():
-        raise ShapeError("src_to_dst names a destination block twice: which copy should win?")
+    twice = destinations[1:][destinations[1:] == destinations[:-1]]
+    if len(twice):
+        raise ShapeError(
+            f"src_to_dst names destination block {twice[0]} twice, expected each at most once: "
+            "remove one of the copies"
+        )
     return pairs.min(axis=0).tolist(), pairs.max(axis=0).tolist()
 
 
@@ -144,6 +155,8 @@ def _check_blocks(
     sizes = (num_sources, num_destinations)
     for name, num_blocks, low, high in zip(("source", "destination"), sizes, *bounds, strict=True):
         if low < 0 or high >= num_blocks:
+            wrong = low if low < 0 else high
             raise ShapeError(
-                f"src_to_dst names {name} blocks {low} to {high}, expected 0 to {num_blocks - 1}"
+                f"src_to_dst names {name} block {wrong}, expected 0 to {num_blocks - 1}: the cache "
+                f"has {num_blocks} blocks"
             )

@@ -122,8 +122,9 @@ class PagedBatch:
         raises an error, on a GPU under ``PAGETILE_DEBUG=1``.
 
         Raises:
-            ShapeError: The lists differ in length, or a sequence has more new tokens than keys.
-            DTypeError: They are not of whole numbers of 32 bits.
+            ShapeError: The lists differ in length, a length is negative, or a sequence has more new
+                tokens than keys.
+            DTypeError: They are not lists of 32-bit integers.
 
         Example:
             >>> batch = PagedBatch.of([[7], [2, 5], [0]], [3, 6, 4], [3, 1, 2])
@@ -137,15 +138,24 @@ class PagedBatch:
             else _integers("query_lens", query_lens)
         )
         if not isinstance(blocks, Iterable):
-            raise DTypeError(f"blocks is {type(blocks).__name__}, expected a list of lists")
-        rows = [_integers(f"blocks[{seq}]", ids) for seq, ids in enumerate(blocks)]
+            raise DTypeError(
+                f"blocks is {type(blocks).__name__}, expected a list of block tables, one for each "
+                "sequence: [table.blocks for table in tables]"
+            )
+        rows = [
+            _integers(f"blocks[{seq}]", ids, ": pass table.blocks for each sequence")
+            for seq, ids in enumerate(blocks)
+        ]
         if not len(rows) == len(lengths) == len(counts):
             raise ShapeError(
                 f"blocks are of {len(rows)} sequences, seq_lens of {len(lengths)} and "
                 f"query_lens of {len(counts)}: expected as many of each"
             )
         for seq, (seq_len, count) in enumerate(zip(lengths, counts, strict=True)):
-            if not 0 <= count <= seq_len:
+            if seq_len < 0 or count < 0:
+                name, value = ("seq_lens", seq_len) if seq_len < 0 else ("query_lens", count)
+                raise ShapeError(f"{name}[{seq}] is {value}, expected 0 or more tokens")
+            if count > seq_len:
                 raise ShapeError(
                     f"sequence {seq} has {count} new tokens and {seq_len} keys: seq_lens counts "
                     "all keys, the new tokens' own included"
@@ -199,13 +209,15 @@ class PagedBatch:
         return self.seq_lens.shape[0]
 
 
-def _integers(name: str, numbers: Any) -> array[int]:
+def _integers(name: str, numbers: Any, hint: str = "") -> array[int]:
     try:
         if isinstance(numbers, (bytes, bytearray)):  # which an array takes for its own memory
             raise TypeError("bytes are no numbers")
         return array("i", numbers)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        given = repr(numbers) if isinstance(numbers, (list, tuple, str, int, float)) else ""
+        if not given or len(given) > 60:
+            given = f"of type {type(numbers).__name__}"
         raise DTypeError(
-            f"{name} is {type(numbers).__name__}, expected a list of whole numbers of 32 bits "
-            f"({error})"
+            f"{name} is {given}, expected a list of 32-bit integers ({error}){hint}"
         ) from None

@@ -10,12 +10,20 @@ from math import isfinite
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, check_tensors, given
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import as_number, check_flag, check_heads, check_options, is_size
-from ..scales import LARGEST_CODE, find_kind
+from ..attention_checks import (
+    as_number,
+    check_cache_layout,
+    check_flag,
+    check_heads,
+    check_options,
+    is_size,
+)
+from ..scales import check_cache_dtype, find_kind
 from .batch import PagedBatch, SharedPrefixes
 from .plan import CpuPlan, GpuPlan
 from .problem import CallForm, Problem, has_aligned_rows
@@ -50,7 +58,10 @@ def check_types(batch: Any, **arguments: Any) -> None:
         **arguments: A call's ``TENSORS``; those after the caches may be None.
     """
     if not isinstance(batch, PagedBatch):
-        raise DTypeError(f"batch is of type {type(batch).__name__}, expected a PagedBatch")
+        raise DTypeError(
+            f"batch is of type {type(batch).__name__}, expected a PagedBatch: make one with "
+            "PagedBatch.of(blocks, seq_lens, query_lens)"
+        )
     check_tensors(**{name: arguments.pop(name) for name in TENSORS[:3]}, **given(**arguments))
     check_tensors(**{name: getattr(batch, name) for name in _OF_BATCH})
     shared: Any = batch.shared_prefixes
@@ -94,6 +105,7 @@ def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
 
 def validate(form: CallForm) -> Problem:
     """Return the problem of a call, or raise ShapeError or DTypeError naming an argument."""
+    check_cache_layout(k_cache=form.k_cache, v_cache=form.v_cache)
     sizes = bind(
         q=(form.q, "num_tokens num_heads head_size"),
         k_cache=(form.k_cache, "num_blocks block_size num_kv_heads head_size"),
@@ -155,7 +167,7 @@ def _check_shared_prefixes(form: CallForm) -> None:
     for name, value in (("max_group_tokens", max_group_tokens), ("max_prefix_len", max_prefix_len)):
         if value is not None and not is_size(value):
             raise ShapeError(
-                f"{name} is {value!r}, expected an integer of the host from 0 to 2**31 - 1, or None"
+                f"{name} is {value!r}, expected a Python int from 0 to 2**31 - 1, or None"
             )
     if form.visible_blocks is not None:
         raise UnsupportedError(
@@ -166,7 +178,7 @@ def _check_shared_prefixes(form: CallForm) -> None:
 def _check_dtypes(form: CallForm) -> None:
     # float64 is for the reference: it makes it an oracle.
     check_dtype("q", form.q, *ALL_FLOATS)
-    check_dtype("k_cache", form.k_cache, *ALL_FLOATS, *LARGEST_CODE)
+    check_cache_dtype("k_cache", form.k_cache)
     check_dtype("v_cache", form.v_cache, form.k_cache.dtype)
     if form.out is not None:
         check_dtype("out", form.out, form.q.dtype)
@@ -188,6 +200,15 @@ def _check_dtypes(form: CallForm) -> None:
 
 def _check_sizes(sizes: dict[str, int], form: CallForm) -> None:
     heads = {name: sizes[name] for name in ("head_size", "v_head_size")}
+    num_heads, num_kv_heads, block_size = (
+        sizes[name] for name in ("num_heads", "num_kv_heads", "block_size")
+    )
+    if num_kv_heads and block_size and num_heads % num_kv_heads and not num_heads % block_size:
+        raise ShapeError(
+            f"q has num_heads={num_heads}, expected a multiple of k_cache's "
+            f"num_kv_heads={num_kv_heads}. If the caches are [num_blocks, num_kv_heads, "
+            "block_size, head_size], pass k_cache.transpose(1, 2) and v_cache.transpose(1, 2)"
+        )
     check_heads(sizes["num_heads"], sizes["num_kv_heads"], "k_cache", **heads)
     if not 1 <= sizes["block_size"] <= 256:
         raise ShapeError(f"k_cache has block_size={sizes['block_size']}, expected 1 to 256")
@@ -202,5 +223,6 @@ def _check_sizes(sizes: dict[str, int], form: CallForm) -> None:
         value = getattr(form, name)
         if not is_size(value):
             raise ShapeError(
-                f"{name} is {value!r}, expected an integer of the host from 0 to 2**31 - 1"
+                f"{name} is {value!r}, expected a Python int from 0 to 2**31 - 1"
+                f"{': pass its .item(), or an upper bound' if isinstance(value, Tensor) else ''}"
             )

@@ -25,15 +25,17 @@ _MESSAGES = (
     "cu_seqlens_q[0] is {start}, expected 0",
     "cu_seqlens_q[{next}] is {end} but cu_seqlens_q[{seq}] is {start}: no sequence ends before it "
     "starts",
-    "cu_seqlens_q[{next}] is {end} but q has num_tokens={num_tokens}: it ends with num_tokens",
+    "cu_seqlens_q[{next}] is {end} but q has num_tokens={num_tokens}: give q one row for "
+    "each new token of the batch (PagedBatch.decode has one a sequence)",
     "max_query_len is {max_query_len} but sequence {seq} has query_len={query_len}: "
-    "cu_seqlens_q[{seq}] is {start}, cu_seqlens_q[{next}] is {end}",
+    "cu_seqlens_q[{seq}] is {start}, cu_seqlens_q[{next}] is {end}. Give the largest query_len, or "
+    "more",
     "seq_lens[{seq}] is {seq_len}, expected 0 or more",
-    "max_seq_len is {max_seq_len} but seq_lens[{seq}] is {seq_len}",
+    "max_seq_len is {max_seq_len} but seq_lens[{seq}] is {seq_len}: give the largest of "
+    "seq_lens, or more",
     "seq_lens[{seq}] is {seq_len}, {used} blocks of block_size={block_size}, but block_tables has "
-    "max_blocks_per_seq={max_blocks}",
-    "block_tables[{seq}, {i}] is {block}, expected 0 to {last_block}: k_cache has "
-    "num_blocks={num_blocks}",
+    "max_blocks_per_seq={max_blocks}: give all blocks of the sequence",
+    "block_tables[{seq}, {i}] is {block}, expected {known}",
 )
 _START, _ORDER, _END, _QUERY_LEN, _NEGATIVE, _SEQ_LEN, _TABLE, _BLOCK = range(len(_MESSAGES))
 
@@ -178,6 +180,7 @@ def check_values(
     if fault == _FINE:
         return
     seq_len = int(seq_lens[seq]) if len(seq_lens) else 0
+    used = -(-seq_len // problem.block_size)
     start, end = cu_seqlens_q[seq], cu_seqlens_q[min(seq + 1, len(seq_lens))]
     message = _MESSAGES[fault].format(
         seq=seq,
@@ -189,12 +192,18 @@ def check_values(
         num_tokens=problem.num_tokens,
         seq_len=seq_len,
         max_seq_len=problem.max_seq_len,
-        used=-(-seq_len // problem.block_size),
+        used=used,
         block_size=problem.block_size,
         max_blocks=max_blocks,
         i=i,
         block=int(batch.block_tables[seq, i]) if fault == _BLOCK else None,
-        num_blocks=num_blocks,
-        last_block=num_blocks - 1,
+        known=f"0 to {num_blocks - 1}: k_cache has num_blocks={num_blocks}"
+        if num_blocks
+        else "a block of k_cache, which has num_blocks=0",
     )
+    if fault == _BLOCK and batch.block_tables[seq, i] == -1:
+        message += (
+            f". -1 is PagedBatch.of's padding: the table has {i} blocks, but seq_lens[{seq}] is "
+            f"{seq_len}, which takes {used}. Append to the table first"
+        )
     raise ShapeError(message)

@@ -142,7 +142,10 @@ def _check_pairs(x: _TensorForms) -> None:
         given, missing = "bias_table", "rel_offsets"
         if x.bias_table is None:
             given, missing = missing, given
-        raise ShapeError(f"{given} is given without {missing}: a table is read at its offsets")
+        raise ShapeError(
+            f"{given} is given without {missing}: pass both, with "
+            "rel_offsets=pagetile.rel_offsets(window)"
+        )
     for one, other in (("bias_table", "bias"), ("regions", "mask")):
         if getattr(x, one) is not None and getattr(x, other) is not None:
             raise ShapeError(f"both {one} and {other} are given, expected one of them: add them up")

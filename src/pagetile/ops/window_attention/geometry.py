@@ -138,7 +138,8 @@ def as_sizes(name: str, sizes: Any, *, least: int = 1) -> tuple[int, ...]:
         listed = ()
     if not listed or not all(is_size(size, least=least) for size in listed):
         raise ShapeError(
-            f"{name} is {sizes!r}, expected an integer for each axis, at least {least}: (7, 7)"
+            f"{name} is {sizes!r}, expected an integer for each axis, at least {least}, such as "
+            "(7, 7)"
         )
     return tuple(map(int, listed))
 

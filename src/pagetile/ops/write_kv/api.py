@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,10 @@ from ...shapes import (
     is_debugging,
 )
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import check_contiguous_rows
+from ..attention_checks import check_cache_layout, check_contiguous_rows
 from ..dispatch import choose
 from ..eager import needs_operator
-from ..scales import LARGEST_CODE, bind_scales
+from ..scales import bind_scales, check_cache_dtype
 from .operator import write
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
@@ -64,8 +65,9 @@ def write_kv(
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Raises:
-        ShapeError: Sizes disagree, or a slot lies outside the cache (on a GPU that is seen only
-            under ``PAGETILE_DEBUG=1``); nothing is written then.
+        ShapeError: Sizes disagree, one tensor is given for both caches, or a slot lies outside the
+            cache (on a GPU that is seen only under ``PAGETILE_DEBUG=1``, and everywhere only
+            there that a slot comes twice); nothing is written then.
         DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
             no scales.
 
@@ -92,6 +94,10 @@ def write_kv(
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     module = _dispatch(*tensors, impl)
+    if k_cache is v_cache and k is not v:
+        raise ShapeError(
+            "k_cache and v_cache are the same tensor, so values would overwrite keys: pass two"
+        )
     if k_scale is not None or v_scale is not None:
         check_tensors(**given(k_scale=k_scale, v_scale=v_scale))
     scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
@@ -109,6 +115,7 @@ def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, imp
     k, v, k_cache, v_cache, slot_mapping = (
         Form(*fields) for fields in (k, v, k_cache, v_cache, slot_mapping)
     )
+    check_cache_layout(k_cache=k_cache, v_cache=v_cache)
     sizes = bind(
         k=(k, "num_tokens num_kv_heads head_size"),
         v=(v, "num_tokens num_kv_heads v_head_size"),
@@ -122,7 +129,7 @@ def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, imp
     check_contiguous_rows(k_cache=k_cache, v_cache=v_cache)
     check_dtype("k", k, *ALL_FLOATS)
     check_dtype("v", v, k.dtype)
-    check_dtype("k_cache", k_cache, *ALL_FLOATS, *LARGEST_CODE)
+    check_cache_dtype("k_cache", k_cache)
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
@@ -138,3 +145,11 @@ def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
             f"slot_mapping[{at}] is {slots[at]}, expected -1 or a slot below num_blocks * "
             f"block_size = {num_slots}"
         )
+    if is_debugging():
+        used = np.sort(slots[slots >= 0])
+        twice = used[1:][used[1:] == used[:-1]]
+        if len(twice):
+            raise ShapeError(
+                f"slot_mapping has slot {twice[0]} twice, expected each slot at most once: which "
+                "of its tokens is kept would be left to chance"
+            )
