@@ -11,6 +11,7 @@ from pagetile.ops.paged_attention import Problem, make_plan
 from pagetile.ops.paged_attention.checks import check_plan
 from pagetile.ops.paged_attention.plan import (
     SPLIT_SIZE,
+    fit_beside,
     make_gpu_plan,
     make_hopper_prefill_plan,
     refuse_hopper_decode,
@@ -175,8 +176,9 @@ def test_cta_ranges_end_where_heads_do_if_that_leaves_few_multiprocessors_idle()
     assert programs(64) == 256  # two of the 512 heads a CTA
     assert programs(1) == 256  # 32 splits a head, not 33: merged eight at a time
     assert programs(2) == 256  # 16, which are two eights
-    assert make_plan(replace(DECODE, num_seqs=1, num_kv_heads=1), H200).num_programs == 264
-    assert make_plan(replace(DECODE, num_seqs=5, num_kv_heads=1), H200).num_programs == 260
+    one = replace(DECODE, num_heads=4, num_kv_heads=1)
+    assert make_plan(replace(one, num_seqs=1), H200).num_programs == 264
+    assert make_plan(replace(one, num_seqs=5), H200).num_programs == 260
     assert programs(300) == 264  # so many heads that few of them are cut
     assert programs(5) == 264  # 240 would leave a tenth of the room unused, for equal lengths only
 
@@ -226,10 +228,38 @@ def test_all_ctas_of_a_merge_run_at_once_unless_results_must_not_depend_on_the_b
                 assert plan.merge_rows == 0
                 continue
             pairs = problem.num_seqs * problem.num_kv_heads
-            most = max(pairs, 4 * H200.num_workers)
+            is_wide = 64 < problem.width <= 128 and pairs <= H200.num_workers
+            most = max(pairs, (14 if is_wide else 4) * H200.num_workers)
             assert pairs * -(-problem.rows // plan.merge_rows) <= most
             fixed = make_gpu_plan(problem, H200, hopper=hopper, batch_invariant=True)
             assert fixed.merge_rows == 8
+
+
+def test_many_wide_rows_of_few_heads_are_divided_among_half_as_many_ctas():
+    verified = replace(DECODE, num_tokens=64 * 8, max_query_len=8, num_heads=7, num_kv_heads=1)
+
+    def plan(**changes):
+        return make_gpu_plan(replace(verified, **changes), H200, hopper=True)
+
+    assert (plan().num_programs, plan().merge_rows, plan().halving_size) == (128, 2, 0)
+    narrow = plan(head_size=64, v_head_size=64)
+    assert (narrow.num_programs, narrow.merge_rows, narrow.halving_size) == (256, 8, 256)
+    many = plan(num_heads=56, num_kv_heads=8)  # most heads are in one CTA's range
+    assert (many.num_programs, many.merge_rows) == (256, 64)
+
+
+def test_decode_beside_a_prefill_has_as_many_ctas_as_suit_its_tiles():
+    decode = make_gpu_plan(DECODE, H200, hopper=True)
+
+    def programs(num_prompt_tokens):
+        mixed = replace(DECODE, num_tokens=63 + num_prompt_tokens, max_query_len=num_prompt_tokens)
+        return fit_beside(decode, make_plan(mixed, H200), mixed, H200).num_programs
+
+    per_tile = 128 // DECODE.group
+    assert programs(1) == decode.num_programs
+    assert programs(1 + 2 * per_tile) == decode.num_programs - decode.num_programs * 16 // 132
+    assert programs(1 + 16 * per_tile) == decode.num_programs  # 128 tiles of 8 heads
+    assert programs(1 + 66 * per_tile) == 2 * decode.num_programs
 
 
 def test_hopper_s_decode_takes_up_to_64_rows_of_16_bits():

@@ -62,7 +62,8 @@ def prepare(
         )
     # What is converted between the two launches would not be waited for.
     is_beside = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
-    short = prepare_short(problem, form, plan, SPECIALISED, is_beside=is_beside)
+    beside = own if is_beside else None
+    short = prepare_short(problem, form, plan, SPECIALISED, beside=beside)
     return functools.partial(_run, problem, short, own.divides_keys, is_beside)
 
 

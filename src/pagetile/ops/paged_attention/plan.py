@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "Plan",
     "choose_decode_tiles",
     "choose_prefix_splits",
+    "fit_beside",
     "kind_of",
     "make_gpu_plan",
     "make_hopper_prefill_plan",
@@ -72,7 +73,10 @@ MERGED_ROWS = 16
 """Up to this many rows of a head, the CTA that stores its last split merges all of them."""
 
 MERGING_CTAS = 4
-"""CTAs of a merge that a multiprocessor holds at once."""
+"""CTAs of a merge on a multiprocessor, at most: more take longer than more rows of each."""
+
+WIDE_MERGING_CTAS = 14
+"""The same where most heads are in several wide splits: few rows of each are loaded at once."""
 
 LEAST_SIZE = 128
 """Keys for which storing and merging the state of many rows pays."""
@@ -242,13 +246,16 @@ def make_gpu_plan(
         return _make_triton_prefill_plan(problem, device, batch_invariant)
     tiles = choose_decode_tiles(problem, device, hopper)
     pairs = problem.num_seqs * problem.num_kv_heads
-    num_programs = _align(tiles.programs * device.num_workers, pairs)
+    is_many = problem.rows > MERGED_ROWS
+    programs = tiles.programs
+    if hopper and is_many and _has_wide_splits(problem, device):
+        programs = 1  # half as many states to store and merge; one CTA keeps the memory busy
+    num_programs = _align(programs * device.num_workers, pairs)
     # Merging many short splits of a head takes longer than reading them: use one CTA on each
     # multiprocessor then, if its tiles in flight keep the memory busy. So does waiting for room
     # beside the kernel in front for a second one.
     is_few = pairs * _FEW_SPLITS <= num_programs
-    is_many = problem.rows > MERGED_ROWS
-    halving_size = 4 * tiles.tile_n if is_many and tiles.programs == 2 else 0
+    halving_size = 4 * tiles.tile_n if is_many and programs == 2 else 0
     if not is_many and hopper and tiles.programs == 2 and is_few:
         row_bytes = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
         keeps_busy = tiles.num_stages * tiles.tile_n * row_bytes >= _BUSY_BYTES
@@ -269,6 +276,29 @@ def make_gpu_plan(
         max_registers=tiles.max_registers,
         fetch_registers=tiles.fetch_registers,
     )
+
+
+def fit_beside(plan: GpuPlan, prefill: GpuPlan, problem: Problem, device: DeviceInfo) -> GpuPlan:
+    """Return the plan of a decode with as many CTAs as suit the prefill in front of it.
+
+    A CTA of the prefill has a multiprocessor for itself. Where few have tiles, decode gets what
+    fits beside them, so that none of its CTAs waits for their end. Where all have several, CTAs of
+    decode begin one after the other, and smaller ones end at about the same time.
+
+    Args:
+        plan: Of the short sequences of a mixed batch.
+        prefill: Of the others.
+        problem: The call.
+        device: A Hopper GPU.
+    """
+    rows = max(0, problem.num_tokens - problem.num_seqs) * problem.group
+    tiles = -(-rows // prefill.tile_m) * problem.num_kv_heads
+    num_programs = plan.num_programs
+    if 2 * tiles <= device.num_workers:
+        num_programs -= num_programs * tiles // device.num_workers
+    elif tiles >= 4 * device.num_workers:
+        num_programs *= 2
+    return replace(plan, num_programs=num_programs)
 
 
 def make_hopper_prefill_plan(
@@ -378,12 +408,17 @@ def _choose_merge_rows(problem: Problem, device: DeviceInfo, batch_invariant: bo
     """Return how many rows of a head a CTA merges: few, but so that all CTAs run at once."""
     if batch_invariant:
         return 8
+    ctas = WIDE_MERGING_CTAS if _has_wide_splits(problem, device) else MERGING_CTAS
     pairs, rows = max(1, problem.num_seqs * problem.num_kv_heads), 1
-    while (
-        rows < problem.rows and pairs * -(-problem.rows // rows) > MERGING_CTAS * device.num_workers
-    ):
+    while rows < problem.rows and pairs * -(-problem.rows // rows) > ctas * device.num_workers:
         rows *= 2
     return rows
+
+
+def _has_wide_splits(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether heads are divided among CTAs, and the state of a row is of more than 64 columns."""
+    pairs = problem.num_seqs * problem.num_kv_heads
+    return 64 < problem.width <= 128 and pairs <= device.num_workers
 
 
 def _align(programs: int, pairs: int) -> int:

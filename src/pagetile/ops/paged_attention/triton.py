@@ -32,6 +32,7 @@ from .plan import (
     MOST_MERGED,
     GpuPlan,
     choose_prefix_splits,
+    fit_beside,
     make_gpu_plan,
     power_of_2,
     short_len,
@@ -220,15 +221,20 @@ def prepare_short(
     plan: GpuPlan | None,
     decode: Kernel = DECODE,
     *,
-    is_beside: bool = False,
+    beside: GpuPlan | None = None,
 ) -> PreparedLaunch | None:
-    """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed."""
+    """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed.
+
+    ``beside`` is the plan of a prefill of the same call in front, which the launch may overlap.
+    """
     if not short_len(problem):
         return None
     short = replace(problem, max_query_len=short_len(problem))
     device, is_fixed = DeviceInfo.of(form.q.device), plan is not None and plan.split_size > 0
     own = make_gpu_plan(short, device, batch_invariant=is_fixed, hopper=decode is not DECODE)
-    return prepare(short, form, own, decode, is_beside=is_beside)
+    if beside is not None:
+        own = fit_beside(own, beside, problem, device)
+    return prepare(short, form, own, decode, is_beside=beside is not None)
 
 
 @dataclass(frozen=True, eq=False)
