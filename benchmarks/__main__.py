@@ -5,22 +5,29 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import statistics
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from . import report
 from .case import Case, Check
 from .cases import can_run, find_cases
 from .document import fill
-from .machine import BackgroundLoad, describe_run, is_clean
+from .machine import BackgroundLoad, describe_run, free_read_memory, is_clean
+from .prepare import default_jobs, list_commands, prepare, prepare_here
 from .records import (
+    RECORDS,
     Budget,
     Change,
     RecordSpec,
@@ -28,6 +35,7 @@ from .records import (
     find_changes_in_prose,
     find_loaded,
     find_machine,
+    find_made,
     is_of_another_device,
     plan,
     run_script,
@@ -38,6 +46,8 @@ from .sweep_shapes import CLASSES as SWEPT
 from .sweep_shapes import draw_in_turns, redraw_worst
 from .sweep_warming import COLD
 
+_MOST_PREPARING = 240.0  # seconds of compiling beforehand
+_GRACE = 20.0  # seconds in which what runs may end by itself once the time is over
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))]
@@ -100,12 +110,17 @@ def _record(
     path: Path | None,
     repeats: int | None,
     circumstances: dict[str, Any],
+    checked: Mapping[str, list[Check]] | None = None,
 ) -> bool:
-    """Verify and time cases, and write each into the record. Whether all are right."""
+    """Verify cases, unless they are checked, time them, and write each into the record.
+
+    Returns:
+        Whether all are right.
+    """
     order = [case.name for case in find_cases([])]
     records: dict[str, report.Record | None] = {}
     for case in found:
-        checks = _verify(case)
+        checks = (checked or {}).get(case.name) or _verify(case)
         records[case.name] = None
         if all(check.passed for check in checks):
             background = BackgroundLoad()
@@ -122,6 +137,7 @@ def _record(
 def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
+        free_read_memory()
         torch.cuda.empty_cache()
 
 
@@ -146,31 +162,68 @@ def all_records(
     into: Annotated[
         Path | None, typer.Option(help="Another folder than results/, for a trial.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RECORD", help="End of a record's name, repeatable: decode, tiles."),
+    ] = None,
+    but: Annotated[
+        list[str] | None, typer.Option(metavar="CASE", help="Leave a case out, repeatable.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compile and verify beforehand; 0: none."),
+    ] = None,
 ) -> None:
-    """Renew all records of this machine, say what is missing and which figures changed."""
+    """Renew all records of this machine, say what is missing and which figures changed.
+
+    It goes on where it stopped: a case that the record has of this commit is not made again.
+    """
     folder, budget = into or RESULTS, Budget(minutes)
     circumstances = describe_run() if into else _describe_clean_run()
     machine = machine or find_machine(RESULTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fitting, left = plan(device, 60 * minutes)
-    missing = [f"{machine}{spec.ending}: no time for its {spec.seconds:.0f} s" for spec in left]
+    jobs = default_jobs() if jobs is None else jobs
+    to_do = _find_work(folder, machine, device, only, but or [], circumstances["commit"])
+    _say(f"{len(to_do)} records of {machine}, {minutes:.0f} minutes, into {folder}")
+    checked: dict[str, list[Check]] = {}
+    missing: list[str] = []
     changes: list[Change | str] = []
     loaded: list[str] = []
-    with Progress(console=console) as progress:
-        task = progress.add_task("", total=sum(spec.seconds for spec in fitting))
-        for spec in fitting:
+    watchdog = _end_after(budget.left)
+    try:
+        if jobs:
+            checked = _prepare(to_do, jobs, budget)
+        fitting, left = plan(device, budget.left, [spec for spec, *_ in to_do])
+        missing += [
+            f"{machine}{spec.ending}: no time for its {spec.seconds:.0f} s" for spec in left
+        ]
+        for spec, cases, made in to_do:
+            if spec not in fitting:
+                continue
             name = f"{machine}{spec.ending}"
-            progress.update(task, description=name)
+            _say(f"{name} begins, about {spec.seconds:.0f} s")
             old, new = RESULTS / f"{name}.json", folder / f"{name}.json"
             before = report.load(old) if old.exists() else None
-            missing += _renew(spec, new, budget, repeats, circumstances)
-            progress.advance(task, spec.seconds)
+            start = time.monotonic()
+            try:
+                missing += _renew(spec, new, cases, made, budget, repeats, circumstances, checked)
+            except _DeviceLostError as reason:
+                watchdog.cancel()
+                _say(f"{reason}; going on in another process")
+                options = [f"--minutes={budget.left / 60}", f"--machine={machine}", "--jobs=0"]
+                options += [f"--only={word}" for word in only or []] + [f"--into={folder}"]
+                options += [f"--but={word}" for word in [*(but or []), reason.case]]
+                command = [sys.executable, "-m", "benchmarks", "all", *options]
+                raise typer.Exit(subprocess.call(command) or 1) from None
+            _say(f"{name} ends after {time.monotonic() - start:.0f} s")
             if new.exists():
                 loaded += find_loaded(report.load(new))
             if new.exists() and before is not None:
                 after = report.load(new)
                 changes += find_changes(PAGES, name, before, after)
                 changes += find_changes_in_prose(QUOTING_PAGES, name, before, after)
+    finally:
+        watchdog.cancel()
     lines = [f"missing: {line}" for line in missing] + [f"changed: {c}" for c in changes]
     for line in lines + [f"loaded: {line}" for line in loaded]:
         console.print(line, markup=False)
@@ -179,38 +232,136 @@ def all_records(
         raise typer.Exit(1)
 
 
+def _say(line: str) -> None:
+    """A line with the time of day, at once: the output is often a file that is read meanwhile."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def _end_after(seconds: float) -> threading.Timer:
+    """End this process if a case is still running some seconds after its time is over."""
+
+    def end() -> None:
+        _say("the time is over, and what runs does not end: this process does")
+        os._exit(4)
+
+    timer = threading.Timer(seconds + _GRACE, end)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+class _DeviceLostError(Exception):
+    """A case after which the GPU runs nothing more in this process."""
+
+    def __init__(self, case: str, reason: Exception) -> None:
+        super().__init__(f"{case} lost the device: {reason}")
+        self.case = case
+
+
+_Work = list[tuple[RecordSpec, list[Case], set[str]]]
+"""Records with what is left to do: cases, and the names of what is made already."""
+
+
+def _find_work(
+    folder: Path,
+    machine: str,
+    device: str,
+    only: Sequence[str] | None,
+    but: Sequence[str],
+    commit: str | None,
+) -> _Work:
+    """The records of a device of which something is left to do."""
+    found: _Work = []
+    endings = [f"-{word}".replace("--", "-").rstrip("-") for word in only or []]
+    known = [spec.ending for spec in RECORDS if spec.device == device]
+    if unknown := [word for word in endings if word not in known]:
+        shown = ", ".join(ending.strip("-") or "-" for ending in known)
+        raise typer.BadParameter(f"no record ends with {', '.join(unknown)}; there are {shown}")
+    for spec in RECORDS:
+        if spec.device != device or (endings and spec.ending not in endings):
+            continue
+        path = folder / f"{machine}{spec.ending}.json"
+        made = find_made(path, commit) | set(but)
+        everything = spec.find(find_cases([]))
+        cases = [case for case in everything if case.name not in made]
+        is_empty = not spec.script and not everything
+        if cases or is_empty or any(spec.commands(made)):
+            names = [case.name for case in everything] or [
+                spec.name_of(what) for _, what in spec.parts
+            ]
+            part = statistics.mean(name not in made for name in names) if names else 1.0
+            found.append((replace(spec, seconds=part * spec.seconds), cases, made))
+    return found
+
+
+def _prepare(to_do: _Work, jobs: int, budget: Budget) -> dict[str, list[Check]]:
+    """Compile and verify what is left to do; engines first, since each takes long."""
+    cases = [case for _, some, _ in to_do for case in some]
+    commands = [
+        (*command, "--brief")
+        for spec, _, made in to_do
+        if spec.parts
+        for command in spec.commands(made)
+    ]
+    commands += list_commands(cases, jobs)
+    start = time.monotonic()
+    limit = min(_MOST_PREPARING, budget.left / 4)
+    _say(f"{jobs} processes compile and verify {len(cases)} cases, {limit:.0f} s at most")
+    found = prepare(commands, jobs, limit, _say)
+    _say(f"prepared {len(found)} of {len(cases)} cases in {time.monotonic() - start:.0f} s")
+    # What failed beside other processes is verified again by itself.
+    return {n: checks for n, checks in found.items() if all(check.passed for check in checks)}
+
+
+@app.command("prepare")
+def prepare_cases(names: Annotated[list[str], typer.Argument(metavar="CASE...")]) -> None:
+    """Verify and run cases without keeping their times, for what that compiles (see `all`)."""
+    for line in prepare_here([case for case in find_cases([]) if case.name in names]):
+        print(line, flush=True)
+
+
 def _renew(
     spec: RecordSpec,
     path: Path,
+    cases: Sequence[Case],
+    made: set[str],
     budget: Budget,
     repeats: int | None,
     circumstances: dict[str, Any],
+    checked: Mapping[str, list[Check]],
 ) -> list[str]:
-    """Make one record; return what of it is missing, and why."""
+    """Make what is left of one record; return what of it is missing, and why."""
     if is_of_another_device(path):
         return [f"{path.stem}: the record is of another machine"]
     if spec.script:
-        try:
-            run_script(spec, path, budget.left, circumstances)
-        except RuntimeError as reason:
-            return [f"{path.stem}: {reason}"]
-        return []
+        failures = run_script(spec, path, budget.left, circumstances, made, _say)
+        return [f"{path.stem}: {reason}" for reason in failures]
     if report.is_of_another_machine(path):
         path.unlink()  # of another host: all of it is made anew
-    found = spec.find(find_cases([]))
-    if not found:
+    if not cases:
         return [f"{path.stem}: no case; is a package not installed?"]
     missing = []
-    for case in found:
+    for case in cases:
         if budget.left <= 0:
             missing.append(f"{path.stem}: no time for {case.name}")
             continue
+        _say(f"{path.stem}: {case.name}")
         try:
-            if not _record([case], path, repeats, circumstances):
+            if not _record([case], path, repeats, circumstances, checked):
                 missing.append(f"{path.stem}: {case.name} is wrong")
         except Exception as reason:  # one case that fails must not cost the others
             missing.append(f"{path.stem}: {case.name} failed: {reason}")
+            _check_device(case)
     return missing
+
+
+def _check_device(case: Case) -> None:
+    if case.device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as reason:
+        raise _DeviceLostError(case.name, reason) from None
 
 
 @app.command()

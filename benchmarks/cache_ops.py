@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagetile.analysis.timing import Times
+from pagetile.analysis.timing import Times, admit
 from pagetile.ops.copy_blocks import copy_blocks
 from pagetile.ops.write_kv import write_kv
 
@@ -77,14 +77,26 @@ class WriteKVCase:
         if self.scales == "token":
             num_bytes += 8 * self.num_tokens * self.num_kv_heads
         calls: Calls = {"pagetile": lambda: write_kv(**arguments), **_copies(num_bytes)}
+        absent: dict[str, str] = {}
         if self.scales == "none":
             rows = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-            calls["torch index_copy_"] = lambda: [
-                to.index_copy_(0, slots, x) for to, x in zip(rows, (k, v), strict=True)
-            ]
+            write_kv(**arguments)
+            exact = [to.clone() for to in rows]
+
+            def scatter() -> list[Tensor]:
+                return [to.index_copy_(0, slots, x) for to, x in zip(rows, (k, v), strict=True)]
+
+            def judge(name: str, found: list[Tensor]) -> str | None:
+                same = map(torch.equal, found, exact)
+                return None if all(same) else "wrong: other bytes than write_kv's"
+
+            for to in rows:
+                to.zero_()  # as write_kv found them
+            peers, absent = admit({"torch index_copy_": scatter}, judge)
+            calls |= peers
         times = _best_copy(time_in_turns(calls, self.device, repeats=repeats))
         times["host, pagetile"] = time_host(lambda: write_kv(**arguments))
-        return Measurement(times, _compare(times, num_bytes))
+        return Measurement(times, _compare(times, num_bytes), absent)
 
     def _make_inputs(self) -> dict[str, Any]:
         generator = torch.Generator("cuda").manual_seed(0)

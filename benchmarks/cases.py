@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -180,6 +181,7 @@ GPU_CASES: tuple[Case, ...] = (
             replace(LLAMA, block_size=size),
             (at_least("GB/s / block 128", 0.95),),
             beside=("block 128", (4096,) * 64, replace(LLAMA, block_size=128)),
+            has_compiled_peers=False,
         )
         for size in (1, 8, 16, 64)
     ),
@@ -237,15 +239,22 @@ GPU_CASES: tuple[Case, ...] = (
 ENGINE_CASES: tuple[Case, ...] = (
     EngineCase(
         "gpu-engine-qwen3-0.6b",
-        num_prompts=128,
         shortest=100,
         longest=1024,
+        max_tokens=64,
         device="cuda",
         model=QWEN3,
         dtype=torch.bfloat16,
     ),
     EngineCase("gpu-engine-64", device="cuda"),
 )
+
+
+def _slug(words: str) -> str:
+    plain = words.lower().replace("³", "")
+    return re.sub("[^a-z0-9]+", "-", plain).strip("-")
+
+
 VOLUME, IMAGE = (7, 7, 7), (7, 7)
 F16, BF16 = torch.float16, torch.bfloat16
 WindowSizes = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int, torch.dtype]
@@ -261,8 +270,14 @@ WINDOW_WORKLOADS: tuple[WindowSizes, ...] = (
     ("8x8x8", (64, 64, 64), (8, 8, 8), 3, 32, 1, F16),
 )
 WINDOW_CASES: tuple[Case, ...] = (
-    WindowWorkloadsCase(
-        "windows-all", tuple(find_workloads()), targets=(at_least("x SDPA at least", 1),)
+    *(
+        WindowWorkloadsCase(
+            f"windows-all-{_slug(model)}",
+            model,
+            workloads,
+            targets=(at_least("x SDPA at least", 1),),
+        )
+        for model, workloads in find_workloads().items()
     ),
     WindowCase(
         "windows-cpu-343",

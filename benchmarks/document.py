@@ -10,7 +10,7 @@ the times of contestants::
 The caption says what all rows share, and what most do: "Unless a row says otherwise: bfloat16."
 
 The last column may be ``until recorded: COMMAND``, which is named in the table's place as long as
-the record does not exist.
+the record does not exist or has none of the cases.
 
 A figure in a sentence stands between two comments as well. The first names the record, the cases, a
 column (or one ``over`` or ``less`` another) and how to write it::
@@ -45,6 +45,7 @@ _FACTORS = {None: 1.0, "%": 1e2, "µs": 1e6}
 _TIME = "time: "
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _UNTIL = "until recorded: "
+_SIMD = {"AVX512": "AVX-512"}
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,9 @@ def _table(match: re.Match[str], results: Path) -> str:
     head, record, beginning, columns, end = match.groups()
     path, names = results / f"{record}.json", _names(columns)
     command = columns.rpartition(_UNTIL)[2].strip() if _UNTIL in columns else None
-    if command and not path.exists():
+    result = load(path) if path.exists() or not command else {"cases": []}
+    if command and not any(is_wanted(case["name"], beginning) for case in result["cases"]):
         return f"{head}\nNot recorded yet: `{command}` prints it.\n\n{end}"
-    result = load(path)
     cases = _wanted_cases(result, record, beginning)
     lines = [["case", *(name.removeprefix(_TIME) for name in names)]]
     shared = _shared_parts([case["about"] for case in cases])
@@ -197,6 +198,7 @@ def _caption(
     machine: dict[str, Any], cases: list[dict[str, Any]], shared: list[str], usual: list[str]
 ) -> str:
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['cpu']}"
+    where += f" with {_SIMD.get(machine['simd'], machine['simd'])}" if "simd" in machine else ""
     there = {name for case in cases for name in case["times"]}
     shapes = [shape for case in cases for shape in case.get("details", ())]  # of a sweep
     there |= {name for shape in shapes for name in shape["seconds"]}

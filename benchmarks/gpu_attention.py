@@ -27,7 +27,6 @@ READ = "reading 4 GiB"
 READ_BYTES = 4 << 30
 CLEAN = ", clean cache"
 _HOST_ROUNDS = 25
-_REST = 0.02
 SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 and much memory
 
 
@@ -46,6 +45,8 @@ class GpuDecodeCase:
     shape: Shape = LLAMA_8B
     targets: tuple[Target, ...] = ()
     beside: tuple[str, tuple[int, ...], Shape] | None = None
+    has_compiled_peers: bool = True
+    """Whether FlexAttention takes part, which compiles; it reads no pages, whatever their size."""
     device: str = "cuda"
 
     @property
@@ -90,7 +91,8 @@ class GpuDecodeCase:
         inputs = self._inputs()
         others, unknown = find_libraries(inputs)
         judge = judge_peers(inputs.rows(), inputs.in_tokens)
-        peers, absent = admit(decode_peers(inputs) | others, judge)
+        dense = decode_peers(inputs, has_flex=self.has_compiled_peers)
+        peers, absent = admit(dense | others, judge)
         calls: Peers = {"pagetile": inputs.attend, **reader(inputs), **peers}
         calls[READ] = _read(self.device)
         if self.beside:
@@ -98,10 +100,10 @@ class GpuDecodeCase:
             other = Inputs(lengths, shape, decode=True, device=self.device)
             calls[f"pagetile, {name}"] = other.attend
         host = time_host(inputs.attend, _HOST_ROUNDS).seconds
-        times = time_in_turns(calls, self.device, repeats=repeats, rest=_REST)
+        times = time_in_turns(calls, self.device, repeats=repeats)
         metrics = self._metrics(times)
         if self.device == "cuda":
-            clean = time_in_turns(calls, self.device, repeats=repeats, clean=True, rest=_REST)
+            clean = time_in_turns(calls, self.device, repeats=repeats, clean=True)
             metrics |= {name + CLEAN: value for name, value in self._metrics(clean).items()}
             times |= {name + CLEAN: time for name, time in clean.items()}
         # In two lots: what slows a host down for a moment seldom lasts from one to the other.

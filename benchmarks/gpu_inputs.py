@@ -18,7 +18,16 @@ from pagetile import PagedBatch, explain_paged_attention, paged_attention
 from pagetile.ops.paged_attention.plan import Plan
 from pagetile.ops.paged_attention.problem import Problem
 from pagetile.ops.scales import LARGEST_CODE
-from pagetile.testing import TABLE_POISON, PagedCase, compare, make_inputs, oracle, tolerance
+from pagetile.testing import (
+    TABLE_POISON,
+    PagedCase,
+    PagedInputs,
+    compare,
+    make_inputs,
+    oracle,
+    tolerance,
+)
+from pagetile.testing.paged_oracle import Tolerance
 from pagetile.tiles.state import AttentionOutput
 
 from .case import Check
@@ -187,10 +196,26 @@ def check_against_float64(
         logits_soft_cap=shape.logits_soft_cap,
     )
     inputs = make_inputs(case)
-    expected = oracle(inputs)
     there = inputs.to(device)
+    expected, allowed = _expect(inputs, device)
     plan = cut and cut(inputs.problem)
     result = there.attend(out=there.out, impl=impl, plan=plan)  # of NaN: nothing stays unwritten
     result = AttentionOutput(result.out.cpu(), result.lse.cpu())
-    comparison = compare(result, inputs, expected, tolerance(inputs, expected))
+    comparison = compare(result, inputs, expected, allowed)
     return [Check(f"poisoned: {case}", comparison.ratio <= 1, str(comparison))]
+
+
+def _expect(inputs: PagedInputs, device: str) -> tuple[AttentionOutput, Tolerance]:
+    """The oracle and its tolerance, computed on a device: a CPU takes seconds for them."""
+    try:
+        there = inputs.to(device)
+        with torch.device(device):
+            expected = oracle(there)
+            allowed = tolerance(there, expected)
+        return AttentionOutput(expected.out.cpu(), expected.lse.cpu()), allowed
+    except (AssertionError, RuntimeError):
+        if device == "cpu":
+            raise
+    # No memory, or products in float32 that round by more than the oracle grants: a CPU decides.
+    expected = oracle(inputs)
+    return expected, tolerance(inputs, expected)

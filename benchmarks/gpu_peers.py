@@ -36,7 +36,7 @@ def reader(inputs: Inputs) -> Peers:
     return {"reading alone": make_reader(inputs.k_cache, inputs.v_cache, inputs.batch)}
 
 
-def decode_peers(inputs: Inputs) -> Peers:
+def decode_peers(inputs: Inputs, *, has_flex: bool = True) -> Peers:
     """SDPA over contiguous keys and values, a group's heads as rows, and with a gather; Flex.
 
     Where scores are capped, FlexAttention alone.
@@ -45,7 +45,7 @@ def decode_peers(inputs: Inputs) -> Peers:
         return {}
     q, k, v = inputs.dense()
     soft_cap = inputs.shape.logits_soft_cap
-    peers: Peers = {"flex": _flex(q, k, v, soft_cap=soft_cap)}
+    peers: Peers = {"flex": _flex(q, k, v, soft_cap=soft_cap)} if has_flex else {}
     if soft_cap is None:
         rows = q.view(*k.shape[:2], -1, q.shape[-1])
         peers |= {f"sdpa {name}": _call(backend, rows, k, v) for name, backend in _BACKENDS.items()}

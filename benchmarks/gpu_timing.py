@@ -20,7 +20,8 @@ __all__ = ["GraphClock", "time_host", "time_in_turns"]
 
 _CALLS_A_ROUND = 100
 """Few enough for the GPU's queue, which makes the host wait when it is full."""
-ROUNDS = 9
+ROUNDS = 7
+_LEAST_REST, _REST_SHARE = 0.01, 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class GraphClock:
     burst: int = 3
     """Timed calls of a turn, after one that does not count."""
     rest: float = 0.05
+    cools: float = 0.0
+    """Seconds of a further rest after each turn, four times as long as its work and so many at
+    most."""
 
     def prepare(self, call: Callable[[], object]) -> Callable[[], object]:
         """The replay of the call's graph."""
@@ -57,7 +61,9 @@ class GraphClock:
                 driver.active.clear_cache(memory)
             pairs.append(between_events(call))
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in pairs[1:]]
+        seconds = [start.elapsed_time(end) / 1e3 for start, end in pairs]
+        time.sleep(min(self.cools, _REST_SHARE * sum(seconds)))
+        return seconds[1:]
 
 
 def time_in_turns(
@@ -67,15 +73,19 @@ def time_in_turns(
     repeats: int | None = None,
     clean: bool = False,
     captured: bool = True,
-    rest: float = GraphClock.rest,
+    rest: float | None = None,
 ) -> dict[str, Times]:
     """Time calls in turns by the clock of a device; ``repeats`` is the number of rounds.
 
-    ``rest`` is of a GPU's turns: what streams memory needs less than dense products.
+    On a GPU ``rest`` is before every turn; if it is not given, a rest follows the work before it.
     """
     if device == "cpu":
         return take_turns(calls, repeats=repeats or 15, clock=WallClock())
-    clock = GraphClock(clean=clean, captured=captured, rest=rest)
+    clock = (
+        GraphClock(clean, captured, rest=_LEAST_REST, cools=GraphClock.rest)
+        if rest is None
+        else GraphClock(clean, captured, rest=rest)
+    )
     return take_turns(calls, repeats=repeats or ROUNDS, warmup=1, clock=clock)
 
 

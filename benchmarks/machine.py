@@ -21,6 +21,7 @@ __all__ = [
     "BackgroundLoad",
     "describe",
     "describe_run",
+    "free_read_memory",
     "is_clean",
     "read_all",
 ]
@@ -47,7 +48,11 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
-        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
+        **(
+            {"gpu": torch.cuda.get_device_name()}
+            if torch.cuda.is_available()
+            else {"simd": torch.backends.cpu.get_cpu_capability()}
+        ),
     }
 
 
@@ -93,6 +98,11 @@ def _cpu_seconds_of_others() -> float:
 def read_all(device: str = "cpu", num_bytes: int = READ_BYTES) -> torch.Tensor:
     """Read memory on the whole machine: the ceiling of what streams its input."""
     return _big_tensor(device, num_bytes).sum()
+
+
+def free_read_memory() -> None:
+    """Give back what ``read_all`` reads; the next call makes it again."""
+    _big_tensor.cache_clear()
 
 
 @functools.cache

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from . import report
 from .case import Case
 from .document import find_figures, is_wanted, tables, value_of
 from .machine import BackgroundLoad, describe
+from .workload_n import CASES as PARTS_OF_N
 
 __all__ = [
     "RECORDS",
@@ -26,6 +30,7 @@ __all__ = [
     "find_changes_in_prose",
     "find_loaded",
     "find_machine",
+    "find_made",
     "is_of_another_device",
     "plan",
     "run_script",
@@ -40,19 +45,48 @@ MOST_NOISE = 0.03
 
 @dataclass(frozen=True)
 class RecordSpec:
-    """One file of results: the cases in it, or the script that prints it, and how long it takes."""
+    """One file of results: the cases in it, or the script that prints it, and how long it takes.
+
+    A script that takes the names of parts as arguments prints a case for each, named as ``parts``
+    says; ``apart`` are those that get a process each.
+    """
 
     ending: str
     """Of the file's name, after the machine's."""
     device: str
     seconds: float
-    """Estimate for all of it, on an H200 or on two CPU cores."""
+    """Estimate for all of it, on an H100 or on two CPU cores, where kernels are compiled before."""
     cases: tuple[str, ...] = ()
     """How the names of its cases begin."""
     but: tuple[str, ...] = ()
     """How names begin that another record has."""
     script: tuple[str, ...] = ()
     """A module and its arguments; each line that it prints is a JSON object."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """Arguments, and how the cases that they print are named."""
+    apart: tuple[str, ...] = ()
+
+    @property
+    def beginning(self) -> str:
+        """Of the names of what a script prints."""
+        return self.ending.strip("-")
+
+    def name_of(self, what: str) -> str:
+        """The name of the case that a script's line is."""
+        return report.name_line(what, self.beginning)
+
+    def commands(self, made: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
+        """What is run for the cases that are not yet made, a script's arguments."""
+        made = set(made)
+        if not self.parts:
+            yield from () if made else (self.script,)
+            return
+        left = [part for part, what in self.parts if self.name_of(what) not in made]
+        together = [part for part in left if part not in self.apart]
+        for some in ([together] if together else []) + [
+            [part] for part in left if part in self.apart
+        ]:
+            yield (*self.script, *some)
 
     def find(self, cases: Iterable[Case]) -> list[Case]:
         """The cases of the record."""
@@ -67,27 +101,25 @@ class RecordSpec:
 
 # In the order of what readers ask first: what does not fit into the time is left out at the end.
 RECORDS = (
-    RecordSpec("-decode", "cuda", 200, ("gpu-decode-",)),
-    RecordSpec("-prefill", "cuda", 180, ("gpu-prefill-",), ("gpu-prefill-blocks-",)),
-    RecordSpec("-windows", "cuda", 240, ("windows-",), ("windows-all",)),
-    RecordSpec("-tiles", "cuda", 110, ("gpu-tiled-",)),
+    RecordSpec("-decode", "cuda", 150, ("gpu-decode-",)),
+    RecordSpec("-prefill", "cuda", 90, ("gpu-prefill-",), ("gpu-prefill-blocks-",)),
     RecordSpec(
-        "-workload-n", "cuda", 180,
-        script=(
-            "benchmarks.workload_n", "n", "small", "host", "n4", "stop", "logprobs", "shared",
-            "chats", "fp8",
-        ),
+        "-workload-n", "cuda", 370, script=("benchmarks.workload_n",),
+        parts=tuple(PARTS_OF_N.items()), apart=("long", "llama"),
     ),
-    RecordSpec("-cache-ops", "cuda", 60, ("write-kv-", "copy-blocks-")),
-    RecordSpec("-swin", "cuda", 90, ("swin-unetr-",)),
-    RecordSpec("-prefill-blocks", "cuda", 50, ("gpu-prefill-blocks-",)),
-    RecordSpec("-scores", "cuda", 10, ("gpu-scores-",)),
+    RecordSpec("-windows", "cuda", 170, ("windows-",), ("windows-all-",)),
+    RecordSpec("-tiles", "cuda", 70, ("gpu-tiled-",)),
     RecordSpec(
-        "-block-sparse", "cuda", 45, ("gpu-block-sparse", "gpu-visible-", "gpu-shared-prefix-")
+        "-block-sparse", "cuda", 25, ("gpu-block-sparse", "gpu-visible-", "gpu-shared-prefix-")
     ),
-    RecordSpec("-vllm-ops", "cuda", 60, ("vllm-ops-",)),
-    RecordSpec("-windows-all", "cuda", 120, ("windows-all",)),
-    RecordSpec("-engine", "cuda", 180, ("gpu-engine-",)),
+    RecordSpec("-vllm-ops", "cuda", 30, ("vllm-ops-",)),
+    RecordSpec("-cache-ops", "cuda", 35, ("write-kv-", "copy-blocks-")),
+    RecordSpec("-http", "cuda", 90, script=("benchmarks", "http-n", "--json")),
+    RecordSpec("-swin", "cuda", 50, ("swin-unetr-",)),
+    RecordSpec("-prefill-blocks", "cuda", 20, ("gpu-prefill-blocks-",)),
+    RecordSpec("-scores", "cuda", 5, ("gpu-scores-",)),
+    RecordSpec("-engine", "cuda", 80, ("gpu-engine-",)),
+    RecordSpec("-windows-all", "cuda", 70, ("windows-all-",)),
     RecordSpec("", "cpu", 240, ("decode-", "prefill-")),
     RecordSpec("-tiles", "cpu", 60, ("tiled-", "scores-")),
     RecordSpec("-windows", "cpu", 180, ("windows-cpu-",)),
@@ -96,6 +128,13 @@ RECORDS = (
     RecordSpec("-http", "cpu", 120, script=("benchmarks", "http", "--json")),
     RecordSpec("-latency", "cpu", 480, script=("benchmarks", "http-latency", "--json")),
 )  # fmt: skip
+
+
+def find_made(path: Path, commit: str | None) -> set[str]:
+    """The names of the cases that a record has of a commit: they need not be made again."""
+    if commit is None or not path.exists() or report.is_of_another_machine(path):
+        return set()
+    return {case["name"] for case in report.load(path)["cases"] if case["commit"] == commit}
 
 
 def plan(
@@ -132,41 +171,92 @@ def find_machine(results: Path) -> str:
 
 
 def is_of_another_device(path: Path) -> bool:
-    """Whether a record is of another GPU, or another CPU where there is none.
+    """Whether a record is of another GPU, or another CPU or instruction set where there is none.
 
     Two hosts of one GPU differ in their processors, and renew each other's whole records.
     """
     if not path.exists():
         return False
     old, here = json.loads(path.read_text(encoding="utf-8"))["machine"], describe()
-    names = ("gpu",) if "gpu" in here else ("gpu", "cpu", "cores")
+    names = ("gpu",) if "gpu" in here else ("gpu", "cpu", "cores", "simd")
     return any(old.get(name) != here.get(name) for name in names)
 
 
-def run_script(spec: RecordSpec, path: Path, timeout: float, run: dict[str, Any]) -> None:
-    """Run a record's script and write the JSON objects that it prints as cases.
+def run_script(
+    spec: RecordSpec,
+    path: Path,
+    timeout: float,
+    run: dict[str, Any],
+    made: Iterable[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> list[str]:
+    """Run a record's script and write the JSON objects that it prints as cases, each at once.
 
     Args:
         spec: The record.
         path: Of its file.
-        timeout: In seconds.
+        timeout: In seconds, for all of its commands.
         run: ``describe_run``'s.
+        made: Names of cases that need not be made.
+        say: Called with a line for each command and each case.
+
+    Returns:
+        What failed or took longer than ``timeout`` seconds, and why; the other commands have run.
+    """
+    failures, end = [], time.monotonic() + timeout
+    for arguments in spec.commands(made):
+        command, left = ["-m", *arguments], end - time.monotonic()
+        if left <= 0:
+            failures.append(f"no time for {' '.join(arguments)}")
+            continue
+        background, shown = BackgroundLoad(), " ".join(["python", *command])
+        say(f"{path.stem}: {shown}")
+        kept = report.load(path)["cases"] if spec.parts and path.exists() else []
+        lines: list[dict[str, Any]] = []
+        try:
+            for line in _read_lines([sys.executable, *command], left):
+                lines.append(line)
+                write_lines(path, lines, spec.beginning, background, run, shown, kept)
+                say(f"{path.stem}: {spec.name_of(line['what'])} is made")
+        except RuntimeError as reason:
+            failures.append(f"{' '.join(arguments)}: {reason}")
+    return failures
+
+
+def _read_lines(command: Sequence[str], timeout: float) -> Iterator[dict[str, Any]]:
+    """The JSON objects that a command prints, as soon as each is printed.
 
     Raises:
-        RuntimeError: It failed, or took longer than ``timeout`` seconds.
+        RuntimeError: It failed, or took longer.
     """
-    command, background = ["-m", *spec.script], BackgroundLoad()
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"it took longer than {timeout:.0f} s") from None
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["it printed nothing"])[-1])
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    shown = " ".join(["python", *command])
-    write_lines(path, lines, spec.ending.strip("-"), background, run, shown)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        is_late = threading.Event()
+
+        def stop() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout, stop)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            with process.stdout as printed:
+                for line in printed:
+                    if line.startswith("{"):
+                        yield json.loads(line)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+        if is_late.is_set():
+            raise RuntimeError(f"it took longer than {timeout:.0f} s")
+        if code:
+            errors.seek(0)
+            raise RuntimeError((errors.read().strip().splitlines() or ["it printed nothing"])[-1])
 
 
 def write_lines(
@@ -176,11 +266,14 @@ def write_lines(
     background: BackgroundLoad,
     run: dict[str, Any],
     command: str,
+    kept: Iterable[dict[str, Any]] = (),
 ) -> None:
-    """Write the JSON objects of a script as the cases of a record, whose names so begin."""
-    others = background.share
-    cases = [report.record_line(line, beginning, others, run) for line in lines]
-    report.save(path, {"machine": describe(), "command": command, "cases": cases})
+    """Write JSON objects of a script as the cases of a record, after or in place of kept ones."""
+    others, cases = background.share, {case["name"]: case for case in kept}
+    for line in lines:
+        case = report.record_line(line, beginning, others, {**run, "command": command})
+        cases[case["name"]] = case
+    report.save(path, {"machine": describe(), "cases": list(cases.values())})
 
 
 @dataclass(frozen=True)

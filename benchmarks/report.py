@@ -22,6 +22,7 @@ __all__ = [
     "days",
     "is_of_another_machine",
     "load",
+    "name_line",
     "print_cases",
     "print_checks",
     "print_measurement",
@@ -98,6 +99,11 @@ def record(
     }
 
 
+def name_line(what: str, beginning: str) -> str:
+    """The name of the case that is made of what a script printed."""
+    return f"{beginning}-{re.sub('[^a-z0-9]+', '-', what.lower()).strip('-')}"
+
+
 def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Record) -> Record:
     """A JSON object that a script printed, as a case of a record.
 
@@ -112,7 +118,7 @@ def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Rec
     }
     targets = [Target(*target) for target in line.get("targets", ())]
     return {
-        "name": f"{beginning}-{re.sub('[^a-z0-9]+', '-', line['what'].lower()).strip('-')}",
+        "name": name_line(line["what"], beginning),
         "about": line.get("about", line["what"]),
         **run,
         "share_of_other_processes": others,

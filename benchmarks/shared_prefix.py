@@ -6,6 +6,7 @@ once for each.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagetile import PagedBatch, SharedPrefixes, paged_attention
+from pagetile import PagedBatch, SharedPrefixes, explain_paged_attention, paged_attention
 from pagetile.analysis.timing import admit, ratio
+from pagetile.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
-from .gate import allowed_error, expected_rows, judge_peers
+from .gate import check_timed_call, chosen, expected_rows, judge_peers
 from .gpu_timing import time_in_turns
 
 __all__ = ["SharedPrefixCase", "SharedPrefixInputs"]
@@ -61,14 +63,11 @@ class SharedPrefixCase:
     def verify(self) -> list[Check]:
         """Rows of both timed calls at full size, against float64."""
         inputs = SharedPrefixInputs(self)
-        rows = inputs.rows()
-        allowed = allowed_error(inputs.q.dtype)
-        checks = []
-        for name, call in inputs.calls().items():
-            inputs.out.fill_(torch.nan)
-            error = rows.error(call())
-            detail = f"relative error {error:.2g} in {len(rows.tokens)} rows, allowed {allowed:.2g}"
-            checks.append(Check(f"{name}: {self.about}", error <= allowed, detail))
+        rows, checks = inputs.rows(), []
+        for name, batch in inputs.batches().items():
+            call = functools.partial(inputs.attend, batch)
+            found = check_timed_call(call, inputs.implementation(batch), rows, self.about)
+            checks += [check._replace(what=f"{name}, {check.what}") for check in found]
         return checks
 
     def measure(self, repeats: int | None) -> Measurement:
@@ -116,14 +115,25 @@ class SharedPrefixInputs:
     def _integers(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.case.device)
 
+    def batches(self) -> dict[str, PagedBatch]:
+        """With the shared prefix, and plain."""
+        return {"pagetile": self.batch, "plain": replace(self.batch, shared_prefixes=None)}
+
+    def attend(self, batch: PagedBatch, **options: Any) -> AttentionOutput:
+        """A call."""
+        return paged_attention(self.q, self.k_cache, self.v_cache, batch, **options)
+
+    def implementation(self, batch: PagedBatch) -> str:
+        """The implementation that is chosen for a call."""
+        return chosen(explain_paged_attention(self.q, self.k_cache, self.v_cache, batch))
+
     def calls(self) -> Calls:
-        """The call with the shared prefix, and the plain one."""
-        plain = replace(self.batch, shared_prefixes=None)
+        """What is timed: the call with the shared prefix, and the plain one."""
 
-        def attend(batch: PagedBatch) -> Tensor:
-            return paged_attention(self.q, self.k_cache, self.v_cache, batch, out=self.out).out
+        def timed(batch: PagedBatch) -> Callable[[], Tensor]:
+            return lambda: self.attend(batch, out=self.out).out
 
-        return {"pagetile": lambda: attend(self.batch), "plain": lambda: attend(plain)}
+        return {name: timed(batch) for name, batch in self.batches().items()}
 
     def rows(self) -> Any:
         """Random rows of the result in float64."""

@@ -31,7 +31,7 @@ __all__ = ["SwinUnetrCase"]
 
 MONAI, PAGETILE = "MONAI", "pagetile"
 GRAPHED = ", graphed"  # suffix of a contestant's name
-WARMUP, REPEATS = 4, 20
+WARMUP, REPEATS = 3, 12
 NUM_ATTENTIONS, NUM_NORMS = 8, 20  # calls of a step: ten residual blocks have two norms each
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from pagetile import PagedBatch, paged_attention
 from pagetile.analysis.timing import admit, ratio
 from pagetile.integrations import vllm_ops
+from pagetile.integrations.vllm_ops.attention import _find_implementation
 from pagetile.testing import TABLE_POISON
 
 from .case import Check, Measurement, Target, at_least
@@ -73,13 +74,15 @@ class VllmOpsCase:
         """Rows of both operators at full size, against float64."""
         inputs = Inputs(self, self.device)
         rows, allowed = inputs.rows(), allowed_error(inputs.query.dtype)
+        run = _find_implementation(inputs.query.device, self.kv_dtype)
+        impl = run.__module__.rpartition(".")[2]
         checks = []
         for name, call in inputs.calls(vllm_ops).items():
             inputs.out.fill_(torch.nan)
             call()
             error = rows.error(inputs.out)
             detail = f"relative error {error:.2g}, allowed {allowed:.2g}"
-            checks.append(Check(f"{name}, {self.about}", error <= allowed, detail))
+            checks.append(Check(f"{name} by {impl}, {self.about}", error <= allowed, detail))
         return checks
 
     def measure(self, repeats: int | None) -> Measurement:

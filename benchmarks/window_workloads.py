@@ -1,4 +1,4 @@
-"""Every window workload of some models, forward, beside SDPA: which of them is SDPA faster in?
+"""All window workloads of each of some models, forward, beside SDPA: in which is SDPA faster?
 
 Heads of 30, as in SwinIR and HAT, have cases of their own.
 """
@@ -6,7 +6,7 @@ Heads of 30, as in SwinIR and HAT, have cases of their own.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,7 @@ class WindowWorkloadsCase:
     """
 
     name: str
+    model: str
     workloads: tuple[WindowCase, ...]
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
@@ -41,7 +42,7 @@ class WindowWorkloadsCase:
     @property
     def about(self) -> str:
         """The problem in one line."""
-        return f"windows: {len(self.workloads)} workloads, shifted and not, forward"
+        return f"windows of {self.model}: shifted and not, forward"
 
     def verify(self) -> list[Check]:
         """Run the timed implementation at full size, and compare some windows with float64."""
@@ -102,35 +103,43 @@ def _pick(inputs: WindowInputs) -> list[int]:
     return sorted({*one[:_PICKED], *one[-_PICKED:], *some})
 
 
-def find_workloads() -> Iterator[WindowCase]:
-    """Yield the stages of models in use."""
-    yield from _unetr("SwinUNETR 24, 96³", (49, 28, 14, 6), 8, 1)
-    yield from _unetr("SwinUNETR 48, 96³", (49, 28, 14, 6), 16, 1)
-    yield from _unetr("SwinUNETR 48, 4 × 96³", (49, 28, 14, 6), 16, 4)
-    yield from _unetr("SwinUNETR 24, 128³", (70, 35, 21, 14), 8, 1)
-    yield from _unetr("SwinUNETR 48, 128³", (70, 35, 21, 14), 16, 1)
-    yield from _unetr("SwinUNETR 48, 2 × 128³", (70, 35, 21, 14), 16, 2)
-    yield from _swin("Swin-T, 224", (56, 28, 14, 7), 7, 3, 1)
-    yield from _swin("Swin-T, 128 × 224", (56, 28, 14, 7), 7, 3, 128)
-    yield from _swin("Swin-B, 64 × 224", (56, 28, 14, 7), 7, 4, 64)
-    yield from _swin("Swin-B, 32 × 384", (96, 48, 24, 12), 12, 4, 32)
-    yield from _swin("Swin v2-B, 32 × 256", (64, 32, 16, 8), 16, 4, 32, torch.bfloat16)
-    yield from _swin("Swin v2-B, 16 × 384", (96, 48, 24, 12), 24, 4, 16, torch.bfloat16)
-    yield WindowCase("Video Swin-T stage 1", (16, 56, 56), (8, 7, 7), 3, 32)
-    yield WindowCase("Video Swin-T stage 3", (16, 14, 14), (8, 7, 7), 12, 32)
-    yield WindowCase("ViT-B's windows of 14", (70, 70), (14, 14), 12, 64)
-    yield WindowCase("8 × 8 × 8", (64, 64, 64), (8, 8, 8), 3, 32)
+def find_workloads() -> dict[str, tuple[WindowCase, ...]]:
+    """The stages of models in use, by model."""
+    return {model: tuple(stages) for model, stages in _find_models()}
 
 
-def _unetr(name: str, sides: tuple[int, ...], head_size: int, images: int) -> Iterator[WindowCase]:
+def _find_models() -> Iterator[tuple[str, Iterable[WindowCase]]]:
+    yield "SwinUNETR 24, 96³", _unetr((49, 28, 14, 6), 8, 1)
+    yield "SwinUNETR 48, 96³", _unetr((49, 28, 14, 6), 16, 1)
+    yield "SwinUNETR 48, 4 × 96³", _unetr((49, 28, 14, 6), 16, 4)
+    yield "SwinUNETR 24, 128³", _unetr((70, 35, 21, 14), 8, 1)
+    yield "SwinUNETR 48, 128³", _unetr((70, 35, 21, 14), 16, 1)
+    yield "SwinUNETR 48, 2 × 128³", _unetr((70, 35, 21, 14), 16, 2)
+    yield "Swin-T, 224", _swin((56, 28, 14, 7), 7, 3, 1)
+    yield "Swin-T, 128 × 224", _swin((56, 28, 14, 7), 7, 3, 128)
+    yield "Swin-B, 64 × 224", _swin((56, 28, 14, 7), 7, 4, 64)
+    yield "Swin-B, 32 × 384", _swin((96, 48, 24, 12), 12, 4, 32)
+    yield "Swin v2-B, 32 × 256", _swin((64, 32, 16, 8), 16, 4, 32, torch.bfloat16)
+    yield "Swin v2-B, 16 × 384", _swin((96, 48, 24, 12), 24, 4, 16, torch.bfloat16)
+    yield (
+        "Video Swin-T",
+        (
+            WindowCase("stage 1", (16, 56, 56), (8, 7, 7), 3, 32),
+            WindowCase("stage 3", (16, 14, 14), (8, 7, 7), 12, 32),
+        ),
+    )
+    yield "ViT-B", (WindowCase("windows of 14", (70, 70), (14, 14), 12, 64),)
+    yield "volumes of 64³", (WindowCase("8 × 8 × 8", (64, 64, 64), (8, 8, 8), 3, 32),)
+
+
+def _unetr(sides: tuple[int, ...], head_size: int, images: int) -> Iterator[WindowCase]:
     """Yield the stages of a volume padded to multiples of 7; a smaller one is one window."""
     for stage, (side, num_heads) in enumerate(zip(sides, (3, 6, 12, 24), strict=True), 1):
         window = (min(side, 7),) * 3
-        yield WindowCase(f"{name} stage {stage}", (side,) * 3, window, num_heads, head_size, images)
+        yield WindowCase(f"stage {stage}", (side,) * 3, window, num_heads, head_size, images)
 
 
 def _swin(
-    name: str,
     sides: tuple[int, ...],
     window: int,
     num_heads: int,
@@ -140,5 +149,5 @@ def _swin(
     """Yield the stages of an image, each with twice the heads of the one before."""
     for stage, side in enumerate(sides, 1):
         size = (min(side, window),) * 2
-        yield WindowCase(f"{name} stage {stage}", (side, side), size, num_heads, 32, images, dtype)
+        yield WindowCase(f"stage {stage}", (side, side), size, num_heads, 32, images, dtype)
         num_heads *= 2

@@ -11,12 +11,15 @@ tokens beside short chats.
 ``shared`` is one long prompt with many samples, whose blocks are read once a step, and again with
 every sequence reading them itself.
 
-``n4``, ``stop``, ``logprobs``, ``top_p``, ``penalty`` and ``fp8`` are N with one change. Each
-prints its tokens/s and their share of N's, measured before in the same process. ``fp8`` needs an
-engine of its own, which is loaded once the first one is gone.
+``n4``, ``stop``, ``logprobs``, ``top_p`` and ``penalty`` are N with half as many new tokens and one
+change, in turns with the same without it, whose tokens/s they share. ``fp8`` is all of N by an
+engine with an 8-bit cache, beside N in the same process. ``long`` has an engine of its own, too.
 
-``llama`` is another model, loaded last: the share of the memory's speed that decode steps of
-Llama-8B's sizes reach.
+``llama`` is another model: the share of the memory's speed that decode steps of Llama-8B's sizes
+reach.
+
+Everything is repeated five times (``NUM_TURNS``); what is printed is the median, and all repeats.
+``--brief`` does a little of everything once, so that kernels are compiled: its figures say nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from .gpu_timing import time_in_turns
 from .report import REPEATS
 
 __all__ = [
+    "CASES",
     "VARIANTS",
     "Arrival",
     "Requests",
@@ -58,15 +62,25 @@ Requests = list[tuple[list[int], int]]
 
 NEVER = "never said"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "n4": ("N's first quarter of prompts, n=4", {"n": 4}),
-    "stop": ("N with a stop string, so with text", {"stop": [NEVER], "detokenize": True}),
-    "logprobs": ("N with log-probabilities", {"logprobs": 1}),
-    "top_p": ("N with top_p=0.9", {"top_p": 0.9}),
-    "penalty": ("N with presence_penalty=0.5", {"presence_penalty": 0.5}),
+    "n4": ("N's first quarter of prompts with half the new tokens and n=4", {"n": 4}),
+    "stop": (
+        "N with half the new tokens and a stop string, so with text",
+        {"stop": [NEVER], "detokenize": True},
+    ),
+    "logprobs": ("N with half the new tokens and log-probabilities", {"logprobs": 1}),
+    "top_p": ("N with half the new tokens and top_p=0.9", {"top_p": 0.9}),
+    "penalty": ("N with half the new tokens and presence_penalty=0.5", {"presence_penalty": 0.5}),
 }
 """N with other sampling parameters: in words, and the parameters."""
 FP8 = {"kv_cache_dtype": "fp8"}
-NUM_RUNS = 2  # of N and of each variant: the first may compile
+NUM_TURNS = 5
+LONG_MODEL_LEN = 40960
+CASES = {
+    "n": "N", "small": "ms a token", "host": "host ms a step", "profile": "profile",
+    "shared": "shared", "chats": "chats", **{name: name for name in VARIANTS}, "fp8": "fp8",
+    "long": "long", "llama": "llama",
+}  # fmt: skip
+"""Parts, and how what each prints is named."""
 
 
 def draw_n(num_prompts: int = 256, vocab_size: int = 10000) -> Requests:
@@ -89,13 +103,14 @@ class Arrival(NamedTuple):
 
 
 def draw_chats(
-    num_chats: int = 600,
+    num_chats: int = 300,
     *,
     per_second: float = 60.0,
-    num_systems: int = 4,
+    num_systems: int = 2,
     system_lens: tuple[int, int] = (1000, 2000),
     lens: tuple[int, int] = (20, 200),
     vocab_size: int = 10000,
+    seed: int = 31,
 ) -> list[Arrival]:
     """Many short chats, of which a third begin with one of a few system prompts.
 
@@ -106,8 +121,9 @@ def draw_chats(
         system_lens: Fewest and most tokens of a system prompt.
         lens: Fewest and most tokens of what a user says, and of the answer.
         vocab_size: Of the model, or less.
+        seed: Of what is drawn.
     """
-    rng = random.Random(31)
+    rng = random.Random(seed)
     systems = [_draw(rng, system_lens, vocab_size) for _ in range(num_systems)]
     now, arrivals = 0.0, []
     for _ in range(num_chats):
@@ -118,16 +134,17 @@ def draw_chats(
 
 
 def draw_long(
-    num_long: int = 6,
-    num_chats: int = 200,
+    num_long: int = 3,
+    num_chats: int = 100,
     *,
     per_second: float = 20.0,
     long_lens: tuple[int, int] = (20_000, 35_000),
     lens: tuple[int, int] = (20, 200),
     vocab_size: int = 10000,
+    seed: int = 32,
 ) -> list[Arrival]:
     """A few long prompts, evenly spread, beside short chats."""
-    rng = random.Random(32)
+    rng = random.Random(seed)
     now, arrivals = 0.0, []
     for number in range(num_chats):
         arrivals.append(Arrival(now, _draw(rng, lens, vocab_size), rng.randint(*lens)))
@@ -214,49 +231,85 @@ def make_tokenizer(vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def time_n(llm: LLM, requests: Requests, **options: Any) -> dict[str, Any]:
-    """Tokens a second of each run of the requests, nothing cached; the last run counts.
+def _median(name: str, repeats: Sequence[float]) -> dict[str, Any]:
+    """The median of a metric, and all its repeats, as records keep them."""
+    kept = [float(f"{value:.5g}") for value in repeats]
+    return {name: statistics.median(repeats), name + REPEATS: kept}
 
-    The first one may compile, and is no repeat of the others.
-    """
-    total = options.get("n", 1) * sum(n for _, n in requests)
+
+def time_n(llm: LLM, requests: Requests, turns: int = NUM_TURNS) -> dict[str, Any]:
+    """Tokens a second of the requests, nothing cached, after a run that may compile."""
+    total = sum(n for _, n in requests)
     rates = []
-    for _ in range(NUM_RUNS):
+    for _ in range(1 + turns):
         llm.reset_prefix_cache()  # or a run would find the prompts of the one before
-        rates.append(total / generate(llm, requests, **options))
+        rates.append(total / generate(llm, requests))
+    return {"tokens": total, "tokens/s, first run": rates[0], **_median("tokens/s", rates[1:])}
+
+
+def time_variants(
+    llm: LLM, requests: Requests, names: Sequence[str], turns: int = NUM_TURNS
+) -> dict[str, dict[str, Any]]:
+    """Tokens a second of variants, and of N in turns with them, with half as many new tokens.
+
+    ``share of N`` is the median over turns.
+    """
+    half = [(prompt, max(1, n // 2)) for prompt, n in requests]
+    rates: dict[str, list[float]] = {name: [] for name in ("", *names)}
+    totals: dict[str, int] = {}
+    for turn in range(turns):
+        for name in random.Random(turn).sample(list(rates), len(rates)):
+            options = VARIANTS[name][1] if name else {}
+            copies = options.get("n", 1)
+            some = half[: max(1, len(half) // copies)]
+            totals[name] = copies * sum(n for _, n in some)
+            llm.reset_prefix_cache()
+            rates[name].append(totals[name] / generate(llm, some, **options))
     return {
-        "tokens": total,
-        "tokens/s": rates[-1],
-        "tokens/s, first run": rates[0],
-        "tokens/s" + REPEATS: rates[1:],
+        name: {
+            "tokens": totals[name],
+            **_median("tokens/s", rates[name]),
+            **_median("tokens/s of N", rates[""]),
+            **_median("share of N", [a / b for a, b in zip(rates[name], rates[""], strict=True)]),
+        }
+        for name in names
     }
 
 
-def time_shared(llm: LLM, num_prompt: int, num_new: int = 256) -> dict[str, Any]:
+def time_shared(
+    llm: LLM, num_prompt: int, num_new: int = 256, turns: int = NUM_TURNS
+) -> dict[str, Any]:
     """Tokens a second of as many samples of one prompt as run at the same time, up to 64.
 
-    With the prompt's blocks read once a step for all samples, and read by each, in turns.
+    With the prompt's blocks read once a step for all samples, and read by each, in turns, after one
+    turn that may compile.
     """
     rng, scheduler = random.Random(7), llm.engine.scheduler
     n = min(64, scheduler.max_num_seqs)
     rates: dict[bool, list[float]] = {True: [], False: []}
     grouper = scheduler.grouper
     try:
-        for turn in range(6):
+        for turn in range(2 * (1 + turns)):
             prompt = _draw(rng, (num_prompt, num_prompt), min(10000, llm.engine.model.vocab_size))
             scheduler.grouper = grouper if turn % 2 == 0 else None
             seconds = generate(llm, [(prompt, num_new)], n=n)
             rates[turn % 2 == 0].append(n * num_new / seconds)
     finally:
         scheduler.grouper = grouper
-    shared, apart = (statistics.median(rates[kind]) for kind in (True, False))
-    return {"tokens/s": shared, "tokens/s, read by each": apart, "x read by each": shared / apart}
+    shared, apart = (rates[kind][1:] for kind in (True, False))
+    return {
+        **_median("tokens/s", shared),
+        **_median("tokens/s, read by each", apart),
+        **_median("x read by each", [a / b for a, b in zip(shared, apart, strict=True)]),
+    }
 
 
-def time_per_token(llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int = 256) -> float:
-    """Milliseconds between two tokens of each of ``num_seqs`` sequences, greedy."""
+def time_per_token(
+    llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int = 256, turns: int = NUM_TURNS
+) -> list[float]:
+    """Milliseconds between two tokens of each of ``num_seqs`` sequences, greedy, in each turn."""
     found = []
-    for turn in range(3):
+    for turn in range(turns):
         rng = random.Random(turn * 1000 + num_seqs)
         prompts = [[rng.randrange(10000) for _ in range(num_prompt)] for _ in range(num_seqs)]
         seconds = [
@@ -264,10 +317,12 @@ def time_per_token(llm: LLM, num_seqs: int, num_prompt: int = 64, num_new: int =
             for n in (8, 8 + num_new)
         ]
         found.append(1e3 * (seconds[1] - seconds[0]) / num_new)
-    return statistics.median(found)
+    return found
 
 
-def shares_of_floor(llm: LLM, num_weight_bytes: int, num_new: int = 64) -> dict[str, float]:
+def shares_of_floor(
+    llm: LLM, num_weight_bytes: int, num_new: int = 64, turns: int = NUM_TURNS
+) -> dict[str, Any]:
     """What decode steps of 1, 8 and 64 sequences must read, by what the GPU could read meanwhile.
 
     Each sequence has a prompt of 512 tokens. A step reads all weights but the table of embeddings,
@@ -278,13 +333,13 @@ def shares_of_floor(llm: LLM, num_weight_bytes: int, num_new: int = 64) -> dict[
     seconds = time_in_turns({"sum": memory.sum}, "cuda", clean=True)["sum"].median
     read_rate = memory.nbytes / seconds
     del memory
-    found = {"GB/s of a sum": read_rate / 1e9}
+    found: dict[str, Any] = {"GB/s of a sum": read_rate / 1e9}
     for num_seqs in (1, 8, 64):
-        ms = time_per_token(llm, num_seqs, num_prompt=512, num_new=num_new)
+        ms = time_per_token(llm, num_seqs, num_prompt=512, num_new=num_new, turns=turns)
         num_keys = num_seqs * (512 + 8 + num_new / 2)
         floor = (num_weight_bytes + num_keys * cache.num_bytes / cache.num_tokens) / read_rate
-        found[f"ms a token, {num_seqs}"] = ms
-        found[f"share of the floor, {num_seqs}"] = 1e3 * floor / ms
+        found |= _median(f"ms a token, {num_seqs}", ms)
+        found |= _median(f"share of the floor, {num_seqs}", [1e3 * floor / each for each in ms])
     return found
 
 
@@ -294,18 +349,23 @@ def count_weight_bytes(module: torch.nn.Module) -> int:
     return sum(p.nbytes for p in set(module.parameters()) - set(embeddings.parameters()))
 
 
-def host_time_per_step(llm: LLM, num_seqs: int, num_steps: int = 200) -> float:
-    """Milliseconds of the host's own work a decode step: what a step takes without waiting."""
+def host_time_per_step(
+    llm: LLM, num_seqs: int, num_steps: int = 40, turns: int = NUM_TURNS
+) -> list[float]:
+    """Milliseconds of the host's own work a decode step, in each turn: it without its waits."""
     engine = llm.engine
     rng = random.Random(5)
-    params = SamplingParams(max_tokens=num_steps + 100, temperature=0.6, ignore_eos=True)
+    num_first = 60  # steps with prompts, and those that find their memory
+    params = SamplingParams(
+        max_tokens=turns * num_steps + num_first + 40, temperature=0.6, ignore_eos=True
+    )
     ids = [
         engine.add_request([rng.randrange(10000) for _ in range(64)], params)
         for _ in range(num_seqs)
     ]
-    for _ in range(60):
+    for _ in range(num_first):
         engine.step()
-    waited = 0.0
+    waited, found = 0.0, []
     wait = torch.cuda.Event.synchronize
 
     def timed(event: torch.cuda.Event) -> None:
@@ -316,16 +376,17 @@ def host_time_per_step(llm: LLM, num_seqs: int, num_steps: int = 200) -> float:
 
     torch.cuda.Event.synchronize = timed  # type: ignore[method-assign, assignment]
     try:
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            engine.step()
-        seconds = time.perf_counter() - start
+        for _ in range(turns):
+            waited, start = 0.0, time.perf_counter()
+            for _ in range(num_steps):
+                engine.step()
+            found.append(1e3 * (time.perf_counter() - start - waited) / num_steps)
     finally:
         torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
     for request_id in ids:
         engine.abort(request_id)
         engine.take_output(request_id)
-    return 1e3 * (seconds - waited) / num_steps
+    return found
 
 
 def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
@@ -365,60 +426,103 @@ def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
     }
 
 
-def run_parts(parts: Sequence[str], load: Callable[..., LLM], requests: Requests) -> None:
+def serve_in_turns(
+    llm: LLM, draw: Callable[..., list[Arrival]], turns: int = NUM_TURNS, **sizes: Any
+) -> dict[str, Any]:
+    """``serve`` for other requests in every turn, nothing cached before it; medians over turns."""
+    found = []
+    for turn in range(turns):
+        llm.reset_prefix_cache()
+        found.append(serve(llm, draw(seed=31 + turn, **sizes)))
+    return {
+        key: value
+        for name in found[0]
+        for key, value in _median(name, [each[name] for each in found]).items()
+    }
+
+
+def run_parts(
+    parts: Sequence[str], load: Callable[..., LLM], requests: Requests, *, brief: bool = False
+) -> None:
     """Run parts and print one JSON object a line.
 
     Args:
         parts: What is run.
         load: Makes an engine, given options of ``LLM`` besides its own, ``model`` among them.
         requests: Those of N.
+        brief: Whether to do a little of everything, for what it compiles.
     """
+    turns = 1 if brief else NUM_TURNS
+    if brief:
+        requests = [(prompt[:16], 4) for prompt, _ in requests]
+    base = 0.0
+    if any(part not in ("long", "llama") for part in parts):
+        base = _run_on_one_engine(parts, load, requests, turns, brief)
+        _free_memory()
+    if "fp8" in parts:
+        found = time_n(load(**FP8), requests, turns)
+        _print(
+            "fp8", "N with kv_cache_dtype=fp8", **found, **{"share of N": found["tokens/s"] / base}
+        )
+        _free_memory()
+    if "long" in parts:
+        sizes: dict[str, Any] = {"num_long": 1, "num_chats": 4, "per_second": 1e3} if brief else {}
+        found = serve_in_turns(load(max_model_len=LONG_MODEL_LEN), draw_long, turns, **sizes)
+        _print("long", "long", **found)
+        _free_memory()
+    if "llama" in parts:
+        module = LLAMA.load(torch.bfloat16, "cuda")
+        # The speed of the GPU is measured beside it: 16 GB of weights and 0.7 of the rest of 80 GB
+        # leave 18 GB for a sum over 4 GiB, for graphs and for what a prompt needs.
+        llm = load(model=module, memory_fraction=0.2 if brief else 0.7)
+        found = shares_of_floor(llm, count_weight_bytes(module), 8 if brief else 64, turns)
+        bounds = {"1": 0.88, "8": 0.88, "64": 0.8}
+        targets = [(f"share of the floor, {n}", bound, ">=") for n, bound in bounds.items()]
+        _print("llama", "Llama-8B's sizes, prompts of 512", targets=targets, **found)
+
+
+def _run_on_one_engine(
+    parts: Sequence[str], load: Callable[..., LLM], requests: Requests, turns: int, brief: bool
+) -> float:
+    """The parts that share an engine; returns N's tokens a second, if a part needs them."""
     start = time.perf_counter()
     llm = load()
     _print("start", "loading and warming up", seconds=time.perf_counter() - start)
     base = 0.0
-    if "n" in parts or "fp8" in parts or not VARIANTS.keys().isdisjoint(parts):
-        found = time_n(llm, requests)
+    if "n" in parts or "fp8" in parts:
+        found = time_n(llm, requests, turns)
         base = found["tokens/s"]
         _print("N", "N", targets=[("tokens/s", 30000, ">=")], **found)
     if "small" in parts:
-        values = {str(n): time_per_token(llm, n) for n in (1, 8, 64)}
+        found = {}
+        for n in (1, 8, 64):
+            found |= _median(str(n), time_per_token(llm, n, 64, 8 if brief else 256, turns))
         bounds = {"1": 0.7, "8": 0.8, "64": 1.25}
         targets = [(name, bound, "<=") for name, bound in bounds.items()]
-        _print("ms a token", "ms a token, by sequences", targets=targets, **values)
+        _print("ms a token", "ms a token, by sequences", targets=targets, **found)
     if "host" in parts:
-        values = {str(n): host_time_per_step(llm, n) for n in (1, 64, 256)}
-        _print("host ms a step", "host ms a step", targets=[("256", 1, "<=")], **values)
-    if "profile" in parts:
+        found = {}
+        for n in (1, 64, 256):
+            found |= _median(str(n), host_time_per_step(llm, n, 4 if brief else 40, turns))
+        _print("host ms a step", "host ms a step", targets=[("256", 1, "<=")], **found)
+    if "profile" in parts and not brief:  # it compiles nothing that N does not
         llm.reset_prefix_cache()
-        _print("profile", "profile", **profile(llm, requests))
-    for name, (about, options) in VARIANTS.items():
-        if name in parts:
-            some = requests[: max(1, len(requests) // options.get("n", 1))]
-            _print_share(name, about, base, time_n(llm, some, **options))
+        found = profile(llm, requests)
+        _print("profile", "profile", targets=[("busy", 0.95, ">=")], **found)
     if "shared" in parts:
         num_prompt = min(4000, llm.engine.max_model_len - 300)
         target = [("x read by each", 1.5, ">=")]
         about = f"64 samples of a prompt of {num_prompt} tokens"
-        _print("shared", about, targets=target, **time_shared(llm, num_prompt))
-    draws: dict[str, Callable[[], list[Arrival]]] = {"chats": draw_chats, "long": draw_long}
-    for name, draw in draws.items():
-        if name in parts:
-            llm.reset_prefix_cache()
-            _print(name, name, **serve(llm, draw()))
-    del llm
-    if "fp8" in parts:
-        _free_memory()
-        found = time_n(load(**FP8), requests)
-        _print_share("fp8", "N with kv_cache_dtype=fp8", base, found)
-    if "llama" in parts:
-        _free_memory()
-        module = LLAMA.load(torch.bfloat16, "cuda")
-        llm = load(model=module, memory_fraction=0.7)  # the speed of the GPU is measured beside it
-        found = shares_of_floor(llm, count_weight_bytes(module))
-        bounds = {"1": 0.88, "8": 0.88, "64": 0.8}
-        targets = [(f"share of the floor, {n}", bound, ">=") for n, bound in bounds.items()]
-        _print("llama", "Llama-8B's sizes, prompts of 512", targets=targets, **found)
+        found = time_shared(llm, num_prompt, 8 if brief else 256, turns)
+        _print("shared", about, targets=target, **found)
+    if "chats" in parts:
+        sizes: dict[str, Any] = {"num_chats": 4, "per_second": 1e3} if brief else {}
+        _print("chats", "chats", **serve_in_turns(llm, draw_chats, turns, **sizes))
+    if variants := [name for name in VARIANTS if name in parts]:
+        for name, found in time_variants(llm, requests, variants, turns).items():
+            target = [("share of N", 0.85, ">=")]
+            _print(name, VARIANTS[name][0], targets=target, **found)
+    return base
 
 
 def _free_memory() -> None:
@@ -434,17 +538,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["n", "small", "host", "profile"])
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--brief", action="store_true", help="compile, and measure nothing")
     asked = parser.parse_args(arguments)
+    if unknown := set(asked.parts) - CASES.keys():
+        parser.error(
+            f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
+        )
     assert QWEN3.sizes is not None
     tokenizer = make_tokenizer(QWEN3.sizes["vocab_size"]) if "stop" in asked.parts else None
 
-    def load(model: torch.nn.Module | None = None, **options: Any) -> LLM:
+    def load(
+        model: torch.nn.Module | None = None,
+        *,
+        max_model_len: int = 4608,
+        memory_fraction: float = 0.15 if asked.brief else 0.9,
+        **options: Any,
+    ) -> LLM:
         llm = LLM(
             QWEN3.load(torch.bfloat16, "cuda") if model is None else model,
             tokenizer=None if model is not None else tokenizer,
             device="cuda",
             max_num_seqs=256,
-            max_model_len=40960 if "long" in asked.parts else 4608,
+            max_model_len=max_model_len,
+            memory_fraction=memory_fraction,
             enforce_eager=asked.eager,
             **options,
         )
@@ -452,11 +568,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.freeze()  # as `pagetile serve` does: else a full collection makes a step wait for 0.5 s
         return llm
 
-    run_parts(asked.parts, load, draw_n())
-
-
-def _print_share(name: str, about: str, base: float, found: dict[str, Any]) -> None:
-    _print(name, about, **found, **{"share of N": found["tokens/s"] / base})
+    run_parts(asked.parts, load, draw_n(), brief=asked.brief)
 
 
 def _print(name: str, about: str, **values: Any) -> None:

@@ -2,6 +2,7 @@ import dataclasses
 import doctest
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from benchmarks import (
     gpu_inputs,
     gpu_peers,
     host_steps,
+    prepare,
     shared_prefix,
     visible_blocks,
     vllm_ops,
     workload,
+    workload_n,
 )
 from benchmarks.attention import AttentionCase
 from benchmarks.block_sparse import BlockSparseCase
@@ -36,6 +39,7 @@ from benchmarks.records import (
     find_changes_in_prose,
     find_loaded,
     find_machine,
+    find_made,
     plan,
     run_script,
 )
@@ -51,6 +55,7 @@ from benchmarks.workload_n import (
     make_tokenizer,
     run_parts,
     serve,
+    serve_in_turns,
     time_shared,
 )
 from typer.testing import CliRunner
@@ -211,15 +216,17 @@ def test_the_host_time_of_a_step_is_that_of_an_engine_whose_decode_steps_are_a_s
 
 
 def test_window_workloads_are_whole_windows_and_right_with_and_without_a_shift():
-    workloads = list(find_workloads())
-    assert len({case.name for case in workloads}) == len(workloads) > 50
+    models = find_workloads()
+    assert all(len({case.name for case in stages}) == len(stages) for stages in models.values())
+    workloads = [case for stages in models.values() for case in stages]
+    assert len(workloads) > 50
     for case in workloads:
         assert not any(side % size for side, size in zip(case.grid, case.window, strict=True))
     several, one = (
         WindowCase(str(side), (side, side), (4, 4), 2, 8, 2, torch.float32, device="cpu")
         for side in (16, 4)
     )
-    checks = WindowWorkloadsCase("small", (several, one), device="cpu").verify()
+    checks = WindowWorkloadsCase("small", "a model", (several, one), device="cpu").verify()
     assert [check.what for check in checks] == ["16, shifted: cpu", "16: cpu", "4: cpu"]
     assert all(check.passed for check in checks)
 
@@ -449,7 +456,9 @@ def test_a_prefix_that_ends_too_early_fails_the_gate(monkeypatch):
         return right(q, k_cache, v_cache, shorter, **options)
 
     monkeypatch.setattr(shared_prefix, "paged_attention", wrong)
-    assert not any(check.passed for check in SMALL_CASES["shared prefix"].verify())
+    case = SMALL_CASES["shared prefix"]
+    failed = [check.what for check in case.verify() if not check.passed]
+    assert failed == [f"{name}, cpu: {case.about}" for name in ("pagetile", "plain")]
 
 
 def test_a_target_of_what_was_not_measured_is_not_reached():
@@ -762,11 +771,12 @@ def test_a_plan_of_records_keeps_their_order_and_what_fits():
     assert [spec.ending for spec in left] == ["-b"]
 
 
-def test_every_case_is_in_one_record_at_most_and_gpu_records_fit_into_26_minutes():
+def test_every_case_is_in_one_record_at_most_and_a_machines_records_fit_into_25_minutes():
     for case in cases.CASES:
         specs = [spec.ending for spec in RECORDS if spec.find([case])]
         assert len(specs) == 1, case.name
-    assert plan("cuda", 26 * 60)[1] == plan("cpu", 26 * 60)[1] == []
+    preparing = 200
+    assert plan("cuda", 25 * 60 - preparing)[1] == plan("cpu", 25 * 60)[1] == []
 
 
 def test_a_machine_is_known_by_its_records(run, tmp_path):
@@ -857,6 +867,9 @@ def test_a_table_of_a_script_waits_for_its_record(tmp_path):
     page = "<!-- table: s s- | x | until recorded: python -m s -->\n<!-- end -->"
     waiting = fill(page, tmp_path)
     assert "Not recorded yet: `python -m s` prints it." in waiting
+    (tmp_path / "r.json").write_text(json.dumps(_record_with(1.0)))
+    other = page.replace("table: s s-", "table: r b-")
+    assert "Not recorded yet" in fill(other, tmp_path), "the record has none of the cases"
     spec = RecordSpec("-s", "cpu", 1, script=("s",))
     _run_printing(spec, tmp_path / "s.json", {"what": "A b", "x": 1.5, "x, each turn": [1, 1.5, 2]})
     assert "2026-01-02, commit 0123abc, 3 repeats." in fill(waiting, tmp_path)
@@ -865,12 +878,23 @@ def test_a_table_of_a_script_waits_for_its_record(tmp_path):
 
 def _run_printing(spec, path, line):
     """Run a record's script that prints a line."""
-    import subprocess
+    code = f"print({json.dumps(line)!r}); print('and more')"
+    printing = dataclasses.replace(spec, script=("code", code))
+    assert _run(printing, path) == []
+
+
+def _run(spec, path, made=(), timeout=30.0):
+    """Run a record's script, given as code, which finds the names of its parts in sys.argv."""
     from unittest import mock
 
-    done = subprocess.CompletedProcess((), 0, json.dumps(line) + "\nand more\n", "")
-    with mock.patch.object(subprocess, "run", return_value=done):
-        run_script(spec, path, 1.0, CLEAN_RUN)
+    real = subprocess.Popen
+
+    def start(command, **options):
+        python, _, _, code, *parts = command
+        return real([python, "-c", code, *parts], **options)
+
+    with mock.patch.object(subprocess, "Popen", start):
+        return run_script(spec, path, timeout, CLEAN_RUN, made)
 
 
 def test_a_record_of_a_script_keeps_repeats_and_shows_changes_beyond_their_spread(tmp_path):
@@ -898,7 +922,45 @@ def test_each_script_of_a_record_is_a_module_that_exists():
 
     scripts = {spec.ending: spec.script for spec in RECORDS if spec.script}
     assert {"-workload-n", "-speculation", "-http", "-latency"} == scripts.keys()
+    parts = {part for spec in RECORDS for part, _ in spec.parts}
+    assert parts == workload_n.CASES.keys()
     assert all(find_spec(script[0]) for script in scripts.values())
+
+
+PARTS = RecordSpec(
+    "-s", "cpu", 1,
+    script=("code", """
+import json, sys, time
+for part in sys.argv[1:]:
+    if part == "bad":
+        raise SystemExit("it is bad")
+    print(json.dumps({"what": "The " + part, "x": len(sys.argv)}), flush=True)
+    time.sleep(60 * (part == "slow"))
+"""),
+    parts=(("a", "The a"), ("bad", "The bad"), ("slow", "The slow"), ("c", "The c")),
+    apart=("bad", "c"),
+)  # fmt: skip
+
+
+def test_parts_of_a_script_are_kept_as_they_come_and_made_once(tmp_path):
+    path = tmp_path / "m-s.json"
+    failures = _run(dataclasses.replace(PARTS, parts=PARTS.parts[:2] + PARTS.parts[3:]), path)
+    assert [failure.rpartition(": ")[2] for failure in failures] == ["it is bad"]
+    cases = json.loads(path.read_text())["cases"]
+    assert [case["name"] for case in cases] == ["s-the-a", "s-the-c"], "each in a process"
+    assert cases[0]["command"].startswith("python -m code")
+    assert find_made(path, CLEAN_RUN["commit"]) == {"s-the-a", "s-the-c"}
+    assert find_made(path, "another") == find_made(path, None) == set()
+    left = list(PARTS.commands(find_made(path, CLEAN_RUN["commit"])))
+    assert [arguments[2:] for arguments in left] == [("slow",), ("bad",)]
+
+
+def test_what_a_script_printed_before_its_time_was_up_is_kept(tmp_path):
+    path = tmp_path / "m-s.json"
+    failures = _run(PARTS, path, made={"s-the-bad", "s-the-c"}, timeout=3.0)
+    assert failures[0].endswith("it took longer than 3 s")
+    names = [case["name"] for case in json.loads(path.read_text())["cases"]]
+    assert names == ["s-the-a", "s-the-slow"]
 
 
 def test_cases_on_a_loaded_machine_are_named():
@@ -922,6 +984,107 @@ def test_all_renews_the_records_of_this_machine_and_says_what_is_missing(run, tm
     assert "missing: m-tiles: tiled-x is wrong" in result.output
     assert "missing: m-engine: no time for its 300 s" in result.output
     assert "documented figures changed" in result.output
+
+
+def _names(path):
+    return [case["name"] for case in json.loads(path.read_text())["cases"]]
+
+
+def test_all_goes_on_where_it_stopped(run, tmp_path):
+    measured = []
+
+    class Counted(Fake):
+        def measure(self, repeats):
+            measured.append(self.name)
+            if self.name == "decode-b" and measured.count(self.name) == 1:
+                raise RuntimeError("no memory")
+            return super().measure(repeats)
+
+    present = tuple(Counted(f"decode-{letter}") for letter in "abc")
+    options = ["all", "--machine", "m", "--only", "", "--minutes", "5.5"]
+    first = run(*options, present=present)
+    assert "missing: m: decode-b failed: no memory" in first.output
+    assert _names(tmp_path / "m.json") == ["decode-a", "decode-c"]
+    assert run(*options, "--but", "decode-b", present=present).exit_code == 0
+    assert measured == ["decode-a", "decode-b", "decode-c"], "left out, and made before"
+    assert run(*options, present=present).exit_code == 0
+    assert measured == ["decode-a", "decode-b", "decode-c", "decode-b"]
+    assert _names(tmp_path / "m.json") == ["decode-a", "decode-b", "decode-c"]
+    refused = run(*options, "--only", "nothing", present=present)
+    assert refused.exit_code == 2
+    assert "no record ends with -nothing" in refused.output
+
+
+def test_a_lost_device_is_left_and_the_rest_goes_on_in_another_process(run, monkeypatch):
+    class Crashing(Fake):
+        def measure(self, repeats):
+            raise RuntimeError("illegal memory access")
+
+    def lost():
+        raise RuntimeError("illegal memory access")
+
+    commands = []
+    monkeypatch.setattr(command_line.torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(command_line.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_line, "default_jobs", lambda: 0)
+    monkeypatch.setattr(command_line, "_free_memory", lambda: None)
+    monkeypatch.setattr(command_line.report, "describe", lambda: {"gpu": "G"})
+    monkeypatch.setattr(command_line.subprocess, "call", lambda c: commands.append(c) or 0)
+    present = (Crashing("gpu-decode-a", device="cuda"), Fake("gpu-decode-b", device="cuda"))
+    result = run("all", "--machine", "m", "--only", "decode", "--minutes", "9", present=present)
+    assert "gpu-decode-a lost the device" in result.output
+    [[_, _, *command]] = commands
+    assert command[:2] == ["benchmarks", "all"]
+    assert {"--only=decode", "--but=gpu-decode-a", "--jobs=0", "--machine=m"} <= set(command)
+
+
+def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monkeypatch):
+    said = []
+    names = ["tiled-2x1024-gqa", "nothing"]
+    monkeypatch.setenv("PYTHONPATH", str(Path(command_line.ROOT) / "src"))
+    commands = [("benchmarks", "prepare", *names), ("benchmarks", "no-command")]
+    found = prepare.prepare(commands, 2, 60.0, said.append)
+    assert list(found) == ["tiled-2x1024-gqa"]
+    assert [check.passed for check in found["tiled-2x1024-gqa"]] == [True] * 5
+    assert len(said) == 2
+    [failed] = [line for line in said if "no-command" in line]
+    assert re.fullmatch(r"prepared \d of 2: benchmarks no-command: .+", failed)
+    assert prepare.prepare(commands[:1], 1, 0.0, said.append) == {}
+    assert said[-1].endswith(": no time")
+    assert prepare.prepare(commands[:1], 1, 0.5, said.append) == {}
+    assert said[-1].endswith(": the time for preparing was over")
+
+
+def test_a_case_that_is_checked_is_timed_without_another_check(run, tmp_path, monkeypatch):
+    checks = [Check("elsewhere", True, "beside others"), Check("twice", True, "")]
+    found = {"decode-a": checks, "decode-b": [Check("disturbed", False, "")]}
+    monkeypatch.setattr(command_line, "prepare", lambda commands, *_: found)
+    present = tuple(Fake(f"decode-{letter}") for letter in "abc")
+    options = ["all", "--machine", "m", "--only", "", "--minutes", "5.5", "--jobs", "2"]
+    assert run(*options, present=present).exit_code == 0
+    record = json.loads((tmp_path / "m.json").read_text())
+    kept = {case["name"]: [check["what"] for check in case["checks"]] for case in record["cases"]}
+    assert kept == {
+        "decode-a": ["elsewhere", "twice"], "decode-b": ["pagetile"], "decode-c": ["pagetile"],
+    }  # fmt: skip
+
+
+def test_what_chooses_by_timing_is_prepared_alone_and_keeps_no_choice(monkeypatch):
+    kept = []
+    monkeypatch.setattr(prepare, "_keep_no_choices", lambda: kept.append(True))
+    present = [Fake(str(number)) for number in range(5)]
+    assert list(prepare.prepare_here(present[:1])) == [
+        'prepared: ["0", [["pagetile", true, "as told"]]]'
+    ]
+    assert kept == []
+    choosing = WindowCase("w", (16, 16), (4, 4), 2, 8, 2, device="none", has_compiled_peers=True)
+    [line] = prepare.prepare_here([choosing])
+    assert line.startswith("w failed: RuntimeError")
+    assert kept == [True]
+    commands = prepare.list_commands([*present, choosing], 1)
+    assert [command[2:] for command in commands] == [
+        ("w",), ("0", "4"), ("1",), ("2",), ("3",),
+    ]  # fmt: skip
 
 
 def test_quantiles_are_interpolated():
@@ -968,9 +1131,12 @@ def test_workloads_of_chats_are_served_and_measured():
             assert 0 < measured[f"{name}, median"] <= measured[f"{name}, p99"]
         llm.reset_prefix_cache()
     assert serve(llm, chats)["cached"] > 0.1, "system prompts are found"
+    turns = serve_in_turns(llm, draw_chats, 3, num_chats=3, system_lens=(40, 60), **sizes)
+    assert turns["tokens/s"] == pytest.approx(sorted(turns["tokens/s, each turn"])[1], rel=1e-4)
+    assert len(turns["ms between tokens, p99, each turn"]) == 3
 
 
-def test_variants_of_n_print_their_share_and_hold_one_engine_at_a_time(capsys):
+def test_variants_of_n_print_their_share_and_hold_one_engine_at_a_time(capsys, monkeypatch):
     import weakref
 
     from pagetile import LLM
@@ -985,16 +1151,23 @@ def test_variants_of_n_print_their_share_and_hold_one_engine_at_a_time(capsys):
         loaded.append((weakref.ref(llm.engine), options))
         return llm
 
-    requests = [([number, 2, 3], 3 + number) for number in range(8)]
+    requests = [([number, 2, 3], 6 + 2 * number) for number in range(8)]
+    monkeypatch.setattr(workload_n, "NUM_TURNS", 2)
     run_parts(["n4", "stop", "logprobs", "fp8"], load, requests)
     lines = {line["what"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
     assert list(lines) == ["start", "N", "n4", "stop", "logprobs", "fp8"]
-    for name in ("n4", "stop", "logprobs", "fp8"):
-        share = lines[name]["tokens/s"] / lines["N"]["tokens/s"]
-        assert lines[name]["share of N"] == pytest.approx(share)
+    shares = dict.fromkeys(("n4", "stop", "logprobs"), "tokens/s of N")
+    for name, base in shares.items():
+        pairs = zip(*(lines[name][f"{n}, each turn"] for n in ("tokens/s", base)), strict=True)
+        ratios = [a / b for a, b in pairs]
+        assert len(ratios) == 2
+        assert lines[name]["share of N"] == pytest.approx(sum(ratios) / 2, rel=1e-3)
+    share = lines["fp8"]["tokens/s"] / lines["N"]["tokens/s"]
+    assert lines["fp8"]["share of N"] == pytest.approx(share)
+    assert len(lines["N"]["tokens/s, each turn"]) == 2
     assert [options for _, options in loaded] == [{}, {"kv_cache_dtype": "fp8"}]
     totals = {name: line["tokens"] for name, line in lines.items() if "tokens" in line}
-    assert totals == {"N": 52, "n4": 4 * 7, "stop": 52, "logprobs": 52, "fp8": 52}
+    assert totals == {"N": 104, "n4": 4 * 7, "stop": 52, "logprobs": 52, "fp8": 104}
 
 
 def test_samples_of_one_prompt_are_timed_with_and_without_sharing():
@@ -1004,8 +1177,9 @@ def test_samples_of_one_prompt_are_timed_with_and_without_sharing():
 
     llm = LLM(tiny_model("llama"), max_model_len=64, num_blocks=64, max_num_seqs=4)
     grouper = llm.engine.scheduler.grouper = PrefixGrouper(16, 1)
-    measured = time_shared(llm, num_prompt=20, num_new=4)
+    measured = time_shared(llm, num_prompt=20, num_new=4, turns=2)
     assert measured["x read by each"] > 0
+    assert len(measured["x read by each, each turn"]) == 2
     assert llm.engine.scheduler.grouper is grouper
 
 

@@ -13,9 +13,15 @@ What remains is listed in ``ALLOWED`` with the reason.
 import re
 
 import pytest
-from benchmarks.__main__ import QUOTING_PAGES, ROOT
+from benchmarks.__main__ import QUOTING_PAGES, RESULTS, ROOT, app
+from benchmarks.report import load
 
-PAGES = [page for page in QUOTING_PAGES if page.stem != "lab-log"]  # its entries have commands
+PAGES = [
+    *(page for page in QUOTING_PAGES if page.stem != "lab-log"),  # its entries have commands
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
+    *sorted((ROOT / "docs" / "design").glob("*.md")),
+]
 
 NUMBER = r"\d+(?:[., ]\d+)*"
 WORD = "twice|thrice|(?:two|three|four|five|six|seven|eight|nine|ten|twenty|a hundred) times"
@@ -36,7 +42,13 @@ QUOTED = re.compile('"[^"\n]*"|“[^”\n]*”')
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 ALLOWED = {
-    "docs/benchmarking.md": {"3 %": "the rule by which `all` names a change"},
+    "docs/benchmarking.md": {
+        "3 %": "the rule by which `all` names a change",
+        "four times": "how rests are chosen, in benchmarks/gpu_timing.py",
+        "50 ms": "the longest rest, in benchmarks/gpu_timing.py",
+    },
+    "docs/decisions/0024-speculation-by-equality.md": {"twice": "a rule of draft lengths"},
+    "docs/decisions/0031-decode-reads-before-it-waits.md": {"four times": "a rule of plans"},
     "docs/engine.md": {"2.2 times": "a bound that the engine keeps, in engine/chunks.py"},
     "docs/learn/swin-windows.md": {
         "8 times": "32 sectors instead of 4, counted in the same row and by the page's code",
@@ -70,6 +82,83 @@ def find_unbacked(page, text):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_figure_in_prose_has_a_record_or_a_command(page):
     assert find_unbacked(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_the_commands_that_pages_name_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    modules = set(re.findall(r"`[^`]*python -m benchmarks\.(\w+)", text))
+    assert "workload_n" in modules
+    for name in modules:
+        source = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
+        assert '__name__ == "__main__"' in source, name
+    scripts = set(re.findall(r"`[^`]*python ([\w/]+\.py)", text))
+    assert "tools/decode_forward.py" in scripts
+    assert [name for name in scripts if "__main__" not in (ROOT / name).read_text()] == []
+    named = set(re.findall(r"`[^`]*python -m benchmarks (\w[\w-]*)", text))
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert named <= known | {"all"}
+
+
+def best_peers(record, ending=""):
+    """The fastest contestant but pagetile in each case; ``ending`` is of all their names."""
+    found = {}
+    for case in load(RESULTS / f"{record}.json")["cases"]:
+        times = {
+            name: time["median"]
+            for name, time in case["times"].items()
+            if name.endswith(", both") == bool(ending) and not name.startswith("pagetile")
+        }
+        found[case["name"]] = min(times, key=times.get).removesuffix(ending)
+    return found
+
+
+def rows_behind(record, peer):
+    """The cases of prefill in which a peer does more operations a second than pagetile."""
+    cases = load(RESULTS / f"{record}.json")["cases"]
+    values = {case["name"]: case["metrics"] for case in cases}
+    return {
+        name.removeprefix("gpu-prefill-")
+        for name, metrics in values.items()
+        if metrics.get(f"TFLOP/s, {peer}", 0.0) > metrics["TFLOP/s"]
+    }
+
+
+CLAIMS = {
+    ("performance/index.md", "faster than FlashInfer on every row of the record"): lambda: (
+        rows_behind("h200-prefill", "flashinfer"),
+        set(),
+    ),
+    (
+        "performance/index.md",
+        "faster than cuDNN on all but the full square and 32 prompts of 512",
+    ): lambda: (rows_behind("h200-prefill", "sdpa cudnn"), {"1x16384-full", "32x512"}),
+    (
+        "performance/windows.md",
+        "SDPA's cuDNN kernel except in two rows: windows of 49 tokens (FlexAttention forward, "
+        "SDPA's efficient kernel with gradients) and heads of 30",
+    ): lambda: (
+        {
+            (name.removeprefix("windows-"), peer)
+            for ending in ("", ", both")
+            for name, peer in best_peers("h200-windows", ending).items()
+            if peer != "sdpa, cudnn"
+        },
+        {
+            ("4096x3x49x32", "flex"),
+            ("4096x3x49x32", "sdpa, efficient"),
+            ("swinir", "eager"),
+        },
+    ),
+}
+"""Sentences that compare without a figure: what the records say, and what the sentence says."""
+
+
+@pytest.mark.parametrize(("page", "sentence"), CLAIMS)
+def test_a_sentence_that_compares_says_what_the_record_says(page, sentence):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert sentence in text, "the page no longer says so: change or remove the claim here"
+    found, said = CLAIMS[page, sentence]()
+    assert found == said, f"{page} says {sentence!r}: write what the record says, here as well"
 
 
 def test_what_is_allowed_is_still_there():

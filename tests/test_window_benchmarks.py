@@ -54,7 +54,7 @@ def test_a_wrong_gradient_of_the_table_fails_the_gate(monkeypatch):
 
 def test_a_workload_that_times_another_implementation_fails_the_gate(monkeypatch):
     monkeypatch.setattr(WindowInputs, "implementation", lambda self: "reference")
-    checks = WindowWorkloadsCase("w", (SMALL,), device="cpu").verify()
+    checks = WindowWorkloadsCase("w", "a model", (SMALL,), device="cpu").verify()
     assert [check.detail for check in checks] == ["reference is not what is timed"] * 2
 
 

@@ -1,0 +1,138 @@
+"""Compile and verify what records need, in several processes at once, before anything is timed.
+
+Most of a record's time on a fresh machine is compiling: pagetile's kernels, FlexAttention, what
+FlashInfer builds at first use. Compilers keep their results on disk, so processes that run each
+case once and throw its times away leave the process that measures little to compile. They also
+verify their cases, at the sizes and on the inputs that are timed. Nothing is timed meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .case import Case, Check
+from .machine import free_read_memory
+from .windows import WindowCase
+
+__all__ = ["Command", "default_jobs", "list_commands", "prepare", "prepare_here"]
+
+ROOT = Path(__file__).parent.parent
+Command = tuple[str, ...]
+"""A module and its arguments."""
+
+_BYTES_A_JOB = 8 << 30  # of a GPU's memory: few cases need more at the same time
+_CHUNKS_A_JOB = 4
+_MARK = "prepared: "  # begins a line with a case's checks
+
+
+def default_jobs() -> int:
+    """Processes that fit onto this machine's GPU and cores; none without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return int(max(1, min((os.cpu_count() or 2) * 5 // 8, memory // _BYTES_A_JOB)))
+
+
+def list_commands(cases: Sequence[Case], jobs: int) -> list[Command]:
+    """What prepares cases: a few for each process; those that choose by timing have their own."""
+    alone = [case for case in cases if _chooses_by_timing(case)]
+    rest = [case.name for case in cases if not _chooses_by_timing(case)]
+    chunks = max(1, min(len(rest), jobs * _CHUNKS_A_JOB))
+    parts = [rest[number::chunks] for number in range(chunks)] if rest else []
+    parts = [[case.name] for case in alone] + parts
+    return [("benchmarks", "prepare", *names) for names in parts]
+
+
+def prepare(
+    commands: Sequence[Command], jobs: int, seconds: float, say: Callable[[str], None]
+) -> dict[str, list[Check]]:
+    """Run commands, some at a time, and return the checks of the cases that they prepared.
+
+    After ``seconds`` all of them are ended. Whatever goes wrong here is tried again, and reported,
+    where the case is timed.
+    """
+    cores = max(1, (os.cpu_count() or 2) // jobs)
+    limits = {"OMP_NUM_THREADS": str(cores), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
+    end = time.monotonic() + seconds
+    found: dict[str, list[Check]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = {pool.submit(_run, command, limits, end): command for command in commands}
+        for number, run in enumerate(as_completed(runs), 1):
+            output, problem = run.result()
+            for line in output.splitlines():
+                if line.startswith(_MARK):
+                    name, checks = json.loads(line.removeprefix(_MARK))
+                    found[name] = [Check(*check) for check in checks]
+                elif not problem and " failed: " in line:
+                    problem = line
+            words = " ".join(runs[run])
+            say(f"prepared {number} of {len(runs)}: {words}{problem and f': {problem}'}")
+    return found
+
+
+def _run(command: Command, limits: dict[str, str], end: float) -> tuple[str, str]:
+    """What a command printed, and what went wrong; it is ended, with its compilers, at ``end``."""
+    left = end - time.monotonic()
+    if left <= 0:
+        return "", "no time"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, env={**os.environ, **limits},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    problem = ""
+    try:
+        output, errors = process.communicate(timeout=left)
+        if process.returncode:
+            problem = (errors.strip().splitlines() or ["it printed nothing"])[-1]
+    except subprocess.TimeoutExpired:
+        problem = "the time for preparing was over"
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    return output, problem
+
+
+def prepare_here(cases: Sequence[Case]) -> Iterator[str]:
+    """Verify and run each case once; yields lines that ``prepare`` reads, and reasons of failures.
+
+    A case of which nothing but times is thrown away may not leave a choice behind that was made by
+    timing kernels on a busy machine: compiled peers then compile their candidates, and choose among
+    them again where they are timed.
+    """
+    if any(map(_chooses_by_timing, cases)):
+        _keep_no_choices()
+    for case in cases:
+        try:
+            yield _MARK + json.dumps([case.name, case.verify()])
+            case.measure(1)
+        except Exception as reason:  # the others are still worth preparing
+            yield f"{case.name} failed: {reason!r}"
+        if torch.cuda.is_available():
+            free_read_memory()
+            torch.cuda.empty_cache()
+
+
+def _chooses_by_timing(case: Case) -> bool:
+    return isinstance(case, WindowCase) and case.has_compiled_peers
+
+
+def _keep_no_choices() -> None:
+    import torch._functorch.config
+    import torch._inductor.config
+
+    settings: Any = torch._inductor.config
+    settings.fx_graph_cache = settings.autotune_local_cache = False
+    autograd: Any = torch._functorch.config
+    autograd.enable_autograd_cache = False
