@@ -211,8 +211,11 @@ def all_records(
                 watchdog.cancel()
                 _say(f"{reason}; going on in another process")
                 options = [f"--minutes={budget.left / 60}", f"--machine={machine}", "--jobs=0"]
-                options += [f"--only={word}" for word in only or []] + [f"--into={folder}"]
+                options += [f"--only={word}" for word in only or []]
                 options += [f"--but={word}" for word in [*(but or []), reason.case]]
+                options += [f"--into={into}"] if into else []
+                options += [f"--repeats={repeats}"] if repeats else []
+                _report(missing, changes, loaded)
                 command = [sys.executable, "-m", "benchmarks", "all", *options]
                 raise typer.Exit(subprocess.call(command) or 1) from None
             _say(f"{name} ends after {time.monotonic() - start:.0f} s")
@@ -224,12 +227,17 @@ def all_records(
                 changes += find_changes_in_prose(QUOTING_PAGES, name, before, after)
     finally:
         watchdog.cancel()
+    _report(missing, changes, loaded)
+    if missing:
+        raise typer.Exit(1)
+
+
+def _report(missing: Sequence[str], changes: Sequence[Change | str], loaded: Sequence[str]) -> None:
+    """Print what ``all`` found."""
     lines = [f"missing: {line}" for line in missing] + [f"changed: {c}" for c in changes]
     for line in lines + [f"loaded: {line}" for line in loaded]:
         console.print(line, markup=False)
     console.print(f"{len(missing)} missing, {len(changes)} documented figures changed")
-    if missing:
-        raise typer.Exit(1)
 
 
 def _say(line: str) -> None:
@@ -438,6 +446,8 @@ def sweep_shapes(
     path = None if out is None else (into or RESULTS) / f"{out}.json"
     if path is not None and report.is_of_another_machine(path):
         raise typer.BadParameter(f"{path.name} is of another machine: choose another --out")
+    if replay is not None and path is not None and not into:
+        raise typer.BadParameter("--replay times a record's worst shapes, which are no record")
     circumstances = describe_run() if path is None or into else _describe_clean_run()
     cases: dict[str, report.Record] = {}
     records: dict[str, report.Record | None] = {}

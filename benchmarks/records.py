@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from typing import Any
 from . import report
 from .case import Case
 from .document import find_figures, is_wanted, tables, value_of
-from .machine import BackgroundLoad, describe
+from .machine import BackgroundLoad, describe, is_clean
 from .workload_n import CASES as PARTS_OF_N
 
 __all__ = [
@@ -79,7 +81,8 @@ class RecordSpec:
         """What is run for the cases that are not yet made, a script's arguments."""
         made = set(made)
         if not self.parts:
-            yield from () if made else (self.script,)
+            is_made = any(name.startswith(self.beginning) for name in made)
+            yield from () if is_made else (self.script,)
             return
         left = [part for part, what in self.parts if self.name_of(what) not in made]
         together = [part for part in left if part not in self.apart]
@@ -132,7 +135,7 @@ RECORDS = (
 
 def find_made(path: Path, commit: str | None) -> set[str]:
     """The names of the cases that a record has of a commit: they need not be made again."""
-    if commit is None or not path.exists() or report.is_of_another_machine(path):
+    if not is_clean(commit) or not path.exists() or report.is_of_another_machine(path):
         return set()
     return {case["name"] for case in report.load(path)["cases"] if case["commit"] == commit}
 
@@ -190,7 +193,9 @@ def run_script(
     made: Iterable[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Run a record's script and write the JSON objects that it prints as cases, each at once.
+    """Run a record's script and write the JSON objects that it prints as cases.
+
+    Those of a script with parts are written at once, others when all are there.
 
     Args:
         spec: The record.
@@ -211,15 +216,21 @@ def run_script(
             continue
         background, shown = BackgroundLoad(), " ".join(["python", *command])
         say(f"{path.stem}: {shown}")
-        kept = report.load(path)["cases"] if spec.parts and path.exists() else []
+        is_ours = path.exists() and not report.is_of_another_machine(path)
+        kept = report.load(path)["cases"] if spec.parts and is_ours else []
         lines: list[dict[str, Any]] = []
+        is_whole = False
         try:
             for line in _read_lines([sys.executable, *command], left):
                 lines.append(line)
-                write_lines(path, lines, spec.beginning, background, run, shown, kept)
+                if spec.parts:  # else what is left to do is not known
+                    write_lines(path, lines, spec.beginning, background, run, shown, kept)
                 say(f"{path.stem}: {spec.name_of(line['what'])} is made")
+            is_whole = True
         except RuntimeError as reason:
             failures.append(f"{' '.join(arguments)}: {reason}")
+        if lines and (spec.parts or is_whole):  # its own time is known now, and no other's load
+            write_lines(path, lines, spec.beginning, background, run, shown, kept)
     return failures
 
 
@@ -232,13 +243,17 @@ def _read_lines(command: Sequence[str], timeout: float) -> Iterator[dict[str, An
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
         )  # fmt: skip
         is_late = threading.Event()
 
+        def end_all() -> None:  # its servers too, which hold the pipe open
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
         def stop() -> None:
             is_late.set()
-            process.kill()
+            end_all()
 
         timer = threading.Timer(timeout, stop)
         timer.start()
@@ -251,7 +266,8 @@ def _read_lines(command: Sequence[str], timeout: float) -> Iterator[dict[str, An
             code = process.wait()
         finally:
             timer.cancel()
-            process.kill()
+            end_all()
+            process.wait()
         if is_late.is_set():
             raise RuntimeError(f"it took longer than {timeout:.0f} s")
         if code:

@@ -247,14 +247,14 @@ def make_gpu_plan(
     tiles = choose_decode_tiles(problem, device, hopper)
     pairs = problem.num_seqs * problem.num_kv_heads
     is_many = problem.rows > MERGED_ROWS
-    programs = tiles.programs
-    if hopper and is_many and _has_wide_splits(problem, device):
-        programs = 1  # half as many states to store and merge; one CTA keeps the memory busy
+    is_wide = hopper and is_many and _has_wide_splits(problem, device)
+    # Half as many states to store and merge; one CTA keeps the memory busy.
+    programs = 1 if is_wide else tiles.programs
     num_programs = _align(programs * device.num_workers, pairs)
     # Merging many short splits of a head takes longer than reading them: use one CTA on each
     # multiprocessor then, if its tiles in flight keep the memory busy. So does waiting for room
     # beside the kernel in front for a second one.
-    is_few = pairs * _FEW_SPLITS <= num_programs
+    is_few = pairs * _FEW_SPLITS <= num_programs * tiles.programs // programs
     halving_size = 4 * tiles.tile_n if is_many and programs == 2 else 0
     if not is_many and hopper and tiles.programs == 2 and is_few:
         row_bytes = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
@@ -269,7 +269,7 @@ def make_gpu_plan(
         num_programs=num_programs,
         halving_size=0 if batch_invariant else halving_size,
         least_size=0 if batch_invariant or not is_many else LEAST_SIZE,
-        merge_rows=_choose_merge_rows(problem, device, batch_invariant) if is_many else 0,
+        merge_rows=_choose_merge_rows(problem, device, batch_invariant, is_wide) if is_many else 0,
         split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
         whole_size=0 if batch_invariant else WHOLE_SIZE if is_few else 2 * WHOLE_SIZE,
         short_split_size=0 if batch_invariant or is_few else WHOLE_SIZE,
@@ -404,11 +404,13 @@ def _is_bulky(problem: Problem) -> bool:
     return problem.width > (128 if _multiplies_float32(problem) else 256)
 
 
-def _choose_merge_rows(problem: Problem, device: DeviceInfo, batch_invariant: bool) -> int:
+def _choose_merge_rows(
+    problem: Problem, device: DeviceInfo, batch_invariant: bool, is_wide: bool
+) -> int:
     """Return how many rows of a head a CTA merges: few, but so that all CTAs run at once."""
     if batch_invariant:
         return 8
-    ctas = WIDE_MERGING_CTAS if _has_wide_splits(problem, device) else MERGING_CTAS
+    ctas = WIDE_MERGING_CTAS if is_wide else MERGING_CTAS
     pairs, rows = max(1, problem.num_seqs * problem.num_kv_heads), 1
     while rows < problem.rows and pairs * -(-problem.rows // rows) > ctas * device.num_workers:
         rows *= 2

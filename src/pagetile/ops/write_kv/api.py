@@ -94,7 +94,7 @@ def write_kv(
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     module = _dispatch(*tensors, impl)
-    if k_cache is v_cache and k is not v:
+    if k_cache is v_cache and k.data_ptr() != v.data_ptr():
         raise ShapeError(
             "k_cache and v_cache are the same tensor, so values would overwrite keys: pass two"
         )

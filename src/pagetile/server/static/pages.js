@@ -266,7 +266,11 @@ let pressed; // the sequence under the button when it went down: rows move up wh
 get("sequences").addEventListener("pointerdown", (event) => {
   pressed = event.target.closest(".sequence")?.dataset.id;
 });
-get("sequences").addEventListener("click", () => pressed && select(pressed));
+get("sequences").addEventListener("click", (event) => {
+  // A click from the keyboard or a screen reader presses no button.
+  const id = event.detail > 0 ? pressed : event.target.closest(".sequence")?.dataset.id;
+  if (id) select(id);
+});
 get("cells").addEventListener("mousemove", showTooltip);
 get("cells").addEventListener("mouseleave", () => (get("tooltip").hidden = true));
 get("cells").addEventListener("click", (event) => {
