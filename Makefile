@@ -20,7 +20,7 @@ test-clients: .venv-clients/ready  ## LangChain, instructor, lm-eval, guidellm a
 	.venv-clients/bin/python -m pytest -W default tests/clients
 check: .venv/ready  ## style, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest tests/test_import_rules.py
-quick: .venv/ready  ## most contracts in a minute: no kernel is compiled
+quick: .venv/ready  ## argument checks, cache and scheduler in a minute: no kernel is compiled
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK)
 docs: .venv/docs-ready  ## build the site into site/, offline and strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -33,6 +33,7 @@ fuzz: .venv/ready  ## 50 000 random attention problems against float64
 clean:  ## forget the environment and every cache
 	rm -rf .venv .venv-swin .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis && find src -name __pycache__ -prune -exec rm -rf {} +
 .venv/ready: pyproject.toml constraints.txt
+	@echo "Installing into .venv, about two minutes"
 	$(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch .venv/ready
 .venv-swin/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-swin && .venv-swin/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[swin-test]' && touch .venv-swin/ready

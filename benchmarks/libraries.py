@@ -83,6 +83,8 @@ def find_libraries(
             absent[name] = "not installed"
         elif without and name in without:
             absent[name] = without[name]
+        elif inputs.shape.head_size in _CRASHING_SIZES.get(module, ()):
+            absent[name] = f"heads of {inputs.shape.head_size} end its process"
         elif name == _SPLITTING and (pages.is_decode or inputs.scales):
             continue  # the wrapper chooses it by itself
         elif inputs.scales and name.partition(" ")[0] not in _TAKE_EIGHT_BITS:
@@ -215,5 +217,7 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "vllm triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm),
 }
 _TAKE_EIGHT_BITS = ("flashinfer",)
+_CRASHING_SIZES = {"flashinfer": (80, 96)}
+"""Head sizes with which a module takes the whole process down (FlashInfer 0.6.18)."""
 COMPILED_WHEN_PLANNED = ("flashinfer", _SPLITTING, "flashinfer BatchAttention")
 """Planning a call compiles a module for its head size and types if there is none."""

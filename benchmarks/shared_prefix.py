@@ -21,7 +21,7 @@ from pagetile.analysis.timing import admit, ratio
 from pagetile.tiles.state import AttentionOutput
 
 from .case import Check, Measurement, Target
-from .gate import check_timed_call, chosen, expected_rows, judge_peers
+from .gate import check_rows, check_timed_call, chosen, expected_rows, judge_peers
 from .gpu_timing import time_in_turns
 
 __all__ = ["SharedPrefixCase", "SharedPrefixInputs"]
@@ -66,7 +66,10 @@ class SharedPrefixCase:
         rows, checks = inputs.rows(), []
         for name, batch in inputs.batches().items():
             call = functools.partial(inputs.attend, batch)
-            found = check_timed_call(call, inputs.implementation(batch), rows, self.about)
+            if batch.shared_prefixes is None:
+                found = check_timed_call(call, inputs.implementation(batch), rows, self.about)
+            else:  # the passes may run by different implementations: there is no one to name
+                found = [check_rows(call, rows, f"auto: {self.about}")]
             checks += [check._replace(what=f"{name}, {check.what}") for check in found]
         return checks
 

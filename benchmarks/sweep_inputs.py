@@ -36,8 +36,6 @@ __all__ = [
 ]
 
 _SCALE = 0.02
-_CRASHES = {"flashinfer": (96,)}
-"""Head sizes with which a library takes the whole process down (FlashInfer 0.6.18)."""
 
 
 class SweepInputs:
@@ -198,8 +196,6 @@ def find_peers(
     if inputs.device != "cpu":
         if not shape.block_size:
             unknown["flashinfer"] = "unsupported: no pages"
-        elif shape.head_size in _CRASHES["flashinfer"] and find_spec("flashinfer"):
-            unknown["flashinfer"] = f"heads of {shape.head_size} end its process"
         else:
             found, unknown = find_libraries(inputs, without)  # type: ignore[arg-type]
             peers |= found

@@ -50,12 +50,14 @@ from benchmarks.vllm_ops import VllmOpsCase
 from benchmarks.window_workloads import WindowWorkloadsCase, find_workloads
 from benchmarks.windows import WindowCase
 from benchmarks.workload_n import (
+    count_busy,
     draw_chats,
     draw_long,
     make_tokenizer,
     run_parts,
     serve,
     serve_in_turns,
+    time_per_token,
     time_shared,
 )
 from typer.testing import CliRunner
@@ -458,7 +460,7 @@ def test_a_prefix_that_ends_too_early_fails_the_gate(monkeypatch):
     monkeypatch.setattr(shared_prefix, "paged_attention", wrong)
     case = SMALL_CASES["shared prefix"]
     failed = [check.what for check in case.verify() if not check.passed]
-    assert failed == [f"{name}, cpu: {case.about}" for name in ("pagetile", "plain")]
+    assert failed == [f"pagetile, auto: {case.about}", f"plain, cpu: {case.about}"]
 
 
 def test_a_target_of_what_was_not_measured_is_not_reached():
@@ -1185,3 +1187,24 @@ def test_samples_of_one_prompt_are_timed_with_and_without_sharing():
 
 def test_a_tokenizer_without_a_model_has_a_word_for_every_token():
     assert make_tokenizer(96).decode([5, 95, 0]) == "w5w95w0"
+
+
+def test_a_step_s_time_is_of_runs_that_both_compute_their_prompts():
+    class Engine:
+        def __init__(self):
+            self.calls = []
+
+        def reset_prefix_cache(self):
+            self.calls.append("reset")
+
+        def generate(self, prompts, params, use_tqdm):
+            self.calls.append(params[0].max_tokens)
+
+    engine = Engine()
+    assert len(time_per_token(engine, 3, num_prompt=2, num_new=4, turns=2)) == 2
+    assert engine.calls == ["reset", 8, "reset", 12] * 2
+
+
+def test_kernels_that_overlap_are_busy_once():
+    assert count_busy([(1, 3), (0, 2), (0, 1), (5, 6)]) == 4
+    assert count_busy([]) == 0
