@@ -395,7 +395,6 @@ def host_time_per_step(
 
 def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
     """Kernels by time, and the share of time in which the GPU is busy, after ``skip`` seconds."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -418,7 +417,7 @@ def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
         engine.take_output(request_id)
     rows = [(e.key, e.self_device_time_total, e.count) for e in prof.key_averages()]
     rows.sort(key=lambda row: -row[1])
-    ranges = [e.time_range for e in prof.events() if e.device_type == DeviceType.CUDA]
+    ranges = [e.time_range for e in prof.events() if e.device_type.name == "CUDA"]
     busy = count_busy((r.start, r.end) for r in ranges) / 1e6
     num_bytes = num_keys * engine.cache.num_bytes / engine.cache.num_tokens
     attention = sum(t for key, t, _ in rows if "decode_kernel" in key) / 1e6
