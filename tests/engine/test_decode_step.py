@@ -243,11 +243,7 @@ def test_a_step_may_be_filled_up_beyond_the_positions_of_a_model(family):
     """These have a table of positions, and a GPU is lost where one is looked up behind its end."""
     from pagetile.engine.triton_prompts import PromptBuffers
 
-    model = load_model(tiny_model(family, max_position_embeddings=20), device=home())
-    cache = KVCache(model.layers, BlockPool(30, BLOCK_SIZE), device=home())
-    for blocks in (*cache.k, *cache.v):
-        blocks.fill_(0.5)
-    model.bind(cache)
+    model, _ = load_on_filled_cache(family, max_position_embeddings=20)
     sampler, generator = make_sampler(home()), torch.Generator().manual_seed(0)
     row_tables = torch.zeros(NUM_ROWS, 6, dtype=torch.int32, device=home())
     buffers = PromptBuffers(row_tables, sampler, 64, BLOCK_SIZE)
@@ -262,11 +258,7 @@ def test_a_step_may_be_filled_up_beyond_the_positions_of_a_model(family):
 def test_cleared_buffers_write_nothing():
     from pagetile.engine.triton_prompts import PromptBuffers
 
-    model = load_model(tiny_model("qwen3"), device=home())
-    cache = KVCache(model.layers, BlockPool(30, BLOCK_SIZE), device=home())
-    for blocks in (*cache.k, *cache.v):
-        blocks.fill_(0.5)
-    model.bind(cache)
+    model, cache = load_on_filled_cache("qwen3")
     sampler, generator = make_sampler(home()), torch.Generator().manual_seed(0)
     row_tables = torch.zeros(NUM_ROWS, 6, dtype=torch.int32, device=home())
     buffers = PromptBuffers(row_tables, sampler, 32, BLOCK_SIZE)
@@ -280,6 +272,16 @@ def test_cleared_buffers_write_nothing():
     assert (row_tables == 7).all()
     assert torch.equal(sampler.lengths, before)
     assert (buffers.drawn_rows(16) == -1).all()
+
+
+def load_on_filled_cache(family, **config):
+    """A small model, and its cache in which every number is 0.5."""
+    model = load_model(tiny_model(family, **config), device=home())
+    cache = KVCache(model.layers, BlockPool(30, BLOCK_SIZE), device=home())
+    for blocks in (*cache.k, *cache.v):
+        blocks.fill_(0.5)
+    model.bind(cache)
+    return model, cache
 
 
 def make_step(vocab_size, sampler, row_tables, counts, ends, generator):

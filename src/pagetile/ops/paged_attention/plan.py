@@ -269,7 +269,11 @@ def make_gpu_plan(
         num_programs=num_programs,
         halving_size=0 if batch_invariant else halving_size,
         least_size=0 if batch_invariant or not is_many else LEAST_SIZE,
-        merge_rows=_choose_merge_rows(problem, device, batch_invariant, is_wide) if is_many else 0,
+        merge_rows=_choose_merge_rows(
+            problem, device, batch_invariant=batch_invariant, is_wide=is_wide
+        )
+        if is_many
+        else 0,
         split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
         whole_size=0 if batch_invariant else WHOLE_SIZE if is_few else 2 * WHOLE_SIZE,
         short_split_size=0 if batch_invariant or is_few else WHOLE_SIZE,
@@ -405,7 +409,7 @@ def _is_bulky(problem: Problem) -> bool:
 
 
 def _choose_merge_rows(
-    problem: Problem, device: DeviceInfo, batch_invariant: bool, is_wide: bool
+    problem: Problem, device: DeviceInfo, *, batch_invariant: bool, is_wide: bool
 ) -> int:
     """Return how many rows of a head a CTA merges: few, but so that all CTAs run at once."""
     if batch_invariant:
