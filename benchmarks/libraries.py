@@ -137,6 +137,36 @@ def _flash_attn_3(library: Any, pages: _Pages) -> Call:
     )  # fmt: skip
 
 
+def _vllm_flash_attn_3(library: Any, pages: _Pages, *, is_scheduled: bool) -> Call:
+    """FlashAttention-3 as vLLM ships it; vLLM itself calls it with a schedule made beforehand."""
+    if pages.soft_cap:  # where its build lacks the kernel, its error ends the process
+        raise ValueError("a soft cap is not tried")
+    num_heads, num_kv_heads, size, block_size = pages.sizes
+    v_size = pages.v_cache.shape[-1]
+    out = pages.q.new_empty(*pages.q.shape[:2], v_size)
+    schedule = None
+    if is_scheduled:
+        schedule = library.get_scheduler_metadata(
+            len(pages.seq_lens), pages.max_query_len, pages.max_seq_len, num_heads, num_kv_heads,
+            size, pages.seq_lens, pages.q.dtype, v_size, pages.starts, page_size=block_size,
+            causal=pages.causal,
+        )  # fmt: skip
+
+    def call() -> Tensor:
+        result: Tensor = library.flash_attn_varlen_func(
+            pages.q, pages.k_cache, pages.v_cache, max_seqlen_q=pages.max_query_len,
+            cu_seqlens_q=pages.starts, max_seqlen_k=pages.max_seq_len, seqused_k=pages.seq_lens,
+            softmax_scale=size**-0.5, causal=pages.causal, block_table=pages.tables, out=out,
+            scheduler_metadata=schedule, fa_version=3,
+        )  # fmt: skip
+        return result
+
+    if is_scheduled:  # a schedule serves several calls; the one that is judged is its second
+        call()
+        out.fill_(torch.nan)
+    return call
+
+
 def _listed_pages(pages: _Pages) -> tuple[Tensor, Tensor, Tensor]:
     """Where each sequence's page ids begin, all page ids, and tokens of each last page."""
     block_size = pages.sizes[-1]
@@ -214,6 +244,14 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
     "flashinfer BatchAttention": ("flashinfer", _batch_attention),
     "flash_attn": ("flash_attn", _flash_attn),
     "flash_attn 3": ("flash_attn_interface", _flash_attn_3),
+    "vllm flash_attn 3": (
+        "vllm.vllm_flash_attn",
+        functools.partial(_vllm_flash_attn_3, is_scheduled=False),
+    ),
+    "vllm flash_attn 3 scheduled": (
+        "vllm.vllm_flash_attn",
+        functools.partial(_vllm_flash_attn_3, is_scheduled=True),
+    ),
     "vllm triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm),
 }
 _TAKE_EIGHT_BITS = ("flashinfer",)

@@ -194,14 +194,12 @@ def find_peers(
     shape = inputs.sweep
     unknown: dict[str, str] = {}
     if inputs.device != "cpu":
-        if not shape.block_size:
-            unknown["flashinfer"] = "unsupported: no pages"
-        else:
+        if shape.block_size:
             found, unknown = find_libraries(inputs, without)  # type: ignore[arg-type]
-            peers |= found
-        found, refused = _vllm_flash_attn_3(inputs)
+        else:
+            found, unknown = _dense_flash_attn_3(inputs)
+            unknown["flashinfer"] = "unsupported: no pages"
         peers |= found
-        unknown |= refused
     right, absent = admit(peers, inputs.judge)
     return right, unknown | absent
 
@@ -240,57 +238,27 @@ def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, new: int, length: int) -> Callabl
     return lambda: sdpa(heads, k, v, attn_mask=bias)[0].transpose(0, 1)
 
 
-def _vllm_flash_attn_3(
+def _dense_flash_attn_3(
     inputs: SweepInputs,
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """FlashAttention-3 as vLLM ships it; over pages, or over ragged keys where there are none.
-
-    Over pages it is also called with a schedule made beforehand, untimed, as vLLM calls it.
-    """
+    """FlashAttention-3 as vLLM ships it, over ragged keys without pages."""
     name = "vllm flash_attn 3"
     if find_spec("vllm") is None:
         return {}, {name: "not installed"}
-    if inputs.is_8_bit:
-        return {}, {name: "unsupported: caches of 8 bits"}
     try:
         library = importlib.import_module("vllm.vllm_flash_attn")
-        return _flash_attn_3_calls(library, inputs, name), {}
-    except Exception as error:  # whatever a library raises about a problem
+    except Exception as error:  # whatever a library raises
         return {}, {name: f"unsupported: {error}"}
+    batch = inputs.batch
+    _, k, v = inputs._dense_batch()
+    starts = pad(batch.seq_lens.cumsum(0).int(), (1, 0))
 
-
-def _flash_attn_3_calls(
-    library: Any, inputs: SweepInputs, name: str
-) -> dict[str, Callable[[], Tensor]]:
-    batch, v_size = inputs.batch, inputs.sweep.v_head_size
-    shared: dict[str, Any] = {
-        "max_seqlen_q": batch.max_query_len, "cu_seqlens_q": batch.cu_seqlens_q,
-        "max_seqlen_k": batch.max_seq_len, "causal": True, "fa_version": 3,
-        "softmax_scale": inputs.q.shape[-1] ** -0.5,
-    }  # fmt: skip
-    if not inputs.sweep.block_size:
-        _, k, v = inputs._dense_batch()
-        starts = pad(batch.seq_lens.cumsum(0).int(), (1, 0))
-        return {
-            name: lambda: library.flash_attn_varlen_func(
-                inputs.q, k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_k=starts, **shared
-            )
-        }
-    out = inputs.q.new_empty(*inputs.q.shape[:2], v_size)
-
-    def call(schedule: Tensor | None) -> Tensor:
+    def call() -> Tensor:
         result: Tensor = library.flash_attn_varlen_func(
-            inputs.q, inputs.k_cache, inputs.v_cache, seqused_k=batch.seq_lens,
-            block_table=inputs.tables, out=out, scheduler_metadata=schedule, **shared,
+            inputs.q, k.flatten(0, 1), v.flatten(0, 1), max_seqlen_q=batch.max_query_len,
+            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_k=batch.max_seq_len, cu_seqlens_k=starts,
+            softmax_scale=inputs.q.shape[-1] ** -0.5, causal=True, fa_version=3,
         )  # fmt: skip
         return result
 
-    schedule = library.get_scheduler_metadata(
-        len(batch.seq_lens), batch.max_query_len, batch.max_seq_len, inputs.q.shape[1],
-        inputs.k_cache.shape[2], inputs.q.shape[2], batch.seq_lens, inputs.q.dtype, v_size,
-        batch.cu_seqlens_q, page_size=inputs.k_cache.shape[1], causal=True,
-    )  # fmt: skip
-    # A schedule serves several calls; the one that is compared with float64 is its second.
-    call(schedule)
-    out.fill_(torch.nan)
-    return {name: lambda: call(None), f"{name} scheduled": lambda: call(schedule)}
+    return {name: call}, {}

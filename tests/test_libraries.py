@@ -96,7 +96,33 @@ class VLLM:
         out.copy_(attend(q, k, v, block_table, seqused_k, cu_seqlens_q, **how))
 
 
+class VLLMFlashAttention3:
+    """A schedule must be the call's own, and serve more than one call."""
+
+    @staticmethod
+    def get_scheduler_metadata(
+        batch_size, max_q, max_k, heads, kv_heads, size, seq_lens, dtype, v_size, starts, *,
+        page_size, causal,
+    ):  # fmt: skip
+        assert (batch_size, max_k, causal) == (3, max(LENGTHS), True)
+        assert (heads, kv_heads, size, v_size, page_size) == (4, 2, 32, 32, 8)
+        assert max_q == int((starts[1:] - starts[:-1]).max())
+        return seq_lens
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, causal, fa_version,
+        softmax_scale, block_table, out, scheduler_metadata,
+    ):  # fmt: skip
+        assert (fa_version, softmax_scale) == (3, 32**-0.5)
+        assert scheduler_metadata is None or torch.equal(scheduler_metadata, seqused_k)
+        found = attend(q, k, v, block_table, seqused_k, cu_seqlens_q, softcap=0.0, causal=causal)
+        return out.copy_(found)
+
+
+UNCAPPED = {"vllm flash_attn 3", "vllm flash_attn 3 scheduled"}
 STAND_INS = {
+    **dict.fromkeys(UNCAPPED, VLLMFlashAttention3),
     "flashinfer": FlashInfer,
     "flash_attn": FlashAttention2,
     "flash_attn 3": FlashAttention3,
@@ -119,9 +145,11 @@ def test_every_library_is_handed_the_same_problem(monkeypatch, decode, cap):
     install(monkeypatch, STAND_INS)
     shape = replace(SHAPE, logits_soft_cap=cap)
     inputs = Inputs(LENGTHS, shape, decode=decode, device="cpu")
-    found, _ = libraries.find_libraries(inputs)
+    found, absent = libraries.find_libraries(inputs)
     # FlashInfer's decode wrapper chooses this kernel by itself.
-    assert found.keys() == STAND_INS.keys() | (set() if decode else {"flashinfer fa2"})
+    there = STAND_INS.keys() | (set() if decode else {"flashinfer fa2"})
+    assert found.keys() == (there if cap is None else there - UNCAPPED)
+    assert all(absent[name].endswith("not tried") for name in UNCAPPED if cap is not None)
     expected = inputs.attend(impl="reference").out
     for call in found.values():
         torch.testing.assert_close(call(), expected)

@@ -24,7 +24,7 @@ from benchmarks.sweep_warming import Warmed
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pagetile import PagedBatch, paged_attention
+from pagetile import attention
 
 TINY = 1 / 256
 
@@ -258,44 +258,29 @@ def test_a_record_is_written_after_every_shape(run, tmp_path, monkeypatch):
     assert case["metrics"]["shapes"] == 1
 
 
-class FlashAttention3:
-    """As vLLM ships it; a schedule must be the call's own, and serve more than one call."""
+def test_flash_attention_3_takes_part_without_pages(monkeypatch):
+    shape = SweepShape((9, 9), (9, 9), 4, 4, 48, 32, 0)
+    inputs = SweepInputs(shape, "cpu")
 
-    @staticmethod
-    def get_scheduler_metadata(
-        batch_size, max_q, max_k, heads, kv_heads, size, seq_lens, dtype, v_size, starts, *,
-        page_size, causal,
-    ):  # fmt: skip
-        assert (batch_size, max_q, max_k, causal) == (2, 3, 20, True)
-        assert (heads, kv_heads, size, v_size, page_size) == (4, 2, 32, 32, 16)
-        return seq_lens
+    def attend(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, **how):
+        assert how == {"causal": True, "fa_version": 3, "softmax_scale": 48**-0.5}
+        assert max_seqlen_q == max_seqlen_k == 9
+        assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, 9, 18]
+        return attention(*(x.unflatten(0, (2, 9)) for x in (q, k, v)), causal=True).out
 
-    @staticmethod
-    def flash_attn_varlen_func(
-        q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, causal, fa_version,
-        softmax_scale, block_table, out, scheduler_metadata,
-    ):  # fmt: skip
-        batch = PagedBatch(block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-        assert (fa_version, causal, softmax_scale) == (3, True, 32**-0.5)
-        assert scheduler_metadata is None or torch.equal(scheduler_metadata, seqused_k)
-        return out.copy_(paged_attention(q, k, v, batch).out)
-
-
-def test_vllms_flash_attention_takes_part_with_and_without_a_schedule(monkeypatch):
-    inputs = SweepInputs(SweepShape((3, 1), (20, 9), 4, 2, 32, 32, 16), "cpu")
+    library = SimpleNamespace(flash_attn_varlen_func=attend)
     monkeypatch.setattr(sweep_inputs, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", FlashAttention3)
-    found, absent = sweep_inputs._vllm_flash_attn_3(inputs)
-    assert list(found) == ["vllm flash_attn 3", "vllm flash_attn 3 scheduled"]
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", library)
+    found, absent = sweep_inputs._dense_flash_attn_3(inputs)
     assert absent == {}
-    assert [inputs.judge(name, call()) for name, call in found.items()] == [None, None]
+    assert [inputs.judge(name, call()) for name, call in found.items()] == [None]
 
 
 def test_a_library_that_cannot_be_loaded_is_named_with_its_reason(monkeypatch):
-    inputs = SweepInputs(SweepShape((3, 1), (20, 9), 4, 2, 32, 32, 16), "cpu")
+    inputs = SweepInputs(SweepShape((9, 9), (9, 9), 4, 4, 48, 32, 0), "cpu")
     monkeypatch.setattr(sweep_inputs, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)
-    _, absent = sweep_inputs._vllm_flash_attn_3(inputs)
+    _, absent = sweep_inputs._dense_flash_attn_3(inputs)
     assert absent["vllm flash_attn 3"].startswith("unsupported: import of vllm.vllm_flash_attn")
 
 
