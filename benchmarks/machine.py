@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import torch
 
+from pagetile.version import find_version
+
 __all__ = [
     "PEERS",
     "READ_BYTES",
@@ -38,7 +40,7 @@ PEERS = {
 """Packages with kernels that take part where they are installed, by their contestants."""
 _CHANGED = " and changes"
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
-_PACKAGES = ("pagetile", "torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
+_PACKAGES = ("torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
 
 
 def describe() -> dict[str, Any]:
@@ -121,7 +123,7 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    return {name: _version(name) for name in _PACKAGES}
+    return {"pagetile": find_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 def _version(package: str) -> str | None:

@@ -17,7 +17,7 @@ MODULES = {
 # From the bottom up; a module imports from its own layer and those below. A name covers all that
 # lies under it, ``*`` is any word, a final ``_`` any ending; the longest that fits decides.
 LAYERS = [
-    ["errors", "process"],
+    ["errors", "process", "version"],
     ["shapes", "device", "demo", "transfer"],
     ["kv_cache"],
     ["tiles"],

@@ -2,8 +2,12 @@
 
 import importlib
 import inspect
+import os
 import pkgutil
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +53,14 @@ def test_all_is_exact(name):
     }
     helpers = {"TYPE_CHECKING", "import_module", "annotations"}
     assert public - helpers == set(module.__all__)
+
+
+def test_the_version_of_a_source_tree_says_so():
+    source = Path(pagetile.__file__).parents[1]
+    command = [sys.executable, "-S", "-c", "import pagetile; print(pagetile.__version__)"]
+    environment = {**os.environ, "PYTHONPATH": str(source)}  # -S: without what is installed
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "0+source.tree\n"
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -111,9 +111,9 @@ if not TYPE_CHECKING:  # a type checker would take it to mean that every name ex
     def __getattr__(name: str) -> object:
         """Import a public name from its home."""
         if name == "__version__":
-            from importlib.metadata import version
+            from .version import find_version
 
-            return version("pagetile")
+            return find_version()
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

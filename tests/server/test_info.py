@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagetile import SamplingParams
+from pagetile.server import create_app
+from pagetile.version import SOURCE_TREE
 
 
 def test_models_health_and_version(http):
@@ -19,6 +22,15 @@ def test_models_health_and_version(http):
     assert http.get("/ready").status_code == 200
     assert http.get("/version").json().keys() == {"version"}
     assert http.get("/docs").status_code == 200
+
+
+def test_a_server_that_is_not_installed_says_so(async_llm, http, monkeypatch):
+    def find_nothing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", find_nothing)
+    assert create_app(async_llm).version == SOURCE_TREE
+    assert http.get("/version").json() == {"version": SOURCE_TREE}
 
 
 def test_tokens_there_and_back(http, llm):

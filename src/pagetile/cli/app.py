@@ -44,9 +44,9 @@ app.add_typer(bench, name="bench")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from ..version import find_version
 
-        typer.echo(f"pagetile {version('pagetile')}")
+        typer.echo(f"pagetile {find_version()}")
         raise typer.Exit
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from ..engine.async_llm import AsyncLLM
+from ..version import find_version
 from .body import add_openapi
 from .config import ServerConfig
 from .errors import add_handlers
@@ -38,7 +37,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     config = config or ServerConfig()
     app = FastAPI(
         title="pagetile",
-        version=version("pagetile"),
+        version=find_version(),
         description="OpenAI-compatible text generation over a paged KV cache.",
     )
     server = Server(llm, config)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from ...version import find_version
 from ..body import described
 from ..errors import ApiError
 from ..state import Server, server_of
@@ -65,7 +65,7 @@ async def ready(request: Request) -> Response:
 @router.get("/version", **described())
 async def get_version() -> dict[str, str]:
     """The version of this server."""
-    return {"version": version("pagetile")}
+    return {"version": find_version()}
 
 
 @router.get("/metrics", **described(), response_class=Response)
