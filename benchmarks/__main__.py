@@ -111,8 +111,11 @@ def _record(
     repeats: int | None,
     circumstances: dict[str, Any],
     checked: Mapping[str, list[Check]] | None = None,
+    absent: Mapping[str, str] | None = None,
 ) -> bool:
     """Verify cases, unless they are checked, time them, and write each into the record.
+
+    ``absent`` names peers that were left out of all of them, with reasons.
 
     Returns:
         Whether all are right.
@@ -125,6 +128,7 @@ def _record(
         if all(check.passed for check in checks):
             background = BackgroundLoad()
             measurement = case.measure(repeats)
+            measurement.absent.update(absent or {})
             others = background.share
             report.print_measurement(console, case, measurement, others)
             records[case.name] = report.record(case, checks, measurement, others, circumstances)
@@ -169,6 +173,10 @@ def all_records(
     but: Annotated[
         list[str] | None, typer.Option(metavar="CASE", help="Leave a case out, repeatable.")
     ] = None,
+    without_compiled: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CASE", help="Leave a case's compiled peers out, repeatable."),
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(min=0, help="Processes that compile and verify beforehand; 0: none."),
@@ -184,6 +192,8 @@ def all_records(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     jobs = default_jobs() if jobs is None else jobs
     to_do = _find_work(folder, machine, device, only, but or [], circumstances["commit"])
+    uncompiled = without_compiled or []
+    to_do = [(spec, _leave_compiled(cases, uncompiled), made) for spec, cases, made in to_do]
     _say(f"{len(to_do)} records of {machine}, {minutes:.0f} minutes, into {folder}")
     checked: dict[str, list[Check]] = {}
     missing: list[str] = []
@@ -206,13 +216,19 @@ def all_records(
             before = report.load(old) if old.exists() else None
             start = time.monotonic()
             try:
-                missing += _renew(spec, new, cases, made, budget, repeats, circumstances, checked)
+                missing += _renew(
+                    spec, new, cases, made, budget, repeats, circumstances, checked, uncompiled
+                )
             except _DeviceLostError as reason:
                 watchdog.cancel()
                 _say(f"{reason}; going on in another process")
                 options = [f"--minutes={budget.left / 60}", f"--machine={machine}", "--jobs=0"]
                 options += [f"--only={word}" for word in only or []]
-                options += [f"--but={word}" for word in [*(but or []), reason.case]]
+                options += [f"--but={word}" for word in but or []]
+                options += [f"--without-compiled={word}" for word in uncompiled]
+                has_compiled = getattr(reason.case, "has_compiled_peers", False)
+                how = "without-compiled" if has_compiled else "but"
+                options.append(f"--{how}={reason.case.name}")
                 options += [f"--into={into}"] if into else []
                 options += [f"--repeats={repeats}"] if repeats else []
                 _report(missing, changes, loaded)
@@ -261,8 +277,8 @@ def _end_after(seconds: float) -> threading.Timer:
 class _DeviceLostError(Exception):
     """A case after which the GPU runs nothing more in this process."""
 
-    def __init__(self, case: str, reason: Exception) -> None:
-        super().__init__(f"{case} lost the device: {reason}")
+    def __init__(self, case: Case, reason: Exception) -> None:
+        super().__init__(f"{case.name} lost the device: {reason}")
         self.case = case
 
 
@@ -302,6 +318,16 @@ def _find_work(
     return found
 
 
+def _leave_compiled(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """The same cases, those of some names without peers that torch.compile makes."""
+    return [
+        replace(case, has_compiled_peers=False)  # type: ignore[type-var]
+        if case.name in names
+        else case
+        for case in cases
+    ]
+
+
 def _prepare(to_do: _Work, jobs: int, budget: Budget) -> dict[str, list[Check]]:
     """Compile and verify what is left to do; engines first, since each takes long."""
     cases = [case for _, some, _ in to_do for case in some]
@@ -337,6 +363,7 @@ def _renew(
     repeats: int | None,
     circumstances: dict[str, Any],
     checked: Mapping[str, list[Check]],
+    uncompiled: Sequence[str],
 ) -> list[str]:
     """Make what is left of one record; return what of it is missing, and why."""
     if is_of_another_device(path):
@@ -355,7 +382,8 @@ def _renew(
             continue
         _say(f"{path.stem}: {case.name}")
         try:
-            if not _record([case], path, repeats, circumstances, checked):
+            absent = {"compiled": "lost the device"} if case.name in uncompiled else {}
+            if not _record([case], path, repeats, circumstances, checked, absent):
                 missing.append(f"{path.stem}: {case.name} is wrong")
         except Exception as reason:  # one case that fails must not cost the others
             missing.append(f"{path.stem}: {case.name} failed: {reason}")
@@ -369,7 +397,7 @@ def _check_device(case: Case) -> None:
     try:
         torch.cuda.synchronize()
     except RuntimeError as reason:
-        raise _DeviceLostError(case.name, reason) from None
+        raise _DeviceLostError(case, reason) from None
 
 
 @app.command()

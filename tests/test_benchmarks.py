@@ -1040,6 +1040,25 @@ def test_a_lost_device_is_left_and_the_rest_goes_on_in_another_process(run, monk
     assert {"--only=decode", "--but=gpu-decode-a", "--jobs=0", "--machine=m"} <= set(command)
 
 
+def test_a_case_whose_compiled_peers_lost_the_device_is_measured_without_them(run, tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Compiling(Fake):
+        has_compiled_peers: bool = True
+
+        def measure(self, repeats):
+            measured.append((self.name, self.has_compiled_peers))
+            return super().measure(repeats)
+
+    measured = []
+    present = (Compiling("decode-a"), Compiling("decode-b"))
+    options = ("all", "--machine", "m", "--only", "-", "--into", tmp_path)
+    done = run(*options, "--without-compiled", "decode-b", present=present)
+    assert done.exit_code == 0
+    assert measured == [("decode-a", True), ("decode-b", False)]
+    made = json.loads((tmp_path / "m.json").read_text())["cases"]
+    assert [case["absent"] for case in made] == [{}, {"compiled": "lost the device"}]
+
+
 def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monkeypatch):
     said = []
     names = ["tiled-2x1024-gqa", "nothing"]
