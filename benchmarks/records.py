@@ -118,6 +118,10 @@ RECORDS = (
     RecordSpec("-vllm-ops", "cuda", 30, ("vllm-ops-",)),
     RecordSpec("-cache-ops", "cuda", 35, ("write-kv-", "copy-blocks-")),
     RecordSpec("-http", "cuda", 90, script=("benchmarks", "http-n", "--json")),
+    RecordSpec(
+        "-latency", "cuda", 100,
+        script=("benchmarks", "http-latency", "--device", "cuda", "--limit", "95", "--json"),
+    ),
     RecordSpec("-swin", "cuda", 50, ("swin-unetr-",)),
     RecordSpec("-prefill-blocks", "cuda", 20, ("gpu-prefill-blocks-",)),
     RecordSpec("-scores", "cuda", 5, ("gpu-scores-",)),
