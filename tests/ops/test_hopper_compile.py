@@ -333,6 +333,7 @@ SHIFTED = {"num_masks": 1, "has_regions": True}
     [
         (SHIFTED, 200),
         ({"num_tokens": 512, "head_size": 32, "dtype": BF16}, 64),
+        ({"num_tokens": 256, "head_size": 30, "dtype": BF16}, 64),
         *rarely(
             (SHIFTED | {"num_tokens": 417, "head_size": 32}, 64),  # 264 bytes of memory are left
             (
@@ -411,6 +412,8 @@ def test_windows_of_one_tile_share_a_multiprocessor(change, tmp_path):
         (SHIFTED, "columns", 136),
         (SHIFTED, "rows", 72),
         ({"num_tokens": 256, "head_size": 32, "dtype": BF16}, "columns", 216),
+        ({"num_tokens": 256, "head_size": 30, "dtype": BF16}, "columns", 216),
+        ({"num_tokens": 256, "head_size": 30, "dtype": BF16}, "rows", 216),
         ({"num_tokens": 576, "head_size": 24}, "rows", 80),
         *rarely(
             (SHIFTED | {"num_tokens": 512, "head_size": 32, "dtype": BF16}, "rows", 184),
@@ -439,6 +442,8 @@ def test_what_goes_before_and_after_gradients_of_windows_compiles():
     deltas = launch.make_deltas_launcher(problem, has_dlse=True).compile(HOPPER)
     assert "ld.global.b16" not in deltas.asm["ptx"]
     launch.make_sums_launcher(3, 343, 11, uses_pdl=True).compile(HOPPER)
+    padder = launch.make_padder(BF16, 6, 256, 30).compile(HOPPER)
+    assert "st.global.v4.b32" in padder.asm["ptx"]
     one_tile.make_region_packer("*u8", 49).compile(HOPPER)
 
 
@@ -454,7 +459,9 @@ def test_what_goes_before_and_after_gradients_of_windows_compiles():
         ({"table_size": None, "num_biases": 2}, "several biases"),
         ({"learned_dtypes": (torch.float64,)}, "float64"),
         ({"mask_dtype": torch.bool, "num_masks": 1}, "dense mask"),
-        ({"head_size": 20}, "head_size is 20; multiples of 8"),
+        ({"head_size": 20}, None),
+        ({"head_size": 17}, "head_size is 17; multiples of 8"),
+        ({"head_size": 30, "num_tokens": 64}, "in windows of more than 64 tokens"),
         ({"head_size": 72}, "head_size is 72"),
         ({"num_tokens": 32}, "num_tokens is 32; 33 to 1024"),
         (SHIFTED | {"num_tokens": 49, "head_size": 64}, None),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....device import DeviceInfo
-from ....tiles.hopper.gluon_launcher import align
 from ....tiles.hopper.launch import refuse
 from ....tiles.state import AttentionOutput
 from .. import triton
@@ -21,6 +20,7 @@ from .launch import (
     BiasGradient,
     GradientKernels,
     KernelArguments,
+    align_tokens,
     element_types,
     make_region_encoder,
     plan_forward,
@@ -31,6 +31,7 @@ from .plan import make_plan
 __all__ = ["backward", "forward", "supports"]
 
 _FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 33, 1024, 64
+_NARROWEST_PADDED = 18  # head size from which copying rows to where they can be read is repaid
 _NARROW = 16  # head size up to which few windows of 193 to 256 tokens are left to Triton
 _MOST_ONE_HOT = 2048.0  # of a mask value over the scale that float16 products may add
 _LARGEST = 65_504.0  # finite float16
@@ -38,7 +39,8 @@ _LARGEST = 65_504.0  # finite float16
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Return why this cannot run, or None where it runs and was measured faster than Triton."""
-    reason = refuse(device, problem.dtype, problem.head_size, problem.head_size)
+    rows = -(-problem.head_size // 8) * 8  # with the room between them
+    reason = refuse(device, problem.dtype, rows, rows)
     if reason is not None:
         return reason
     if problem.cosine:
@@ -47,8 +49,15 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "float64 is for the reference"
     if problem.mask_dtype is not None or problem.num_biases > 1:
         return "a dense mask, or several biases, are left to triton"
-    if problem.head_size % 8 or problem.head_size > _WIDEST:
-        return f"head_size is {problem.head_size}; multiples of 8 up to {_WIDEST} run"
+    if problem.head_size > _WIDEST:
+        return f"head_size is {problem.head_size}; up to {_WIDEST} run"
+    if problem.head_size % 8 and (
+        problem.head_size < _NARROWEST_PADDED or problem.num_tokens <= ONE_TILE_TOKENS
+    ):
+        return (
+            f"head_size is {problem.head_size}; multiples of 8 run, and any from "
+            f"{_NARROWEST_PADDED} on in windows of more than {ONE_TILE_TOKENS} tokens"
+        )
     if not _FEWEST_TOKENS <= problem.num_tokens <= _MOST_TOKENS:
         return (
             f"num_tokens is {problem.num_tokens}; {_FEWEST_TOKENS} to {_MOST_TOKENS} is where "
@@ -110,7 +119,7 @@ def backward(
     kernels = plan_gradients(problem, device, element_types(x), dlse is not None)
     if kernels is None:
         return triton.backward(problem, x, out, lse, dout, dlse)
-    dout, dlse = align(dout), None if dlse is None else dlse.contiguous()
+    dout, dlse = align_tokens(dout), None if dlse is None else dlse.contiguous()
     buffers = _GradientBuffers.of(problem, kernels, x, lse)
     arguments = _StreamArguments(problem, x, is_backward=True)
     _run_deltas(arguments, kernels, buffers, out, lse, dout, dlse)

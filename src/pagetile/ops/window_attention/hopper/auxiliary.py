@@ -2,6 +2,7 @@
 
 - ``encode_regions``: regions as one-hot columns, for masks that are products (``forward_kernel``);
 - ``pack_regions``: regions as bits, for windows of one tile (``one_tile``);
+- ``pad_rows``: tokens whose rows the copy engine can read, where a head's size is no multiple of 8;
 - ``make_deltas``: pivot and delta of every query row, for the gradients;
 - ``sum_tiles``: the bias gradient from the sums of each program of the row kernel.
 """
@@ -14,7 +15,7 @@ from ....tiles.triton.launch import INTERPRETED
 from ..triton.backward_kernels import find_tokens
 from . import constants
 
-__all__ = ["encode_regions", "make_deltas", "pack_regions", "sum_tiles"]
+__all__ = ["encode_regions", "make_deltas", "pack_regions", "pad_rows", "sum_tiles"]
 
 USES_PDL = tl.constexpr(not INTERPRETED)
 MAX_REGIONS = tl.constexpr(constants.MAX_REGIONS)
@@ -100,6 +101,31 @@ def pack_regions(
     first = tl.load(regions)
     differs = ((row_region != first) & (row < NUM_TOKENS)).to(tl.int32)
     tl.store(region_bits + 2 * PIECE, tl.max(differs, 0))
+
+
+@triton.jit
+def pad_rows(
+    padded,  # [num_windows, NUM_HEADS, NUM_TOKENS, PITCH]
+    x,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE]
+    x_window,
+    x_head,
+    x_token,
+    num_rows,
+    NUM_HEADS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PITCH: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Copy rows so that each begins on 16 bytes; zeros follow."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    pair, token = row // NUM_TOKENS, row % NUM_TOKENS
+    at = pair // NUM_HEADS * x_window + pair % NUM_HEADS * x_head + token * x_token
+    d = tl.arange(0, D)[None, :]
+    is_row = (row < num_rows)[:, None]
+    value = tl.load(x + at[:, None] + d, mask=is_row & (d < HEAD_SIZE), other=0.0)
+    tl.store(padded + row[:, None] * PITCH + d, value, mask=is_row & (d < PITCH))
 
 
 @triton.jit

@@ -26,11 +26,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ....device import DeviceInfo
-from ....tiles.hopper.gluon_launcher import GluonLauncher, align
+from ....tiles.hopper.gluon_launcher import GluonLauncher, align, is_described
 from ....tiles.triton.launch import Launcher
 from ..problem import Operands, Problem
 from ..triton import POINTER_TYPES, count_tokens
-from .auxiliary import encode_regions, make_deltas, sum_tiles
+from .auxiliary import encode_regions, make_deltas, pad_rows, sum_tiles
 from .columns import column_gradients
 from .constants import (
     DENSE,
@@ -57,12 +57,14 @@ __all__ = [
     "BiasGradient",
     "GradientKernels",
     "KernelArguments",
+    "align_tokens",
     "common_types",
     "constants_of",
     "element_types",
     "make_columns_launcher",
     "make_deltas_launcher",
     "make_launcher",
+    "make_padder",
     "make_region_encoder",
     "make_rows_launcher",
     "make_sums_launcher",
@@ -74,7 +76,7 @@ __all__ = [
 
 LOG2_E = 1 / math.log(2)
 _LEAST_SCALE = 1 / 16
-_DELTA_ELEMENTS, _SUM_ELEMENTS = 4096, 4096  # of a program's tile
+_DELTA_ELEMENTS, _SUM_ELEMENTS, _PADDED_ELEMENTS = 4096, 4096, 4096  # of a program's tile
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class KernelArguments:
     def __init__(self, problem: Problem, x: Operands, transposes_table: bool = False) -> None:
         self.problem, self.x = problem, x
         q, self.scale = normalise_scale(x.q, x.softmax_scale)
-        self.q, self.k, self.v = align(q), align(x.k), align(x.v)
+        self.q, self.k, self.v = (align_tokens(tokens) for tokens in (q, x.k, x.v))
         unused = self.q
         self.offsets = unused if x.rel_offsets is None else x.rel_offsets.contiguous()
         self.bias = unused if x.bias is None else x.bias.contiguous()
@@ -146,6 +148,22 @@ class BiasGradient(NamedTuple):
         programs = size // launcher.constants["TILE"] + -(-num_tokens // SUM_OFFSETS)
         launcher((programs, 1, 1), self.dbias, self.tokens, self.sums, offsets, chunks,
                  num_tokens - 1)  # fmt: skip
+
+
+def align_tokens(x: Tensor) -> Tensor:
+    """``[num_windows, num_heads, num_tokens, head_size]`` where the copy engine can read its rows.
+
+    It reads zeros past a row's end: a size that is no multiple of 8 only needs room between rows.
+    """
+    *sizes, head_size = x.shape
+    if is_described(x) or head_size % 8 == 0:
+        return align(x)
+    padder = make_padder(x.dtype, *sizes[1:], head_size)
+    padded = x.new_empty(*sizes, padder.constants["PITCH"])
+    num_rows = math.prod(sizes)
+    programs = -(-num_rows // padder.constants["TILE"])
+    padder((programs, 1, 1), padded, x, *x.stride()[:3], num_rows)
+    return padded[..., :head_size]
 
 
 def element_types(x: Operands) -> tuple[str, str]:
@@ -233,6 +251,23 @@ def make_region_encoder(regions: str, num_tokens: int) -> Launcher:
     types |= {"factor": "fp32", "limit": "i32"}
     constants = {"NUM_TOKENS": num_tokens, "TILE": 1 << (num_tokens - 1).bit_length()}
     return Launcher(encode_regions, types, constants, num_warps=4)
+
+
+@functools.lru_cache(maxsize=256)
+def make_padder(dtype: torch.dtype, num_heads: int, num_tokens: int, head_size: int) -> Launcher:
+    """The launcher of ``pad_rows``."""
+    pointer, width = POINTER_TYPES[dtype], padded_head_size(head_size)
+    types = {"padded": f"{pointer}:16", "x": pointer}
+    types |= dict.fromkeys(("x_window", "x_head", "x_token", "num_rows"), "i64")
+    constants = {
+        "NUM_HEADS": num_heads,
+        "NUM_TOKENS": num_tokens,
+        "HEAD_SIZE": head_size,
+        "PITCH": -(-head_size // 8) * 8,
+        "TILE": _PADDED_ELEMENTS // width,
+        "D": width,
+    }
+    return Launcher(pad_rows, types, constants, num_warps=4)
 
 
 @functools.lru_cache(maxsize=256)
