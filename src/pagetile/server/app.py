@@ -13,7 +13,7 @@ from .config import ServerConfig
 from .errors import add_handlers
 from .middleware import Gate
 from .page_map import PageFeed
-from .routes import chat, completions, info, pages, responses, tokens
+from .routes import generation, info, pages, tokens
 from .schemas.chat import ChatRequest
 from .schemas.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .schemas.responses import ResponsesRequest
@@ -43,7 +43,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     server = Server(llm, config)
     server.pages = PageFeed(llm, show_text=config.show_text)
     app.state.server = server
-    for routes in (completions, chat, responses, tokens, info, pages):
+    for routes in (generation, tokens, info, pages):
         app.include_router(routes.router)
     add_handlers(app)
     bodies: list[type[BaseModel]] = [

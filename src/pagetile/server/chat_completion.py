@@ -12,8 +12,7 @@ from starlette.requests import Request
 from ..engine.output_processor import Delta
 from ..engine.request import CompletionOutput
 from ..engine.request_stream import RequestStream
-from .conversation import as_template_messages, as_template_tools
-from .errors import ApiError
+from .errors import field_error
 from .generation import (
     Added,
     TextEvents,
@@ -92,11 +91,9 @@ class ChatCompletion:
         more = _check_tools(server, body) if offers_tools else {}
         form = forced_call_form(body) if offers_tools else None
         more["structured_outputs"] = form or output_form(body)
-        messages = as_template_messages(body.messages)
-        server.check_length(sum(len(message["content"]) for message in messages), "messages")
         token_ids = await server.template.render(
-            messages,
-            tools=as_template_tools(body.tools) if offers_tools else None,
+            body.messages,
+            tools=body.tools if offers_tools else None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template=body.chat_template,
@@ -114,6 +111,10 @@ class ChatCompletion:
         )
         stream = await server.submit(request, body, token_ids, params, stream=bool(body.stream))
         return cls(server, request, body, stream)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self.stream.close()
 
     # --- the whole answer -------------------------------------------------------------------
 
@@ -137,9 +138,8 @@ class ChatCompletion:
         return response
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
-        parser = self.parser()
-        first, last = parser.feed(sample.text), parser.finish()
-        text, calls = self._echo + first.text + last.text, [*first.calls, *last.calls]
+        parsed = _Sample(self.parser()).parse(sample.text, is_last=True)
+        text, calls = self._echo + parsed.text, parsed.calls
         message: dict[str, Any] = {
             "role": "assistant",
             "content": text if text or not calls else None,
@@ -162,11 +162,8 @@ class ChatCompletion:
 
     def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events."""
-        options = self.body.stream_options
-        reports_usage = options is not None and options.include_usage
-        return server_sent_events(
-            self.request, [self.stream], self._encode, self._usage_event if reports_usage else None
-        )
+        usage_event = self._usage_event if self.body.reports_usage else None
+        return server_sent_events(self.request, [self.stream], self._encode, usage_event)
 
     def write_text(self, write: Write) -> None:
         """Have events that only add text written to the connection directly."""
@@ -176,18 +173,13 @@ class ChatCompletion:
     def _text_events(self) -> TextEvents | None:
         """Makes events that only add text; ``None``: this request's have more."""
         body = self.body
-        if body.logprobs or body.return_token_ids or self._counts_usage:
+        if body.logprobs or body.return_token_ids or body.counts_usage:
             return None
         if not isinstance(self._samples[0].parser, TextOnly):
             return None
         return TextEvents(
             lambda index, text: self._chunk([_choice(index, {"content": text})]), len(self._samples)
         )
-
-    @property
-    def _counts_usage(self) -> bool:
-        options = self.body.stream_options
-        return options is not None and options.continuous_usage_stats
 
     @cached_property
     def _samples(self) -> list[_Sample]:
@@ -232,7 +224,7 @@ class ChatCompletion:
             choice["stop_reason"] = added.stop_reason
         if body.return_token_ids:
             choice["token_ids"] = added.token_ids
-        return event_of(self._chunk([choice], self._usage_now() if self._counts_usage else None))
+        return event_of(self._chunk([choice], self._usage_now() if body.counts_usage else None))
 
     def _usage_now(self) -> Usage:
         num_tokens = sum(sample.num_tokens for sample in self._samples)
@@ -292,11 +284,10 @@ def _check_tools(server: Server, body: ChatRequest) -> dict[str, Any]:
         return {}
     kind = choose_parser(server.config.tool_call_parser, server.template.source)
     if kind is None or not server.template.knows("tools"):
-        raise ApiError(
-            400,
+        raise field_error(
+            "tools",
             "tools: this model's chat template does not offer tools. Force a call with tool_choice "
             "'required', or start the server with --chat-template and --tool-call-parser",
-            param="tools",
         )
     tags = ("<tool_call>", "<|python_tag|>")
     special = getattr(server.tokenizer, "all_special_tokens", ())
@@ -307,10 +298,8 @@ def _template_options(server: Server, body: ChatRequest) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         if not server.template.knows("reasoning_effort"):
-            raise ApiError(
-                400,
-                "reasoning_effort: this model's chat template does not know it",
-                param="reasoning_effort",
+            raise field_error(
+                "reasoning_effort", "reasoning_effort: this model's chat template does not know it"
             )
         options["reasoning_effort"] = body.reasoning_effort
     return options

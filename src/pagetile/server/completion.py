@@ -133,7 +133,7 @@ class Completion:
                 choice: dict[str, Any] = {
                     "index": number * n + sample.index,
                     "text": self._echoes[number] + sample.text,
-                    "logprobs": self._logprobs(stream, sample.index),
+                    "logprobs": self._new_logprobs(number, sample.index),
                     "finish_reason": sample.finish_reason,
                     "stop_reason": sample.stop_reason,
                 }
@@ -148,25 +148,12 @@ class Completion:
         note_usage(self.request, usage)
         return {**self._head, "choices": choices, "usage": usage.report()}
 
-    def _logprobs(self, stream: RequestStream, sample: int) -> dict[str, Any] | None:
-        if self.body.logprobs is None:
-            return None
-        tokens: list[Any] = list(stream.logprobs[sample])
-        token_ids = [token.token_id for token in tokens]
-        if self.body.echo:
-            tokens = [*stream.prompt_logprobs, *tokens]
-            token_ids = [*stream.prompt_token_ids, *token_ids]
-        return completion_logprobs(self.server.words, tokens, token_ids, num_top=self.body.logprobs)
-
     # --- piece by piece ---------------------------------------------------------------------
 
     def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events."""
-        options = self.body.stream_options
-        reports_usage = options is not None and options.include_usage
-        return server_sent_events(
-            self.request, self.streams, self._encode, self._usage_event if reports_usage else None
-        )
+        usage_event = self._usage_event if self.body.reports_usage else None
+        return server_sent_events(self.request, self.streams, self._encode, usage_event)
 
     def write_text(self, write: Write) -> None:
         """Have events that only add text written to the connection directly."""
@@ -177,17 +164,12 @@ class Completion:
     def _text_events(self) -> TextEvents | None:
         """Makes events that only add text; ``None``: this request's have more."""
         body = self.body
-        if body.logprobs is not None or body.return_token_ids or body.echo or self._counts_usage:
+        if body.logprobs is not None or body.return_token_ids or body.echo or body.counts_usage:
             return None
         return TextEvents(
             lambda index, text: {**self._head, "choices": [_choice(index, text)]},
             len(self.streams) * (body.n or 1),
         )
-
-    @property
-    def _counts_usage(self) -> bool:
-        options = self.body.stream_options
-        return options is not None and options.continuous_usage_stats
 
     def _encode(self, number: int, deltas: list[Delta]) -> bytes:
         """Events of deltas of a prompt, one for each sample that has news."""
@@ -210,17 +192,19 @@ class Completion:
         choice = _choice(number * (body.n or 1) + added.index, text, added.finish_reason)
         if added.finish_reason is not None:
             choice["stop_reason"] = added.stop_reason
-        if body.logprobs is not None:
-            choice["logprobs"] = self._new_logprobs(number, added.index, body.logprobs)
+        choice["logprobs"] = self._new_logprobs(number, added.index)
         if body.return_token_ids:
             choice["token_ids"] = added.token_ids
         event: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._counts_usage:
+        if body.counts_usage:
             event["usage"] = Usage(len(stream.prompt_token_ids), sample.num_tokens).report()
         return event_of(event)
 
-    def _new_logprobs(self, number: int, index: int, num_top: int) -> dict[str, Any]:
+    def _new_logprobs(self, number: int, index: int) -> dict[str, Any] | None:
         """Those that no event has had yet; before the first, with ``echo``, the prompt's."""
+        num_top = self.body.logprobs
+        if num_top is None:
+            return None
         stream, sample = self.streams[number], self._samples[number][index]
         is_first = sample.num_logprobs == 0
         tokens: list[Any] = stream.logprobs[index][sample.num_logprobs :]

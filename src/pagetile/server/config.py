@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["Limits", "ServerConfig"]
+from ..errors import RequestError
+
+__all__ = ["Limits", "ServerConfig", "model_name", "read_keys"]
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,28 @@ class ServerConfig:
     show_text: bool = False
     log_prompts: bool = False
     limits: Limits = field(default_factory=Limits)
+
+
+def model_name(path: str | os.PathLike[str] | None) -> str:
+    """What a checkpoint is called where no name is given: its folder's."""
+    if path is None:
+        return "pagetile-demo"
+    return os.path.basename(os.path.abspath(os.fspath(path)))
+
+
+def read_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """API keys of a command line, the environment and a file.
+
+    Raises:
+        RequestError: A key is empty, or the file has none.
+    """
+    keys = [*given, *filter(None, [os.environ.get("PAGETILE_API_KEY")])]
+    if file is not None:
+        lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+        found = [line for line in lines if line]
+        if not found:
+            raise RequestError(f"{file} has no API key: write one on each line")
+        keys += found
+    if not all(key.strip() for key in keys):
+        raise RequestError("an API key is empty: give a key, or none at all")
+    return tuple(dict.fromkeys(keys))

@@ -20,9 +20,17 @@ from ..errors import (
 )
 from .logs import log
 
-__all__ = ["ApiError", "ErrorBody", "add_handlers", "error_body", "from_validation", "to_api_error"]
+__all__ = [
+    "ApiError",
+    "ErrorBody",
+    "add_handlers",
+    "field_error",
+    "from_validation",
+    "to_api_error",
+]
 
 RETRY_AFTER = "1"  # seconds; a queue of short answers moves on within one
+_KINDS = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 
 
 class ErrorDetail(BaseModel):
@@ -67,21 +75,18 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        return error_body(self.status, self.message, self.param, self.code)
+        other = "invalid_request_error" if self.status < 500 else "internal_server_error"
+        detail = {"message": self.message, "type": _KINDS.get(self.status, other)}
+        return {"error": {**detail, "param": self.param, "code": self.code or self.status}}
 
     def response(self) -> JSONResponse:
         """The whole response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """An error as clients expect it."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
-    detail = {"message": message, "type": kind, "param": param, "code": code or status}
-    return {"error": detail}
+def field_error(param: str, message: str) -> ApiError:
+    """A 400 that names the field to blame."""
+    return ApiError(400, message, param=param)
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -65,6 +65,10 @@ class ModelResponse:
             raise _renamed(to_api_error(error)) from None
         return cls(body, completion)
 
+    def close(self) -> None:
+        """Abort what still runs."""
+        self.completion.close()
+
     async def answer(self) -> dict[str, Any]:
         """The whole response."""
         output = await self.completion.stream.result()
@@ -100,7 +104,7 @@ class ModelResponse:
             response = self._response("failed", [], error=failure)
             yield self._encode([("failed", {"response": response})])
         finally:
-            stream.close()
+            self.close()
 
     def _take(self, text: str) -> list[Event]:
         """Take in what came next of the answer's text and of its tokens."""

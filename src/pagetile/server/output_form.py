@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import RequestError
-from .errors import ApiError
+from .errors import field_error
 from .schemas.chat import ChatRequest, Function, JsonSchemaFormat, NamedTool
 from .schemas.completions import CompletionRequest
 
@@ -25,23 +25,16 @@ def output_form(body: ChatRequest | CompletionRequest) -> StructuredOutputsParam
     if asked is None and is_free:
         return None
     if asked is not None and not is_free:
-        raise ApiError(
-            400, "give response_format or structured_outputs, not both", param="structured_outputs"
+        raise field_error(
+            "structured_outputs", "give response_format or structured_outputs, not both"
         )
     if isinstance(format_, JsonSchemaFormat):
         return _form("response_format", json=format_.json_schema.schema_)
     if not is_free:
         return _form("response_format", json_object=True)
     assert asked is not None
-    return _form(
-        "structured_outputs",
-        json=asked.json_,
-        regex=asked.regex,
-        choice=asked.choice,
-        grammar=asked.grammar,
-        json_object=asked.json_object,
-        disable_any_whitespace=asked.disable_any_whitespace,
-    )
+    fields = dict(asked)
+    return _form("structured_outputs", json=fields.pop("json_"), **fields)
 
 
 def forced_call_form(body: ChatRequest) -> StructuredOutputsParams | None:
@@ -101,4 +94,4 @@ def _form(param: str, **fields: Any) -> StructuredOutputsParams:
     try:
         return StructuredOutputsParams(**fields)
     except (RequestError, RecursionError) as error:
-        raise ApiError(400, str(error), param=param) from None
+        raise field_error(param, str(error)) from None

@@ -39,16 +39,16 @@ class PoolCounts:
 def count_blocks(engine: Engine) -> PoolCounts:
     """The pool's state now. Call it on the engine's thread."""
     pool, index = engine.pool, engine.scheduler.index
-    holders = Counter(b for s in _holders(engine) for b in s.table.blocks)
     cached = sum(pool.ref_count(block) == 0 for block in index) if index is not None else 0
     held = pool.num_blocks - pool.num_free
-    shared = sum(count > 1 for count in holders.values())
+    shared = sum(count > 1 for count in _count_holders(engine).values())
     return PoolCounts(pool.num_free - cached, cached, held, shared)
 
 
-def _holders(engine: Engine) -> list[Any]:
-    """Sequences with blocks: those that run, and those that ended in a step still in flight."""
-    return [*engine.scheduler.running, *engine.scheduler.ended]
+def _count_holders(engine: Engine) -> Counter[int]:
+    """How many sequences hold each block: of those that run, or ended in a step still in flight."""
+    holders = (*engine.scheduler.running, *engine.scheduler.ended)
+    return Counter(block for sequence in holders for block in sequence.table.blocks)
 
 
 def snapshot(engine: Engine, written: dict[Any, int], *, show_text: bool) -> dict[str, Any]:
@@ -71,10 +71,7 @@ def snapshot(engine: Engine, written: dict[Any, int], *, show_text: bool) -> dic
     cells = bytearray(pool.num_blocks)
     for block in scheduler.index or ():
         cells[block] = CACHED
-    holders: Counter[int] = Counter()
-    for sequence in _holders(engine):
-        holders.update(sequence.table.blocks)
-    for block, count in holders.items():
+    for block, count in _count_holders(engine).items():
         cells[block] = min(count, MOST_HOLDERS)
     sequences: list[dict[str, Any]] = []
     changed: set[int] = set()

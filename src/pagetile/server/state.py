@@ -14,7 +14,7 @@ from ..engine.request_stream import RequestStream
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputsParams
 from .config import ServerConfig
-from .errors import ApiError
+from .errors import ApiError, field_error
 from .metrics import Metrics
 from .middleware import ApiKeys
 from .schemas.common import GenerationFields
@@ -76,11 +76,10 @@ class Server:
             ApiError: With status 400.
         """
         if num_chars > self._max_chars:
-            raise ApiError(
-                400,
+            raise field_error(
+                param,
                 f"{param} has {num_chars} characters, which cannot fit into max_model_len="
                 f"{self.max_model_len} tokens",
-                param=param,
             )
 
     async def submit(

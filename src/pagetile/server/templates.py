@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..engine.chat import render_text
+from ..engine.chat import as_template_message, render_text
 from ..errors import RequestError
 from .config import ServerConfig
-from .errors import ApiError
+from .errors import field_error
+from .schemas.chat import Message, Tool
 
-__all__ = ["ChatTemplate", "built_in_template"]
+__all__ = ["ChatTemplate", "built_in_template", "read_template"]
 
 T = TypeVar("T")
 
@@ -65,9 +67,9 @@ class ChatTemplate:
 
     async def render(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[Message],
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -76,40 +78,44 @@ class ChatTemplate:
         """The token ids of a conversation.
 
         Raises:
-            ApiError: With status 400: there is no template, it refuses the messages, it took too
-                long, or an option is not for a client to set.
+            ApiError: With status 400: the messages are too long, a call in them has no JSON object
+                of arguments, there is no template, it refuses the messages, it took too long, or an
+                option is not for a client to set.
         """
+        given = [_as_given(message, f"messages.{at}") for at, message in enumerate(messages)]
+        self._check_length(sum(len(message["content"]) for message in given), "messages")
+        functions = [
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+            for tool in tools or ()
+        ]
         if chat_template is not None and not self._config.trust_request_chat_template:
-            raise ApiError(
-                400,
+            raise field_error(
+                "chat_template",
                 "chat_template: this server uses its own; it was not started with "
                 "--trust-request-chat-template",
-                param="chat_template",
             )
         for name in options or ():
             if name in _RESERVED:
-                raise ApiError(
-                    400,
+                raise field_error(
+                    f"chat_template_kwargs.{name}",
                     f"chat_template_kwargs.{name} is not for a request to set",
-                    param=f"chat_template_kwargs.{name}",
                 )
         if self._tokenizer is not None and (chat_template or self.source) is None:
-            raise ApiError(
-                400,
+            raise field_error(
+                "messages",
                 "this model has no chat template: it was not trained on conversations. Use "
                 "/v1/completions, or start the server with --chat-template",
-                param="messages",
             )
 
         def work() -> str:
             template = chat_template or self._config.chat_template
             return render_text(
                 self._tokenizer,
-                messages,
+                given,
                 template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=tools,
+                tools=functions or None,
                 template_options=options,
             )
 
@@ -117,7 +123,7 @@ class ChatTemplate:
             text = await self._within(work, self._config.limits.template_seconds)
         except RequestError as error:
             reason = str(error).removeprefix("conversation 0: ")
-            raise ApiError(400, reason, param="messages") from error
+            raise field_error("messages", reason) from error
         self._check_length(len(text), "messages")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
@@ -133,13 +139,19 @@ class ChatTemplate:
         try:
             return await future  # type: ignore[no-any-return]
         except _TookTooLong:
-            raise ApiError(
-                400,
-                f"the chat template took longer than {seconds:g} s for these messages",
-                param="messages",
+            raise field_error(
+                "messages", f"the chat template took longer than {seconds:g} s for these messages"
             ) from None
         finally:
             timer.cancel()
+
+
+def _as_given(message: Message, param: str) -> dict[str, Any]:
+    """A message with its text in one piece, and the arguments of calls as objects."""
+    try:
+        return as_template_message(message.model_dump(exclude_none=True), param)
+    except RequestError as error:
+        raise field_error(param, str(error)) from None
 
 
 class _Interruptible:
@@ -192,3 +204,14 @@ def built_in_template(name: str) -> str:
             return path.read_text(encoding="utf-8")
     known = ", ".join(sorted(path.stem for path in folder.glob("*.jinja")))
     raise RequestError(f"--chat-template {name}: no such file, and none of {known}")
+
+
+def read_template(name: str | None, model: str | os.PathLike[str] | None) -> str | None:
+    """The template of a command line; for the shipped checkpoint, which has none, a plain one.
+
+    Raises:
+        RequestError: There is none of this name.
+    """
+    if name is None:
+        return built_in_template("plain") if model is None else None
+    return built_in_template(name)

@@ -8,8 +8,7 @@ from fastapi import APIRouter, Depends, Request
 
 from ...errors import RequestError
 from ..body import described, read_body
-from ..conversation import as_template_messages, as_template_tools
-from ..errors import ApiError
+from ..errors import ApiError, field_error
 from ..schemas.completions import DetokenizeRequest, TokenizeRequest
 from ..state import Server, server_of
 
@@ -27,13 +26,11 @@ async def tokenize(
     server.check_model(body.model)
     _need_tokenizer(server)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt")
+        raise field_error("prompt", "give either prompt or messages")
     if body.messages is not None:
-        messages = as_template_messages(body.messages)
-        server.check_length(sum(len(message["content"]) for message in messages), "messages")
         token_ids = await server.template.render(
-            messages,
-            tools=as_template_tools(body.tools),
+            body.messages,
+            tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             options=body.chat_template_kwargs,
@@ -41,7 +38,7 @@ async def tokenize(
     else:
         if body.tools is not None or body.chat_template_kwargs is not None:
             name = "tools" if body.tools is not None else "chat_template_kwargs"
-            raise ApiError(400, f"{name} needs messages", param=name)
+            raise field_error(name, f"{name} needs messages")
         text = body.prompt or ""
         server.check_length(len(text), "prompt")
         token_ids = await server.llm.run_in_worker(
@@ -75,7 +72,7 @@ async def detokenize(
     try:
         return {"prompt": await server.llm.run_in_worker(decode)}
     except RequestError as error:
-        raise ApiError(400, str(error).replace("prompt", "list", 1), param="tokens") from None
+        raise field_error("tokens", str(error).replace("prompt", "list", 1)) from None
 
 
 @router.get("/tokenizer_info", **described())

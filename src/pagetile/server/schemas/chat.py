@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..config import Limits
-from ..errors import ApiError
-from .common import Body, GenerationFields
+from ..errors import field_error
+from .common import Body, GenerationFields, at_most
 
 __all__ = ["ChatRequest", "Message", "NamedTool", "ResponseFormat", "Tool"]
 
@@ -174,81 +174,62 @@ class ChatRequest(GenerationFields):
     def check(self, limits: Limits) -> None:
         """Refuse what cannot be honoured."""
         super().check(limits)
-        if len(self.messages) > limits.num_messages:
-            raise ApiError(
-                400,
-                f"messages: {len(self.messages)}, at most {limits.num_messages}",
-                param="messages",
-            )
+        at_most("messages", len(self.messages), limits.num_messages)
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-        if (self.top_logprobs or 0) > limits.num_logprobs:
-            raise ApiError(
-                400,
-                f"top_logprobs={self.top_logprobs}, at most {limits.num_logprobs}",
-                param="top_logprobs",
-            )
+            raise field_error("top_logprobs", "top_logprobs needs logprobs=true")
+        at_most("top_logprobs", self.top_logprobs or 0, limits.num_logprobs)
         if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ApiError(
-                400,
+            raise field_error(
+                "max_tokens",
                 f"max_tokens={self.max_tokens} and max_completion_tokens="
                 f"{self.max_completion_tokens}: give one of them",
-                param="max_tokens",
             )
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ApiError(
-                400,
+            raise field_error(
+                "continue_final_message",
                 "continue_final_message needs a last message of the assistant's",
-                param="continue_final_message",
             )
         is_asked = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
         if self.continue_final_message and is_asked:
-            raise ApiError(
-                400,
+            raise field_error(
+                "continue_final_message",
                 "continue_final_message and add_generation_prompt exclude each other",
-                param="continue_final_message",
             )
         if self.store:
-            raise ApiError(400, "store=true: this server keeps no answers", param="store")
+            raise field_error("store", "store=true: this server keeps no answers")
         if self.echo and not self.continue_final_message:
-            raise ApiError(400, "echo needs continue_final_message=true", param="echo")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
+            raise field_error("echo", "echo needs continue_final_message=true")
         self._check_tools(limits)
 
     def _check_tools(self, limits: Limits) -> None:
         choice, tools = self.tool_choice, self.tools or []
-        if len(tools) > limits.num_tools:
-            raise ApiError(400, f"tools: {len(tools)}, at most {limits.num_tools}", param="tools")
+        at_most("tools", len(tools), limits.num_tools)
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
-            raise ApiError(400, "tools: two functions have the same name", param="tools")
+            raise field_error("tools", "tools: two functions have the same name")
         if choice not in (None, "none") and not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+            raise field_error("tool_choice", "tool_choice needs tools")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ApiError(
-                400,
+            raise field_error(
+                "tool_choice",
                 f"tool_choice names {choice.function.name!r}, which is not among the tools",
-                param="tool_choice",
             )
         if self.parallel_tool_calls is not None and not tools:
-            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
+            raise field_error("parallel_tool_calls", "parallel_tool_calls needs tools")
         is_forced = choice == "required" or isinstance(choice, NamedTool)
         for number, tool in enumerate(tools):
             if tool.function.strict and not is_forced and choice != "none":
-                raise ApiError(
-                    400,
+                raise field_error(
+                    f"tools.{number}.function.strict",
                     f"tools.{number}.function.strict: calls follow their schema for certain only "
                     "with tool_choice 'required' or a named tool",
-                    param=f"tools.{number}.function.strict",
                 )
         is_free = self.response_format is None or self.response_format.type == "text"
         if is_forced and not (is_free and self.structured_outputs is None):
-            raise ApiError(
-                400,
+            raise field_error(
+                "tool_choice",
                 "tool_choice demands a call, and response_format or structured_outputs another "
                 "form: give one of them",
-                param="tool_choice",
             )
 
     @property

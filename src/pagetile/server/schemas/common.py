@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...engine.sampling_params import SamplingParams
 from ..config import Limits, ServerConfig
-from ..errors import ApiError
+from ..errors import field_error
 
-__all__ = ["Body", "GenerationFields", "StreamOptions", "StructuredOutputs"]
+__all__ = ["Body", "GenerationFields", "StreamOptions", "StructuredOutputs", "at_most"]
 
 
 class Body(BaseModel):
@@ -90,31 +90,41 @@ class GenerationFields(Body):
             ApiError: With status 400 and the field's name.
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        _at_most("n", self.n or 1, limits.n)
-        _at_most("stop", len(stops), limits.num_stops, "strings")
-        _at_most("stop", max(map(len, stops), default=0), limits.stop_chars, "characters")
-        _at_most("stop_token_ids", len(self.stop_token_ids or ()), limits.num_logit_biases, "ids")
-        _at_most("bad_words", len(self.bad_words or ()), limits.num_bad_words, "words")
+        at_most("n", self.n or 1, limits.n)
+        at_most("stop", len(stops), limits.num_stops, "strings")
+        at_most("stop", max(map(len, stops), default=0), limits.stop_chars, "characters")
+        at_most("stop_token_ids", len(self.stop_token_ids or ()), limits.num_logit_biases, "ids")
+        at_most("bad_words", len(self.bad_words or ()), limits.num_bad_words, "words")
         longest = max(map(len, self.bad_words or ()), default=0)
-        _at_most("bad_words", longest, limits.stop_chars, "characters")
-        _at_most("logit_bias", len(self.logit_bias or ()), limits.num_logit_biases, "entries")
-        _at_most("prompt_logprobs", self.prompt_logprobs or 0, limits.num_logprobs)
+        at_most("bad_words", longest, limits.stop_chars, "characters")
+        at_most("logit_bias", len(self.logit_bias or ()), limits.num_logit_biases, "entries")
+        at_most("prompt_logprobs", self.prompt_logprobs or 0, limits.num_logprobs)
         if self.priority != 0:
-            raise ApiError(400, "priority: only 0 is served, in order of arrival", param="priority")
+            raise field_error("priority", "priority: only 0 is served, in order of arrival")
         if not self.spaces_between_special_tokens:
-            raise ApiError(
-                400,
+            raise field_error(
+                "spaces_between_special_tokens",
                 "spaces_between_special_tokens: only true is supported",
-                param="spaces_between_special_tokens",
             )
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+            raise field_error("stream_options", "stream_options needs stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise field_error("prompt_logprobs", "prompt_logprobs cannot be streamed")
         if self.truncate_prompt_tokens == 0:
-            raise ApiError(
-                400,
+            raise field_error(
+                "truncate_prompt_tokens",
                 "truncate_prompt_tokens=0 would leave no prompt: expected at least 1, or -1",
-                param="truncate_prompt_tokens",
             )
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether a stream ends with a chunk that counts tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether every chunk of a stream counts the tokens so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling_params(
         self,
@@ -136,10 +146,7 @@ class GenerationFields(Body):
             RequestError: A value is out of range.
         """
         values: dict[str, Any] = dict(config.sampling_defaults)
-        for name in _PASSED:
-            value = getattr(self, name)
-            if value is not None:
-                values[name] = value
+        values |= self.model_dump(include=_PASSED, exclude_none=True)
         if self.logit_bias:
             values["logit_bias"] = _token_ids(self.logit_bias)
         values["max_tokens"] = max_tokens
@@ -148,25 +155,23 @@ class GenerationFields(Body):
         return SamplingParams(**values)
 
 
-_PASSED = (
+_PASSED = {
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
     *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
-)
+}
 
 
 def _token_ids(biases: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in biases.items()}
     except ValueError:
-        raise ApiError(
-            400, "logit_bias: its keys are token ids, whole numbers as text", param="logit_bias"
+        raise field_error(
+            "logit_bias", "logit_bias: its keys are token ids, whole numbers as text"
         ) from None
 
 
-def _at_most(name: str, count: int, most: int, what: str = "") -> None:
+def at_most(name: str, count: int, most: int, what: str = "") -> None:
+    """Refuse more than the limit of a field."""
     if count > most:
-        raise ApiError(400, f"{name}: {count} {what}".rstrip() + f", at most {most}", param=name)
-
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+        raise field_error(name, f"{name}: {count} {what}".rstrip() + f", at most {most}")

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import Field
 
 from ..config import Limits
-from ..errors import ApiError
+from ..errors import field_error
 from .chat import Message, ResponseFormat, Tool
-from .common import Body, GenerationFields
+from .common import Body, GenerationFields, at_most
 
 __all__ = ["CompletionRequest", "DetokenizeRequest", "TokenizeRequest"]
 
@@ -30,24 +30,16 @@ class CompletionRequest(GenerationFields):
     def check(self, limits: Limits) -> None:
         """Refuse what cannot be honoured."""
         super().check(limits)
-        if self.logprobs is not None and self.logprobs > limits.num_logprobs:
-            raise ApiError(
-                400,
-                f"logprobs={self.logprobs}, at most {limits.num_logprobs}",
-                param="logprobs",
-            )
+        at_most("logprobs", self.logprobs or 0, limits.num_logprobs)
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens=0 needs echo=true", param="max_tokens")
+            raise field_error("max_tokens", "max_tokens=0 needs echo=true")
         if self.max_tokens == 0 and self.stream:
-            raise ApiError(400, "max_tokens=0 cannot be streamed", param="stream")
+            raise field_error("stream", "max_tokens=0 cannot be streamed")
         if not self.add_special_tokens:
-            raise ApiError(
-                400,
+            raise field_error(
+                "add_special_tokens",
                 "add_special_tokens: only true is supported; give token ids to choose them all",
-                param="add_special_tokens",
             )
-        if self.stream and (self.prompt_logprobs is not None):
-            raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
 
     def prompts(self, limits: Limits) -> list[str | list[int]]:
         """Each prompt: text, or token ids."""
@@ -55,15 +47,10 @@ class CompletionRequest(GenerationFields):
         if isinstance(given, str):
             return [given]
         if not given:
-            raise ApiError(400, "prompt is an empty list: give at least one", param="prompt")
+            raise field_error("prompt", "prompt is an empty list: give at least one")
         if isinstance(given[0], int):
             return [given]
-        if len(given) > limits.num_prompts:
-            raise ApiError(
-                400,
-                f"prompt: {len(given)} prompts, at most {limits.num_prompts} in one request",
-                param="prompt",
-            )
+        at_most("prompt", len(given), limits.num_prompts, "prompts")
         return list(given)
 
 

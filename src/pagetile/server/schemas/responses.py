@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from ..errors import ApiError
-from .chat import ChatRequest, JsonObjectFormat, TextFormat
+from ..errors import field_error
+from .chat import ChatRequest, Function, FunctionName, JsonObjectFormat, JsonSchema, TextFormat
 from .common import Body
 
 __all__ = ["ResponsesRequest"]
@@ -35,11 +35,6 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
-
-    @property
-    def text(self) -> str:
-        """The content in one piece."""
-        return _joined(self.content)
 
 
 class FunctionCallItem(Body):
@@ -81,32 +76,22 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """A function that the model may call; other tools are refused."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class NamedFunction(Body):
+class NamedFunction(FunctionName):
     """A function that must be called."""
 
     type: Literal["function"]
-    name: str
 
 
-class NamedSchemaFormat(Body):
+class NamedSchemaFormat(JsonSchema):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
-    name: str = Field(max_length=64)
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
-    """Every answer follows the schema exactly, whatever this says."""
 
 
 class TextOptions(Body):
@@ -116,6 +101,10 @@ class TextOptions(Body):
         Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")]
         | None
     ) = None
+
+
+_SAME = {"model", "temperature", "top_p", "stream", "stop", "ignore_eos", "top_logprobs"}
+"""Fields that a chat request has under the same name."""
 
 
 class ResponsesRequest(Body):
@@ -162,25 +151,21 @@ class ResponsesRequest(Body):
             ApiError: With status 400 and the field's name.
         """
         if self.store:
-            raise ApiError(
-                400,
+            raise field_error(
+                "store",
                 "store=true: this server keeps no responses; send store=false or leave it out",
-                param="store",
             )
         if self.previous_response_id is not None:
-            raise ApiError(
-                400,
+            raise field_error(
+                "previous_response_id",
                 "previous_response_id: this server keeps no responses; send the whole "
                 "conversation as input",
-                param="previous_response_id",
             )
         if not self.input:
-            raise ApiError(400, "input is empty: give text or at least one message", param="input")
+            raise field_error("input", "input is empty: give text or at least one message")
         if self.top_logprobs is not None and not self.asks_for_logprobs:
-            raise ApiError(
-                400,
-                "top_logprobs needs include=['message.output_text.logprobs']",
-                param="top_logprobs",
+            raise field_error(
+                "top_logprobs", "top_logprobs needs include=['message.output_text.logprobs']"
             )
 
     @property
@@ -200,17 +185,11 @@ class ResponsesRequest(Body):
                 _add_item(messages, item)
         return ChatRequest.model_validate(
             {
-                "model": self.model,
+                **self.model_dump(include=_SAME),
                 "messages": messages,
                 "max_completion_tokens": self.max_output_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "stream": self.stream,
-                "stop": self.stop,
-                "ignore_eos": self.ignore_eos,
                 "response_format": self._response_format(),
                 "logprobs": True if self.asks_for_logprobs else None,
-                "top_logprobs": self.top_logprobs,
                 "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
                 **self._tools(),
             }
@@ -239,7 +218,7 @@ def _add_item(
 ) -> None:
     """Add an item of the input to a chat's messages; calls belong to the message before them."""
     if isinstance(item, InputMessage):
-        messages.append({"role": item.role, "content": item.text})
+        messages.append({"role": item.role, "content": _joined(item.content)})
     elif isinstance(item, FunctionCallOutput):
         content = _joined(item.output)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
