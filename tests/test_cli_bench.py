@@ -101,7 +101,7 @@ def test_the_least_time_is_the_analysis(run):
         ("attention --head-size 7", "head_size"),
         ("scores --batch 0", "batch is 0"),
         ("scores --num-tokens 0", "--num-tokens 0: expected at least 1"),
-        ("scores --device tpu", "--device tpu: expected cpu or cuda"),
+        ("scores --device tpu", "'--device': 'tpu' is not one of 'cpu', 'cuda'"),
         ("scores --dtype int8", "int8"),
         ("windows --grid 8,8 --window 4", "differ in their number of axes"),
         ("windows --grid 8,x", "--grid 8,x: expected some whole numbers"),

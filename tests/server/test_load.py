@@ -429,7 +429,7 @@ def test_a_server_process_is_read_to_its_end_and_ends_with_its_block(tmp_path, m
 
 def test_a_server_process_that_does_not_start_says_why():
     with (
-        pytest.raises(RuntimeError, match="--log-format nonsense: expected text or json"),
+        pytest.raises(RuntimeError, match="'nonsense' is not one of 'text', 'json'"),
         server_process("--log-format", "nonsense"),
     ):
         raise AssertionError("it started")

@@ -10,16 +10,8 @@ from typing import Annotated
 
 import typer
 
-from .bench import bench
-from .chat import EXAMPLES as CHAT_EXAMPLES
-from .chat import chat
-from .explain import explain
-from .generate import EXAMPLES as GENERATE_EXAMPLES
-from .generate import generate
-from .plan import EXAMPLES as PLAN_EXAMPLES
-from .plan import plan
-from .serve import EXAMPLES as SERVE_EXAMPLES
-from .serve import serve
+from . import bench, chat, explain, generate, plan, serve
+from .options import show_help
 
 __all__ = ["app", "run"]
 
@@ -34,12 +26,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=GENERATE_EXAMPLES)(generate)
-app.command(epilog=SERVE_EXAMPLES)(serve)
-app.command(epilog=CHAT_EXAMPLES)(chat)
-app.command(epilog=PLAN_EXAMPLES)(plan)
-app.add_typer(explain, name="explain")
-app.add_typer(bench, name="bench")
+app.command(epilog=generate.EXAMPLES)(generate.generate)
+app.command(epilog=serve.EXAMPLES)(serve.serve)
+app.command(epilog=chat.EXAMPLES)(chat.chat)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.add_typer(explain.explain, name="explain")
+app.add_typer(bench.bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,8 +52,7 @@ def pagetile(
         ),
     ] = False,
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), nl=False)
+    show_help(context)
 
 
 def run(args: Sequence[str]) -> int:

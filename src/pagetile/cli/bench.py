@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError, UnsupportedError
-from .options import Element, ElementName, flag, option, parse_grid
+from .options import Element, flag, option, parse_grid, show_help
 from .output import aligned, make_table, wide_console
 
 if TYPE_CHECKING:
@@ -44,16 +44,14 @@ WINDOWS = """
 Iterations = Annotated[int, option(None, "N", "Timed calls of each implementation.")]
 Warmup = Annotated[int, option(None, "N", "Untimed calls of each before that.")]
 Device = Annotated[
-    str | None, option(None, "NAME", "cpu or cuda. Without it, a GPU if there is one.")
+    Literal["cpu", "cuda"] | None,
+    option(None, "NAME", "cpu or cuda. Without it, a GPU if there is one."),
 ]
 NumHeads = Annotated[int, option(None, "N", "Heads of queries.")]
 HeadSize = Annotated[int, option(None, "N", "Width of a head.")]
 
 
-@bench.callback(invoke_without_command=True)
-def choose(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), nl=False)
+bench.callback(invoke_without_command=True)(show_help)
 
 
 @bench.command(epilog=ATTENTION)
@@ -74,7 +72,7 @@ def attention(
         int | None,
         option(None, "N", "See no key before the last N, the query's own included."),
     ] = None,
-    dtype: Element = ElementName.float32,
+    dtype: Element = "float32",
     device: Device = None,
     iterations: Iterations = 100,
     warmup: Warmup = 10,
@@ -107,7 +105,7 @@ def scores(
     num_heads: NumHeads = 12,
     num_tokens: Annotated[int, option(None, "N", "Queries, and as many keys.")] = 196,
     head_size: HeadSize = 64,
-    dtype: Element = ElementName.float32,
+    dtype: Element = "float32",
     device: Device = None,
     iterations: Iterations = 100,
     warmup: Warmup = 10,
@@ -140,7 +138,7 @@ def windows(
     backward: Annotated[
         bool, flag(None, "--backward", "Compute the gradients of q, k, v and the bias as well.")
     ] = False,
-    dtype: Element = ElementName.float32,
+    dtype: Element = "float32",
     device: Device = None,
     iterations: Iterations = 100,
     warmup: Warmup = 10,
@@ -180,8 +178,6 @@ def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if device is None:
         return torch.device("cuda" if has_gpu else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise RequestError(f"--device {device}: expected cpu or cuda")
     if device == "cuda" and not has_gpu:
         raise UnsupportedError("--device cuda: this PyTorch finds no GPU")
     return torch.device(device)
@@ -202,10 +198,10 @@ def _check_memory(num_scores: int, device: torch.device) -> None:
         )
 
 
-def _element(dtype: ElementName) -> torch.dtype:
+def _element(dtype: str) -> torch.dtype:
     import torch
 
-    element: torch.dtype = getattr(torch, dtype.value)
+    element: torch.dtype = getattr(torch, dtype)
     return element
 
 

@@ -183,7 +183,7 @@ def _local(
 ) -> Answer:
     from ..engine.chat import render
     from ..engine.llm import LLM
-    from ..server.settings import read_template
+    from ..server.templates import read_template
 
     source = read_template(template, target)
     llm = LLM(target, device=device, max_num_seqs=1)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError
-from .options import Element, ElementName, flag, option, parse_grid, parse_sizes
+from .options import Element, flag, option, parse_grid, parse_sizes, show_help
 from .output import aligned, make_table
 
 if TYPE_CHECKING:
@@ -52,13 +51,6 @@ PAGES = """
 """
 
 
-class LoopName(str, Enum):
-    """The outer of two loops over tiles."""
-
-    q = "q"
-    kv = "kv"
-
-
 Out = Annotated[Path, option(None, "FILE", "File of the picture, .png or .svg.")]
 MachineName = Annotated[
     str | None,
@@ -71,10 +63,7 @@ MachineName = Annotated[
 ]
 
 
-@explain.callback(invoke_without_command=True)
-def choose(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), nl=False)
+explain.callback(invoke_without_command=True)(show_help)
 
 
 @explain.command(epilog=PAGES)
@@ -153,19 +142,19 @@ def io(
     tile_n: Annotated[int, option(None, "N", "Keys in a K/V tile.")] = 64,
     lengths: Annotated[str, option(None, "A,B", "Shortest and longest sequence.")] = "64,16384",
     causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
-    dtype: Element = ElementName.bfloat16,
+    dtype: Element = "bfloat16",
     v_head_size: Annotated[
         int | None, option(None, "N", "Width of a head of values, if it differs.", min=1)
     ] = None,
     group: Annotated[int, option(None, "N", "Query heads for each KV head (GQA).")] = 1,
     outer: Annotated[
-        LoopName,
+        Literal["q", "kv"],
         option(
             None,
             "q|kv",
             "Outer loop: tiles of q stay on chip while K/V tiles pass, or the reverse.",
         ),
-    ] = LoopName.q,
+    ] = "q",
     num_heads: Annotated[
         int, option(None, "N", "Query heads, for the least times of --machine.")
     ] = 16,
@@ -183,7 +172,7 @@ def io(
     if group < 1:
         raise RequestError(f"--group {group}: expected at least 1")
     shortest, longest = parse_sizes(lengths, "--lengths", count=2)
-    element_bytes = ELEMENT_BYTES[dtype.value]
+    element_bytes = ELEMENT_BYTES[dtype]
     known = None if machine is None else _find_machine(machine)
     on_chip = {"on_chip_bytes": known.program_bytes} if known and known.program_bytes else {}
     curves = io_curves(
@@ -196,7 +185,7 @@ def io(
         element_bytes=element_bytes,
         v_head_size=v_head_size,
         group=group,
-        outer=outer.value,
+        outer=outer,
         **on_chip,
     )
     chip = "chip" if on_chip else "a Hopper GPU's chip"
@@ -208,7 +197,7 @@ def io(
     if known is not None:
         if num_heads % group:
             raise RequestError(f"--num-heads {num_heads}: expected a multiple of --group {group}")
-        work = attention_work(replace(shape, num_kv_heads=num_heads // group), dtype=dtype.value)
+        work = attention_work(replace(shape, num_kv_heads=num_heads // group), dtype=dtype)
         rows |= {"heads": f"{num_heads}", **_roof_rows(work, known)}
     save(draw_io(curves), out)
     console = Console(highlight=False)
@@ -233,7 +222,7 @@ def windows(
     ] = 3,
     head_size: Annotated[int, option(None, "N", "Width of a head in that call.")] = 32,
     num_images: Annotated[int, option(None, "N", "Feature maps in that call.")] = 1,
-    dtype: Element = ElementName.bfloat16,
+    dtype: Element = "bfloat16",
     machine: MachineName = None,
     out: Out = Path("windows.png"),
 ) -> None:
@@ -253,11 +242,11 @@ def windows(
         num_images=num_images,
         num_heads=num_heads,
         head_size=head_size,
-        element_bytes=ELEMENT_BYTES[dtype.value],
+        element_bytes=ELEMENT_BYTES[dtype],
     )
     rows = _grid_rows(cut) | _byte_rows(shape)
     if known is not None:
-        rows |= _roof_rows(window_work(shape, dtype=dtype.value), known)
+        rows |= _roof_rows(window_work(shape, dtype=dtype), known)
     save(draw_windows(cut), out)
     _print({**rows, "picture": str(out)})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,9 +13,7 @@ from .options import (
     MODEL,
     BlockSize,
     CacheDtype,
-    CacheDtypeName,
     Dtype,
-    DtypeName,
     MaxModelLen,
     Model,
     NoGenerationConfig,
@@ -26,10 +24,7 @@ from .options import (
 )
 from .output import print_in_order, stream_one
 from .prompts import read_prompts
-from .run import Run, cache_report
-
-if TYPE_CHECKING:
-    from ..engine.llm import LLM
+from .run import Run, cache_report, load
 
 __all__ = ["EXAMPLES", "generate"]
 
@@ -107,8 +102,8 @@ def generate(
     ] = False,
     no_generation_config: NoGenerationConfig = False,
     model: Model = None,
-    dtype: Dtype = DtypeName.auto,
-    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: CacheDtype = "auto",
     device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
     block_size: BlockSize = 16,
     num_blocks: Annotated[
@@ -155,17 +150,17 @@ def generate(
     params = SamplingParams(n=n, seed=seed, stop=stop or (), ignore_eos=ignore_eos, **values)
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model (and compiling kernels, the first time)"):
-        llm = _load(
+        llm = load(
             model=model,
-            dtype=dtype.value,
-            kv_cache_dtype=kv_cache_dtype.value,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             block_size=block_size,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
-            speculative=speculative and speculative.value,
+            speculative=speculative,
             num_speculative_tokens=num_speculative_tokens,
             generation_config="vllm",  # the parameters above are given with every prompt
         )
@@ -193,13 +188,3 @@ def generate(
     console.print(cache_report(llm.engine, run))
     if run.errors:
         raise RequestError("; ".join(run.errors))
-
-
-def _load(**options: Any) -> LLM:
-    from ..engine.llm import LLM
-
-    llm = LLM(**options)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # its tokenizers warn of long prompts, which the engine refuses
-    return llm

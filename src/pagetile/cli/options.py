@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,21 +12,18 @@ from ..errors import RequestError
 __all__ = [
     "BlockSize",
     "CacheDtype",
-    "CacheDtypeName",
     "Dtype",
-    "DtypeName",
     "Element",
-    "ElementName",
     "MaxModelLen",
     "Model",
     "NoGenerationConfig",
     "NumSpeculativeTokens",
     "Speculative",
-    "SpeculativeName",
     "flag",
     "option",
     "parse_grid",
     "parse_sizes",
+    "show_help",
 ]
 
 MODEL = "Model and cache"
@@ -41,6 +37,12 @@ def option(panel: str | None, metavar: str, help: str, *names: str, **settings: 
 def flag(panel: str | None, name: str, help: str) -> Any:
     """A switch that is off by default."""
     return option(panel, "", help, name, show_default=False)
+
+
+def show_help(context: typer.Context) -> None:
+    """Show what the commands of a group are, where none is given."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
 
 
 def parse_sizes(text: str, name: str, *, count: int | None = None, least: int = 1) -> list[int]:
@@ -79,49 +81,6 @@ def parse_grid(grid: str, window: str, shift: str | None) -> tuple[list[int], li
     return parse_sizes(grid, "--grid"), extents, steps
 
 
-class DtypeName(str, Enum):
-    """Element types of weights and cache; ``half`` and ``float`` are names that vLLM has too."""
-
-    auto = "auto"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    half = "half"
-    single = "float"
-
-    @property
-    def long_name(self) -> str:
-        """The name in torch."""
-        return {"half": "float16", "float": "float32"}.get(self.value, self.value)
-
-
-class CacheDtypeName(str, Enum):
-    """Element types of the cache alone; ``fp8`` is ``fp8_e4m3``, as in vLLM."""
-
-    auto = "auto"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    fp8 = "fp8"
-    fp8_e4m3 = "fp8_e4m3"
-    fp8_e5m2 = "fp8_e5m2"
-    int8 = "int8"
-
-
-class SpeculativeName(str, Enum):
-    """Where drafts of the next tokens come from."""
-
-    ngram = "ngram"
-
-
-class ElementName(str, Enum):
-    """Element types of tensors that no checkpoint comes with."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
 Model = Annotated[
     Path | None,
     option(
@@ -132,7 +91,7 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[
-    DtypeName,
+    Literal["auto", "float32", "float16", "bfloat16", "half", "float"],  # the last two as in vLLM
     option(
         MODEL,
         "TYPE",
@@ -140,7 +99,7 @@ Dtype = Annotated[
     ),
 ]
 CacheDtype = Annotated[
-    CacheDtypeName,
+    Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
     option(
         MODEL,
         "TYPE",
@@ -149,7 +108,10 @@ CacheDtype = Annotated[
         "--kv-cache-dtype",
     ),
 ]
-Element = Annotated[ElementName, option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype")]
+Element = Annotated[
+    Literal["float32", "float16", "bfloat16"],
+    option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype"),
+]
 BlockSize = Annotated[int, option(MODEL, "N", "Tokens per cache block, 1 to 256.")]
 NoGenerationConfig = Annotated[
     bool,
@@ -168,7 +130,7 @@ MaxModelLen = Annotated[
     ),
 ]
 Speculative = Annotated[
-    SpeculativeName | None,
+    Literal["ngram"] | None,
     option(
         MODEL,
         "HOW",

@@ -11,9 +11,7 @@ from ..errors import RequestError
 from .options import (
     BlockSize,
     CacheDtype,
-    CacheDtypeName,
     Dtype,
-    DtypeName,
     MaxModelLen,
     Model,
     option,
@@ -58,8 +56,8 @@ def plan(
         ),
     ] = None,
     model: Model = None,
-    dtype: Dtype = DtypeName.auto,
-    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: CacheDtype = "auto",
     block_size: BlockSize = 16,
     max_model_len: MaxModelLen = None,
 ) -> None:
@@ -75,13 +73,16 @@ def plan(
     num_bytes = None if memory is None else parse_bytes(memory)
     if memory is not None and memory.isdigit() and int(memory) < 1 << 20:
         raise RequestError(f"--memory {memory} is {memory} bytes: did you mean {memory}GiB?")
+    torch_names: dict[str, str] = {"half": "float16", "float": "float32"}
     checkpoint = read_checkpoint(
-        path() if model is None else model, dtype=dtype.long_name, max_model_len=max_model_len
+        path() if model is None else model,
+        dtype=torch_names.get(dtype, dtype),
+        max_model_len=max_model_len,
     )
     longest = checkpoint.max_model_len
     if longest is None:
         raise RequestError("the model's config knows no longest sequence: give --max-model-len")
-    cache_dtype = checkpoint.dtype if kv_cache_dtype.value == "auto" else kv_cache_dtype.value
+    cache_dtype = checkpoint.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     result = plan_memory(
         checkpoint.layers,
         memory_bytes=_free_memory() if num_bytes is None else num_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -14,9 +14,21 @@ from .output import aligned
 
 if TYPE_CHECKING:
     from ..engine.core import Engine
+    from ..engine.llm import LLM
     from ..engine.output_processor import Delta
 
-__all__ = ["Run", "cache_report"]
+__all__ = ["Run", "cache_report", "load"]
+
+
+def load(**options: Any) -> LLM:
+    """A model with options of ``LLM``."""
+    from ..engine.llm import LLM
+
+    llm = LLM(**options)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # its tokenizers warn of long prompts, which the engine refuses
+    return llm
 
 
 class Run:

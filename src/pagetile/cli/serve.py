@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,9 +13,7 @@ from .options import (
     MODEL,
     BlockSize,
     CacheDtype,
-    CacheDtypeName,
     Dtype,
-    DtypeName,
     MaxModelLen,
     NoGenerationConfig,
     NumSpeculativeTokens,
@@ -23,6 +21,7 @@ from .options import (
     flag,
     option,
 )
+from .run import load
 
 if TYPE_CHECKING:
     from ..engine.async_llm import AsyncLLM
@@ -88,7 +87,8 @@ def serve(
         ),
     ] = False,
     tool_call_parser: Annotated[
-        str, option(HTTP, "NAME", "hermes, llama3_json, none; auto goes by the template.")
+        Literal["auto", "hermes", "llama3_json", "none"],
+        option(HTTP, "NAME", "hermes, llama3_json, none; auto goes by the template."),
     ] = "auto",
     no_generation_config: NoGenerationConfig = False,
     max_queued: Annotated[
@@ -101,7 +101,7 @@ def serve(
     show_text: Annotated[
         bool, flag(HTTP, "--show-text", "Show prompts and outputs on /pages.")
     ] = False,
-    log_format: Annotated[str, option(HTTP, "FORM", "text or json.")] = "text",
+    log_format: Annotated[Literal["text", "json"], option(HTTP, "FORM", "text or json.")] = "text",
     log_prompts: Annotated[
         bool, flag(HTTP, "--log-prompts", "Log each prompt's text, at most 2000 characters.")
     ] = False,
@@ -110,8 +110,8 @@ def serve(
         bool,
         flag(HTTP, "--demo-traffic", "Send requests to itself, so that /pages has much to show."),
     ] = False,
-    dtype: Dtype = DtypeName.auto,
-    kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: CacheDtype = "auto",
     device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
     block_size: BlockSize = 16,
     num_blocks: Annotated[
@@ -153,12 +153,6 @@ def serve(
     """
     import asyncio
 
-    if log_format not in ("text", "json"):
-        raise RequestError(f"--log-format {log_format}: expected text or json")
-    if tool_call_parser not in ("auto", "hermes", "llama3_json", "none"):
-        raise RequestError(
-            f"--tool-call-parser {tool_call_parser}: expected auto, hermes, llama3_json or none"
-        )
     if not 0 <= port <= 65535:
         raise RequestError(f"--port {port}: expected 0 to 65535")
     if max_queued < 0:
@@ -167,13 +161,14 @@ def serve(
         raise RequestError(f"--max-body-bytes {max_body_bytes}: expected 1 or more bytes")
     if not 0 <= drain_seconds < float("inf"):
         raise RequestError(f"--drain-seconds {drain_seconds:g}: expected 0 or more seconds")
+    from ..engine.async_llm import AsyncLLM
     from ..engine.generation_config import sampling_defaults
-    from ..server import Limits, ServerConfig
+    from ..server import Limits, ServerConfig, create_app
     from ..server import serve as run_server
-    from ..server.app import create_app
+    from ..server.config import model_name, read_keys
     from ..server.demo_traffic import DemoTraffic
     from ..server.logs import log
-    from ..server.settings import model_name, read_keys, read_template
+    from ..server.templates import read_template
 
     log.as_json, log.is_on = log_format == "json", not quiet
     config = ServerConfig(
@@ -190,11 +185,10 @@ def serve(
     )
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model (and compiling kernels, the first time)"):
-        llm = _load(
-            max_queued,
+        loaded = load(
             model=model,
-            dtype=dtype.value,
-            kv_cache_dtype=kv_cache_dtype.value,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             block_size=block_size,
             num_blocks=num_blocks,
@@ -203,11 +197,12 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             enable_prefix_caching=not no_prefix_caching,
-            speculative=speculative and speculative.value,
+            speculative=speculative,
             num_speculative_tokens=num_speculative_tokens,
             generation_config="vllm",  # every request brings its own, with these defaults
             seed=seed,
         )
+    llm = AsyncLLM(loaded, max_queued_seqs=max_queued)
 
     def announce(url: str) -> None:
         console.print(_summary(llm, config, url), soft_wrap=True)
@@ -228,17 +223,6 @@ def serve(
     code = asyncio.run(run())
     if code:
         raise typer.Exit(code)
-
-
-def _load(max_queued: int, **options: Any) -> AsyncLLM:
-    from ..engine.async_llm import AsyncLLM
-    from ..engine.llm import LLM
-
-    llm = AsyncLLM(LLM(**options), max_queued_seqs=max_queued)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # its tokenizers warn of long prompts, which the engine refuses
-    return llm
 
 
 def _summary(llm: AsyncLLM, config: ServerConfig, url: str) -> str:
