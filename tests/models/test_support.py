@@ -224,7 +224,7 @@ def test_shared_keys_stay_for_the_widest_window(windows, kept):
     model = tiny_model("llama", num_hidden_layers=2)
     key, value = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 8)
     calls = [
-        AttentionCall(layer.self_attn, key, key, value, None, {"sliding_window": window})
+        AttentionCall(layer.self_attn, key, key, value, None, {"sliding_window": window}, value)
         for layer, window in zip(model.model.layers, windows, strict=True)
     ]
     layers, specs = describe_layers(model, calls, None)

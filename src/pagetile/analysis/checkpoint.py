@@ -129,8 +129,10 @@ def weight_bytes(directory: Path, element_bytes: int) -> int | None:
     Raises:
         RequestError: A file is missing or broken.
     """
+    from ..models.loading import weight_files
+
     total = 0
-    files = _weight_files(directory)
+    files = weight_files(directory)
     for file in files:
         for name, tensor in _read_head(file).items():
             if name == "__metadata__":
@@ -141,19 +143,6 @@ def weight_bytes(directory: Path, element_bytes: int) -> int | None:
                 start, end = tensor["data_offsets"]
                 total += end - start
     return total if files else None
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The files that Transformers would load: a directory may hold the same weights twice."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = json.loads(index.read_bytes())["weight_map"].values()
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise RequestError(f"{index} is no index of weight files") from None
-        return [directory / name for name in sorted(set(names))]
-    single = directory / "model.safetensors"
-    return [single] if single.is_file() else []
 
 
 def _read_head(file: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..errors import PagetileError
 from ..fused.moe import moe_experts
 from ..fused.moe.problem import Expert
 from ..fused.moe.reference import activate
-from .fused import Replacement
+from .fused import Replacement, own_forward
 
 __all__ = ["find_experts"]
 
@@ -53,11 +53,9 @@ def find_experts(model: nn.Module, impl: str) -> list[Replacement]:
 
 
 def _replace(module: nn.Module, impl: str) -> Callable[..., Tensor] | None:
-    function = getattr(type(module), "forward", None)
-    if "forward" in vars(module) or not isinstance(function, FunctionType):
-        return None
-    known = _recognise(module, function)
-    if known is None:
+    function = own_forward(module)
+    known = None if function is None else _recognise(module, function)
+    if function is None or known is None:
         return None
     expert, options = known
     places = _places(module)

@@ -21,7 +21,7 @@ from ..errors import PagetileError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["explained", "load_tokenizer", "read_config", "read_model"]
+__all__ = ["explained", "load_tokenizer", "read_config", "read_model", "weight_files"]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -67,11 +67,22 @@ def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     Raises:
         RequestError: There is no such directory, or its config cannot be read.
     """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     directory = _find_directory(path)
-    if not (directory / "config.json").is_file():
+    file = directory / "config.json"
+    if not file.is_file():
         raise RequestError(f"{directory} has no config.json: it is not a Transformers checkpoint")
-    with _quiet():
-        return _read_config(directory)
+    model_type = _read_json(file).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise RequestError(
+            f"{file} has model_type {model_type!r}, which this version of Transformers does not "
+            "know: update it (code from a checkpoint is not run)"
+        )
+    with _quiet(), explained(f"{file} is not accepted by Transformers"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
+    return config
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | None:
@@ -112,22 +123,6 @@ def _name_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     return found
 
 
-def _read_config(directory: Path) -> PreTrainedConfig:
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    path = directory / "config.json"
-    model_type = _read_json(path).get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise RequestError(
-            f"{path} has model_type {model_type!r}, which this version of Transformers does not "
-            "know: update it (code from a checkpoint is not run)"
-        )
-    with explained(f"{path} is not accepted by Transformers"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, **_LOCAL)
-    return config
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -138,28 +133,33 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that Transformers would load: a directory may hold the same weights twice."""
+    index, single = directory / _INDEX, directory / _WEIGHTS
+    if not index.is_file():
+        return [single] if single.is_file() else []
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise RequestError(f"{index} has no weight_map: download it again")
+    return [directory / name for name in sorted(set(files.values()))]
+
+
 def _check_weights(directory: Path) -> None:
     """Every file of weights is there, and as long as its own header says."""
     from safetensors import SafetensorError, safe_open
 
-    names = [_WEIGHTS]
-    if (directory / _INDEX).is_file():
-        files = _read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(files, dict):
-            raise RequestError(f"{directory / _INDEX} has no weight_map: download it again")
-        names = sorted(set(files.values()))
-    for name in names:
-        if not (directory / name).is_file():
+    for path in weight_files(directory) or [directory / _WEIGHTS]:
+        if not path.is_file():
             raise RequestError(
-                f"{directory} has no {name}: download it, or convert the weights to safetensors "
-                "(other formats can run code and are not read)"
+                f"{directory} has no {path.name}: download it, or convert the weights to "
+                "safetensors (other formats can run code and are not read)"
             )
         try:
-            with safe_open(directory / name, framework="pt"):
+            with safe_open(path, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
             raise RequestError(
-                f"{directory / name} is truncated or no safetensors file ({_one_line(error)}): "
+                f"{path} is truncated or no safetensors file ({_one_line(error)}): "
                 "download it again"
             ) from error
 

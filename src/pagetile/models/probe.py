@@ -9,7 +9,8 @@ reaches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from .fused import Replacement
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AttentionCall", "describe_layers", "record_calls", "register_probe"]
+__all__ = ["AttentionCall", "describe_layers", "record_calls", "recorder", "register_probe"]
 
 PROBE = "pagetile_probe"
 
@@ -43,6 +44,8 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     options: dict[str, Any]
+    output: Tensor
+    """What it was answered: ``[1, num_tokens, num_heads, v_head_size]``."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -54,21 +57,31 @@ def register_probe() -> None:
     """Register the probe with Transformers; a second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(PROBE, _note)
+    AttentionInterface.register(PROBE, recorder(lambda shape, like: like.new_zeros(shape)))
     AttentionMaskInterface.register(PROBE, _make_mask)
 
 
-def _note(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    calls: list[AttentionCall] = module.__dict__[SLOT]
-    calls.append(AttentionCall(module, query, key, value, attention_mask, options))
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+def recorder(answer: Callable[[tuple[int, ...], Tensor], Tensor]) -> Callable[..., Any]:
+    """An attention function that computes nothing: it notes its calls in the module's slot.
+
+    Args:
+        answer: From the shape and the query to what a call returns.
+    """
+
+    def note(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        output = answer((1, query.shape[2], query.shape[1], value.shape[3]), query)
+        call = AttentionCall(module, query, key, value, attention_mask, options, output)
+        module.__dict__[SLOT].append(call)
+        return output, None
+
+    return note
 
 
 def _make_mask(**arguments: Any) -> Tensor:
@@ -134,7 +147,9 @@ def describe_layers(
         if index is None:
             index = len(owners)
             owners.append(call)
-            specs.append(_specify(call))
+            _, num_kv_heads, _, head_size = call.key.shape
+            v_head_size = call.value.shape[3]
+            specs.append(LayerSpec(num_kv_heads, head_size, v_head_size, call.sliding_window))
         else:
             specs[index] = _widen(specs[index], call.sliding_window)
         layers.append(AttentionLayer(call.module, index, writes=writes))
@@ -142,9 +157,7 @@ def describe_layers(
 
 
 def _check_counts(calls: list[AttentionCall], num_layers: int, names: dict[nn.Module, str]) -> None:
-    counts: dict[nn.Module, int] = {}
-    for call in calls:
-        counts[call.module] = counts.get(call.module, 0) + 1
+    counts = Counter(call.module for call in calls)
     if not counts:
         raise UnsupportedError("none of its layers calls Transformers' attention interface")
     for module, count in counts.items():
@@ -218,11 +231,6 @@ def _find_donor(call: AttentionCall, owners: list[AttentionCall]) -> int | None:
         if call.key is owner.key and call.value is owner.value:
             return index
     return None
-
-
-def _specify(call: AttentionCall) -> LayerSpec:
-    num_kv_heads, head_size = call.key.shape[1], call.key.shape[3]
-    return LayerSpec(num_kv_heads, head_size, call.value.shape[3], call.sliding_window)
 
 
 def _widen(spec: LayerSpec, window: int | None) -> LayerSpec:

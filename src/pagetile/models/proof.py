@@ -15,6 +15,7 @@ for more than 64 tokens, for more than 4, and for few.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,12 +123,10 @@ def _find_tolerance(
         first = (first.float() * (1 + torch.finfo(model.dtype).eps * noise)).to(first.dtype)
         return first if isinstance(output, Tensor) else (first, *rest)
 
-    hooks = [module.register_forward_hook(disturb) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(disturb))
         disturbed = [_run_eager(model, sequence) for sequence in sequences]
-    finally:
-        for hook in hooks:
-            hook.remove()
     rounding = float(_row_errors(torch.cat(disturbed), torch.cat(expected)).median())
     return min(max(TOLERANCES[model.dtype], 8 * rounding), _WORST)
 

@@ -105,8 +105,9 @@ class _Recogniser:
         xs = [run.x for run in self.runs]
         qkv, head_norms, o = self._order_attention(sizes)
 
-        input_norm = self._choose_norm(before, xs, self._inputs(qkv[0]), "its attention's input")
+        input_norm = before[0] if before else None
         zs = self._norm(input_norm, xs)
+        self._check(zs, self._inputs(qkv[0]), "its attention's input")
         heads, has_angles = self._find_heads(qkv, head_norms, zs, sizes)
         outs = [run.attention.output.flatten(2) for run in self.runs]
         self._check(outs, self._inputs(o), "what comes between attention and its last product")
@@ -251,13 +252,6 @@ class _Recogniser:
                 ):
                     return Mlp(tuple(order), activation, down)
         return None
-
-    def _choose_norm(
-        self, norms: list[Norm], xs: list[Tensor], inputs: list[Tensor], what: str
-    ) -> Norm | None:
-        norm = norms[0] if norms else None
-        self._check(self._norm(norm, xs), inputs, what)
-        return norm
 
     def _norm(self, norm: Norm | None, xs: list[Tensor]) -> list[Tensor]:
         if norm is None:

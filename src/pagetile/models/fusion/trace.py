@@ -7,7 +7,7 @@ numbers, so that what a layer does with them can be seen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..attention import SLOT, collect_configs, driven
+from ..probe import AttentionCall, recorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["GAINS", "AttentionEvent", "Event", "LayerCall", "LayerRun", "ModelTrace", "run_layer",
-           "trace_model"]  # fmt: skip
+__all__ = ["GAINS", "Event", "LayerCall", "LayerRun", "ModelTrace", "run_layer", "trace_model"]
 
 TRACE = "pagetile_trace"
 
@@ -51,28 +51,10 @@ class Event:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionEvent:
-    """One call of the attention function."""
-
-    module: nn.Module
-    query: Tensor
-    """``[1, num_heads, num_tokens, head_size]``, and so the two below."""
-    key: Tensor
-    value: Tensor
-    options: dict[str, Any]
-    output: Tensor
-    """Random numbers ``[1, num_tokens, num_heads, v_head_size]``."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCall:
+class LayerCall(Event):
     """How a model calls one of its decoder layers."""
 
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    attention: AttentionEvent
+    attention: AttentionCall
 
 
 @dataclass(eq=False)
@@ -82,7 +64,6 @@ class ModelTrace:
     layers: list[LayerCall] = field(default_factory=list)
     others: list[Event] = field(default_factory=list)
     """Calls of modules outside of its layers, in the order in which they returned."""
-    positions: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,31 +74,10 @@ class LayerRun:
     output: Any
     events: list[Event]
     """Calls of the modules within, in the order in which they returned."""
-    attention: AttentionEvent
+    attention: AttentionCall
     weights: dict[int, Tensor]
     """The parameters that it ran with, by the id of the layer's own."""
     kwargs: dict[str, Any]
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(TRACE, _note)
-
-
-def _note(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    shape = 1, query.shape[2], query.shape[1], value.shape[3]
-    output = _random(shape, query)
-    events: list[AttentionEvent] = module.__dict__[SLOT]
-    events.append(AttentionEvent(module, query, key, value, options, output))
-    return output, None
 
 
 def _random(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -130,12 +90,10 @@ def _hooked(modules: Iterable[nn.Module], events: list[Event]) -> Iterator[None]
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         events.append(Event(module, args, kwargs, output))
 
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def trace_model(
@@ -148,7 +106,9 @@ def trace_model(
         layers: Its decoder layers, and the attention module of each.
         max_model_len: Positions stay below.
     """
-    _register()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(TRACE, recorder(_random))
     trace, calls, events = ModelTrace(), [], []  # type: ignore[var-annotated]
     last = (max_model_len or 4096) - 1
     positions = torch.tensor([0, 1, 2, last // 3, last // 2, last], device=model.device)
@@ -174,7 +134,6 @@ def trace_model(
         trace.layers.append(
             LayerCall(event.module, event.args, event.kwargs, event.output, attention)
         )
-    trace.positions = positions[None]
     return trace
 
 
@@ -194,7 +153,7 @@ def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> La
     first, *args = call.args
     x = _random(first.shape, first.float()) * (gain or 1.0)
     kwargs = {name: _widen(value) for name, value in call.kwargs.items()}
-    calls: list[AttentionEvent] = []
+    calls: list[AttentionCall] = []
     events: list[Event] = []
     inside = [module for module in layer.modules() if module is not layer]
     slots = [(call.attention.module, SLOT, calls)]

@@ -14,8 +14,7 @@ forward on the inputs that the model passes to the module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,21 +130,16 @@ def _read_bias(
         raise _Seen
 
     token_ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
-    own = find_reference(model)
     hook = module.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        with driven(collect_configs(model), NAME, inputs):  # which makes no mask of length²
-            model(input_ids=token_ids, use_cache=False)
-    except _Seen:
-        pass
-    finally:
-        hook.remove()
+    # Driven by our name, a model makes no mask of length².
+    with hook, suppress(_Seen), driven(collect_configs(model), NAME, inputs):
+        model(input_ids=token_ids, use_cache=False)
     bias = seen.get(family.bias)
     if bias is None:
         return None
     num_heads = getattr(module, "num_heads", None) or module.n_heads
     fitted = fit_bias(bias.reshape(num_heads, -1))
-    if family.bias == "alibi" and own == "eager" and _adds_twice(module):
+    if family.bias == "alibi" and find_reference(model) == "eager" and _adds_twice(module):
         fitted = KeyBias(2 * fitted.slopes)
     return fitted
 
@@ -166,49 +160,29 @@ def _compare(
     num_tokens = min(_NUM_TOKENS[model.dtype.itemsize], max_model_len or _USUAL_KEYS)
     vocab_size = model.get_input_embeddings().num_embeddings
     token_ids = torch.arange(1, num_tokens + 1, device=model.device) * 7919 % vocab_size
-    with (
-        _compared(found, bias, names, _TOLERANCES[model.dtype]),
-        driven(collect_configs(model), find_reference(model)),
-    ):
-        model(input_ids=token_ids[None], use_cache=False)
+    families, tolerance = dict(found), _TOLERANCES[model.dtype]
 
+    def compare(module: nn.Module, arguments: Any, options: dict[str, Any], output: Any) -> None:
+        family = families[module]
+        vars(module)[family.method] = family.make(module, _attend_densely, bias)
+        try:
+            made = module.forward(*arguments, **options)[0]
+        finally:
+            del vars(module)[family.method]
+        own = output[0].float()
+        error = float((made.float() - own).norm() / own.norm().clamp_min(1e-30))
+        if not error <= tolerance:  # NaN, too
+            raise UnsupportedError(
+                f"layer {names[module]!r} does not compute what {type(module).__name__} of "
+                f"Transformers does (relative error {error:.1e}, at most {tolerance:.1e} "
+                "expected)"
+            )
 
-@contextmanager
-def _compared(
-    found: list[tuple[nn.Module, Family]],
-    bias: KeyBias | None,
-    names: dict[nn.Module, str],
-    tolerance: float,
-) -> Iterator[None]:
-    """Compare each module with its replacement whenever its model calls it."""
-
-    def compare(family: Family) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any, options: dict[str, Any], output: Any) -> None:
-            method = family.make(module, _attend_densely, bias)
-            vars(module)[family.method] = method
-            try:
-                made = module.forward(*arguments, **options)[0]
-            finally:
-                del vars(module)[family.method]
-            own = output[0].float()
-            error = float((made.float() - own).norm() / own.norm().clamp_min(1e-30))
-            if not error <= tolerance:  # NaN, too
-                raise UnsupportedError(
-                    f"layer {names[module]!r} does not compute what {type(module).__name__} of "
-                    f"Transformers does (relative error {error:.1e}, at most {tolerance:.1e} "
-                    "expected)"
-                )
-
-        return hook
-
-    hooks = [
-        module.register_forward_hook(compare(family), with_kwargs=True) for module, family in found
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for module in families:
+            hooks.enter_context(module.register_forward_hook(compare, with_kwargs=True))
+        with driven(collect_configs(model), find_reference(model)):
+            model(input_ids=token_ids[None], use_cache=False)
 
 
 def _attend_densely(

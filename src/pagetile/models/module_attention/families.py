@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ..attention import SLOT
+from ..fused import own_forward
 from .bias import KeyBias, append_bias
 
 __all__ = ["FAMILIES", "MODEL_TYPES", "Attention", "Family"]
@@ -200,12 +201,10 @@ MODEL_TYPES = frozenset({"bloom", "mpt", "falcon", "gptj", "gpt_neo"})
 
 def find_family(module: nn.Module) -> Family | None:
     """The family of a module that runs Transformers' own forward; ``None`` if it has another."""
-    function = getattr(type(module), "forward", None)
-    if "forward" in vars(module) or not str(getattr(function, "__module__", "")).startswith(
-        "transformers.models."
-    ):
+    function = own_forward(module)
+    if function is None or not function.__module__.startswith("transformers.models."):
         return None
-    name = function.__qualname__.removesuffix(".forward")  # type: ignore[union-attr]
+    name = function.__qualname__.removesuffix(".forward")
     family = FAMILIES.get(name)
     if family is None or family.method == "forward":
         return family
