@@ -51,7 +51,7 @@ class Swapped:
     @staticmethod
     def width(module: Any) -> str:
         """The module's width, for the report."""
-        raise NotImplementedError
+        return f"{module.dim} channels"
 
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
@@ -77,7 +77,7 @@ class SwappedAttention(Swapped):
     @staticmethod
     def weight_dropout(module: Any) -> float:
         """The dropout rate of the attention weights."""
-        raise NotImplementedError
+        return float(module.attn_drop.p)
 
     bypassed: ClassVar[tuple[str, ...]] = ()
     """Names of submodules that the original calls and the replacement does not."""
@@ -97,14 +97,12 @@ class _Provider(Swapped):
     @staticmethod
     def attentions_of(module: Any) -> list[Any]:
         """The attentions that it passes this to."""
-        raise NotImplementedError
+        return [getattr(module, "attn", None)]
 
     @classmethod
     def applies(cls, module: Any) -> bool:
         """Whether all of them are patched; asked on every call, as one may be unpatched later."""
-        return all(
-            isinstance(attention, SwappedAttention) for attention in cls.attentions_of(module)
-        )
+        return all(isinstance(each, SwappedAttention) for each in cls.attentions_of(module))
 
 
 class SwappedLayer(_Provider):

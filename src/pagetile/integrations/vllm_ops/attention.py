@@ -164,9 +164,7 @@ def _attend(
     out, partitions, sparse = outputs[0], outputs[1:] or None, BlockSparse(*sparsity)
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
     value_cache = as_float8("value_cache", value_cache, kv_cache_dtype)
-    scales: Any = None, None
-    if kv_cache_dtype != "auto":
-        scales = as_scale("k_scale", k_scale, query), as_scale("v_scale", v_scale, query)
+    scales = as_scales(kv_cache_dtype, k_scale, v_scale, query)
     tensors = forms(
         out=out, query=query, key_cache=key_cache, value_cache=value_cache,
         block_tables=block_tables, seq_lens=seq_lens,
@@ -186,8 +184,16 @@ def _attend(
     )  # fmt: skip
 
 
-def as_scale(name: str, scale: Tensor | float, like: Tensor) -> Tensor:
-    """Return a scale as kernels read it: float32 on ``like``'s device."""
+def as_scales(
+    kv_cache_dtype: str, k_scale: Tensor | float, v_scale: Tensor | float, like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales as kernels read them, float32 on ``like``'s device; none with "auto"."""
+    if kv_cache_dtype == "auto":
+        return None, None
+    return _as_scale("k_scale", k_scale, like), _as_scale("v_scale", v_scale, like)
+
+
+def _as_scale(name: str, scale: Tensor | float, like: Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return scale
     if not isinstance(scale, (int, float)):

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...ops.copy_blocks import copy_blocks as copy_cache_blocks
+from ...ops.scales import LARGEST_CODE
 from ...ops.write_kv import write_kv
 from ...shapes import Form, bind, check_device, check_dtype, check_tensors, forms, is_debugging
 from ...tiles.types import FLOATS
-from .attention import as_scale, is_interpreting
+from .attention import as_scales, is_interpreting
 from .checks import check_packed
 from .layout import FLOAT8, as_float8
 
@@ -26,7 +27,6 @@ __all__ = [
     "swap_blocks",
 ]
 
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _CHUNK = 1 << 24
 """Elements that are converted at a time: a cache would not fit a second time in float32."""
 
@@ -79,9 +79,7 @@ def reshape_and_cache(
         slot_mapping=slot_mapping,
     )  # fmt: skip
     _bind_packed(*tensors)
-    scales: Any = None, None
-    if kv_cache_dtype != "auto":
-        scales = as_scale("k_scale", k_scale, key), as_scale("v_scale", v_scale, key)
+    scales = as_scales(kv_cache_dtype, k_scale, v_scale, key)
     key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
     if key.is_cpu or is_debugging():
         _check_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[3])
@@ -116,7 +114,7 @@ def _check_new(key: Form, value: Form, key_cache: Form, slot_mapping: Form) -> N
     check_dtype("key", key, *FLOATS)
     check_dtype("value", value, key.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
-    if key_cache.dtype not in (key.dtype, *_LARGEST):
+    if key_cache.dtype not in (key.dtype, *FLOAT8.values()):
         given, new = (str(dtype).removeprefix("torch.") for dtype in (key_cache.dtype, key.dtype))
         raise DTypeError(
             f"key_cache is {given}, expected {new} as key is, with kv_cache_dtype='auto'; a cache "
@@ -168,7 +166,7 @@ def _quantise(new: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         return new
     # By a tensor: a GPU divides by a number as if it were multiplied by its reciprocal.
     codes = new.float() / scale.to(new.device).reshape(())
-    return codes.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype)
+    return codes.clamp(-LARGEST_CODE[dtype], LARGEST_CODE[dtype]).to(dtype)
 
 
 def reshape_and_cache_flash(
@@ -204,14 +202,10 @@ def reshape_and_cache_flash(
     check_tensors(key=key, value=value, slot_mapping=slot_mapping)
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
     value_cache = as_float8("value_cache", value_cache, kv_cache_dtype)
-    scales: Any = {}
-    if kv_cache_dtype != "auto":
-        scales = {
-            "k_scale": as_scale("k_scale", k_scale, key),
-            "v_scale": as_scale("v_scale", v_scale, key),
-        }
+    k_factor, v_factor = as_scales(kv_cache_dtype, k_scale, v_scale, key)
     count = slot_mapping.shape[0]
-    write_kv(key[:count], value[:count], key_cache, value_cache, slot_mapping, **scales)
+    new = key[:count], value[:count]
+    write_kv(*new, key_cache, value_cache, slot_mapping, k_scale=k_factor, v_scale=v_factor)
 
 
 def copy_blocks(

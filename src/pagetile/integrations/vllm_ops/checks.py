@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, is_debugging
 from ...tiles.types import FLOATS
-from .layout import packing
+from .layout import bind_packed, packing
 
 __all__ = ["PARTITION_SIZE", "BlockSparse", "Problem", "bind_attention", "check_packed"]
 
@@ -86,16 +86,7 @@ def check_packed(key_cache: Form | Tensor, value_cache: Form | Tensor) -> None:
             f"expected 16 bytes of {_name(key_cache.dtype)}, x={x}: "
             "[num_blocks, num_kv_heads, head_size/x, block_size, x]"
         )
-    sizes = bind(
-        key_cache=(key_cache, "num_blocks num_kv_heads chunks block_size x"),
-        value_cache=(value_cache, "num_blocks num_kv_heads head_size block_size"),
-    )
-    if sizes["chunks"] * x != sizes["head_size"]:
-        raise ShapeError(
-            f"key_cache has head_size={sizes['chunks'] * x} (its shape is {list(key_cache.shape)}) "
-            f"but value_cache has {sizes['head_size']} (its shape is {list(value_cache.shape)})"
-        )
-    block_size = sizes["block_size"]
+    block_size = bind_packed(key_cache, value_cache)["block_size"]
     if block_size not in BLOCK_SIZES:
         raise ShapeError(
             f"key_cache has block_size={block_size}, expected one of "

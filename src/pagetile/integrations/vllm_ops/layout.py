@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import bind, check_tensors
+from ...shapes import Form, bind, check_tensors
 
-__all__ = ["FLOAT8", "as_float8", "pack_cache", "packing", "unpack_cache"]
+__all__ = ["FLOAT8", "as_float8", "bind_packed", "pack_cache", "packing", "unpack_cache"]
 
 FLOAT8 = {
     "fp8": torch.float8_e4m3fn,
@@ -26,6 +26,21 @@ def packing(dtype: torch.dtype) -> int:
         (8, 16)
     """
     return 16 // dtype.itemsize
+
+
+def bind_packed(key_cache: Form | Tensor, value_cache: Form | Tensor) -> dict[str, int]:
+    """Return the sizes of an x-packed cache; raise ShapeError where its two tensors disagree."""
+    sizes = bind(
+        key_cache=(key_cache, "num_blocks num_kv_heads chunks block_size x"),
+        value_cache=(value_cache, "num_blocks num_kv_heads head_size block_size"),
+    )
+    if sizes["chunks"] * sizes["x"] != sizes["head_size"]:
+        raise ShapeError(
+            f"key_cache has head_size={sizes['chunks'] * sizes['x']} (its shape is "
+            f"{list(key_cache.shape)}) but value_cache has {sizes['head_size']} (its shape is "
+            f"{list(value_cache.shape)})"
+        )
+    return sizes
 
 
 def as_float8(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
@@ -106,14 +121,6 @@ def unpack_cache(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor
         >>> torch.equal(unpack_cache(*pack_cache(k_cache, k_cache))[0], k_cache)
         True
     """
-    bind(
-        key_cache=(key_cache, "num_blocks num_kv_heads chunks block_size x"),
-        value_cache=(value_cache, "num_blocks num_kv_heads head_size block_size"),
-    )
-    if key_cache.shape[2] * key_cache.shape[4] != value_cache.shape[2]:
-        raise ShapeError(
-            f"key_cache has head_size={key_cache.shape[2] * key_cache.shape[4]} (its shape is "
-            f"{list(key_cache.shape)}) but value_cache has {value_cache.shape[2]}"
-        )
+    bind_packed(key_cache, value_cache)
     k_cache = key_cache.permute(0, 3, 1, 2, 4).flatten(3)
     return k_cache.contiguous(), value_cache.permute(0, 3, 1, 2).contiguous()

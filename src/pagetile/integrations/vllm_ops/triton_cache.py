@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...ops.scales import LARGEST_CODE
 from ...tiles.triton.launch import POINTERS, Launcher
 from .layout import packing
 
 __all__ = ["make_launcher", "run"]
 
 _TILE = 2048  # elements of a program's keys, and of its values
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def make_launcher(
         "SIZE": size,
         "BLOCK_SIZE": block_size,
         "X": packing(cache_dtype),
-        "LARGEST": _LARGEST.get(cache_dtype, 0.0),
+        "LARGEST": LARGEST_CODE.get(cache_dtype, 0.0),
         "TILE_T": max(1, _TILE // width),
         "D": width,
     }

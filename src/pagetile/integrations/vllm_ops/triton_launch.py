@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import UnsupportedError
+from ...ops.paged_attention.plan import power_of_2
 from ...tiles.triton.launch import POINTERS, Launcher, refuse
 from ...tiles.triton.workspace import borrow
 from .checks import PARTITION_SIZE, BlockSparse, Problem
@@ -57,7 +58,7 @@ def choose_tiles(problem: Problem, is_sparse: bool = False) -> Tiles:
     200 bytes a thread with two, and are a tenth faster all the same). More registers than two warps
     have are needed for more than 16 rows and for block-sparse calls.
     """
-    width = _power_of_2(problem.head_size) * problem.kv_dtype.itemsize
+    width = power_of_2(problem.head_size) * problem.kv_dtype.itemsize
     tile_n = max(16, min(128, 16384 // width))
     if problem.q_dtype == torch.float32:  # three products of TF32 take many registers
         return Tiles(min(tile_n, 16 if width > 256 else 32), 4, 3)
@@ -163,8 +164,8 @@ def make_launcher(
         is_narrow: Whether strides fit in 32 bits, which saves registers.
     """
     group, head_size, block_size, q_dtype, kv_dtype = sizes
-    rows = min(_MOST_ROWS, _power_of_2(group))
-    width = max(16, _power_of_2(head_size))
+    rows = min(_MOST_ROWS, power_of_2(group))
+    width = max(16, power_of_2(head_size))
     aligned = ":16" * is_aligned
     near, far = POINTERS[q_dtype] + aligned, POINTERS[kv_dtype] + aligned
     dot = _DOTS[q_dtype] if kv_dtype.itemsize > 1 or q_dtype == torch.float32 else tl.float16
@@ -208,9 +209,4 @@ def make_launcher(
 
 
 def _rows_of(problem: Problem) -> int:
-    return min(_MOST_ROWS, _power_of_2(problem.group))
-
-
-def _power_of_2(size: int) -> int:
-    """The smallest that is not less than ``size``."""
-    return 1 << max(0, size - 1).bit_length()
+    return min(_MOST_ROWS, power_of_2(problem.group))

@@ -76,10 +76,6 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
         return heads(module.dim, module.num_heads)
 
     @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return float(module.attn_drop.p)
-
-    @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
         x, mask = windows(len(module.relative_position_index), module.dim, randn)
         return module(x, mask)
@@ -117,16 +113,8 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
         )
 
     @staticmethod
-    def attentions_of(module: Any) -> list[Any]:
-        return [getattr(module, "attn", None)]
-
-    @staticmethod
     def variant(module: Any) -> str:
         return f"MONAI, window {times(module.window_size)}, shift {times(module.shift_size)}"
-
-    @staticmethod
-    def width(module: Any) -> str:
-        return f"{module.dim} channels"
 
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
@@ -189,10 +177,6 @@ class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
     @staticmethod
     def variant(module: Any) -> str:
         return f"MONAI, {axes_of(module)} axes"
-
-    @staticmethod
-    def width(module: Any) -> str:
-        return f"{module.dim} channels"
 
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:

@@ -50,10 +50,6 @@ class WindowAttention(SwappedAttention, swin_transformer.WindowAttention):
         return heads(module.proj.in_features, module.num_heads)
 
     @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return float(module.attn_drop.p)
-
-    @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
         x, mask = windows(len(module.relative_position_index), module.dim, randn)
         return torch.cat((module(x, mask), module(x)))
@@ -66,7 +62,6 @@ class WindowAttentionV2(SwappedAttention, swin_transformer_v2.WindowAttention):
     bypassed = WindowAttention.bypassed
     variant = staticmethod(WindowAttention.variant)
     width = staticmethod(WindowAttention.width)
-    weight_dropout = staticmethod(WindowAttention.weight_dropout)
     trial = staticmethod(WindowAttention.trial)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -116,16 +111,8 @@ class _Block(SwappedLayer):
         return getattr(module, "dynamic_mask", False) and super().applies(module)
 
     @staticmethod
-    def attentions_of(module: Any) -> list[Any]:
-        return [module.attn]
-
-    @staticmethod
     def variant(module: Any) -> str:
         return f"timm, window {times(module.window_size)}, shift {times(module.shift_size)}"
-
-    @staticmethod
-    def width(module: Any) -> str:
-        return f"{module.dim} channels"
 
     @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
