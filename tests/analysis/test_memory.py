@@ -71,7 +71,8 @@ def test_shared_layers_keep_nothing():
 
 def test_keys_and_values_of_different_width():
     latent = LayerKind("full attention", 2, 16, 16, 192, 128)
-    assert latent.elements_per_token == 2 * 16 * (192 + 128)
+    plan = plan_memory([latent], memory_bytes=GIB, max_model_len=64)
+    assert plan.bytes_per_token == 2 * 16 * (192 + 128) * 2
 
 
 def test_too_little_memory_says_what_is_missing():

@@ -107,7 +107,7 @@ def test_a_crossover_against_a_scan_of_every_length(tile_m, causal):
         head_size=64, tiles_m=[tile_m], tile_n=24, shortest=shortest, longest=longest, causal=causal
     )
     [curve] = curves.tiled
-    worse = [curve.at(n) > curves.standard.at(n) for n in range(shortest, longest + 1)]
+    worse = [curve.count(n) > curves.standard.count(n) for n in range(shortest, longest + 1)]
     expected = None
     for n in range(longest, shortest - 1, -1):
         if not worse[n - shortest]:

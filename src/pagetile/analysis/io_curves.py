@@ -30,16 +30,13 @@ class Curve:
 
     name: str
     count: Callable[[int], int]
+    """Bytes at any length."""
     bytes: tuple[int, ...]
     tile_m: int = 0
     """Rows of a query tile; 0 if there are no tiles."""
     on_chip_bytes: int = 0
     worse_from: int | None = None
     """The least length from which on it is more than standard attention's, to the range's end."""
-
-    def at(self, length: int) -> int:
-        """Bytes at any length."""
-        return self.count(length)
 
 
 @dataclass(frozen=True)

@@ -34,18 +34,6 @@ class LayerKind:
     is_shared: bool = False
     """Whether they read the keys and values of other layers and keep none themselves."""
 
-    @property
-    def elements_per_token(self) -> int:
-        """Numbers that these layers keep of a token."""
-        if self.is_shared:
-            return 0
-        return self.num_layers * self.num_kv_heads * (self.head_size + self.v_head_size)
-
-    @property
-    def heads_per_token(self) -> int:
-        """KV heads that these layers keep of a token."""
-        return 0 if self.is_shared else self.num_layers * self.num_kv_heads
-
     def num_visible(self, num_tokens: int) -> int:
         """How many of a sequence's tokens its next token looks at."""
         return min(num_tokens, self.sliding_window or num_tokens)
@@ -96,9 +84,10 @@ class MemoryPlan:
 
     def layer_bytes(self, kind: LayerKind) -> int:
         """Bytes of a token's keys and values, scales included, in layers of a kind."""
-        return (
-            self.element_bytes * kind.elements_per_token + self.scale_bytes * kind.heads_per_token
-        )
+        if kind.is_shared:
+            return 0
+        head_bytes = self.element_bytes * (kind.head_size + kind.v_head_size) + self.scale_bytes
+        return kind.num_layers * kind.num_kv_heads * head_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -106,6 +106,11 @@ class PageMap:
         """Blocks that more than one sequence holds."""
         return sum(count > 1 for count in self.num_holders.values())
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence holds and whose content cannot be found again."""
+        return self.num_blocks - self.num_held - len(self.cached)
+
     def lines(self, width: int = 80) -> Iterator[Line]:
         """The picture, line by line: a sentence, then none wider than ``width`` (80 or more)."""
         yield [(self._summary(), "")]
@@ -129,11 +134,10 @@ class PageMap:
 
     def _summary(self) -> str:
         count = len(self.sequences)
-        num_free = self.num_blocks - self.num_held - len(self.cached)
         return (
             f"{count} sequence{'s hold' if count != 1 else ' holds'} {self.num_held} of "
             f"{self.num_blocks} blocks, {self.num_shared} shared; "
-            f"{len(self.cached)} cached, {num_free} free"
+            f"{len(self.cached)} cached, {self.num_free} free"
         )
 
     def _grid(self, cells: str, width: int) -> Iterator[Line]:

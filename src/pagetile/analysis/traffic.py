@@ -34,8 +34,6 @@ class Traffic:
         >>> traffic = Traffic((Stream("q", 64, 2), Stream("out", 64, 2, is_write=True)))
         >>> traffic.elements, traffic.bytes
         (128, 256)
-        >>> (traffic * 3).bytes
-        768
     """
 
     streams: tuple[Stream, ...]
@@ -53,17 +51,6 @@ class Traffic:
     def without(self, *tensors: str) -> Traffic:
         """The streams of all other tensors."""
         return Traffic(tuple(stream for stream in self.streams if stream.tensor not in tensors))
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.streams + other.streams)
-
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(
-            tuple(
-                Stream(s.tensor, s.elements * times, s.element_bytes, s.is_write)
-                for s in self.streams
-            )
-        )
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.streams))

@@ -45,7 +45,8 @@ def windows_contest(
         >>> [tuple(gradient.shape) for gradient in contest.expected]
         [(4, 2, 16, 8), (4, 2, 16, 8), (4, 2, 16, 8), (49, 2)]
     """
-    x = _make(grid, num_images, num_heads, head_size, dtype, device)
+    sizes = (grid.num_windows * num_images, num_heads, grid.num_tokens, head_size)
+    x = _make(grid, sizes, dtype, device)
     contestants: dict[str, Callable[[], Tensor]] = {
         "pagetile.window_attention": x.pagetile,
         "eager, as Swin models": x.eager,
@@ -141,19 +142,14 @@ class _Windows:
 
 
 def _make(
-    grid: WindowGrid,
-    num_images: int,
-    num_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    grid: WindowGrid, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> _Windows:
+    """Draw q, k, v and dout of ``sizes``, and a bias table."""
     random = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=dtype, device=device, generator=random)
 
-    sizes = (grid.num_windows * num_images, num_heads, grid.num_tokens, head_size)
     offsets = rel_offsets(grid.window).to(device)
     regions = mask = None
     if any(grid.shift):
@@ -164,7 +160,7 @@ def _make(
         normal(*sizes),
         normal(*sizes),
         normal(*sizes),
-        normal(grid.table_size, num_heads),
+        normal(grid.table_size, sizes[1]),
         normal(*sizes),
         offsets,
         (offsets[:, None] - offsets[None, :] + grid.table_size // 2).long(),

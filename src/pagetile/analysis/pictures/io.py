@@ -57,8 +57,9 @@ def _plot_tiled(axes: Any, curves: IoCurves, curve: Curve, position: int) -> Non
     if curve.worse_from is not None:
         label += f": over standard {curves.where_worse(curve)}"
         axes.plot(
-            [curve.worse_from], [curves.standard.at(curve.worse_from)], marker="o", markersize=11,
-            fillstyle="none", color=colour, markeredgewidth=1.8, zorder=6, clip_on=False,
+            [curve.worse_from], [curves.standard.count(curve.worse_from)], marker="o",
+            markersize=11, fillstyle="none", color=colour, markeredgewidth=1.8, zorder=6,
+            clip_on=False,
         )  # fmt: skip
     axes.plot(
         curves.lengths, curve.bytes, color=colour, linewidth=1.6,

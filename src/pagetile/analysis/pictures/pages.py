@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,17 +149,10 @@ def animate_pages(steps: Sequence[PageStep], path: Path) -> None:
 
 def _frame(step: PageStep, number: int) -> str:
     pages = step.pages
-    text, x = [], LEFT
-    words, line = step.caption.split(), ""
-    lines = []
-    for word in words:
-        if len(line) + len(word) > 78:
-            lines.append(line)
-            line = ""
-        line += ("" if not line else " ") + word
-    lines.append(line)
-    for at, line in enumerate(lines):
-        text.append(f'<text x="{x}" y="{30 + 19 * at}" font-size="14">{html.escape(line)}</text>')
+    text = [
+        f'<text x="{LEFT}" y="{30 + 19 * at}" font-size="14">{html.escape(line)}</text>'
+        for at, line in enumerate(textwrap.wrap(step.caption, 79, break_on_hyphens=False))
+    ]
     cells = [_svg_cell(step, block) for block in range(pages.num_blocks)]
     rows = [
         f'<text x="{LEFT + PER_ROW * CELL + 24}" y="{TOP + 18 + 30 * row}">'
@@ -173,7 +167,7 @@ def _frame(step: PageStep, number: int) -> str:
         "thick: shared · dashed: cached · underlined: written now</text>"
         f'<text x="{LEFT}" y="{bottom + 26}" fill="{GREY}">step {number + 1} · '
         f"{pages.num_held} held, {pages.num_shared} shared, {len(pages.cached)} cached, "
-        f"{pages.num_blocks - pages.num_held - len(pages.cached)} free</text>"
+        f"{pages.num_free} free</text>"
     )
     return "".join([*text, *cells, *rows, legend])
 
