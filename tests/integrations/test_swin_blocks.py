@@ -6,7 +6,7 @@ from swin_models import Case, framework, gradients, monai, unetr
 from test_swin_parity import assert_as_close, assert_same, check_parity, errors
 
 from pagetile.integrations import swin
-from pagetile.integrations.swin.swapped import SwappedBlock, SwappedNorms
+from pagetile.integrations.swin.swapped import Swapped
 
 SMALL = Case(unetr, (1, 1, 64, 32, 32))
 
@@ -57,7 +57,7 @@ def test_a_block_in_a_foreign_layer_takes_its_arguments(index, attentions):
     mask = torch.randn(8, 27, 27, dtype=torch.float64)
     expected = [block(x, None), block(x, mask)]
     swin.patch(model)
-    assert isinstance(block, SwappedBlock)
+    assert isinstance(block, Swapped)
     attentions.clear()
     torch.testing.assert_close([block(x, None), block(x, mask)], expected)
     assert [call.get("mask") is not None for call in attentions] == [False, index == 1]
@@ -195,7 +195,7 @@ def test_other_norms_and_activations_stay(options):
     block = residual_block(**options)
     with pytest.warns(UserWarning, match="patched nothing"):
         assert swin.patch(block).norms == ()
-    assert not isinstance(block, SwappedNorms)
+    assert not isinstance(block, Swapped)
 
 
 def test_a_norm_that_is_exchanged_later_is_obeyed(norms):

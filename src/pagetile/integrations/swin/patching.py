@@ -13,17 +13,7 @@ from torch import nn
 from ...errors import DTypeError
 from .proof import difference
 from .report import Entry, PatchReport
-from .swapped import (
-    Swapped,
-    SwappedAttention,
-    SwappedBlock,
-    SwappedLayer,
-    SwappedMerging,
-    SwappedNorms,
-    Swaps,
-    check_restorable,
-    restore,
-)
+from .swapped import Swapped, SwappedAttention, Swaps, check_restorable, restore
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -130,12 +120,12 @@ def _patch(model: nn.Module, stacklevel: int) -> tuple[PatchReport, list[nn.Modu
     touched: list[nn.Module] = []
     left_alone: list[Entry] = []
     # Attentions first: blocks and layers are patched only if their attentions were.
-    kinds = SwappedAttention, SwappedBlock, SwappedLayer, SwappedMerging, SwappedNorms
-    entries: dict[type[Swapped], list[Entry]] = {kind: [] for kind in kinds}
-    for kind in entries:
+    sections = ("attentions", "blocks", "layers", "mergings", "norms")
+    entries: dict[str, list[Entry]] = {section: [] for section in sections}
+    for section, found in entries.items():
         for name, module in list(model.named_modules()):
             swap = type(module) if isinstance(module, Swapped) else swaps.get(type(module))
-            if swap is None or not issubclass(swap, kind):
+            if swap is None or swap.section != section:
                 continue
             if not isinstance(module, Swapped):
                 if not _applies(module, swap):
@@ -146,16 +136,10 @@ def _patch(model: nn.Module, stacklevel: int) -> tuple[PatchReport, list[nn.Modu
                     continue
                 module.__class__ = swap
                 touched.append(module)
-            entries[kind].append(Entry(name, _describe(module, swap)))
+            found.append(Entry(name, _describe(module, swap)))
     left_alone += _unsupported(model, swaps)
-    report = PatchReport(
-        attentions=tuple(entries[SwappedAttention]),
-        layers=tuple(entries[SwappedLayer]),
-        left_alone=tuple(left_alone),
-        blocks=tuple(entries[SwappedBlock]),
-        mergings=tuple(entries[SwappedMerging]),
-        norms=tuple(entries[SwappedNorms]),
-    )
+    patched_parts = {section: tuple(found) for section, found in entries.items()}
+    report = PatchReport(left_alone=tuple(left_alone), **patched_parts)
     if not report.attentions and (report.is_empty or left_alone):
         reason = (
             "it has no window attention of a supported class. Those of MONAI, torchvision, timm "

@@ -19,10 +19,7 @@ __all__ = [
     "Randn",
     "Swapped",
     "SwappedAttention",
-    "SwappedBlock",
     "SwappedLayer",
-    "SwappedMerging",
-    "SwappedNorms",
     "Swaps",
     "check_restorable",
     "restore",
@@ -37,6 +34,8 @@ class Swapped:
     """Base of the replacement classes, beside the framework's class."""
 
     original: ClassVar[Any]
+    section: ClassVar[str]
+    """The field of ``PatchReport`` that lists it."""
 
     @classmethod
     def applies(cls, module: Any) -> bool:
@@ -74,6 +73,8 @@ class Swapped:
 class SwappedAttention(Swapped):
     """An attention that runs on ``pagetile.window_attention``."""
 
+    section = "attentions"
+
     @staticmethod
     def weight_dropout(module: Any) -> float:
         """The dropout rate of the attention weights."""
@@ -91,8 +92,10 @@ class SwappedAttention(Swapped):
         return drops or any(map(has_hooks, parts)) or must_fall_back(x, mask)
 
 
-class _Provider(Swapped):
-    """Base of modules that pass their attentions what only patched attentions accept."""
+class SwappedLayer(Swapped):
+    """A layer or block that passes its attentions what only patched ones accept."""
+
+    section = "layers"
 
     @staticmethod
     def attentions_of(module: Any) -> list[Any]:
@@ -103,22 +106,6 @@ class _Provider(Swapped):
     def applies(cls, module: Any) -> bool:
         """Whether all of them are patched; asked on every call, as one may be unpatched later."""
         return all(isinstance(each, SwappedAttention) for each in cls.attentions_of(module))
-
-
-class SwappedLayer(_Provider):
-    """A layer that passes region ids to its attentions."""
-
-
-class SwappedBlock(_Provider):
-    """A block that passes whole maps to its attention instead of windows."""
-
-
-class SwappedMerging(Swapped):
-    """A patch merging that gathers all tokens of its cells at once."""
-
-
-class SwappedNorms(Swapped):
-    """A block whose norms, residual and activations are one operation each."""
 
 
 def check_restorable(module: Any) -> None:

@@ -23,14 +23,7 @@ from ..attend import (
 from ..masks import dense_mask
 from ..proof import windows
 from ..report import heads, times
-from ..swapped import (
-    Randn,
-    SwappedAttention,
-    SwappedBlock,
-    SwappedLayer,
-    SwappedMerging,
-    Swaps,
-)
+from ..swapped import Randn, Swapped, SwappedAttention, SwappedLayer, Swaps
 
 
 class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
@@ -81,10 +74,11 @@ class WindowAttention(SwappedAttention, swin_unetr.WindowAttention):
         return module(x, mask)
 
 
-class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
+class SwinTransformerBlock(SwappedLayer, swin_unetr.SwinTransformerBlock):
     """Passes its attention the whole map, where the original pads, rolls and cuts it."""
 
     original = swin_unetr.SwinTransformerBlock
+    section = "blocks"
 
     def forward_part1(self, x: Tensor, mask_matrix: Tensor | None) -> Tensor:
         """``x`` ``[batch, *grid, dim]``; ``mask_matrix`` of the grid, in any form."""
@@ -121,7 +115,7 @@ class SwinTransformerBlock(SwappedBlock, swin_unetr.SwinTransformerBlock):
         grid = trial_grid(module.window_size)
         cut = cut_of(module, grid)
         mask = shift_regions(padded(grid, cut), *cut)
-        given = mask if isinstance(module, SwappedBlock) else dense_mask(mask, torch.float64)
+        given = mask if isinstance(module, Swapped) else dense_mask(mask, torch.float64)
         return module(randn(1, *grid, module.dim), given)
 
 
@@ -162,10 +156,11 @@ class BasicLayer(SwappedLayer, swin_unetr.BasicLayer):
         return module(randn(1, module.blocks[0].dim, *trial_grid(module.window_size)))
 
 
-class PatchMergingV2(SwappedMerging, swin_unetr.PatchMergingV2):
+class PatchMergingV2(Swapped, swin_unetr.PatchMergingV2):
     """Takes all cells of 2 × 2 (× 2) tokens at once; the original takes a slice for each token."""
 
     original: ClassVar[Any] = swin_unetr.PatchMergingV2
+    section = "mergings"
     orders: ClassVar[dict[int, tuple[int, ...]]] = {2: (0, 2, 1, 3), 3: tuple(range(8))}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from ....fused.instance_norm import instance_norm
 from ..attend import has_hooks, must_fall_back
-from ..swapped import Randn, SwappedNorms, Swaps
+from ..swapped import Randn, Swapped, Swaps
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-class UnetResBlock(SwappedNorms, dynunet_block.UnetResBlock):
+class UnetResBlock(Swapped, dynunet_block.UnetResBlock):
     """Norm, residual and activation in one operation, unless hooks observe the parts."""
 
     original = dynunet_block.UnetResBlock
+    section = "norms"
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp`` ``[batch, channels, *grid]``."""
