@@ -7,7 +7,6 @@ a closed form for each of these, so nothing is sampled and the results are exact
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..errors import RequestError
 
@@ -18,24 +17,6 @@ __all__ = [
     "UniformLengths",
     "parse_lengths",
 ]
-
-
-class LengthDistribution(Protocol):
-    """How long sequences are, in tokens."""
-
-    @property
-    def longest(self) -> int:
-        """No sequence is longer."""
-        ...
-
-    @property
-    def mean(self) -> float:
-        """Tokens of a sequence on average."""
-        ...
-
-    def mean_blocks(self, block_size: int) -> float:
-        """Blocks of a sequence on average: the mean of ``ceil(L / block_size)``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -144,6 +125,10 @@ class GeometricLengths:
 
     def __str__(self) -> str:
         return f"geometric lengths, mean {self.mean_uncut:,g}, cut at {self.longest:,}"
+
+
+LengthDistribution = GivenLengths | UniformLengths | GeometricLengths
+"""How long sequences are, in tokens: the longest, the mean, and the blocks that they take."""
 
 
 def parse_lengths(text: str) -> LengthDistribution:

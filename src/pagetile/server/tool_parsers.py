@@ -16,7 +16,7 @@ import json
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 __all__ = [
     "Call",
@@ -54,18 +54,6 @@ class Parsed:
 
     text: str = ""
     calls: list[Call] = field(default_factory=list)
-
-
-class ToolParser(Protocol):
-    """Takes one sample's text."""
-
-    def feed(self, text: str) -> Parsed:
-        """Take in more text."""
-        ...
-
-    def finish(self) -> Parsed:
-        """The text ends here: what is left of it."""
-        ...
 
 
 class TextOnly:
@@ -241,6 +229,10 @@ class NamedCall:
     def finish(self) -> Parsed:
         """Nothing was held back."""
         return Parsed() if self._has_begun else self.feed("")
+
+
+ToolParser = TextOnly | HermesParser | Llama3JsonParser | ForcedCalls | NamedCall
+"""Takes one sample's text piece by piece by ``feed``, and its end by ``finish``."""
 
 
 def choose_parser(
