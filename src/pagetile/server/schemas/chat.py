@@ -23,18 +23,10 @@ class TextPart(Body):
 Content = str | list[TextPart]
 
 
-class InstructionMessage(Body):
-    """What the model is told before the conversation, and anywhere in it."""
+class TextMessage(Body):
+    """What the user says, or what the model is told before the conversation and anywhere in it."""
 
-    role: Literal["system", "developer"]
-    content: Content
-    name: str | None = None
-
-
-class UserMessage(Body):
-    """What the user says."""
-
-    role: Literal["user"]
+    role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
 
@@ -77,9 +69,7 @@ class ToolMessage(Body):
     name: str | None = None
 
 
-Message = Annotated[
-    InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
+Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class Function(Body):
@@ -121,16 +111,10 @@ class JsonSchema(Body):
     """Every answer follows the schema exactly, whatever this says."""
 
 
-class TextFormat(Body):
-    """Any text."""
+class PlainFormat(Body):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    """A JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchemaFormat(Body):
@@ -140,9 +124,7 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
-]
+ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class ChatRequest(GenerationFields):

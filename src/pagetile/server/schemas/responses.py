@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ..errors import field_error
-from .chat import ChatRequest, Function, FunctionName, JsonObjectFormat, JsonSchema, TextFormat
+from .chat import ChatRequest, Function, FunctionName, JsonSchema, PlainFormat
 from .common import Body
 
 __all__ = ["ResponsesRequest"]
@@ -97,10 +97,7 @@ class NamedSchemaFormat(JsonSchema):
 class TextOptions(Body):
     """The form of the output."""
 
-    format: (
-        Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")]
-        | None
-    ) = None
+    format: Annotated[PlainFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
 
 
 _SAME = {"model", "temperature", "top_p", "stream", "stop", "ignore_eos", "top_logprobs"}
@@ -128,11 +125,7 @@ class ResponsesRequest(Body):
     top_logprobs: int | None = Field(None, ge=0)
     """How many of the likeliest alternatives come with each token."""
     metadata: (
-        dict[
-            Annotated[str, Field(max_length=64)],
-            Annotated[str, Field(max_length=512)],
-        ]
-        | None
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None
     ) = Field(None, max_length=16)
     """Returned with the response."""
     store: bool | None = None
