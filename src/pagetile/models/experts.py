@@ -24,7 +24,7 @@ from ..errors import PagetileError
 from ..fused.moe import moe_experts
 from ..fused.moe.problem import Expert
 from ..fused.moe.reference import activate
-from .fused import Replacement, own_forward
+from .fused import Replacement, call_or_none, difference, own_forward
 
 __all__ = ["find_experts"]
 
@@ -84,14 +84,14 @@ def _recognise(module: nn.Module, function: FunctionType) -> tuple[Expert, dict[
     for expert in _layouts(tensors):
         hidden_size = expert.gate.shape[2]
         given = _random_tokens(hidden_size, len(expert.gate), expert.gate)
-        own = _call(function, module, *given)
-        if own is None or own.shape != given[0].shape:
+        own = call_or_none(function, module, *given)
+        if not isinstance(own, Tensor) or own.shape != given[0].shape:
             return None
         for options in _activations(module):
             if not _has_activation(module, options):
                 continue
             made = moe_experts(*given, expert, **options, impl="reference")
-            if _is_near(made, own):
+            if difference(made, own) <= _NEAR[made.dtype]:
                 return expert, options
     return None
 
@@ -140,8 +140,10 @@ def _has_activation(module: Any, options: dict[str, Any]) -> bool:
         gate, up, options["activation"], options.get("alpha", 1.0), options.get("limit", 0.0)
     )
     return any(
-        own is not None and own.shape == made.shape and torch.allclose(own, made, 1e-5, 1e-6)
-        for own in (_call(apply, both) for both in (halves, pairs))
+        isinstance(own, Tensor)
+        and own.shape == made.shape
+        and torch.allclose(own, made, 1e-5, 1e-6)
+        for own in (call_or_none(apply, both) for both in (halves, pairs))
     )
 
 
@@ -155,19 +157,3 @@ def _random_tokens(
     chosen = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :top_k]
     weights = torch.rand(num_tokens, top_k, generator=generator) + 0.5
     return x.to(like), chosen.contiguous().to(like.device), weights.to(like)
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a function's tensor; None if it fails, because then the module is left alone."""
-    try:
-        found = function(*arguments)
-    except Exception:
-        return None
-    return found if isinstance(found, Tensor) else None
-
-
-def _is_near(made: Tensor, own: Tensor) -> bool:
-    if own.dtype != made.dtype:
-        return False
-    size, difference = own.double().norm(), (made.double() - own.double()).norm()
-    return float(size) > 0 and bool(difference <= _NEAR[made.dtype] * size)

@@ -30,7 +30,15 @@ from ..fused.rms_norm import KINDS, Norm, rms_norm
 from ..fused.rotary import rotate
 from ..tiles.types import FLOATS
 
-__all__ = ["Replacement", "find_impl", "find_replacements", "own_forward", "read_norm"]
+__all__ = [
+    "Replacement",
+    "call_or_none",
+    "difference",
+    "find_impl",
+    "find_replacements",
+    "own_forward",
+    "read_norm",
+]
 
 Replacement = tuple[nn.Module, str, Any]
 """A module, the name of an attribute, and what it is while we drive the model."""
@@ -137,10 +145,10 @@ def _find_kind(module: Any, function: FunctionType, eps: float) -> str | None:
     stand_in.__dict__["_parameters"] = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
     sizes = torch.tensor([30.0, 1.0, eps**0.5, 0.1 * eps**0.5], device=weight.device)
     x = ((numbers[1:].float() + 0.5) * sizes[:, None]).to(weight.dtype)[None]
-    own = _call(function, stand_in, x)
+    own = call_or_none(function, stand_in, x)
     computed = {k: rms_norm(x, numbers[0], eps=eps, kind=k, impl="reference") for k in KINDS}
     # In 16 bits two kinds are near; the right one computes what the module does, step by step.
-    best = min(KINDS, key=lambda kind: _difference(computed[kind], own))
+    best = min(KINDS, key=lambda kind: difference(computed[kind], own))
     return best if _is_near(computed[best], own) else None
 
 
@@ -184,21 +192,21 @@ def _find_form(own: Callable[..., Any]) -> bool | None:
     whole, half = (_random((2, 1, num_tokens, n)) for n in (size, size // 2))
 
     def agrees(angles: Tensor, is_shared: bool) -> bool:
-        found = _call(own, q, k, *angles)
+        found = call_or_none(own, q, k, *angles)
         computed = rotate(q, k, *angles, is_shared=is_shared, impl="reference")
         is_pair = isinstance(found, tuple) and len(found) == 2
         return is_pair and all(map(_is_near, computed, found))
 
     if agrees(half, True):
         return True
-    takes_half = _call(own, q, k, *half) is not None
+    takes_half = call_or_none(own, q, k, *half) is not None
     return False if agrees(whole, False) and (not takes_half or agrees(half, False)) else None
 
 
 # --- both -------------------------------------------------------------------------------------
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_or_none(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of a model's makes of numbers that it may not have been made for, or None."""
     try:
         return function(*arguments)
@@ -207,15 +215,15 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _is_near(computed: Tensor, own: Any) -> bool:
-    return _difference(computed, own) <= _NEAR * torch.finfo(computed.dtype).eps
+    return difference(computed, own) <= _NEAR * torch.finfo(computed.dtype).eps
 
 
-def _difference(computed: Tensor, own: Any) -> float:
-    """Relative; infinite for what is not even of the same form."""
+def difference(computed: Tensor, own: Any) -> float:
+    """The relative difference of two tensors; infinite where their shapes or types differ."""
     if not isinstance(own, Tensor) or (own.shape, own.dtype) != (computed.shape, computed.dtype):
         return torch.inf
-    difference = float((own.double() - computed.double()).norm() / computed.double().norm())
-    return difference if difference == difference else torch.inf
+    error = float((own.double() - computed.double()).norm() / computed.double().norm())
+    return error if error == error else torch.inf
 
 
 def _random(shape: tuple[int, ...]) -> Tensor:
