@@ -12,7 +12,6 @@ from .body import add_openapi
 from .config import ServerConfig
 from .errors import add_handlers
 from .middleware import Gate
-from .page_map import PageFeed
 from .routes import generation, info, pages, tokens
 from .schemas.chat import ChatRequest
 from .schemas.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -40,9 +39,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         version=find_version(),
         description="OpenAI-compatible text generation over a paged KV cache.",
     )
-    server = Server(llm, config)
-    server.pages = PageFeed(llm, show_text=config.show_text)
-    app.state.server = server
+    server = app.state.server = Server(llm, config)
     for routes in (generation, tokens, info, pages):
         app.include_router(routes.router)
     add_handlers(app)

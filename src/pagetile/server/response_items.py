@@ -35,8 +35,8 @@ class ResponseItems:
     ) -> None:
         self.output: list[dict[str, Any]] = []
         self._new_id, self._describe = new_id, describe
-        self._message: int | None = None
-        self._call: int | None = None
+        self._message: dict[str, Any] | None = None
+        self._call: dict[str, Any] | None = None
         self._held: list[dict[str, Any]] = []  # log-probabilities that no event has had
 
     def open_message(self) -> list[Event]:
@@ -50,13 +50,13 @@ class ResponseItems:
             "status": "in_progress",
             "content": [],
         }
-        self._message = len(self.output)
+        self._message = item
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         # The item's own list grows; the event is encoded later and shows an empty one.
         shown = {**part, "logprobs": []}
         events = [
             self._begin(item),
-            ("content_part.added", {**self._place(item), "part": shown}),
+            ("content_part.added", {**self._place(item), "content_index": 0, "part": shown}),
         ]
         item["content"] = [part]
         return events
@@ -76,10 +76,10 @@ class ResponseItems:
         if self._message is not None:
             if self._held:  # of tokens without text: the end of the answer
                 events += self._add_text("")
-            item = self.output[self._message]
+            item = self._message
             [part] = item["content"]
             item["status"] = status
-            place = self._place(item)
+            place = {**self._place(item), "content_index": 0}
             shown = {"text": part["text"], "logprobs": part["logprobs"]}
             events += [
                 ("output_text.done", {**place, **shown}),
@@ -90,20 +90,21 @@ class ResponseItems:
 
     def _add_text(self, text: str) -> list[Event]:
         events = self.open_message()
-        assert self._message is not None
-        item = self.output[self._message]
+        item = self._message
+        assert item is not None
         [part] = item["content"]
         logprobs, self._held = self._held, []
         part["text"] += text
         part["logprobs"] += logprobs
-        fields = {**self._place(item), "delta": text, "logprobs": logprobs}
+        place = {**self._place(item), "content_index": 0}
+        fields = {**place, "delta": text, "logprobs": logprobs}
         return [*events, ("output_text.delta", fields)]
 
     def _add_call(self, call: Call) -> list[Event]:
         events: list[Event] = []
         if call.name is not None:
             events = self._end_call("completed")
-            item: dict[str, Any] = {
+            self._call = {
                 "id": self._new_id("fc"),
                 "type": "function_call",
                 "call_id": call.id,
@@ -111,23 +112,20 @@ class ResponseItems:
                 "arguments": "",
                 "status": "in_progress",
             }
-            self._call = len(self.output)
-            events.append(self._begin(item))
+            events.append(self._begin(self._call))
         if call.arguments:
             assert self._call is not None
-            item = self.output[self._call]
-            item["arguments"] += call.arguments
-            fields = {"item_id": item["id"], "output_index": self._call, "delta": call.arguments}
+            self._call["arguments"] += call.arguments
+            fields = {**self._place(self._call), "delta": call.arguments}
             events.append(("function_call_arguments.delta", fields))
         return events
 
     def _end_call(self, status: str) -> list[Event]:
         if self._call is None:
             return []
-        item, at, self._call = self.output[self._call], self._call, None
+        item, self._call = self._call, None
         item["status"] = status
-        fields = {"item_id": item["id"], "output_index": at, "name": item["name"]}
-        done = {**fields, "arguments": item["arguments"]}
+        done = {**self._place(item), "name": item["name"], "arguments": item["arguments"]}
         return [("function_call_arguments.done", done), self._end(item)]
 
     def _begin(self, item: dict[str, Any]) -> Event:
@@ -138,5 +136,4 @@ class ResponseItems:
         return "output_item.done", {"output_index": self.output.index(item), "item": dict(item)}
 
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
-        at = self.output.index(item)
-        return {"item_id": item["id"], "output_index": at, "content_index": 0}
+        return {"item_id": item["id"], "output_index": self.output.index(item)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
@@ -17,11 +17,9 @@ from .config import ServerConfig
 from .errors import ApiError, field_error
 from .metrics import Metrics
 from .middleware import ApiKeys
+from .page_map import PageFeed
 from .schemas.common import GenerationFields
 from .templates import ChatTemplate
-
-if TYPE_CHECKING:
-    from .page_map import PageFeed
 
 __all__ = ["Server", "server_of"]
 
@@ -45,7 +43,7 @@ class Server:
         self.metrics = Metrics(llm)
         self.words = llm.engine.token_text
         self.template = ChatTemplate(self.tokenizer, config, self.check_length)
-        self.pages: PageFeed | None = None
+        self.pages = PageFeed(llm, show_text=config.show_text)
         # No text of more characters can have fewer tokens than the context.
         self._max_chars = self.max_model_len * self.words.longest
 

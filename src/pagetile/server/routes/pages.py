@@ -35,11 +35,9 @@ async def page() -> Response:
 async def frames(request: Request) -> Response:
     """Snapshots of the pool as server-sent events, at most five a second."""
     server = server_of(request)
-    feed = server.pages
-    assert feed is not None
 
     async def events() -> AsyncIterator[bytes]:
-        async for frame in feed.frames():
+        async for frame in server.pages.frames():
             yield b"data: %b\n\n" % frame
 
     return EventStream(events(), send_seconds=server.limits.send_seconds)
