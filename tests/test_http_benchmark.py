@@ -12,7 +12,7 @@ from benchmarks.generators import Model
 from benchmarks.http import Stream, Workload, compare, send
 from benchmarks.http_n import Setup, compare_n, make_byte_tokenizer
 
-from pagetile.engine.token_bytes import find_token_bytes
+from pagetile.engine.detokenizer import find_token_bytes
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 EVENTS = (

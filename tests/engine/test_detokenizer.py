@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from pagetile.engine import detokenizer as module
+from pagetile.engine import window_decoder
 from pagetile.engine.detokenizer import Detokenizer
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.errors import RequestError
@@ -168,7 +168,7 @@ def test_any_bytes_cut_anywhere_join_to_what_they_spell(parts):
 
 @pytest.mark.parametrize("spelt", ["块块".encode(), b"\xf0\x9f\x98" * 3, b"\xff" * 9])
 def test_where_the_window_is_cut_does_not_matter(spelt):
-    for num_before in range(2 * module.WINDOW):
+    for num_before in range(2 * window_decoder.WINDOW):
         letters = [b"a"] * num_before
         parts = [*letters, *(bytes([byte]) for byte in spelt), *letters]
         pieces = stream(Detokenizer(Parts(parts), SamplingParams()), range(len(parts)))
@@ -176,7 +176,7 @@ def test_where_the_window_is_cut_does_not_matter(spelt):
 
 
 def test_where_the_window_is_cut_does_not_matter_to_byte_fallback():
-    for num_before in range(2 * module.WINDOW):
+    for num_before in range(2 * window_decoder.WINDOW):
         token_ids = encode(byte_fallback(), "a" * num_before + "块块😀😀a块 a")
         detokenizer = Detokenizer(byte_fallback(), SamplingParams())
         assert "".join(stream(detokenizer, token_ids)) == decode(byte_fallback(), token_ids)
@@ -375,7 +375,7 @@ def test_a_token_costs_the_same_however_long_the_text(case):
     detokenizer = Detokenizer(counted, SamplingParams())
     assert "".join(stream(detokenizer, token_ids)) == decode(tokenizer, token_ids)
     assert len(token_ids) >= 250
-    assert counted.longest <= module.WINDOW
+    assert counted.longest <= window_decoder.WINDOW
     # One decode a token; a second for a special token or one that begins a character.
     assert counted.num_calls <= (1.1 if case == "text" else 2) * len(token_ids)
 

@@ -3,30 +3,31 @@
 Two things must wait before a consumer may see them: bytes of a character whose rest has not come,
 and text that may turn out to be the beginning of a stop string::
 
-    tokens ──▶ window ──▶ whole characters ──▶ held back ──▶ consumer
-               the last few tokens,            the longest tail that
-               decoded together                may begin a stop string
+    tokens ──▶ whole characters ──▶ held back ──▶ consumer
+                                    the longest tail that may begin a stop string
 
-Each token costs one decode of a window of at most ``WINDOW`` tokens, and a search in the new text
-and as many characters before it as the longest stop string has. Where tokens are bytes
-(``token_bytes``), a lookup and an incremental UTF-8 decoder take the place of the window.
+Each token costs a search in the new text and as many characters before it as the longest stop
+string has. The tokens of a byte-level tokenizer (GPT-2, Llama 3, Qwen) are fixed bytes, which cost
+a lookup of 0.1 µs; those of others are decoded with the tokens before them (``window_decoder``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import random
+from collections.abc import Callable, Iterable
 from encodings import utf_8
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from ..errors import RequestError
 from .sampling_params import SamplingParams
-from .token_bytes import find_decode, find_token_bytes
+from .window_decoder import WindowDecoder
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "Tokenizer", "byte_of_letter", "find_decode", "find_token_bytes"]
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-WINDOW = 24
-KEPT = 10  # three broken characters of three bytes, and one token more
+TokenBytes = Callable[[int], bytes]
+_found: WeakKeyDictionary[Any, dict[bool, TokenBytes | None]] = WeakKeyDictionary()
 
 
 class Tokenizer(Protocol):
@@ -81,24 +82,18 @@ class Detokenizer:
             )
         self.stop_reason: str | None = None
         self.num_tokens = 0
-        self._tokenizer = tokenizer if params.detokenize else None
-        self._params = params
-        self._stops = params.stop or ()
+        self._params, self._stops = params, params.stop or ()
         self._firsts = frozenset(stop[0] for stop in self._stops)
-        self._raw_decode = None if self._tokenizer is None else find_decode(self._tokenizer)
-        self._bytes = (
-            None
-            if self._tokenizer is None
-            else find_token_bytes(self._tokenizer, params.skip_special_tokens)
-        )
-        self._utf8 = utf_8.IncrementalDecoder("replace")
         self._pieces: list[str] = []
         self._held = ""
-        self._window: list[int] = []
-        self._text = ""  # of the window
-        self._num_pending = 0  # characters at its end that more bytes may still change
-        self._num_whole = 0  # window tokens when nothing was last pending
-        self._skipped: set[int] = set()  # special tokens that were met
+        self._makes_text = tokenizer is not None and params.detokenize
+        self._utf8 = utf_8.IncrementalDecoder("replace")
+        self._window: WindowDecoder | None = None  # where tokens are not bytes
+        if self._makes_text:
+            self._decode, skips = find_decode(tokenizer), params.skip_special_tokens
+            self._bytes: Any = find_token_bytes(tokenizer, skips)
+            if self._bytes is None:
+                self._window = WindowDecoder(self._decode, skips_special_tokens=skips)
 
     @property
     def text(self) -> str:
@@ -117,11 +112,11 @@ class Detokenizer:
         """
         start = len(self._pieces)
         for token_id in token_ids:
-            if self.stop_reason is not None or self._tokenizer is None:
+            if self.stop_reason is not None or not self._makes_text:
                 break
             self.num_tokens += 1
-            if self._bytes is None:
-                fresh = self._decode(token_id)
+            if self._window is not None:
+                fresh = self._window.append(token_id)
             else:
                 data = self._bytes(token_id)
                 is_whole = data.isascii() and not self._utf8.buffer
@@ -134,66 +129,21 @@ class Detokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of a whole output at once, which has no stop strings to look for."""
-        if self._tokenizer is not None and not self.finished:
+        if self._makes_text and not self.finished:
             self.num_tokens += len(token_ids)
-            self._pieces.append(self._text_of(token_ids) if token_ids else "")
+            skips = self._params.skip_special_tokens
+            self._pieces.append(self._decode(token_ids, skips) if token_ids else "")
         return self.text
 
     def flush(self) -> str:
         """Return what was held back: the output ends here."""
         start = len(self._pieces)
-        if not self.finished and self._tokenizer is not None:
-            if self._bytes is None:
-                pending = self._text[len(self._text) - self._num_pending :]
-                self._num_pending = 0
-            else:
-                pending = self._utf8.decode(b"", final=True)
+        if not self.finished and self._makes_text:
+            pending = self._utf8.decode(b"", final=True)
+            if self._window is not None:
+                pending = self._window.flush()
             self._release(pending, is_last=True)
         return "".join(self._pieces[start:])
-
-    def _decode(self, token_id: int) -> str:
-        """The whole characters that one more token completes."""
-        text = self._text_of([*self._window, token_id])
-        if text and text == self._text and self._is_skipped(token_id):
-            # Kept, a run of them would push the text out of the window.
-            return ""
-        self._window.append(token_id)
-        shown = self._text[: len(self._text) - self._num_pending]
-        if not text.startswith(shown):
-            # Byte fallback blanks a run of bytes until it is whole, characters before it included.
-            self._window = self._window[self._num_whole :]
-            self._num_whole = 0
-            shown, text = "", self._text_of(self._window)
-        fresh = text[len(shown) :]
-        num_pending = len(fresh) - len(fresh.rstrip(REPLACEMENT))
-        # No character lacks more than three bytes: after that only the last can still grow.
-        self._num_pending = num_pending if num_pending <= 3 else 1
-        self._text = text
-        if self._num_pending == 0:
-            self._num_whole = len(self._window)
-        if len(self._window) == WINDOW:
-            # Some must stay: the text of a token can depend on those before it.
-            del self._window[:-KEPT]
-            self._num_whole = max(self._num_whole - (WINDOW - KEPT), 0)
-            self._text = self._text_of(self._window)
-        return fresh[: len(fresh) - self._num_pending]
-
-    def _is_skipped(self, token_id: int) -> bool:
-        """Whether it is a special token that has no text here; a lone byte has none anywhere."""
-        if token_id in self._skipped:
-            return True
-        if not self._params.skip_special_tokens or self._text_of([token_id]):
-            return False
-        is_skipped = bool(self._text_of([token_id], skip_special_tokens=False))
-        if is_skipped:
-            self._skipped.add(token_id)
-        return is_skipped
-
-    def _text_of(self, token_ids: list[int], skip_special_tokens: bool | None = None) -> str:
-        assert self._raw_decode is not None
-        if skip_special_tokens is None:
-            skip_special_tokens = self._params.skip_special_tokens
-        return self._raw_decode(token_ids, skip_special_tokens)
 
     def _release(self, fresh: str, *, is_last: bool) -> None:
         """Hand out new text as far as no stop string can begin in it, or up to one that did."""
@@ -218,3 +168,89 @@ def _overlap(text: str, stop: str) -> int:
     """How many characters at the end of ``text`` are a beginning of ``stop``, but not all."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def find_decode(tokenizer: Any) -> Callable[[list[int], bool], str]:
+    """From token ids, and whether special ones are left out, to their text, not cleaned up."""
+    backend = _find_backend(tokenizer)
+    if backend is not None:
+        decode: Callable[[list[int], bool], str] = backend.decode
+        return decode
+
+    def call(token_ids: list[int], skip_special_tokens: bool) -> str:
+        text: str = tokenizer.decode(
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+            # Clean-up drops spaces that may have been handed out already.
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    return call
+
+
+def find_token_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
+    """The bytes of each token, if text is what the bytes of its tokens spell; else ``None``.
+
+    That is true of tokenizers with a byte-level decoder, and is tried on random tokens.
+    """
+    if _find_backend(tokenizer) is None:
+        return None
+    ways = _found.setdefault(tokenizer, {})
+    if skip_special_tokens not in ways:
+        ways[skip_special_tokens] = _try_bytes(tokenizer, skip_special_tokens)
+    return ways[skip_special_tokens]
+
+
+def _find_backend(tokenizer: Any) -> Any:
+    """The ``tokenizers.Tokenizer`` that does all the decoding of one of Transformers'."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return None
+    from transformers import PreTrainedTokenizerFast as Base
+
+    kind = type(tokenizer)
+    is_plain = isinstance(tokenizer, Base) and kind.decode is Base.decode
+    return tokenizer.backend_tokenizer if is_plain and kind._decode is Base._decode else None
+
+
+def _try_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
+    from tokenizers.decoders import ByteLevel
+
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.decoder, ByteLevel):
+        return None
+    specials = {
+        token_id: token
+        for token_id, token in backend.get_added_tokens_decoder().items()
+        if token.special
+    }
+
+    @functools.cache
+    def spell(token_id: int) -> bytes:
+        if skip_special_tokens and token_id in specials:
+            return b""
+        token = backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        letters = byte_of_letter()
+        try:
+            return bytes([letters[letter] for letter in token])
+        except KeyError:  # an added token is spelt as it stands
+            return bytes(token.encode())
+
+    rng, size = random.Random(0), backend.get_vocab_size()
+    for _ in range(20):
+        token_ids = [rng.randrange(size) for _ in range(20)]
+        spelt = b"".join(map(spell, token_ids)).decode(errors="replace")
+        if spelt != backend.decode(token_ids, skip_special_tokens):
+            return None
+    return spell
+
+
+@functools.cache
+def byte_of_letter() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: printable ones for themselves, others from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return letters | {chr(256 + at): byte for at, byte in enumerate(others)}

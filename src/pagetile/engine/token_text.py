@@ -6,7 +6,7 @@ import re
 from functools import cached_property, lru_cache
 from typing import Any
 
-from .token_bytes import byte_of_letter
+from .detokenizer import byte_of_letter
 
 __all__ = ["TokenText"]
 
