@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
 from .engine_thread import EngineThread, StepReport
-from .input_processor import parse_prompt
-from .llm import LLM, Prompt
+from .input_processor import Prompt, parse_prompt
+from .llm import LLM
 from .logprobs import LogprobDicts
 from .output_processor import Delta
 from .request import CompletionOutput, RequestOutput

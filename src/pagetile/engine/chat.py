@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from ..errors import RequestError
-from .numbers import is_list
+from .input_processor import is_list
 
 __all__ = ["Conversation", "Tools", "as_template_message", "render", "render_text"]
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
 from ..kv_cache.storage import KVCache
 from .detokenizer import Detokenizer
-from .numbers import is_index, is_list
 from .sampling_params import SamplingParams
 
-__all__ = ["InputProcessor", "parse_prompt"]
+__all__ = ["InputProcessor", "Prompt", "is_list", "list_prompts", "parse_prompt"]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,33 +26,6 @@ class InputProcessor:
     cache: KVCache
     max_num_seqs: int
     max_model_len: int
-
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The token ids of a prompt, each of them proven to be in the vocabulary.
-
-        Raises:
-            RequestError: The prompt is empty, has an id that the model does not know, or is text
-                and there is no tokenizer.
-        """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "the prompt is text but the model has no tokenizer: give a list of token ids, "
-                    "or load it with LLM(tokenizer=...)"
-                )
-            # A tokenizer may put a token of its own before no text at all.
-            token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
-        else:
-            token_ids = _integers(prompt)
-        if not token_ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"the prompt has token id {token_id}, expected 0 to {self.vocab_size - 1}: "
-                    "the model has no such token"
-                )
-        return token_ids
 
     def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Check that a request can be served, and return the prompt's token ids.
@@ -81,6 +55,33 @@ class InputProcessor:
         Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
         return token_ids
 
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The token ids of a prompt, each of them proven to be in the vocabulary.
+
+        Raises:
+            RequestError: The prompt is empty, has an id that the model does not know, or is text
+                and there is no tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "the prompt is text but the model has no tokenizer: give a list of token ids, "
+                    "or load it with LLM(tokenizer=...)"
+                )
+            # A tokenizer may put a token of its own before no text at all.
+            token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
+        else:
+            token_ids = _integers(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"the prompt has token id {token_id}, expected 0 to {self.vocab_size - 1}: "
+                    "the model has no such token"
+                )
+        return token_ids
+
     def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The token sequences of ``bad_words``: each word alone, and after a space."""
         found: dict[tuple[int, ...], None] = {}
@@ -106,6 +107,18 @@ class InputProcessor:
     def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
             raise RequestError(f"{name} has {max(token_ids)}, expected 0 to {self.vocab_size - 1}")
+
+
+def list_prompts(prompts: Any) -> list[Prompt]:
+    """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not is_list(prompts):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__}, expected text, token ids, or a list of them"
+        )
+    listed = list(prompts)
+    return [listed] if listed and _is_index(listed[0]) else listed
 
 
 def parse_prompt(prompt: Any) -> tuple[Any, str | None]:
@@ -159,8 +172,26 @@ def _unicode(prompt: str) -> str:
 
 def _integers(prompt: Any) -> list[int]:
     token_ids = list(prompt) if is_list(prompt) else None
-    if token_ids is None or not all(map(is_index, token_ids)):
+    if token_ids is None or not all(map(_is_index, token_ids)):
         raise RequestError(
             f"the prompt is {type(prompt).__name__}, expected text or a list of token ids (int)"
         )
     return [operator.index(token_id) for token_id in token_ids]
+
+
+def _is_index(value: object) -> bool:
+    """Whether it is one whole number, of Python, NumPy or torch."""
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    # A tensor of one element is a list, and one of torch.bool a slip as well.
+    return getattr(value, "ndim", 0) == 0 and not str(getattr(value, "dtype", "")).endswith("bool")
+
+
+def is_list(value: object) -> bool:
+    """Whether it has elements in an order: a sequence, an iterator, an array, and no text."""
+    is_iterable = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+    return is_iterable and not isinstance(value, (str, bytes, Mapping, Set))

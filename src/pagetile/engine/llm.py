@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import RequestError, UnsupportedError
-from .cache_size import cache_dtype, make_cache
+from ..errors import RequestError
 from .chat import Conversation, Tools, render
-from .core import Engine
-from .generation_config import sampling_defaults
-from .input_processor import parse_prompt
+from .input_processor import Prompt, list_prompts, parse_prompt
 from .keywords import refuse_unknown_keywords
-from .numbers import check, integer, is_index, is_list, number
+from .loading import load_engine
 from .output_processor import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
@@ -27,10 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM"]
-
-Prompt = str | SequenceOf[int] | Mapping[str, Any]
-_Request = tuple[str | list[int], SamplingParams, list[int], str | None]
-"""A prompt, its parameters, its token ids, and its cache salt."""
 
 
 @refuse_unknown_keywords
@@ -121,86 +114,27 @@ class LLM:
     ) -> None:
         # Reentrant: a thread that generates while it generates gets an error and does not wait.
         self._turn = threading.RLock()
-        _require_transformers()
-        from ..models import load_model
-        from ..models.loading import read_config
-
-        if model is None:
-            from ..demo import path
-
-            model = path()
-        memory_fraction = number(
-            "memory_fraction", memory_fraction, "a number in (0, 1]", 0.0, 1.0, open_low=True
-        )
-        block_size = _size("block_size", block_size, most=256)
-        max_num_seqs = _size("max_num_seqs", max_num_seqs, most=1 << 16)
-        if num_blocks is not None:
-            num_blocks = _size("num_blocks", num_blocks)
-        if max_num_batched_tokens is not None:
-            max_num_batched_tokens = _size(
-                "max_num_batched_tokens", max_num_batched_tokens, least=max_num_seqs
-            )
-        if max_model_len is not None:
-            max_model_len = _size("max_model_len", max_model_len)
-        seed = integer("seed", seed, "a whole number")
-        for name, switch in (
-            ("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
-            ("async_scheduling", async_scheduling or False), ("use_tqdm", use_tqdm),
-        ):  # fmt: skip
-            check(isinstance(switch, bool), name, switch, "True or False")
-        allowed = "'ngram' or None"
-        check(speculative in (None, "ngram"), "speculative", speculative, allowed)
-        num_speculative_tokens = _size("num_speculative_tokens", num_speculative_tokens, most=15)
-        cache_type = cache_dtype(kv_cache_dtype)
-        is_path = isinstance(model, (str, os.PathLike))
-        allowed = "'auto' or 'vllm'"
-        known = generation_config in ("auto", "vllm")
-        check(known, "generation_config", generation_config, allowed)
-        recommended = sampling_defaults(model) if is_path and generation_config == "auto" else {}
-        self._default_params = SamplingParams(**recommended)  # type: ignore[arg-type]
-        on_cpu = device is None or _named_device(device).type == "cpu"
-        if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
-            dtype = torch.float32
-        tokenizer = _find_tokenizer(tokenizer, model if is_path else None)
-        paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
-        cache = make_cache(
-            paged,
-            cache_type or paged.dtype,
+        self.engine, self._default_params = load_engine(
+            model,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
             block_size=block_size,
             num_blocks=num_blocks,
             memory_fraction=memory_fraction,
             max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-        )
-        if max_num_batched_tokens is None:
-            usual = max(8192 if paged.device.type == "cuda" else 2048, max_num_seqs)
-            max_num_batched_tokens = min(usual, paged.max_step_tokens or usual)
-        longest = max_model_len or paged.max_model_len
-        self.engine = Engine(
-            paged,
-            cache,
-            tokenizer,
-            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=min(longest or cache.num_tokens, cache.num_tokens),
+            max_model_len=max_model_len,
+            kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
-            num_speculative_tokens=num_speculative_tokens if speculative else 0,
+            speculative=speculative,
+            num_speculative_tokens=num_speculative_tokens,
+            generation_config=generation_config,
             seed=seed,
+            use_tqdm=use_tqdm,
         )
-        if not enforce_eager:
-            self._warm_up(use_tqdm)
-
-    def _warm_up(self, use_tqdm: bool) -> None:
-        def show(recordings: list[Any]) -> Any:
-            if not use_tqdm:
-                return recordings
-            from tqdm import tqdm
-
-            return tqdm(recordings, desc="Recording steps", unit="size")
-
-        self.engine.warm_up(show)
 
     def generate(
         self,
@@ -225,9 +159,9 @@ class LLM:
         """
         with self._turn:
             requests = self._validate(prompts, sampling_params)
-            request_ids = [self._add(*request) for request in requests]
+            request_ids = [self.engine.add_request(**request) for request in requests]
             try:
-                self._run(len(request_ids), self.engine.num_waiting_tokens, use_tqdm)
+                self._run(len(request_ids), use_tqdm)
             finally:
                 # Interrupted, say: leave no request behind for the next call to run.
                 for request_id in request_ids:
@@ -320,11 +254,11 @@ class LLM:
         with self._turn:
             self.engine.reset_prefix_cache()
 
-    def _stream(self, requests: list[_Request]) -> Iterator[Delta]:
+    def _stream(self, requests: list[dict[str, Any]]) -> Iterator[Delta]:
         with self._turn:
             self._check_idle()
             positions = {
-                self._add(*request, stream=True): position
+                self.engine.add_request(**request, stream=True): position
                 for position, request in enumerate(requests)
             }
         try:
@@ -348,10 +282,10 @@ class LLM:
                     return deltas
         return []
 
-    def _run(self, num_requests: int, num_input: int, use_tqdm: bool) -> None:
+    def _run(self, num_requests: int, use_tqdm: bool) -> None:
         from tqdm import tqdm
 
-        start, num_output = time.perf_counter(), 0
+        start, num_input, num_output = time.perf_counter(), self.engine.num_waiting_tokens, 0
         with tqdm(total=num_requests, desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while self.engine.has_unfinished:
                 deltas = self.engine.step()
@@ -371,10 +305,10 @@ class LLM:
         self,
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
-    ) -> list[_Request]:
-        """Prompts with their parameters, each proven to be servable before any is started."""
+    ) -> list[dict[str, Any]]:
+        """Arguments of ``Engine.add_request``, each proven to be servable before any is started."""
         self._check_idle()
-        listed = _listed(prompts)
+        listed = list_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self._default_params] * len(listed)
         if not isinstance(sampling_params, SequenceOf):
@@ -387,29 +321,18 @@ class LLM:
                 f"{len(sampling_params)} sampling_params for {len(listed)} prompts: "
                 "expected one for all, or one for each"
             )
-        requests: list[_Request] = []
+        requests = []
         for position, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             try:
                 prompt, cache_salt = parse_prompt(prompt)
                 token_ids = self.engine.validate(prompt, params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
-            prompt = prompt if isinstance(prompt, str) else token_ids
-            requests.append((prompt, params, token_ids, cache_salt))
+            text = prompt if isinstance(prompt, str) else token_ids
+            requests.append(
+                {"prompt": text, "params": params, "token_ids": token_ids, "cache_salt": cache_salt}
+            )
         return requests
-
-    def _add(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        token_ids: list[int],
-        cache_salt: str | None,
-        *,
-        stream: bool = False,
-    ) -> Hashable:
-        return self.engine.add_request(
-            prompt, params, token_ids=token_ids, cache_salt=cache_salt, stream=stream
-        )
 
     def _check_idle(self) -> None:
         if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost
@@ -417,64 +340,3 @@ class LLM:
                 "other requests are running, those of an open stream, say: finish or close it "
                 "first, or add all to llm.engine and step that"
             )
-
-
-def _require_transformers() -> None:
-    try:
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"LLM needs the package {error.name}, which is not installed: "
-            "pip install 'pagetile[engine]', or in a checkout pip install -e '.[engine]'"
-        ) from error
-
-
-def _find_tokenizer(tokenizer: Any, model: str | os.PathLike[str] | None) -> Any:
-    """The tokenizer given by the caller, or the one of the checkpoint ``model``."""
-    from transformers import PreTrainedTokenizerBase
-
-    from ..models import load_tokenizer
-
-    if tokenizer is None:
-        return None if model is None else load_tokenizer(model)
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return tokenizer
-    if not isinstance(tokenizer, (str, os.PathLike)) or not os.path.isdir(tokenizer):
-        raise RequestError(
-            f"tokenizer={tokenizer!r}: expected a directory with a tokenizer, or a tokenizer of "
-            "Transformers'; nothing is downloaded"
-        )
-    found = load_tokenizer(tokenizer)
-    if found is None:
-        raise RequestError(
-            f"tokenizer={tokenizer!r}: the directory has no tokenizer, expected tokenizer.json or "
-            "another of its files"
-        )
-    return found
-
-
-def _listed(prompts: Any) -> list[Prompt]:
-    """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not is_list(prompts):
-        raise RequestError(
-            f"prompts is {type(prompts).__name__}, expected text, token ids, or a list of them"
-        )
-    listed = list(prompts)
-    return [listed] if listed and is_index(listed[0]) else listed
-
-
-def _size(name: str, size: object, *, least: int = 1, most: int | None = None) -> int:
-    allowed = f"of at least {least:,}" if most is None else f"from {least} to {most:,}"
-    return integer(name, size, f"a whole number {allowed}", least, most)
-
-
-def _named_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise RequestError(
-            f"device={device!r}: expected the name of a torch device, such as 'cpu', 'cuda' or "
-            "'cuda:1'"
-        ) from None

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
-from collections.abc import Iterable, Mapping, Set
 
 from ..errors import RequestError
 
-__all__ = ["check", "integer", "is_index", "is_list", "number"]
+__all__ = ["check", "integer", "number"]
 
 
 def check(fits: bool, name: str, value: object, allowed: str) -> None:
@@ -62,21 +60,3 @@ def integer(
     check(least is None or found >= least, name, value, allowed)
     check(most is None or found <= most, name, value, allowed)
     return found
-
-
-def is_index(value: object) -> bool:
-    """Whether it is one whole number, of Python, NumPy or torch."""
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    # A tensor of one element is a list, and one of torch.bool a slip as well.
-    return getattr(value, "ndim", 0) == 0 and not str(getattr(value, "dtype", "")).endswith("bool")
-
-
-def is_list(value: object) -> bool:
-    """Whether it has elements in an order: a sequence, an iterator, an array, and no text."""
-    is_iterable = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
-    return is_iterable and not isinstance(value, (str, bytes, Mapping, Set))

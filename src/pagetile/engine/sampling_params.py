@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 
-from ..errors import RequestError
 from .keywords import refuse_unknown_keywords
-from .numbers import check, integer, number
+from .sampling_checks import normalize
 from .structured_outputs import StructuredOutputsParams
 
 __all__ = ["SamplingParams"]
@@ -96,110 +93,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        for name, (allowed, low, high, open_low) in _NUMBERS.items():
-            self._store(name, number(name, getattr(self, name), allowed, low, high, open_low))
-        for name, (allowed, least, optional) in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is not None or not optional:
-                self._store(name, integer(name, value, allowed, least))
-        for name in _SWITCHES:
-            value = getattr(self, name)
-            check(isinstance(value, bool), name, value, "True or False")
-        self._store("top_k", max(self.top_k, 0))
-        self._store("stop", _strings("stop", self.stop))
-        self._store("bad_words", _strings("bad_words", self.bad_words))
-        self._store("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
-        self._store("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
-        self._store("logit_bias", _logit_bias(self.logit_bias))
-        self._check_structured_outputs()
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
-                "lower one or raise the other"
-            )
-        if self.stop and not self.detokenize:
-            raise RequestError(
-                f"stop={self.stop!r} with detokenize=False: stop strings are looked for in the "
-                "text; leave detokenize on or use stop_token_ids"
-            )
+        for name, value in normalize(self).items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
         """Whether every step takes the most likely token: ``temperature`` 0 or ``top_k`` 1."""
         return self.temperature == 0.0 or self.top_k == 1
-
-    def _check_structured_outputs(self) -> None:
-        form = self.structured_outputs
-        allowed = "StructuredOutputsParams(...), or None"
-        is_form = form is None or isinstance(form, StructuredOutputsParams)
-        check(is_form, "structured_outputs", form, allowed)
-        if form is not None and (self.min_tokens or self.ignore_eos):
-            raise RequestError(
-                "structured_outputs with min_tokens or ignore_eos: an output that is complete can "
-                "only end; leave them out"
-            )
-
-    def _store(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-
-# name: (what is allowed, least, greatest, whether the least itself is refused)
-_NUMBERS = {
-    "temperature": ("a finite number >= 0; 0.0 is greedy", 0.0, math.inf, False),
-    "top_p": ("a number in (0, 1]; 1.0 keeps every token", 0.0, 1.0, True),
-    "min_p": ("a number in [0, 1]; 0.0 keeps every token", 0.0, 1.0, False),
-    "presence_penalty": ("a number in [-2, 2]; 0.0 is none", -2.0, 2.0, False),
-    "frequency_penalty": ("a number in [-2, 2]; 0.0 is none", -2.0, 2.0, False),
-    "repetition_penalty": ("a finite number > 0; 1.0 is none", 0.0, math.inf, True),
-}
-
-# name: (what is allowed, least or None, whether None is a value)
-_INTEGERS: dict[str, tuple[str, int | None, bool]] = {
-    "n": ("an integer >= 1", 1, False),
-    "top_k": ("an integer >= 1, or 0 or -1 to keep every token", -1, False),
-    "seed": ("an integer, or None to let the engine choose", None, True),
-    "max_tokens": ("an integer >= 1, or None for the model's limit", 1, True),
-    "min_tokens": ("an integer >= 0", 0, False),
-    "logprobs": ("an integer >= 0, or None to report nothing", 0, True),
-    "prompt_logprobs": ("an integer >= 0, or None to report nothing", 0, True),
-}
-
-_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-
-
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    strings = [value] if isinstance(value, str) else value
-    fits = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
-    check(fits, name, value, "a string or a list of strings, none of them empty")
-    return tuple(strings)  # type: ignore[arg-type]
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    allowed = "a list of token ids, integers >= 0"
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise RequestError(f"{name}={value!r}: expected {allowed}")
-    check(all(map(_is_token_id, value)), name, value, allowed)
-    check(name != "allowed_token_ids" or len(value) > 0, name, value, "at least one token id")
-    return tuple(int(token_id) for token_id in value)
-
-
-def _is_token_id(value: object) -> bool:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and value >= 0  # type: ignore[operator]
-
-
-def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    allowed = "a dictionary from token ids, integers >= 0, to numbers in [-100, 100]"
-    try:
-        biases = dict(value or ())  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise RequestError(f"logit_bias={value!r}: expected {allowed}") from None
-    for token_id, bias in biases.items():
-        is_bias = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
-        fits = _is_token_id(token_id) and is_bias and -100 <= bias <= 100
-        check(fits, "logit_bias", value, allowed)
-    return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))

@@ -1,0 +1,258 @@
+"""From ``LLM``'s options to an engine: each is proven before anything large is loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..device import available_memory
+from ..errors import OutOfBlocksError, RequestError, UnsupportedError
+from ..kv_cache import BlockPool
+from ..kv_cache.storage import KVCache
+from ..models.paged_model import PagedModel
+from .core import Engine
+from .generation_config import sampling_defaults
+from .numbers import check, integer, number
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["load_engine"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+
+
+def load_engine(
+    model: str | os.PathLike[str] | Any,
+    *,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | str,
+    block_size: int,
+    num_blocks: int | None,
+    memory_fraction: float,
+    max_num_seqs: int,
+    max_num_batched_tokens: int | None,
+    max_model_len: int | None,
+    kv_cache_dtype: torch.dtype | str,
+    enable_prefix_caching: bool,
+    enforce_eager: bool,
+    async_scheduling: bool | None,
+    speculative: str | None,
+    num_speculative_tokens: int,
+    generation_config: str,
+    seed: int,
+    use_tqdm: bool,
+) -> tuple[Engine, SamplingParams]:
+    """An engine, and the parameters of requests that are given none: see ``LLM``."""
+    _require_transformers()
+    from ..models import load_model
+    from ..models.loading import read_config
+
+    if model is None:
+        from ..demo import path
+
+        model = path()
+    memory_fraction = number(
+        "memory_fraction", memory_fraction, "a number in (0, 1]", 0.0, 1.0, open_low=True
+    )
+    block_size = _size("block_size", block_size, most=256)
+    max_num_seqs = _size("max_num_seqs", max_num_seqs, most=1 << 16)
+    if num_blocks is not None:
+        num_blocks = _size("num_blocks", num_blocks)
+    if max_num_batched_tokens is not None:
+        max_num_batched_tokens = _size(
+            "max_num_batched_tokens", max_num_batched_tokens, least=max_num_seqs
+        )
+    if max_model_len is not None:
+        max_model_len = _size("max_model_len", max_model_len)
+    seed = integer("seed", seed, "a whole number")
+    for name, switch in (
+        ("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
+        ("async_scheduling", async_scheduling or False), ("use_tqdm", use_tqdm),
+    ):  # fmt: skip
+        check(isinstance(switch, bool), name, switch, "True or False")
+    check(speculative in (None, "ngram"), "speculative", speculative, "'ngram' or None")
+    num_speculative_tokens = _size("num_speculative_tokens", num_speculative_tokens, most=15)
+    cache_type = _cache_dtype(kv_cache_dtype)
+    is_path = isinstance(model, (str, os.PathLike))
+    known = generation_config in ("auto", "vllm")
+    check(known, "generation_config", generation_config, "'auto' or 'vllm'")
+    recommended = sampling_defaults(model) if is_path and generation_config == "auto" else {}
+    default_params = SamplingParams(**recommended)  # type: ignore[arg-type]
+    on_cpu = device is None or _named_device(device).type == "cpu"
+    if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
+        dtype = torch.float32
+    tokenizer = _find_tokenizer(tokenizer, model if is_path else None)
+    paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
+    cache = _make_cache(
+        paged,
+        cache_type or paged.dtype,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        memory_fraction=memory_fraction,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    if max_num_batched_tokens is None:
+        usual = max(8192 if paged.device.type == "cuda" else 2048, max_num_seqs)
+        max_num_batched_tokens = min(usual, paged.max_step_tokens or usual)
+    longest = max_model_len or paged.max_model_len
+    engine = Engine(
+        paged,
+        cache,
+        tokenizer,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=min(longest or cache.num_tokens, cache.num_tokens),
+        enable_prefix_caching=enable_prefix_caching,
+        enforce_eager=enforce_eager,
+        async_scheduling=async_scheduling,
+        num_speculative_tokens=num_speculative_tokens if speculative else 0,
+        seed=seed,
+    )
+    if not enforce_eager:
+        engine.warm_up(_show_progress if use_tqdm else iter)
+    return engine, default_params
+
+
+def _show_progress(recordings: list[Any]) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(recordings, desc="Recording steps", unit="size")
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"LLM needs the package {error.name}, which is not installed: "
+            "pip install 'pagetile[engine]', or in a checkout pip install -e '.[engine]'"
+        ) from error
+
+
+def _find_tokenizer(tokenizer: Any, model: str | os.PathLike[str] | None) -> Any:
+    """The tokenizer given by the caller, or the one of the checkpoint ``model``."""
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models import load_tokenizer
+
+    if tokenizer is None:
+        return None if model is None else load_tokenizer(model)
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    if not isinstance(tokenizer, (str, os.PathLike)) or not os.path.isdir(tokenizer):
+        raise RequestError(
+            f"tokenizer={tokenizer!r}: expected a directory with a tokenizer, or a tokenizer of "
+            "Transformers'; nothing is downloaded"
+        )
+    found = load_tokenizer(tokenizer)
+    if found is None:
+        raise RequestError(
+            f"tokenizer={tokenizer!r}: the directory has no tokenizer, expected tokenizer.json or "
+            "another of its files"
+        )
+    return found
+
+
+def _size(name: str, size: object, *, least: int = 1, most: int | None = None) -> int:
+    allowed = f"of at least {least:,}" if most is None else f"from {least} to {most:,}"
+    return integer(name, size, f"a whole number {allowed}", least, most)
+
+
+def _named_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise RequestError(
+            f"device={device!r}: expected the name of a torch device, such as 'cpu', 'cuda' or "
+            "'cuda:1'"
+        ) from None
+
+
+def _cache_dtype(name: torch.dtype | str) -> torch.dtype | None:
+    """The element type that a user names; ``None`` for ``"auto"``, that of the weights.
+
+    Raises:
+        RequestError: Caches have no such elements.
+    """
+    if isinstance(name, str) and name == "auto":
+        return None
+    if isinstance(name, torch.dtype) and name in _DTYPES.values():
+        return name
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise RequestError(
+            f"kv_cache_dtype={name!r}: expected 'auto', {', '.join(map(repr, _DTYPES))}"
+        )
+    return _DTYPES[name]
+
+
+def _make_cache(
+    model: PagedModel,
+    dtype: torch.dtype,
+    *,
+    block_size: int,
+    num_blocks: int | None,
+    memory_fraction: float,
+    max_num_seqs: int,
+    max_model_len: int | None,
+) -> KVCache:
+    """A model's cache; see ``LLM`` for the arguments.
+
+    Raises:
+        OutOfBlocksError: It would not fit into memory, or not hold ``max_model_len`` tokens.
+    """
+    if num_blocks is None:
+        longest = max_model_len or model.max_model_len
+        num_blocks = _fit(model, dtype, block_size, memory_fraction, max_num_seqs, longest)
+    else:
+        _check_memory(model, dtype, block_size, num_blocks)
+    if max_model_len is not None and num_blocks * block_size < max_model_len:
+        raise OutOfBlocksError(
+            f"the cache holds {num_blocks * block_size} tokens ({num_blocks} blocks of "
+            f"{block_size}), fewer than max_model_len={max_model_len}: use at least "
+            f"{-(-max_model_len // block_size)} blocks, or a smaller max_model_len"
+        )
+    return KVCache(
+        model.layers,
+        BlockPool(num_blocks, block_size),
+        dtype=dtype,
+        device=model.device,
+    )
+
+
+def _fit(
+    model: PagedModel,
+    dtype: torch.dtype,
+    block_size: int,
+    fraction: float,
+    max_num_seqs: int,
+    longest: int | None,
+) -> int:
+    memory = int(available_memory(model.device) * fraction)
+    fitting = KVCache.blocks_that_fit(model.layers, memory, block_size=block_size, dtype=dtype)
+    if longest is None:
+        return fitting
+    return min(fitting, max_num_seqs * -(-longest // block_size))
+
+
+def _check_memory(model: PagedModel, dtype: torch.dtype, block_size: int, num_blocks: int) -> None:
+    free = available_memory(model.device)
+    fitting = KVCache.blocks_that_fit(model.layers, free, block_size=block_size, dtype=dtype)
+    if num_blocks > fitting:
+        raise OutOfBlocksError(
+            f"num_blocks={num_blocks:,} of {block_size} tokens do not fit into the {free:,} bytes "
+            f"that are free on {model.device}: use at most {fitting:,}"
+        )
