@@ -16,8 +16,6 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-import numpy as np
-
 from ..errors import RequestError
 from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
@@ -33,8 +31,9 @@ from .runner import LaunchedStep, Runner
 from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import CacheCounts, Scheduler, SchedulerOutput
-from .structured_outputs import GrammarCompiler, StructuredOutputsParams
+from .structured_outputs import GrammarCompiler, StructuredOutputsParams, fill_masks
 from .token_text import TokenText
+from .warming import run_made_up
 
 __all__ = ["Engine"]
 
@@ -50,17 +49,9 @@ class Engine:
         cache: Memory of the keys and values.
         tokenizer: Turns text into tokens and back; without one, prompts are token ids and
             outputs have no text.
-        max_num_seqs: The most sequences that run at the same time.
-        max_num_batched_tokens: The most tokens of one step; longer prompts are cut into chunks.
-        max_model_len: The most tokens of a sequence, prompt and output.
-        enable_prefix_caching: Whether requests share the blocks of common beginnings.
-        enforce_eager: On a GPU, launch the kernels of steps one by one, not as graphs.
-        async_scheduling: Whether a step is launched before the one before it is read. ``None``:
-            where that gains time, on a GPU. The tokens are the same.
-        num_speculative_tokens: The most tokens that a step drafts for a sequence, by n-gram
-            look-up in its own tokens, and verifies. With any ``async_scheduling`` is off: drafts
-            need the last tokens. The tokens are the same.
-        seed: Where the seeds of requests without one come from.
+        max_num_seqs: The most sequences that run at the same time; this and what follows as in
+            ``LLM``.
+        num_speculative_tokens: The most tokens of a draft; 0: nothing is drafted.
 
     Attributes:
         token_text: What single tokens are called.
@@ -233,9 +224,8 @@ class Engine:
             make_grammar=make_grammar,
             decode_token=self.decode_token,
             generates=generates,
+            arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
         )
-        if arrival_time is not None:
-            request.arrival_time = arrival_time
         sequence = self._new_sequence(request, list(token_ids))
         self._requests[request_id] = request
         if params.prompt_logprobs is None and generates:
@@ -279,34 +269,12 @@ class Engine:
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
         """Compile kernels and record graphs on a GPU, so that the first request is fast.
 
-        Graphs are recorded for every size; then prompts of many lengths run as any others do,
-        which compiles what prefill, mixed steps and the sampler launch.
-
         Args:
             show: Wraps the list of recordings, for a progress bar.
         """
         if self.model.device.type == "cuda":
             self._runner.warm_up(show)
-            self._run_made_up(3 * self.scheduler.max_num_batched_tokens)
-
-    def _run_made_up(self, num_tokens: int) -> None:
-        """Run random prompts of so many tokens in all, and leave no trace of them."""
-        rng, counts = random.Random(0), self.scheduler.counts
-        params = SamplingParams(seed=0, max_tokens=8, ignore_eos=True, detokenize=False)
-        longest = min(self.max_model_len, self.cache.num_tokens // 2) - params.max_tokens  # type: ignore[operator]
-        num_left = min(num_tokens, self.cache.num_tokens // 2)
-        while num_left > 0 and longest > 0:
-            length = min(rng.randint(100, 1024) if num_left > 2048 else num_left, longest)
-            num_left -= length
-            prompt = [rng.randrange(self.model.vocab_size) for _ in range(length)]
-            self.add_request(prompt, params, request_id=("warm up", num_left))
-        while self.has_unfinished:
-            self.step()
-        for request_id in list(self._requests):
-            self.take_output(request_id)
-        self.reset_prefix_cache()
-        self.scheduler.counts = type(counts)()
-        self.scheduler.chunks = type(self.scheduler.chunks)()  # steps that compile tell nothing
+            run_made_up(self, 3 * self.scheduler.max_num_batched_tokens)
 
     def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request.
@@ -328,13 +296,7 @@ class Engine:
         return request.output()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: after the model's weights have changed they are wrong.
-
-        Weights are to be changed in place: on a GPU, recorded steps read them where they were.
-
-        Raises:
-            RequestError: Requests are running; they hold blocks that were computed before.
-        """
+        """Forget all cached prefixes: see ``LLM.reset_prefix_cache``."""
         if self.has_unfinished:
             raise RequestError("requests are running: finish or abort them first")
         self._index.clear()
@@ -360,25 +322,23 @@ class Engine:
     def _score_next(self) -> None:
         """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks."""
         sequence = self._to_score[0]
-        request = sequence.request
-        reason = None if request.generates else "length"
+        request, reason = sequence.request, "error"
         try:
             num_top = request.params.prompt_logprobs or 0
-            request.prompt_logprobs = score_prompt(self, request.prompt_token_ids, num_top)
-        except Exception as error:
-            reason = "error"
-            sequence.error = f"its prompt's scores failed: {type(error).__name__}: {error}"
-        else:
-            if request.prompt_logprobs is None:
+            scores = score_prompt(self, request.prompt_token_ids, num_top)
+            if scores is None:
                 return
+            request.prompt_logprobs = scores
+            reason = "" if request.generates else "length"
+        except Exception as error:
+            sequence.error = f"its prompt's scores failed: {type(error).__name__}: {error}"
         self._to_score.popleft()
-        if reason is None:
+        if not reason:
             self.scheduler.add(sequence)
-            return
-        self.scheduler.finish(sequence, reason)
-        self._deltas.append(
-            Delta(request.request_id, sequence.index, "", None, reason, sequence.error)
-        )
+        else:
+            self.scheduler.finish(sequence, reason)
+            end = Delta(request.request_id, sequence.index, "", None, reason, sequence.error)
+            self._deltas.append(end)
 
     def _launch(self) -> bool:
         """Schedule and launch a step; False if there is nothing to compute now."""
@@ -394,7 +354,9 @@ class Engine:
                 self._fork(step, sequence)
         if self.on_step is not None:
             self.on_step()
-        masks = self._fill_masks(step) if self._has_grammar() else None
+        masks = None
+        if self._has_grammar():
+            masks = fill_masks([s.grammar for s in step.sampled], self.model.vocab_size)
         self._in_flight.append(self._runner.run(step, masks))
         return True
 
@@ -449,15 +411,6 @@ class Engine:
 
     def _has_grammar(self) -> bool:
         return self._num_grammars > 0 and any(s.grammar for s in self.scheduler.running)
-
-    def _fill_masks(self, step: SchedulerOutput) -> list[tuple[int, Any]]:
-        masks = []
-        for at, sequence in enumerate(step.sampled):
-            if sequence.grammar is not None:
-                mask = np.full(-(-self.model.vocab_size // 32), -1, np.int32)
-                sequence.grammar.fill_mask(mask)
-                masks.append((at, mask))
-        return masks
 
     # --- one sequence ----------------------------------------------------------------------
 

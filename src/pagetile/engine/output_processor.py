@@ -81,8 +81,8 @@ class OutputProcessor:
                 self.write_out(sequence)
                 sequence.error_type = token.error_type
                 return _fail(sequence, token.error)
-            if token.logprobs is not None:
-                logprobs = token.logprobs
+            logprobs = token.logprobs
+            if logprobs is not None and sequence.logprobs is not None:
                 sequence.logprobs.append(logprobs)
         sequence.token_ids.append(token_id)
         reason, text = None, ""

@@ -166,10 +166,13 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str | None = None
     error_type: type[GenerationError] = GenerationError
-    logprobs: TokenLogprobsList = field(default_factory=TokenLogprobsList)
+    logprobs: TokenLogprobsList | None = None
+    """Of its output, if its request asks for them."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
+        if self.request.params.logprobs is not None:
+            self.logprobs = TokenLogprobsList()
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -199,7 +202,7 @@ class Sequence:
     def output(self) -> CompletionOutput:
         """What a user gets of this sequence now."""
         logprobs, total = None, None
-        if self.request.params.logprobs is not None:
+        if self.logprobs is not None:
             logprobs = LogprobDicts(self.logprobs.copy(), self.request.decode_token)
             total = self.logprobs.total
         return CompletionOutput(
@@ -259,9 +262,7 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether all sequences are."""
-        return all(sequence.is_finished for sequence in self.sequences) and (
-            self.is_forked or self.sequences[0].is_finished
-        )
+        return all(sequence.is_finished for sequence in self.sequences)
 
     @property
     def metrics(self) -> RequestMetrics:

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import RequestError, UnsupportedError
 
-__all__ = ["GrammarCompiler", "StructuredOutputsParams"]
+__all__ = ["GrammarCompiler", "StructuredOutputsParams", "fill_masks"]
 
 MAX_BYTES = 64 << 10  # of a form
 KEPT = 256  # compiled forms
@@ -209,6 +210,19 @@ class _Grammar:
         """
         if not self._matcher.consume_token(token_id):
             raise RequestError(f"structured output failed: {self._matcher.get_error()}")
+
+
+def fill_masks(
+    grammars: Sequence[Any], vocab_size: int
+) -> list[tuple[int, npt.NDArray[np.int32]]]:
+    """For each grammar that is not ``None``, its position and its allowed tokens as bits."""
+    masks = []
+    for at, grammar in enumerate(grammars):
+        if grammar is not None:
+            mask = np.full(-(-vocab_size // 32), -1, np.int32)
+            grammar.fill_mask(mask)
+            masks.append((at, mask))
+    return masks
 
 
 def _source(form: StructuredOutputsParams) -> str:

@@ -1,0 +1,35 @@
+"""Requests that are made up before the first one, so that what they compile is there for it."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .core import Engine
+
+__all__ = ["run_made_up"]
+
+
+def run_made_up(engine: Engine, num_tokens: int) -> None:
+    """Run random prompts of so many tokens in all, and leave no trace of them."""
+    rng, scheduler = random.Random(0), engine.scheduler
+    params = SamplingParams(seed=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    longest = min(engine.max_model_len, engine.cache.num_tokens // 2) - params.max_tokens  # type: ignore[operator]
+    num_left = min(num_tokens, engine.cache.num_tokens // 2)
+    request_ids = []
+    while num_left > 0 and longest > 0:
+        length = min(rng.randint(100, 1024) if num_left > 2048 else num_left, longest)
+        num_left -= length
+        prompt = [rng.randrange(engine.model.vocab_size) for _ in range(length)]
+        request_id = "warm up", num_left
+        request_ids.append(engine.add_request(prompt, params, request_id=request_id))
+    while engine.has_unfinished:
+        engine.step()
+    for request_id in request_ids:
+        engine.take_output(request_id)
+    engine.reset_prefix_cache()
+    scheduler.counts = type(scheduler.counts)()
+    scheduler.chunks = type(scheduler.chunks)()  # steps that compile tell nothing
