@@ -36,7 +36,7 @@ from pagetile import (
 )
 from pagetile.engine.input_processor import InputProcessor
 from pagetile.engine.request import RequestOutput
-from pagetile.engine.scheduler import CacheCounts
+from pagetile.engine.cache_counts import CacheCounts
 from pagetile.engine.warming import run_made_up
 from pagetile.testing.models import REFUSED, tiny_model
 

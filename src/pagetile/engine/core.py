@@ -20,9 +20,10 @@ from ..errors import RequestError
 from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
+from .cache_counts import CacheCounts
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
-from .ngram import NgramProposer
+from .ngram import NgramProposer, verify
 from .output_processor import Delta, OutputProcessor
 from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
@@ -30,7 +31,7 @@ from .request import Grammar, Request, RequestOutput, Sequence, Status
 from .runner import LaunchedStep, Runner
 from .sampler import SamplingInput
 from .sampling_params import SamplingParams
-from .scheduler import CacheCounts, Scheduler, SchedulerOutput
+from .scheduler import Scheduler, SchedulerOutput
 from .structured_outputs import GrammarCompiler, StructuredOutputsParams, fill_masks
 from .token_text import TokenText
 from .warming import run_made_up
@@ -369,7 +370,7 @@ class Engine:
         self._record_time(launched)
         kept: SequenceOf[int] = range(len(step.sampled))
         if step.drafts:
-            kept = self.scheduler.verify(step, tokens.token_ids)
+            kept = verify(step, tokens.token_ids, self.scheduler.counts)
             self._runner.accept(launched, tokens, kept)
         self.scheduler.complete(step)
         sampled, token_ids, others = step.sampled, tokens.token_ids, tokens.others

@@ -14,7 +14,14 @@ drafted token costs the step time, and text that does not repeat would pay for s
 
 from __future__ import annotations
 
-__all__ = ["NgramProposer"]
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cache_counts import CacheCounts
+    from .scheduler import SchedulerOutput
+
+__all__ = ["NgramProposer", "find_assumed", "verify"]
 
 MAX_N = 4
 """Longest n-gram that is compared; of places with as long a match the latest is taken."""
@@ -107,3 +114,48 @@ class NgramProposer:
         while n < most and tokens[place - 1 - n] == tokens[-1 - n]:
             n += 1
         return n
+
+
+def verify(step: SchedulerOutput, token_ids: list[int], counts: CacheCounts) -> list[int]:
+    """Take drafted tokens back that were not sampled, when a step is read.
+
+    ::
+
+        token_ids     [… 7]          draft  [1 2 3]         computed [7 1 2 3], sampled [1 2 9 4]
+        after verify  [… 7 1 2] 9    num_computed - 1       blocks past the end are given back
+
+    Args:
+        step: The step. Of its drafts what was accepted is left.
+        token_ids: The tokens of ``step.sampled``.
+        counts: Where the tokens are counted.
+
+    Returns:
+        The positions in ``step.sampled`` whose tokens count.
+    """
+    kept = [
+        at
+        for at, assumed in enumerate(find_assumed(step))
+        if token_ids[at - len(assumed) : at] == assumed
+    ]
+    num_kept = Counter(step.logits_rows[at] for at in kept)
+    for at, draft in step.drafts.items():
+        sequence, num_rejected = step.sequences[at], len(draft) + 1 - num_kept[at]
+        counts.drafts += 1
+        counts.draft_tokens += len(draft)
+        counts.accepted_tokens += num_kept[at] - 1
+        del draft[num_kept[at] - 1 :]
+        step.ends[at] -= num_rejected
+        sequence.num_tokens -= num_rejected
+        sequence.num_computed -= num_rejected
+        sequence.table.truncate(sequence.num_computed)
+    return kept
+
+
+def find_assumed(step: SchedulerOutput) -> list[list[int]]:
+    """For each of ``step.sampled``, the drafted tokens before the one that it gets."""
+    found, num_seen = [], dict.fromkeys(step.drafts, 0)
+    for at in step.logits_rows:
+        draft = step.drafts.get(at, [])[: num_seen.get(at, 0)]
+        num_seen[at] = len(draft) + 1
+        found.append(draft)
+    return found

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .request import Sequence
+
+if TYPE_CHECKING:
+    from .scheduler import SchedulerOutput
 
 __all__ = ["MAX_GROUPS", "PrefixGrouper", "PrefixGroups", "find_groups"]
 
@@ -63,9 +66,22 @@ class PrefixGrouper:
         self._order: list[int] = []
         self._groups: PrefixGroups | None = None
 
-    def forget(self) -> None:
-        """Look at the tables again at the next step: sequences have run otherwise since."""
-        self._sequences = []
+    def arrange(self, step: SchedulerOutput, *, any_shared: bool) -> None:
+        """Make sequences that share their first blocks neighbours, in a decode step.
+
+        Args:
+            step: The step; of another kind it stays as it is.
+            any_shared: Whether any block is held more than once.
+        """
+        if not any_shared or not step.is_decode or not step.sequences:
+            self._sequences = []  # they run otherwise now: look at the tables again afterwards
+            return
+        found = self.find(step.sequences, step.ends)
+        if found is not None:
+            order, step.prefix_groups = found
+            step.sequences = [step.sequences[at] for at in order]
+            step.ends = [step.ends[at] for at in order]
+            step.sampled = step.sequences.copy()
 
     def find(
         self, sequences: list[Sequence], ends: SequenceOf[int]

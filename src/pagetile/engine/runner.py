@@ -32,6 +32,7 @@ from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from ..transfer import pack, unpack
 from .cuda_graphs import StepGraphs, padded_sizes, prompt_sizes
+from .ngram import find_assumed
 from .prefix_groups import PrefixGroups
 from .request import Sequence as OneSequence
 from .sampler import SampledTokens, Sampler, SamplingInput
@@ -347,7 +348,7 @@ class Runner:
         self._form = None
         self._load_rows(step)
         rows = [sequence.row for sequence in step.sampled]
-        assumed = step.find_assumed() if step.drafts else None
+        assumed = find_assumed(step) if step.drafts else None
         arrays = self._gather(step, rows, assumed)
         graphs = self.prompt_graphs
         with torch.inference_mode():

@@ -17,27 +17,24 @@ A step may be scheduled while the one before is in flight::
   A prompt that waits is held back while one that runs computes its next blocks: of prompts with a
   common beginning that arrive together, the first computes it and the others adopt it.
 
-With speculation no step is in flight here. A sequence that decodes computes its draft too, and
-samples after each token of it; ``verify`` takes back what was not accepted::
-
-    token_ids     [… 7]          draft  [1 2 3]         computed [7 1 2 3], sampled [1 2 9 4]
-    after verify  [… 7 1 2] 9    num_computed - 1       blocks past the end are given back
+With speculation no step is in flight here: a sequence that decodes computes its draft, too, and
+samples after each token of it (``ngram.py``).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
+from .cache_counts import CacheCounts
 from .chunks import ChunkSizer
-from .ngram import NgramProposer
 from .prefix_groups import PrefixGrouper, PrefixGroups
 from .request import Sequence, Status
 
-__all__ = ["CacheCounts", "Scheduler", "SchedulerOutput"]
+__all__ = ["Scheduler", "SchedulerOutput"]
 
 
 @dataclass
@@ -66,44 +63,6 @@ class SchedulerOutput:
     grown: list[Sequence] = field(default_factory=list)
     """The sequences whose last block may be another than in the step before."""
     number: int = 0
-
-    def find_assumed(self) -> list[list[int]]:
-        """For each of ``sampled``, the drafted tokens before the one that it gets."""
-        found, num_seen = [], dict.fromkeys(self.drafts, 0)
-        for at in self.logits_rows:
-            draft = self.drafts.get(at, [])[: num_seen.get(at, 0)]
-            num_seen[at] = len(draft) + 1
-            found.append(draft)
-        return found
-
-
-@dataclass
-class CacheCounts:
-    """What happened in the cache since the start."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens found in the cache at a request's first admission."""
-    copied_blocks: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    """Tokens computed again, since preemption gave their blocks away and others took them."""
-    peak_blocks: int = 0
-    shared_blocks: int = 0
-    """The most blocks that were held more than once at the same time."""
-    held_slots: int = 0
-    """Slots of held blocks, summed over steps."""
-    unused_slots: int = 0
-    """Those of them that hold no token."""
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    """Draft tokens that were what the sampler chose."""
-
-    @property
-    def waste(self) -> float:
-        """Share of the held cache memory that held no token, averaged over steps."""
-        return self.unused_slots / self.held_slots if self.held_slots else 0.0
 
 
 class Scheduler:
@@ -166,82 +125,42 @@ class Scheduler:
             The step, empty if nothing can be computed now. ``None`` only with ``in_flight``: one
             that runs would have to be preempted; complete the step in flight and ask again.
         """
-        step = SchedulerOutput(number=self._num_scheduled)
-        budget = self.max_num_batched_tokens
-        spare = budget - len(self.running)  # for drafts: every sequence gets its one token
-        num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
-        only_decodes, num_decoding = self._only_decodes(), len(self.running)
-        if not only_decodes:
-            num_decoding = sum([s.num_tokens - s.num_computed == 1 for s in self.running])
-        beside = budget - num_decoding
-        if num_waiting or num_decoding < len(self.running):
-            beside = self.chunks.limit(self.running, beside, num_waiting)
+        only_decodes, budget = self._only_decodes(), self.max_num_batched_tokens
+        beside = self._limit_prompts(only_decodes)
         if in_flight and not only_decodes and self._would_preempt(budget, beside):
             return None
+        step, preempted = SchedulerOutput(number=self._num_scheduled), False
         self._num_scheduled += 1
-        preempted = False
         if only_decodes:
             self._decode_all(step)
             budget -= len(step.sequences)
-        for sequence in () if only_decodes else self.running.copy():
-            if sequence.row < 0 or sequence.num_tokens >= sequence.max_len:
-                continue  # preempted in this very step, or its last token is on its way
-            chunk = sequence.num_tokens - sequence.num_computed
-            if chunk != 1:
-                if chunk > beside // 2:
-                    chunk = min(chunk, beside - self._others_share(sequence, beside // 2))
-                beside -= chunk
-            if chunk > budget:
-                chunk = budget
-            if chunk == 0:
-                continue
-            if not in_flight:
-                preempted |= self._make_room(sequence, chunk)
-                if sequence.row < 0:
+        else:
+            spare = budget - len(self.running)  # for drafts: every sequence gets its one token
+            for sequence in self.running.copy():
+                if sequence.row < 0 or sequence.num_tokens >= sequence.max_len:
+                    continue  # preempted in this very step, or its last token is on its way
+                chunk = sequence.num_tokens - sequence.num_computed
+                if chunk != 1:
+                    if chunk > beside // 2:
+                        chunk = min(chunk, beside - self._others_share(sequence, beside // 2))
+                    beside -= chunk
+                chunk = min(chunk, budget)
+                if chunk == 0:
                     continue
-            draft: list[int] = []
-            if chunk == 1 and sequence.proposer is not None:
-                draft = self._draft(sequence, sequence.proposer, min(spare, budget - 1))
+                if not in_flight:
+                    preempted |= self._make_room(sequence, chunk)
+                    if sequence.row < 0:
+                        continue
+                draft = self._draft(sequence, chunk, min(spare, budget - 1))
                 spare -= len(draft)
-            self._reserve(step, sequence, chunk, draft)
-            budget -= chunk + len(draft)
+                self._reserve(step, sequence, chunk, draft)
+                budget -= chunk + len(draft)
         if not preempted:
             self._admit_waiting(step, min(budget, beside))
         self._count(step)
         if self.grouper is not None:
-            if self.pool.num_shared:
-                _group(step, self.grouper)
-            else:
-                self.grouper.forget()
+            self.grouper.arrange(step, any_shared=self.pool.num_shared > 0)
         return step
-
-    def verify(self, step: SchedulerOutput, token_ids: list[int]) -> list[int]:
-        """Take drafted tokens back that were not sampled, when a step is read.
-
-        Args:
-            step: The step. Of its drafts what was accepted is left.
-            token_ids: The tokens of ``step.sampled``.
-
-        Returns:
-            The positions in ``step.sampled`` whose tokens count.
-        """
-        kept = [
-            at
-            for at, assumed in enumerate(step.find_assumed())
-            if token_ids[at - len(assumed) : at] == assumed
-        ]
-        num_kept = Counter(step.logits_rows[at] for at in kept)
-        for at, draft in step.drafts.items():
-            sequence, num_rejected = step.sequences[at], len(draft) + 1 - num_kept[at]
-            self.counts.drafts += 1
-            self.counts.draft_tokens += len(draft)
-            self.counts.accepted_tokens += num_kept[at] - 1
-            del draft[num_kept[at] - 1 :]
-            step.ends[at] -= num_rejected
-            sequence.num_tokens -= num_rejected
-            sequence.num_computed -= num_rejected
-            sequence.table.truncate(sequence.num_computed)
-        return kept
 
     def complete(self, step: SchedulerOutput) -> None:
         """Note that a step was computed, when its tokens are read and not yet appended.
@@ -350,11 +269,23 @@ class Scheduler:
         step.sampled = sequences.copy()
         step.logits_rows = list(range(len(ends)))
 
-    # --- one sequence ----------------------------------------------------------------------
+    # --- any other step --------------------------------------------------------------------------
+
+    def _limit_prompts(self, only_decodes: bool) -> int:
+        """The most prompt tokens of the step: every sequence that decodes has one token before."""
+        num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
+        num_decoding = len(self.running)
+        if not only_decodes:
+            num_decoding = sum([s.num_tokens - s.num_computed == 1 for s in self.running])
+        beside = self.max_num_batched_tokens - num_decoding
+        if not num_waiting and num_decoding == len(self.running):
+            return beside
+        return self.chunks.limit(self.running, beside, num_waiting)
 
     def _reserve(
         self, step: SchedulerOutput, sequence: Sequence, chunk: int, draft: SequenceOf[int] = ()
     ) -> None:
+        """Take the slots of a chunk and its draft, and sample if the chunk ends what is known."""
         chunk, at = chunk + len(draft), len(step.sequences)
         end = sequence.num_computed + chunk
         if end > sequence.table.num_tokens:
@@ -392,11 +323,11 @@ class Scheduler:
                 pending += len(first.token_ids)
         return min(pending, most)
 
-    def _draft(self, sequence: Sequence, proposer: NgramProposer, most: int) -> list[int]:
+    def _draft(self, sequence: Sequence, chunk: int, most: int) -> list[int]:
         """Guess tokens that follow, as many as there is room for without preempting anyone."""
-        if not sequence.num_output_tokens:
+        if chunk != 1 or sequence.proposer is None or not sequence.num_output_tokens:
             return []  # with no output, others may yet fork from it
-        draft = proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
+        draft = sequence.proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
         needed = sequence.table.blocks_needed(1 + len(draft))
         return draft if self.pool.can_allocate(needed + len(self.running)) else []
 
@@ -534,19 +465,6 @@ class Scheduler:
         counts.shared_blocks = max(counts.shared_blocks, pool.num_shared)
         counts.held_slots += held * size
         counts.unused_slots += sum([-s.num_computed % size for s in self.running])
-
-
-def _group(step: SchedulerOutput, grouper: PrefixGrouper) -> None:
-    """Make sequences that share their first blocks neighbours, in a decode step."""
-    if not step.is_decode or not step.sequences:
-        grouper.forget()
-        return
-    found = grouper.find(step.sequences, step.ends)
-    if found is not None:
-        order, step.prefix_groups = found
-        step.sequences = [step.sequences[at] for at in order]
-        step.ends = [step.ends[at] for at in order]
-        step.sampled = step.sequences.copy()
 
 
 def _blocks_needed(sequence: Sequence, num_tokens: int) -> int:
