@@ -33,7 +33,6 @@ from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from ..transfer import pack, unpack
 from .cuda_graphs import StepGraphs, padded_sizes, prompt_sizes
 from .ngram import find_assumed
-from .prefix_groups import PrefixGroups
 from .request import Sequence as OneSequence
 from .sampler import SampledTokens, Sampler, SamplingInput
 from .scheduler import SchedulerOutput
@@ -198,7 +197,7 @@ class Runner:
         self._begin.clear(size)
 
     def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.graphs = StepGraphs(self._record_step, self._clear_inbox, padded_sizes(max_num_seqs))
+        self.graphs = StepGraphs(self._step, self._clear_inbox, padded_sizes(max_num_seqs))
         from .triton_prompts import PromptBuffers
 
         sizes = prompt_sizes(max_num_batched_tokens)
@@ -266,7 +265,7 @@ class Runner:
         """How to launch a step of other sequences than the last; a graph is recorded if missing."""
         rows, groups = [sequence.row for sequence in step.sequences], step.prefix_groups
         size = n = len(rows)
-        samples = not has_masks and not self.sampler.needs_torch(rows)
+        samples = self._graphs_sample(rows, has_masks)
         if self.graphs is not None:
             # A step that shares is recorded for few sizes: reading less gains more than they lose.
             size = self.graphs.fit(n if groups is None else self._round_up(n))
@@ -280,6 +279,10 @@ class Runner:
             has_logprobs=self.sampler.has_logprobs(rows),
         )
 
+    def _graphs_sample(self, rows: list[int], masks: Any) -> bool:
+        """Whether a recorded step draws for these rows: nothing asks for torch code beside it."""
+        return not masks and not self.sampler.needs_torch(rows)
+
     def _round_up(self, size: int) -> int:
         assert self.graphs is not None
         return min(1 << (size - 1).bit_length(), self.graphs.sizes[-1])
@@ -292,13 +295,12 @@ class Runner:
         sizes = self.graphs.sizes
         return [size for size in sizes if size == self._round_up(size) and size >= least]
 
-    def _record_step(self, size: int, samples: bool, shares: bool) -> Tensor:
-        return self._step(size, samples, shares, self.max_model_len)
-
     @torch.inference_mode()
-    def _step(self, size: int, samples: bool, shares: bool, max_seq_len: int) -> Tensor:
+    def _step(
+        self, size: int, samples: bool, shares: bool, max_seq_len: int | None = None
+    ) -> Tensor:
         """A decode step of the rows in the inbox: packed tokens, or logits."""
-        batch = self._begin(size, max_seq_len, shares=shares)
+        batch = self._begin(size, max_seq_len or self.max_model_len, shares=shares)
         logits = self.model.forward(batch)
         if not samples:
             return self._begin.keep(logits) if self.graphs is not None else logits
@@ -311,35 +313,26 @@ class Runner:
     ) -> tuple[list[int], StepResults | None]:
         """What ``_decode`` does on a GPU, in torch."""
         rows = [sequence.row for sequence in step.sequences]
-        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
-        batch, where = self._begin_on_host(rows, blocks, max(step.ends), step.prefix_groups)
-        logits = self.model.forward(batch)
-        return rows, self._send_back(self.sampler.sample(logits, where, rows, masks))
-
-    def _begin_on_host(
-        self, rows: list[int], blocks: list[int], longest: int, groups: PrefixGroups | None
-    ) -> tuple[ForwardBatch, Tensor]:
-        """What ``begin`` does on a GPU, in torch."""
-        where, last = torch.tensor([rows, blocks])
-        size = self.cache.block_size
+        where, last = torch.tensor([rows, [s.table.blocks[-1] for s in step.sequences]])
+        size, longest = self.cache.block_size, max(step.ends)
         lengths = self.sampler.lengths[where]
         positions = lengths.long() - 1
-        column = positions // size
-        self._tables[where, column] = last.int()
-        num_seqs = len(rows)
-        numbers = torch.arange(num_seqs + 1)
+        self._tables[where, positions // size] = last.int()
         tables = self._tables[:, : -(-longest // size)].index_select(0, where)
+        numbers = torch.arange(len(rows) + 1)
         shared = None
-        if groups is not None:
-            starts, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in groups)
-            shared = SharedPrefixes(starts, lens)
-        return ForwardBatch(
+        if step.prefix_groups is not None:
+            groups = (torch.tensor(each, dtype=torch.int32) for each in step.prefix_groups)
+            shared = SharedPrefixes(*groups)
+        batch = ForwardBatch(
             token_ids=self.sampler.last_tokens[where],
             positions=positions,
             batch=PagedBatch(tables, lengths, numbers.int(), 1, longest, shared),
             slot_mapping=last * size + positions % size,
-            logits_rows=numbers[:num_seqs],
-        ), where
+            logits_rows=numbers[:-1],
+        )
+        logits = self.model.forward(batch)
+        return rows, self._send_back(self.sampler.sample(logits, where, rows, masks))
 
     # --- any other step --------------------------------------------------------------------
 
@@ -350,53 +343,38 @@ class Runner:
         rows = [sequence.row for sequence in step.sampled]
         assumed = find_assumed(step) if step.drafts else None
         arrays = self._gather(step, rows, assumed)
-        graphs = self.prompt_graphs
+        results = None
         with torch.inference_mode():
-            if (
-                graphs is not None
-                and self._prompts.takes(arrays)
-                and graphs.ensure(size := graphs.fit(self._prompts.least(arrays)))
-            ):
-                results = self._replay(size, arrays, rows, masks, assumed)
+            size = self._find_prompt_size(arrays)
+            draws = size is not None and assumed is None and self._graphs_sample(rows, masks)
+            if size is None:
+                logits, where = self._launch_kernels(step, arrays)
             else:
-                results = self._launch_kernels(step, arrays, rows, masks, assumed)
+                self._prompts.fill(arrays, size, draws=draws)
+                logits, packed = self.prompt_graphs.replay(size)  # type: ignore[union-attr]
+                where = None if draws else self._prompts.sampled_rows(size, len(rows))
+            if rows and draws:
+                has_logprobs = self.sampler.has_logprobs(rows)
+                results = self._memories[0].receive(packed, len(logits), has_logprobs=has_logprobs)
+            elif rows:
+                found = self.sampler.sample(logits[: len(rows)], where, rows, masks, assumed)
+                results = self._send_back(found)
         for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
             # What is accepted of drafts the host finds out: rows have to be told.
             sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
         return rows, results
 
-    def _replay(
-        self,
-        size: int,
-        arrays: dict[str, Any],
-        rows: list[int],
-        masks: Any,
-        assumed: list[list[int]] | None,
-    ) -> StepResults | None:
-        """Launch a recorded step, and sample from its logits what it does not draw."""
-        assert self.prompt_graphs is not None
-        draws = not masks and assumed is None and not self.sampler.needs_torch(rows)
-        self._prompts.fill(arrays, size, draws=draws)
-        logits, packed = self.prompt_graphs.replay(size)
-        if not rows:
+    def _find_prompt_size(self, arrays: dict[str, Any]) -> int | None:
+        """The size of the graph that computes a step; ``None``: none does."""
+        if self.prompt_graphs is None or not self._prompts.takes(arrays):
             return None
-        if draws:
-            has_logprobs = self.sampler.has_logprobs(rows)
-            return self._memories[0].receive(packed, len(logits), has_logprobs=has_logprobs)
-        where = self._prompts.sampled_rows(size, len(rows))
-        return self._send_back(
-            self.sampler.sample(logits[: len(rows)], where, rows, masks, assumed)
-        )
+        size = self.prompt_graphs.fit(self._prompts.least(arrays))
+        return size if self.prompt_graphs.ensure(size) else None
 
     def _launch_kernels(
-        self,
-        step: SchedulerOutput,
-        arrays: dict[str, Any],
-        rows: list[int],
-        masks: Any,
-        assumed: list[list[int]] | None,
-    ) -> StepResults | None:
-        """Launch a step's kernels one by one."""
+        self, step: SchedulerOutput, arrays: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Launch a step's kernels one by one: its logits, and the rows that they are of."""
         arrays = self._expand(arrays)
         if self.device.type == "cuda":
             packed = pack(list(arrays.values()), self.device).to(self.device, non_blocking=True)
@@ -404,11 +382,7 @@ class Runner:
         else:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch = self._place(tensors, max(step.num_tokens), max(step.ends))
-        logits = self.model.forward(batch)
-        if not rows:
-            return None
-        found = self.sampler.sample(logits, tensors["sampled_rows"], rows, masks, assumed)
-        return self._send_back(found)
+        return self.model.forward(batch), tensors["sampled_rows"]
 
     def _gather(
         self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
