@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pagetile.engine import triton_draw
-from pagetile.engine.logprobs import compute_logprobs, read_logprobs
+from pagetile.engine.logprobs import add_logprobs, compute_logprobs, read_logprobs
 from pagetile.engine.sampler import Sampler, SamplingInput
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.engine.sampling_rows import MAX_TOP, Feature
@@ -348,7 +348,7 @@ def test_a_row_with_many_logprobs_leaves_those_of_its_neighbours_as_they_are():
     rows = [row(seed=i, logprobs=n) for i, n in enumerate(asked)]
     tokens, _, report, sampler = draw_by_kernels(logits, rows)
     here = (part.to(home()) for part in (report, logits, tokens))
-    both = sampler._add_logprobs(*here, range(3), [1])
+    both = add_logprobs(*here, [1], 60)
     alone = read_logprobs(report, tokens.tolist(), [3, None, MAX_TOP])
     found = read_logprobs(both, tokens.tolist(), asked)
     assert [found[0], found[2]] == [alone[0], alone[2]]

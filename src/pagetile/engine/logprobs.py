@@ -13,14 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..transfer import send
+from .sampling_rows import MAX_TOP
 
 __all__ = [
     "Logprob",
     "LogprobDicts",
     "TokenLogprobs",
     "TokenLogprobsList",
+    "add_logprobs",
     "compute_logprobs",
     "descending_order",
     "read_logprobs",
@@ -226,6 +231,31 @@ def descending_order(values: Tensor) -> Tensor:
     """Integers that ascend as float32 values descend, equal for equal ones: int32, same shape."""
     bits = (values + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
+
+
+def add_logprobs(
+    known: Tensor | None, logits: Tensor, token_ids: Tensor, at: Sequence[int], num_top: int
+) -> Tensor:
+    """Log-probabilities of the rows ``at``, beside those of all rows that kernels computed.
+
+    Args:
+        known: What the kernels returned, of up to ``MAX_TOP`` alternatives; ``None``: nothing.
+        logits: As for ``compute_logprobs``.
+        token_ids: Likewise.
+        at: The rows.
+        num_top: The most alternatives that one of them asks for.
+    """
+    num_top = min(num_top, logits.shape[1])
+    if len(at) == len(logits):
+        return compute_logprobs(logits, token_ids, num_top)
+    where = send(np.array(at, np.int64), logits.device)
+    found = compute_logprobs(logits[where], token_ids[where], num_top)
+    wide = found.new_zeros(len(logits), found.shape[1])
+    if known is not None:
+        most, end = min(MAX_TOP, num_top) + 1, MAX_TOP + 1
+        wide[:, :most] = known[:, :most]
+        wide[:, num_top + 1 : num_top + 1 + most] = known[:, end : end + most]
+    return wide.index_copy_(0, where, found)
 
 
 def read_logprobs(

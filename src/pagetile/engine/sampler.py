@@ -28,14 +28,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import GenerationError, NoTokenLeftError, ShapeError
-from ..shapes import bind, check_dtype
+from ..errors import GenerationError
 from ..transfer import pack, send, unpack
-from .logprobs import TokenLogprobs, compute_logprobs, read_logprobs
-from .sampling_params import SamplingParams
+from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
+from .sampling_checks import explain_no_token
 from .sampling_rows import (
     BY_TORCH,
-    MAX_TOP,
     NUM_FLOATS,
     NUM_INTS,
     Feature,
@@ -44,10 +42,11 @@ from .sampling_rows import (
     find_features,
 )
 from .sampling_tables import RowTables, TokenTables
+from .step_masks import StepMasks
 from .torch_draw import draw_tokens
 from .torch_shape import shape_logits
 
-__all__ = ["SampledToken", "SampledTokens", "Sampler", "SamplingInput", "sample"]
+__all__ = ["SampledToken", "SampledTokens", "Sampler", "SamplingInput"]
 
 _SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
 
@@ -130,7 +129,7 @@ class Sampler:
         self.addresses = self._tables.addresses
         self.features = np.zeros(num_rows, np.int32)
         self._inputs: dict[int, SamplingInput] = {}
-        self._tails: dict[int, Tensor] = {}
+        self._masks = StepMasks(vocab_size, device)
         self.compiles_masks = False
         self._kernels: Any = None
         if device.type == "cuda":
@@ -148,9 +147,7 @@ class Sampler:
             self._inputs[row] = input_
             ints[at], floats[at] = encode_row(input_, features[at], self.vocab_size)
             if features[at] & Feature.WORDS:
-                longest = max(len(ids) - 1 for ids in input_.bad_words)
-                tail = [-1] * longest + list(input_.output_token_ids[-longest:])
-                self._tails[row] = self._send(tail[-longest:])
+                self._masks.start(row, input_)
         arrays: list[npt.NDArray[Any]] = [
             np.array(rows, np.int64),
             ints.astype(np.uint32).view(np.int32),
@@ -195,14 +192,16 @@ class Sampler:
         """
         host_rows = list(host_rows)
         features = self.features[host_rows]
-        step_masks = self._find_step_masks(host_rows, masks, drafts)
-        # Copies of counted rows live here until the draw is launched.
-        tables = None if drafts is None else self._tables.of(host_rows, drafts)
+        with_words, step_masks = np.flatnonzero(features & Feature.WORDS).tolist(), None
+        if masks or with_words:
+            step_masks = self._masks.find(host_rows, with_words, masks, drafts)
         state: Sampler | DrawState = self
-        if drafts is not None and tables is not None:
+        logprobs = tables = None
+        if drafts is not None:
+            # Copies of counted rows live here until the draw is launched.
+            tables = self._tables.of(host_rows, drafts)
             state = self._copy_rows(rows, drafts, tables)
             rows = torch.arange(len(host_rows), device=self.device)
-        logprobs = None
         if self._kernels is not None:
             if self.compiles_masks:
                 self.compile_masks(logits)
@@ -211,9 +210,10 @@ class Sampler:
         else:
             tables = self._tables.of(host_rows) if tables is None else tables
             x = logits.float()
-            tokens, best = self._draw_by_torch(x, rows, features, state, tables, step_masks)
+            tokens, best = _draw_by_torch(x, rows, features, state, tables, step_masks)
         if drafts is None:
-            self._move_tails(tokens, host_rows)
+            if with_words:
+                self._masks.advance(tokens, host_rows, with_words)
             if self._kernels is None and np.any(features & Feature.PENALTY):
                 self._tables.add(host_rows, tokens.tolist())
         if not np.any(features & Feature.LOGPROBS):
@@ -222,13 +222,15 @@ class Sampler:
         asked = Feature.LOGPROBS if logprobs is None else Feature.MANY_LOGPROBS
         at = np.flatnonzero(features & asked).tolist()
         if at:
-            logprobs = self._add_logprobs(logprobs, logits, tokens, host_rows, at)
+            num_top = max(self._inputs[host_rows[i]].params.logprobs or 0 for i in at)
+            logprobs = add_logprobs(logprobs, logits, tokens, at, num_top)
         return tokens, best, logprobs
 
     def accept(self, host_rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Take note of tokens that ``sample`` chose with drafts, in order; rows may come again."""
         self._tables.add(host_rows, token_ids)
-        self._move_tails(self._send(token_ids), host_rows)
+        with_words = np.flatnonzero(self.features[list(host_rows)] & Feature.WORDS).tolist()
+        self._masks.advance(self._send(token_ids), host_rows, with_words)
 
     def collect(
         self,
@@ -251,7 +253,7 @@ class Sampler:
             for i, top in enumerate(best.tolist()):
                 if not math.isfinite(top):
                     params = self._inputs[host_rows[i]].params
-                    message, error_type = _why_no_token(params, top)
+                    message, error_type = explain_no_token(params, top)
                     others[i] = SampledToken(0, error=message, error_type=error_type)
         return SampledTokens(ids, others)
 
@@ -276,152 +278,23 @@ class Sampler:
             masks = torch.zeros(n, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
             self._kernels.draw(logits[:n], rows, self, masks)
 
-    def _draw_by_torch(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        features: Any,
-        state: Sampler | DrawState,
-        tables: Sequence[TokenTables],
-        step_masks: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        lengths, ints, floats = state.lengths[rows], state.ints[rows], state.floats[rows]
-        if step_masks is not None or np.any(features & _SHAPED):
-            x = shape_logits(x, features, tables, lengths, ints, floats, step_masks)
-        tokens, best = draw_tokens(x, features, lengths, ints, floats)
-        state.last_tokens[rows] = tokens
-        state.lengths[rows] += 1
-        return tokens, best
-
-    def _add_logprobs(
-        self,
-        known: Tensor | None,
-        logits: Tensor,
-        tokens: Tensor,
-        host_rows: Sequence[int],
-        at: Sequence[int],
-    ) -> Tensor:
-        """Log-probabilities of some rows by torch beside those that kernels computed of others."""
-        num_top = max(self._inputs[host_rows[i]].params.logprobs or 0 for i in at)
-        num_top = min(num_top, self.vocab_size)
-        if len(at) == len(host_rows):
-            return compute_logprobs(logits, tokens, num_top)
-        where = self._send(at)
-        found = compute_logprobs(logits[where], tokens[where], num_top)
-        wide = found.new_zeros(len(host_rows), found.shape[1])
-        if known is not None:
-            most, end = min(MAX_TOP, num_top) + 1, MAX_TOP + 1
-            wide[:, :most] = known[:, :most]
-            wide[:, num_top + 1 : num_top + 1 + most] = known[:, end : end + most]
-        return wide.index_copy_(0, where, found)
-
-    # --- tokens that are ruled out in one step only ---------------------------------------------
-
-    def _find_step_masks(
-        self, host_rows: list[int], masks: Any, drafts: Sequence[Sequence[int]] | None
-    ) -> Tensor | None:
-        """Bits of the tokens that grammars and bad words allow now, or ``None`` for all.
-
-        Returns:
-            int32 ``[n, ceil(vocab_size / 32)]``.
-        """
-        with_words = np.flatnonzero(self.features[host_rows] & Feature.WORDS).tolist()
-        if not masks and not with_words:
-            return None
-        shape = len(host_rows), -(-self.vocab_size // 32)
-        allowed = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        if masks:
-            where = self._send([i for i, _ in masks])
-            words = send(np.stack([mask for _, mask in masks]), self.device)
-            allowed.index_copy_(0, where, words)
-        for i in with_words:
-            self._rule_out_words(allowed[i], host_rows[i], () if drafts is None else drafts[i])
-        return allowed
-
-    def _rule_out_words(self, allowed: Tensor, row: int, draft: Sequence[int]) -> None:
-        """Clear the bits of tokens that would complete a bad word."""
-        tail = self._tails[row]
-        if draft:
-            tail = torch.cat([tail, self._send(draft)])
-        for *before, last in self._inputs[row].bad_words:
-            if before and 0 <= last < self.vocab_size:
-                is_next = (tail[-len(before) :] == self._send(before)).all()
-                word = allowed[last >> 5 : (last >> 5) + 1]
-                bit = np.array([1 << (last & 31)], np.uint32).view(np.int32)
-                word &= torch.where(is_next, int(~bit[0]), -1).int()
-
-    def _move_tails(self, tokens: Tensor, host_rows: Sequence[int]) -> None:
-        for i in np.flatnonzero(self.features[list(host_rows)] & Feature.WORDS).tolist():
-            tail = self._tails[host_rows[i]]
-            self._tails[host_rows[i]] = torch.cat([tail[1:], tokens[i : i + 1]])
-
     def _send(self, numbers: Any) -> Tensor:
         return send(np.array(numbers, np.int64), self.device)
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
-    """Choose the next token of every row: ``Sampler`` for rows that are on the host.
-
-    Args:
-        logits: ``[num_rows, vocab_size]``, float16, bfloat16, float32 or float64 (rounded to
-            float32), any device. Not written to.
-        rows: One per row of ``logits``.
-
-    Returns:
-        One ``SampledToken`` per row. A row whose logits hold NaN or +inf, or that forbids every
-        token, has ``error`` set; the others are not affected.
-
-    Raises:
-        ShapeError: ``logits`` is not a matrix with one row per entry of ``rows``.
-        DTypeError: ``logits`` is not floating point of 16, 32 or 64 bits.
-
-    Example:
-        >>> logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
-        >>> greedy = SamplingInput(SamplingParams(temperature=0.0), [], [], seed=0, index=0)
-        >>> drawn = SamplingInput(SamplingParams(logprobs=0), [], [], seed=0, index=0)
-        >>> first, second = sample(logits, [greedy, drawn])
-        >>> first.token_id, second.token_id, round(second.logprobs.logprob, 4)
-        (1, 1, -0.4076)
-    """
-    num_rows = bind(logits=(logits, "num_rows vocab_size"))["num_rows"]
-    if len(rows) != num_rows:
-        raise ShapeError(f"logits has num_rows={num_rows} but rows has {len(rows)}: one per row")
-    check_dtype("logits", logits, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if not rows:
-        return []
-    logits = logits.detach()
-    logits = logits.float() if logits.dtype == torch.float64 else logits
-    sampler = Sampler(num_rows, logits.shape[1], logits.device)
-    numbers = range(num_rows)
-    sampler.start(numbers, rows)
-    lengths = [len(row.prompt_token_ids) + len(row.output_token_ids) for row in rows]
-    sampler.lengths.copy_(send(np.array(lengths, np.int32), logits.device))
-    where = torch.arange(num_rows, device=logits.device)
-    tokens, best, logprobs = sampler.sample(logits, where, numbers)
-    found = sampler.collect(tokens.cpu().numpy(), best.cpu().numpy(), logprobs, numbers)
-    return found.listed()
-
-
-def _why_no_token(params: SamplingParams, best: float) -> tuple[str, type[GenerationError]]:
-    """The error of a row whose largest logit ``best`` is not finite, and the error's type.
-
-    It is ``NoTokenLeftError`` where the request's own parameters are to blame.
-    """
-    restricts = params.structured_outputs or params.allowed_token_ids or params.bad_words
-    if best == -math.inf and restricts:
-        message = (
-            "the request's parameters leave no token: structured_outputs, allowed_token_ids, "
-            "bad_words and min_tokens together forbid every token"
-        )
-        return message, NoTokenLeftError
-    if best == math.inf and params.repetition_penalty != 1.0:
-        message = (
-            f"the request's parameters leave no token: "
-            f"repetition_penalty={params.repetition_penalty} makes logits infinite"
-        )
-        return message, NoTokenLeftError
-    message = (
-        f"the largest logit is {best}, expected a finite one: -inf means that every token is "
-        "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
-    )
-    return message, GenerationError
+def _draw_by_torch(
+    x: Tensor,
+    rows: Tensor,
+    features: Any,
+    state: Sampler | DrawState,
+    tables: Sequence[TokenTables],
+    step_masks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What ``triton_draw.draw`` does on a GPU."""
+    lengths, ints, floats = state.lengths[rows], state.ints[rows], state.floats[rows]
+    if step_masks is not None or np.any(features & _SHAPED):
+        x = shape_logits(x, features, tables, lengths, ints, floats, step_masks)
+    tokens, best = draw_tokens(x, features, lengths, ints, floats)
+    state.last_tokens[rows] = tokens
+    state.lengths[rows] += 1
+    return tokens, best

@@ -1,4 +1,4 @@
-"""Checks of what a request asks of the sampler, and the form in which it is kept."""
+"""Checks of what a request asks of the sampler, and the words for what went wrong."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RequestError
+from ..errors import GenerationError, NoTokenLeftError, RequestError
 from .numbers import check, integer, number
 from .structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
-__all__ = ["normalize"]
+__all__ = ["explain_no_token", "normalize"]
 
 
 def normalize(params: SamplingParams) -> dict[str, Any]:
@@ -52,6 +52,31 @@ def normalize(params: SamplingParams) -> dict[str, Any]:
             "text; leave detokenize on or use stop_token_ids"
         )
     return fields
+
+
+def explain_no_token(params: SamplingParams, best: float) -> tuple[str, type[GenerationError]]:
+    """The error of a row whose largest logit ``best`` is not finite, and the error's type.
+
+    It is ``NoTokenLeftError`` where the request's own parameters are to blame.
+    """
+    restricts = params.structured_outputs or params.allowed_token_ids or params.bad_words
+    if best == -math.inf and restricts:
+        message = (
+            "the request's parameters leave no token: structured_outputs, allowed_token_ids, "
+            "bad_words and min_tokens together forbid every token"
+        )
+        return message, NoTokenLeftError
+    if best == math.inf and params.repetition_penalty != 1.0:
+        message = (
+            f"the request's parameters leave no token: "
+            f"repetition_penalty={params.repetition_penalty} makes logits infinite"
+        )
+        return message, NoTokenLeftError
+    message = (
+        f"the largest logit is {best}, expected a finite one: -inf means that every token is "
+        "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
+    )
+    return message, GenerationError
 
 
 # name: (what is allowed, least, greatest, whether the least itself is refused)

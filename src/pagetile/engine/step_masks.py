@@ -1,0 +1,83 @@
+"""Tokens that are ruled out in one step only: by grammars, and by bad words of several tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..transfer import send
+from .sampling_rows import SamplingInput
+
+__all__ = ["StepMasks"]
+
+
+class StepMasks:
+    """The last tokens of rows with bad words, and the masks that follow from them.
+
+    Args:
+        vocab_size: Tokens there are.
+        device: Where the masks are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._words: dict[int, Sequence[Sequence[int]]] = {}
+        self._tails: dict[int, Tensor] = {}
+
+    def start(self, row: int, input_: SamplingInput) -> None:
+        """Load a row that has bad words of several tokens."""
+        longest = max(len(ids) - 1 for ids in input_.bad_words)
+        tail = [-1] * longest + list(input_.output_token_ids[-longest:])
+        self._words[row], self._tails[row] = input_.bad_words, self._send(tail[-longest:])
+
+    def find(
+        self,
+        host_rows: Sequence[int],
+        with_words: Sequence[int],
+        masks: Any,
+        drafts: Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """Bits of the tokens that are allowed now, int32 ``[n, ceil(vocab_size / 32)]``.
+
+        Args:
+            host_rows: The rows.
+            with_words: Positions of those that have bad words.
+            masks: As for ``Sampler.sample``.
+            drafts: Likewise.
+        """
+        shape = len(host_rows), -(-self._vocab_size // 32)
+        allowed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        if masks:
+            where = self._send([i for i, _ in masks])
+            words = send(np.stack([mask for _, mask in masks]), self._device)
+            allowed.index_copy_(0, where, words)
+        for i in with_words:
+            self._rule_out_words(allowed[i], host_rows[i], () if drafts is None else drafts[i])
+        return allowed
+
+    def advance(
+        self, tokens: Tensor, host_rows: Sequence[int], with_words: Sequence[int]
+    ) -> None:
+        """Take note of the rows' new tokens, int64 ``[n]``."""
+        for i in with_words:
+            tail = self._tails[host_rows[i]]
+            self._tails[host_rows[i]] = torch.cat([tail[1:], tokens[i : i + 1]])
+
+    def _rule_out_words(self, allowed: Tensor, row: int, draft: Sequence[int]) -> None:
+        """Clear the bits of tokens that would complete a bad word."""
+        tail = self._tails[row]
+        if draft:
+            tail = torch.cat([tail, self._send(draft)])
+        for *before, last in self._words[row]:
+            if before and 0 <= last < self._vocab_size:
+                is_next = (tail[-len(before) :] == self._send(before)).all()
+                word = allowed[last >> 5 : (last >> 5) + 1]
+                bit = np.array([1 << (last & 31)], np.uint32).view(np.int32)
+                word &= torch.where(is_next, int(~bit[0]), -1).int()
+
+    def _send(self, numbers: Any) -> Tensor:
+        return send(np.array(numbers, np.int64), self._device)
