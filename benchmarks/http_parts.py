@@ -19,7 +19,7 @@ from typing import Any
 from pagetile import SamplingParams
 from pagetile.engine.detokenizer import Detokenizer
 from pagetile.engine.engine_thread import Mailbox, News
-from pagetile.engine.output_processor import Delta
+from pagetile.engine.outputs import Delta
 from pagetile.engine.request_stream import RequestStream
 from pagetile.server.generation import TextEvents, server_sent_events, write_text
 from pagetile.server.streaming import WRITE, EventStream, Write, write_chunks

@@ -35,7 +35,7 @@ from pagetile import (
     engine,
 )
 from pagetile.engine.input_processor import InputProcessor
-from pagetile.engine.request import RequestOutput
+from pagetile.engine.outputs import RequestOutput
 from pagetile.engine.cache_counts import CacheCounts
 from pagetile.engine.warming import run_made_up
 from pagetile.testing.models import REFUSED, tiny_model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagetile import SamplingParams
 from pagetile.engine.engine_thread import Mailbox
-from pagetile.engine.output_processor import Delta
+from pagetile.engine.outputs import Delta
 from pagetile.engine.request_stream import RequestStream
 from pagetile.server.generation import Added, TextEvents, event_of, join, write_text
 

@@ -14,7 +14,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..engine.output_processor import Delta
+    from ..engine.outputs import Delta
     from .run import Run
 
 __all__ = ["aligned", "make_table", "print_in_order", "stream_one", "wide_console"]

@@ -15,7 +15,7 @@ from .output import aligned
 if TYPE_CHECKING:
     from ..engine.core import Engine
     from ..engine.llm import LLM
-    from ..engine.output_processor import Delta
+    from ..engine.outputs import Delta
 
 __all__ = ["Run", "cache_report", "load"]
 

@@ -2,8 +2,7 @@
 
 from .core import Engine
 from .llm import LLM
-from .output_processor import Delta
-from .request import CompletionOutput, RequestOutput
+from .outputs import CompletionOutput, Delta, RequestOutput
 from .sampling_params import SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "Delta", "Engine", "RequestOutput", "SamplingParams"]

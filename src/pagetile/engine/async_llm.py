@@ -25,8 +25,7 @@ from .engine_thread import EngineThread, StepReport
 from .input_processor import Prompt, parse_prompt
 from .llm import LLM
 from .logprobs import LogprobDicts
-from .output_processor import Delta
-from .request import CompletionOutput, RequestOutput
+from .outputs import CompletionOutput, Delta, RequestOutput
 from .request_stream import RequestStream
 from .sampling_params import SamplingParams
 

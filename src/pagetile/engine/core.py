@@ -24,15 +24,21 @@ from .cache_counts import CacheCounts
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .ngram import NgramProposer, verify
-from .output_processor import Delta, OutputProcessor
+from .output_processor import OutputProcessor
+from .outputs import Delta, RequestOutput
 from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
-from .request import Grammar, Request, RequestOutput, Sequence, Status
+from .request import Request, Sequence, Status
 from .runner import LaunchedStep, Runner
 from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerOutput
-from .structured_outputs import GrammarCompiler, StructuredOutputsParams, fill_masks
+from .structured_outputs import (
+    Grammar,
+    GrammarCompiler,
+    StructuredOutputsParams,
+    fill_masks,
+)
 from .token_text import TokenText
 from .warming import run_made_up
 

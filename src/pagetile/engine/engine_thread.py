@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import EngineDeadError, GenerationError
 from .core import Engine
-from .output_processor import Delta
-from .request import RequestOutput
+from .outputs import Delta, RequestOutput
 from .request import Sequence as OneSequence
 from .request_stream import RequestStream
 

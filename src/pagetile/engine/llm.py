@@ -16,8 +16,7 @@ from .chat import Conversation, Tools, render
 from .input_processor import Prompt, list_prompts, parse_prompt
 from .keywords import refuse_unknown_keywords
 from .loading import load_engine
-from .output_processor import Delta
-from .request import RequestOutput
+from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:

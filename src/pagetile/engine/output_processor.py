@@ -5,35 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
-from .logprobs import LogprobDicts, TokenLogprobs
+from .outputs import Delta
 from .request import Sequence
 from .sampler import SampledToken
 
-__all__ = ["Delta", "OutputProcessor"]
-
-
-@dataclass(slots=True)
-class Delta:
-    """What a step added to one sequence."""
-
-    request_id: Any
-    index: int
-    text: str
-    """New text; ``""`` while it is uncertain, and for requests that neither stream nor have stop
-    strings."""
-    token_id: int | None
-    finish_reason: str | None
-    error: str | None = None
-    """Why it failed, where ``finish_reason`` is ``"error"``."""
-    logprobs: TokenLogprobs | None = None
-    """The token's log-probability and the likeliest alternatives, if asked for."""
-    prompt_logprobs: LogprobDicts | None = None
-    """Those of the prompt's tokens, if asked for: in the request's first delta with a token."""
-    stop_reason: str | int | None = None
-    """With a ``finish_reason``: the stop string or token that ended the sequence, if one did."""
+__all__ = ["OutputProcessor"]
 
 
 class OutputProcessor:
@@ -85,21 +62,14 @@ class OutputProcessor:
             if logprobs is not None and sequence.logprobs is not None:
                 sequence.logprobs.append(logprobs)
         sequence.token_ids.append(token_id)
-        reason, text = None, ""
-        if token_id in sequence.end_token_ids:
-            reason = "stop"
-            if token_id in (sequence.request.params.stop_token_ids or ()):
-                sequence.stop_reason = token_id
-        elif len(sequence.token_ids) >= sequence.max_len:
-            reason = "length"
-        request = sequence.request
+        request, reason, text = sequence.request, _find_end(sequence, token_id), ""
         sequence.is_quiet = not request.makes_text_early and sequence.grammar is None
         if request.first_token_time is None:
             request.first_token_time = time.perf_counter()
             prompt_logprobs = request.prompt_logprob_dicts
         if reason is not None or request.makes_text_early:
             try:
-                text = self._append(sequence, token_id, is_last=reason is not None)
+                text = _make_text(sequence, [token_id], is_last=reason is not None)
             except Exception as error:
                 return _fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
             if sequence.detokenizer.finished:
@@ -124,26 +94,32 @@ class OutputProcessor:
     def write_out(self, sequence: Sequence) -> None:
         """Make what text there is of a sequence that ends here without a last token."""
         with suppress(Exception):
-            self._append_all(sequence)
+            _make_text(sequence, [], is_last=True)
 
-    def _append(self, sequence: Sequence, token_id: int, *, is_last: bool) -> str:
-        """What a stream's new token makes certain; with the last one, all that was held back."""
-        if not sequence.request.makes_text_early:
-            self._append_all(sequence)
-            return ""
-        is_text = token_id not in sequence.end_token_ids
-        text = sequence.detokenizer.append([token_id] if is_text else [])
-        return text + sequence.detokenizer.flush() if is_last else text
 
-    def _append_all(self, sequence: Sequence) -> None:
-        """Of a sequence that ends here and made no text early: all of it; of others, the rest."""
-        if sequence.request.makes_text_early:
-            sequence.detokenizer.flush()
-            return
+def _find_end(sequence: Sequence, token_id: int) -> str | None:
+    """Why a sequence ends with its newest token, unless its text does not go on."""
+    if token_id in sequence.end_token_ids:
+        if token_id in (sequence.request.params.stop_token_ids or ()):
+            sequence.stop_reason = token_id
+        return "stop"
+    return "length" if len(sequence.token_ids) >= sequence.max_len else None
+
+
+def _make_text(sequence: Sequence, new: list[int], *, is_last: bool) -> str:
+    """What a stream's new tokens make certain; at the end, all that was held back.
+
+    A sequence that makes no text early has all of it made here, when it ends.
+    """
+    detokenizer, ends = sequence.detokenizer, sequence.end_token_ids
+    if not sequence.request.makes_text_early:
         token_ids = sequence.output_token_ids
-        if token_ids and token_ids[-1] in sequence.end_token_ids:
+        if token_ids and token_ids[-1] in ends:
             token_ids = token_ids[:-1]
-        sequence.detokenizer.decode(token_ids)
+        detokenizer.decode(token_ids)
+        return ""
+    text = detokenizer.append([token_id for token_id in new if token_id not in ends])
+    return text + detokenizer.flush() if is_last else text
 
 
 def _fail(sequence: Sequence, error: str) -> Delta:

@@ -1,4 +1,4 @@
-"""A generation request, its output sequences, and what a user gets back.
+"""A generation request and its output sequences.
 
 ::
 
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import GenerationError
 from ..kv_cache import BlockTable
@@ -31,17 +31,11 @@ from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
 from .logprobs import LogprobDicts, TokenLogprobs, TokenLogprobsList
 from .ngram import NgramProposer
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .sampling_params import SamplingParams
+from .structured_outputs import Grammar
 
-__all__ = [
-    "CompletionOutput",
-    "Grammar",
-    "Request",
-    "RequestMetrics",
-    "RequestOutput",
-    "Sequence",
-    "Status",
-]
+__all__ = ["Request", "Sequence", "Status"]
 
 _EPOCH = time.time() - time.perf_counter()
 """What makes seconds of ``time.perf_counter`` those since 1970; set once, so that they are never
@@ -57,73 +51,6 @@ class Status(enum.Enum):
     """It has a row on the device and blocks."""
     FINISHED = enum.auto()
     """Nothing more will be generated. While a step in flight still computes it, it keeps both."""
-
-
-class Grammar(Protocol):
-    """What restricts one sequence's next token; structured output makes one per sequence."""
-
-    def fill_mask(self, mask: Any) -> None:
-        """Write the allowed tokens into ``mask``, int32 ``[ceil(vocab_size / 32)]``, as bits."""
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """Take note of the sequence's next token."""
-        ...
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One generated continuation."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    """``"stop"`` (a stop string or token, or the model's end of text), ``"length"``, ``"abort"``,
-    ``"error"``, or ``None`` while it is being generated."""
-    stop_reason: str | int | None = None
-    """The stop string or the stop token's id that ended it; ``None`` for the end of text."""
-    logprobs: LogprobDicts | None = None
-    """For each token a dictionary ``{token_id: Logprob}``: itself, then the likeliest
-    alternatives."""
-    cumulative_logprob: float | None = None
-    error: str | None = None
-    error_type: type[GenerationError] = GenerationError
-    """Of ``error``, where there is one: what ``AsyncLLM`` raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """When things happened to a request, in seconds since 1970; ``None``: not yet."""
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    """When its first step was chosen."""
-    first_token_time: float | None = None
-    finished_time: float | None = None
-
-    @property
-    def time_in_queue(self) -> float | None:
-        """Seconds from its arrival until it was first scheduled."""
-        if self.first_scheduled_time is None:
-            return None
-        return self.first_scheduled_time - self.arrival_time
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A request with everything generated for it so far."""
-
-    request_id: Hashable
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    finished: bool
-    num_cached_tokens: int
-    """Prompt tokens whose keys and values were found in the cache, not computed."""
-    prompt_logprobs: LogprobDicts | None = None
-    """For each prompt token a dictionary ``{token_id: Logprob}``, and None for the first."""
-    metrics: RequestMetrics | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False, slots=True)

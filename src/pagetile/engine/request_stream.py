@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .logprobs import TokenLogprobs
-from .output_processor import Delta
-from .request import RequestOutput
+from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
 
 __all__ = ["RequestStream"]

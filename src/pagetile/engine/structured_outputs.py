@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ..errors import RequestError, UnsupportedError
 
-__all__ = ["GrammarCompiler", "StructuredOutputsParams", "fill_masks"]
+__all__ = ["Grammar", "GrammarCompiler", "StructuredOutputsParams", "fill_masks"]
 
 MAX_BYTES = 64 << 10  # of a form
 KEPT = 256  # compiled forms
@@ -93,6 +93,18 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs has {size} characters, at most {MAX_BYTES} are compiled"
             )
+
+
+class Grammar(Protocol):
+    """What restricts one sequence's next token; structured output makes one per sequence."""
+
+    def fill_mask(self, mask: Any) -> None:
+        """Write the allowed tokens into ``mask``, int32 ``[ceil(vocab_size / 32)]``, as bits."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the sequence's next token."""
+        ...
 
 
 class GrammarCompiler:

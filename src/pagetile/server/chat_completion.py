@@ -9,8 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..engine.output_processor import Delta
-from ..engine.request import CompletionOutput
+from ..engine.outputs import CompletionOutput, Delta
 from ..engine.request_stream import RequestStream
 from .errors import field_error
 from .generation import (

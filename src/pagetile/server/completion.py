@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..engine.output_processor import Delta
+from ..engine.outputs import Delta
 from ..engine.request_stream import RequestStream
 from .generation import (
     Added,

@@ -19,8 +19,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..engine.output_processor import Delta
-from ..engine.request import RequestOutput
+from ..engine.outputs import Delta, RequestOutput
 from ..engine.request_stream import RequestStream
 from .errors import to_api_error
 from .logs import log

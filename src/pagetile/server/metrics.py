@@ -21,7 +21,7 @@ from ..engine.engine_thread import StepReport
 from .page_map import PoolCounts, count_blocks
 
 if TYPE_CHECKING:
-    from ..engine.request import RequestOutput
+    from ..engine.outputs import RequestOutput
     from ..engine.request_stream import RequestStream
 
 __all__ = ["Metrics"]

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from ..engine.logprobs import TokenLogprobs
-from ..engine.request import RequestOutput
+from ..engine.outputs import RequestOutput
 from ..errors import RequestError
 from .chat_completion import ChatCompletion
 from .errors import ApiError, to_api_error
