@@ -301,13 +301,11 @@ class Scheduler:
         if end < sequence.num_tokens:
             return
         sequence.num_tokens = end + 1
-        step.sampled.append(sequence)
-        step.logits_rows.append(at)
+        step.sampled += [sequence] * (1 + len(draft))
+        step.logits_rows += [at] * (1 + len(draft))
         if draft:
             step.is_decode = False
             step.drafts[at] = list(draft)
-            step.sampled += [sequence] * len(draft)
-            step.logits_rows += [at] * len(draft)
 
     def _others_share(self, sequence: Sequence, most: int) -> int:
         """Prompt tokens that a step leaves to those behind a long prompt, up to ``most``.
