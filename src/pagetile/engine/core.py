@@ -40,7 +40,7 @@ from .structured_outputs import (
     fill_masks,
 )
 from .token_text import TokenText
-from .warming import run_made_up
+from .warming import record_steps, run_made_up
 
 __all__ = ["Engine"]
 
@@ -280,7 +280,7 @@ class Engine:
             show: Wraps the list of recordings, for a progress bar.
         """
         if self.model.device.type == "cuda":
-            self._runner.warm_up(show)
+            record_steps(self._runner, show)
             run_made_up(self, 3 * self.scheduler.max_num_batched_tokens)
 
     def is_finished(self, request_id: Hashable) -> bool:

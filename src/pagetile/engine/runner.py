@@ -78,6 +78,7 @@ class Runner:
         graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
         prompt_graphs: The recorded steps that compute prompts, with their draws; ``None`` as
             ``graphs``.
+        prompt_buffers: The memory that they read, of ``triton_prompts``.
         min_saved_tokens: Of a decode step, the keys that sharing prefixes must save to gain time;
             ``None`` on a CPU, where it is not used: sums are in another order then.
     """
@@ -107,7 +108,7 @@ class Runner:
         self.min_saved_tokens: int | None = None
         self.graphs: StepGraphs | None = None
         self.prompt_graphs: StepGraphs | None = None
-        self._prompts: Any = None
+        self.prompt_buffers: Any = None
         if model.device.type == "cuda":
             self._decode_by_kernels()
             self.min_saved_tokens = -(-GPU_BYTES // _bytes_per_key(cache))
@@ -161,28 +162,6 @@ class Runner:
             [launched.rows[at] for at in kept], [tokens.token_ids[at] for at in kept]
         )
 
-    def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
-        """Record the steps of every size.
-
-        Args:
-            show: Wraps the list of recordings, for a progress bar.
-        """
-        self.sampler.compiles_masks = True
-        if self.graphs is None or self.prompt_graphs is None:
-            return
-        decode = [(self.graphs, size, True, False) for size in self.graphs.sizes]
-        decode += [(self.graphs, size, True, True) for size in self._shared_sizes()]
-        prompts = [(self.prompt_graphs, size) for size in self.prompt_graphs.sizes]
-        with torch.inference_mode():
-            for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
-                graphs.ensure(*form)
-            if self.prompt_graphs.reason is None:
-                from .triton_draw import FEWEST_ROWS  # with which a program scores several tiles
-
-                size = self.prompt_graphs.fit(min(FEWEST_ROWS, self.prompt_graphs.sizes[-1]))
-                self._prompts.clear(size)
-                self.sampler.compile_masks(self.prompt_graphs.replay(size)[0])
-
     def _decode_by_kernels(self) -> None:
         """Have kernels lay out decode steps and sample them, from an inbox on the device."""
         from .triton import DecodeBuffers
@@ -202,17 +181,17 @@ class Runner:
 
         sizes = prompt_sizes(max_num_batched_tokens)
         with torch.inference_mode(False):
-            self._prompts = PromptBuffers(
+            self.prompt_buffers = PromptBuffers(
                 self._tables, self.sampler, sizes[-1], self.cache.block_size
             )
         self.prompt_graphs = StepGraphs(
-            self._record_prompts, self._prompts.clear, sizes, self.graphs.pool
+            self._record_prompts, self.prompt_buffers.clear, sizes, self.graphs.pool
         )
 
     def _record_prompts(self, size: int) -> tuple[Tensor, Tensor]:
         """A step with prompts of what is in the inbox: logits, and packed tokens."""
-        logits = self.model.forward(self._prompts(size))
-        rows = self._prompts.drawn_rows(size)  # of a few prompts most are of no sequence
+        logits = self.model.forward(self.prompt_buffers(size))
+        rows = self.prompt_buffers.drawn_rows(size)  # of a few prompts most are of no sequence
         return logits, self._begin.draw(logits, rows, leaves_out=True)
 
     # --- rows ------------------------------------------------------------------------------
@@ -287,8 +266,8 @@ class Runner:
         assert self.graphs is not None
         return min(1 << (size - 1).bit_length(), self.graphs.sizes[-1])
 
-    def _shared_sizes(self) -> list[int]:
-        """The sizes of steps that can save enough by sharing."""
+    def shared_sizes(self) -> list[int]:
+        """The sizes of decode steps that can save enough by sharing prefixes."""
         assert self.graphs is not None
         assert self.min_saved_tokens is not None
         least = 2 + (self.min_saved_tokens - 1) // self.max_model_len
@@ -350,9 +329,9 @@ class Runner:
             if size is None:
                 logits, where = self._launch_kernels(step, arrays)
             else:
-                self._prompts.fill(arrays, size, draws=draws)
+                self.prompt_buffers.fill(arrays, size, draws=draws)
                 logits, packed = self.prompt_graphs.replay(size)  # type: ignore[union-attr]
-                where = None if draws else self._prompts.sampled_rows(size, len(rows))
+                where = None if draws else self.prompt_buffers.sampled_rows(size, len(rows))
             if rows and draws:
                 has_logprobs = self.sampler.has_logprobs(rows)
                 results = self._memories[0].receive(packed, len(logits), has_logprobs=has_logprobs)
@@ -366,9 +345,9 @@ class Runner:
 
     def _find_prompt_size(self, arrays: dict[str, Any]) -> int | None:
         """The size of the graph that computes a step; ``None``: none does."""
-        if self.prompt_graphs is None or not self._prompts.takes(arrays):
+        if self.prompt_graphs is None or not self.prompt_buffers.takes(arrays):
             return None
-        size = self.prompt_graphs.fit(self._prompts.least(arrays))
+        size = self.prompt_graphs.fit(self.prompt_buffers.least(arrays))
         return size if self.prompt_graphs.ensure(size) else None
 
     def _launch_kernels(
