@@ -68,9 +68,8 @@ def make_engine(num_rows: int = 256, num_blocks: int = 25_000) -> Engine:
         max_model_len=4096,
         async_scheduling=True,
     )
-    runner: Any = engine._runner
-    runner._decode_by_kernels()
-    runner.graphs = StubGraphs(num_rows)
+    kernels: Any = engine._runner.use_kernels()
+    kernels.graphs = StubGraphs(num_rows)
     return engine
 
 

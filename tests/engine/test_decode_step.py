@@ -366,7 +366,7 @@ def test_steps_whose_rows_and_blocks_are_as_before_send_nothing_and_sample_the_s
             async_scheduling=True, num_speculative_tokens=0,
         )  # fmt: skip
         if by_kernels:
-            engine._runner._decode_by_kernels()
+            engine._runner.use_kernels()
         params = SamplingParams(temperature=0.8, seed=4, max_tokens=14, ignore_eos=True)
         ids, num_decode = [], 0
         for step in range(60):

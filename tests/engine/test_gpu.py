@@ -115,9 +115,9 @@ def test_prompts_beside_running_sequences_change_nothing(eager: LLM, num_drafts:
         dtype="float32", device="cuda", num_blocks=256, max_num_seqs=8,
         max_num_batched_tokens=64, **options,
     )  # fmt: skip
-    replayed = []
-    replay = llm.engine._runner.prompt_graphs.replay
-    llm.engine._runner.prompt_graphs.replay = lambda size: replayed.append(size) or replay(size)
+    replayed, graphs = [], llm.engine._runner.kernels.prompt_graphs
+    replay = graphs.replay
+    graphs.replay = lambda size: replayed.append(size) or replay(size)
     assert tokens(llm, prompts, params) == [
         tokens(eager, [p], q)[0] for p, q in zip(prompts, params, strict=True)
     ]
@@ -135,8 +135,9 @@ def test_a_recording_leaves_the_rows_and_the_cache_as_they_are() -> None:
     ]  # fmt: skip
     before = [tensor.nan_to_num() for tensor in state]
     with torch.inference_mode():
-        for size in runner.graphs.sizes:  # the inbox holds the rows of a step of another size
-            assert runner.graphs.ensure(size, False, True)
+        graphs = runner.kernels.graphs
+        for size in graphs.sizes:  # the inbox holds the rows of a step of another size
+            assert graphs.ensure(size, False, True)
     torch.cuda.synchronize()
     assert all(torch.equal(now.nan_to_num(), then) for now, then in zip(state, before, strict=True))
 
@@ -157,7 +158,7 @@ def test_a_step_that_fails_leaves_no_copy_on_its_way(
             torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
             raise RuntimeError("once")
 
-        patch.setattr(getattr(engine._runner, name), "replay", fail)
+        patch.setattr(getattr(engine._runner.kernels, name), "replay", fail)
         with pytest.raises(RuntimeError, match="once"):
             engine.step()
     assert torch.cuda.current_stream().query()
@@ -225,9 +226,10 @@ def test_early_reads_change_no_token_of_dozens_of_sequences(
         )  # fmt: skip
         runner, sizes = llm.engine._runner, []
         assert all(reason is None for reason in runner.model.fused_layers.values())
-        replay = runner.graphs.replay
+        graphs = runner.kernels.graphs
+        replay = graphs.replay
         monkeypatch.setattr(
-            runner.graphs, "replay", lambda size, *form: sizes.append(size) or replay(size, *form)
+            graphs, "replay", lambda size, *form: sizes.append(size) or replay(size, *form)
         )
         found = tokens(llm, prompts, params)
         assert sizes.count(48) > 40, "most steps have all sequences"
@@ -247,8 +249,8 @@ def test_early_reads_change_no_token_of_dozens_of_sequences(
 
 
 def test_eager_engines_record_nothing(eager: LLM) -> None:
-    assert eager.engine._runner.graphs is None
-    assert eager.engine._runner.prompt_graphs is None
+    assert eager.engine._runner.kernels.graphs is None
+    assert eager.engine._runner.kernels.prompt_graphs is None
 
 
 @pytest.mark.parametrize("kind", ["recorded", "eager"])
@@ -294,11 +296,11 @@ def test_samples_of_one_prompt_read_it_once(monkeypatch: pytest.MonkeyPatch) -> 
     for min_saved in (10**9, 1):
         llm = LLM(dtype="float32", device="cuda", num_blocks=400, max_num_seqs=32)
         engine = llm.engine
-        engine._runner.min_saved_tokens = min_saved
+        engine._runner.kernels.min_saved_tokens = min_saved
         engine.scheduler.grouper = PrefixGrouper(engine.pool.block_size, min_saved)
         params = replace(GREEDY, max_tokens=40, temperature=0.8, seed=3, n=6)
         found.append(tokens(llm, prompts, params))
-        forms = engine._runner.graphs._recorded
+        forms = engine._runner.kernels.graphs._recorded
         assert any(shares for _, _, shares in forms) == (min_saved == 1)
     assert found[0] == found[1]
 
@@ -322,10 +324,10 @@ def test_a_step_that_waits_for_the_device_is_not_recorded() -> None:
 
 
 def test_all_sizes_are_recorded_before_the_first_request(recorded: LLM) -> None:
-    graphs = recorded.engine._runner.graphs
+    graphs = recorded.engine._runner.kernels.graphs
     assert graphs is not None
     assert graphs.reason is None
     assert graphs.recorded_sizes == graphs.sizes == [1, 2, 4, 8]
-    graphs = recorded.engine._runner.prompt_graphs
+    graphs = recorded.engine._runner.kernels.prompt_graphs
     assert graphs.recorded_sizes == graphs.sizes
     assert graphs.sizes[-1] == recorded.engine.scheduler.max_num_batched_tokens == 8192

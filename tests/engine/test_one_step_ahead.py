@@ -18,7 +18,7 @@ import torch
 
 from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine
-from pagetile.engine import runner as runner_module
+from pagetile.engine import kernel_steps
 from pagetile.engine.cuda_graphs import StepGraphs
 from pagetile.engine.warming import run_made_up
 from pagetile.kv_cache import BlockPool
@@ -576,16 +576,15 @@ class KernelMachine(Machine):
         return self.rng.choice(forms)
 
     def use_kernels(self) -> None:
-        runner = self.engine._runner
-        runner._decode_by_kernels()
-        runner._make_graphs(6, self.engine.scheduler.max_num_batched_tokens)
+        kernels = self.engine._runner.use_kernels()
+        kernels.make_graphs(self.engine.scheduler.max_num_batched_tokens)
 
 
 @pytest.mark.interpret
 def test_steps_by_kernels_give_each_request_what_it_gets_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner_module, "StepGraphs", Replayed)
+    monkeypatch.setattr(kernel_steps, "StepGraphs", Replayed)
     failures = preemptions = 0
     for seed in range(3):
         machine = KernelMachine(seed, is_ahead=True)
@@ -594,8 +593,8 @@ def test_steps_by_kernels_give_each_request_what_it_gets_alone(
             machine.rng.choices([machine.add, machine.abort, machine.step], [4, 1, 14])[0]()
             machine.check()
         machine.finish()
-        runner = machine.engine._runner
-        assert min(runner.graphs.num_replayed, runner.prompt_graphs.num_replayed) > 10
+        kernels = machine.engine._runner.kernels
+        assert min(kernels.graphs.num_replayed, kernels.prompt_graphs.num_replayed) > 10
         failures += machine.num_failures
         preemptions += machine.engine.counts.preemptions
     assert min(failures, preemptions) > 2

@@ -34,7 +34,7 @@ def test_recorded_steps_of_mixed_forms_generate_what_each_form_does_alone_and_ea
     options = {"dtype": "float32", "device": "cuda", "num_blocks": 256, "max_num_seqs": 8}
     recorded, eager = LLM(**options), LLM(**options, enforce_eager=True)
     together = run(recorded, FORMS)
-    assert all(samples for _, samples, *_ in recorded.engine._runner.graphs._recorded)
+    assert all(samples for _, samples, *_ in recorded.engine._runner.kernels.graphs._recorded)
     for found, expected in zip(together, run(eager, FORMS), strict=True):
         assert found.token_ids == expected.token_ids
         assert (found.logprobs is None) == (expected.logprobs is None)

@@ -40,7 +40,7 @@ from .structured_outputs import (
     fill_masks,
 )
 from .token_text import TokenText
-from .warming import record_steps, run_made_up
+from .warming import run_made_up
 
 __all__ = ["Engine"]
 
@@ -113,8 +113,9 @@ class Engine:
             sampling_input=self._sampling_input,
             enforce_eager=enforce_eager,
         )
-        saved = self._runner.min_saved_tokens
-        grouper = None if saved is None else PrefixGrouper(self.pool.block_size, saved)
+        grouper, kernels = None, self._runner.kernels
+        if kernels is not None:
+            grouper = PrefixGrouper(self.pool.block_size, kernels.min_saved_tokens)
         self.scheduler = Scheduler(
             self.pool,
             self._index if enable_prefix_caching else None,
@@ -279,8 +280,8 @@ class Engine:
         Args:
             show: Wraps the list of recordings, for a progress bar.
         """
-        if self.model.device.type == "cuda":
-            record_steps(self._runner, show)
+        if self._runner.kernels is not None:
+            self._runner.kernels.warm_up(show)
             run_made_up(self, 3 * self.scheduler.max_num_batched_tokens)
 
     def is_finished(self, request_id: Hashable) -> bool:

@@ -1,22 +1,19 @@
 """Launches steps: from the scheduler's choice to sampled tokens, with the state on the device.
 
 A running sequence has a row on the device: its last token, its length, its block table and its
-sampling parameters. A decode step is told which rows take part and each one's last block, if any
-has changed; all else is on the device already, and on a GPU the whole step is one graph replay::
+sampling parameters. A decode step is told which rows take part and each one's last block; any other
+step brings its new tokens, and the blocks that are new::
 
-    host     rows and last blocks ──┐ one pinned copy                  ┌─► tokens, a step later
-    device                          ▼                                  │ pinned copy, event
-             begin: last token · position · slot · table  ─► model ─► draw ─► rows
+    host     rows, last blocks │ new tokens, new blocks            ┌─► tokens, a step later
+    device                     ▼                                   │
+             last token · position · slot · table  ─► model ─► sampler ─► rows
 
-Other steps bring their new tokens, and the blocks that are new, in one packed copy. On a GPU they
-are a graph replay as well (``triton_prompts.py``), and so is sampling, unless torch code has a part
-in it.
+Here this is torch code. On a GPU kernels and graphs do the same (``kernel_steps.py``).
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +26,14 @@ from ..kv_cache.storage import KVCache
 from ..models.forward_batch import ForwardBatch
 from ..models.paged_model import PagedModel
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
-from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from ..transfer import pack, unpack
-from .cuda_graphs import StepGraphs, padded_sizes, prompt_sizes
+from .kernel_steps import KernelSteps
 from .ngram import find_assumed
 from .request import Sequence as OneSequence
-from .sampler import SampledTokens, Sampler, SamplingInput
+from .sampler import SampledTokens, Sampler, SamplingInput, StepResults, send_back
 from .scheduler import SchedulerOutput
-from .step_memory import DecodeForm, StepMemory, StepResults
 
 __all__ = ["LaunchedStep", "Runner"]
-
-_NUM_MEMORIES = 4
-"""Used in turn: at most two steps are in flight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +67,7 @@ class Runner:
         enforce_eager: On a GPU, launch the kernels of steps one by one, not as graphs.
 
     Attributes:
-        graphs: The recorded decode steps; ``None`` on a CPU, or if ``enforce_eager``.
-        prompt_graphs: The recorded steps that compute prompts, with their draws; ``None`` as
-            ``graphs``.
-        prompt_buffers: The memory that they read, of ``triton_prompts``.
-        min_saved_tokens: Of a decode step, the keys that sharing prefixes must save to gain time;
-            ``None`` on a CPU, where it is not used: sums are in another order then.
+        kernels: What launches steps on a GPU; ``None`` on a CPU.
     """
 
     def __init__(
@@ -102,19 +89,19 @@ class Runner:
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self._owners: list[Any] = [None] * max_num_seqs
         self._num_sent = [0] * max_num_seqs  # blocks
-        self._begin: Any = None
-        self._memories: deque[StepMemory] = deque()
-        self._form: DecodeForm | None = None  # whose rows are in the inbox
-        self.min_saved_tokens: int | None = None
-        self.graphs: StepGraphs | None = None
-        self.prompt_graphs: StepGraphs | None = None
-        self.prompt_buffers: Any = None
+        self.kernels: KernelSteps | None = None
         if model.device.type == "cuda":
-            self._decode_by_kernels()
-            self.min_saved_tokens = -(-GPU_BYTES // _bytes_per_key(cache))
+            kernels = self.use_kernels()
             if not enforce_eager:
-                self._make_graphs(max_num_seqs, max_num_batched_tokens)
+                kernels.make_graphs(max_num_batched_tokens)
         model.bind(cache)
+
+    def use_kernels(self) -> KernelSteps:
+        """Launch decode steps by kernels from now on."""
+        self.kernels = KernelSteps(
+            self.model, self.cache, self.sampler, self._tables, self.max_model_len
+        )
+        return self.kernels
 
     def run(self, step: SchedulerOutput, masks: Any = None) -> LaunchedStep:
         """Launch a step.
@@ -124,18 +111,16 @@ class Runner:
             masks: For sequences with a grammar: position in ``step.sampled``, allowed tokens as
                 bits, int32 ``[ceil(vocab_size / 32)]``.
         """
-        started = time.perf_counter()
+        started, kernels = time.perf_counter(), self.kernels
         if step.copies:
             with torch.inference_mode():
                 self.cache.copy(step.copies)
-        self._memories.rotate()
-        launch = self._decode if step.is_decode else self._compute
-        rows, results = launch(step, masks)
-        event = None
-        if self._memories:
-            self._memories[0].record()
-            event = self._memories[0].event
-        return LaunchedStep(step, rows, results, event, started)
+        if kernels is None:
+            launch = self._decode if step.is_decode else self._compute
+            return LaunchedStep(step, *launch(step, masks), None, started)
+        kernels.start(step)
+        rows, results = (kernels.decode if step.is_decode else self._compute)(step, masks)
+        return LaunchedStep(step, rows, results, kernels.record(), started)
 
     def wait(self) -> None:
         """Return when all is computed that was launched, of steps that failed half-way, too.
@@ -162,135 +147,11 @@ class Runner:
             [launched.rows[at] for at in kept], [tokens.token_ids[at] for at in kept]
         )
 
-    def _decode_by_kernels(self) -> None:
-        """Have kernels lay out decode steps and sample them, from an inbox on the device."""
-        from .triton import DecodeBuffers
-
-        with torch.inference_mode(False):  # a replay and its copies are not worth entering it
-            self._begin = DecodeBuffers(self._tables, self.sampler, self.cache.block_size)
-            inbox, num_rows = self._begin.inbox, len(self._tables)
-            self._memories.extend(StepMemory(inbox, num_rows) for _ in range(_NUM_MEMORIES))
-
-    def _clear_inbox(self, size: int) -> None:
-        self._form = None
-        self._begin.clear(size)
-
-    def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.graphs = StepGraphs(self._step, self._clear_inbox, padded_sizes(max_num_seqs))
-        from .triton_prompts import PromptBuffers
-
-        sizes = prompt_sizes(max_num_batched_tokens)
-        with torch.inference_mode(False):
-            self.prompt_buffers = PromptBuffers(
-                self._tables, self.sampler, sizes[-1], self.cache.block_size
-            )
-        self.prompt_graphs = StepGraphs(
-            self._record_prompts, self.prompt_buffers.clear, sizes, self.graphs.pool
-        )
-
-    def _record_prompts(self, size: int) -> tuple[Tensor, Tensor]:
-        """A step with prompts of what is in the inbox: logits, and packed tokens."""
-        logits = self.model.forward(self.prompt_buffers(size))
-        rows = self.prompt_buffers.drawn_rows(size)  # of a few prompts most are of no sequence
-        return logits, self._begin.draw(logits, rows, leaves_out=True)
-
-    # --- rows ------------------------------------------------------------------------------
-
-    def _load_rows(self, step: SchedulerOutput) -> None:
-        """Load the sampling parameters of sequences that have got a row."""
-        owners = self._owners
-        # Samples that fork in this step are sampled without being in its sequences.
-        both = (*step.sequences, *step.sampled)
-        new = [*{id(s): s for s in both if owners[s.row] is not s.table}.values()]
-        if not new:
-            return
-        self.sampler.start([s.row for s in new], [self._sampling_input(s) for s in new])
-        for sequence in new:
-            owners[sequence.row] = sequence.table
-            self._num_sent[sequence.row] = 0
-
     # --- decode ----------------------------------------------------------------------------
 
-    def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
+    @torch.inference_mode()
+    def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults]:
         """Launch a step of rows that lack nothing but their new blocks."""
-        if self._begin is None:
-            return self._decode_on_host(step, masks)
-        memory, form = self._memories[0], self._form
-        if form is None or not form.fits(step, has_masks=bool(masks)):
-            form = self._find_form(step, has_masks=bool(masks))
-            memory.send(form.numbers)
-        elif step.grown:
-            form.update(step.grown)
-            memory.send(form.numbers)
-        self._form = form
-        kind = form.size, form.samples, form.groups is not None
-        if self.graphs is not None and self.graphs.reason is None:
-            found = self.graphs.replay(*kind)
-        else:
-            found = self._step(*kind, max(step.ends))
-        if form.samples:
-            return form.rows, memory.receive(found, form.size, has_logprobs=form.has_logprobs)
-        return form.rows, self._sample(found, form, masks)
-
-    @torch.inference_mode()
-    def _sample(self, logits: Tensor, form: DecodeForm, masks: Any) -> StepResults:
-        """Sample by what a recorded step leaves to others: masks, and what is torch code."""
-        n = len(form.rows)
-        where = self._begin.rows(form.size)[:n].long()
-        return self._send_back(self.sampler.sample(logits[:n], where, form.rows, masks))
-
-    @torch.inference_mode()
-    def _find_form(self, step: SchedulerOutput, *, has_masks: bool) -> DecodeForm:
-        """How to launch a step of other sequences than the last; a graph is recorded if missing."""
-        rows, groups = [sequence.row for sequence in step.sequences], step.prefix_groups
-        size = n = len(rows)
-        samples = self._graphs_sample(rows, has_masks)
-        if self.graphs is not None:
-            # A step that shares is recorded for few sizes: reading less gains more than they lose.
-            size = self.graphs.fit(n if groups is None else self._round_up(n))
-            if not self.graphs.ensure(size, samples, groups is not None):
-                size = n
-        return DecodeForm(
-            step,
-            size,
-            has_masks=has_masks,
-            samples=samples,
-            has_logprobs=self.sampler.has_logprobs(rows),
-        )
-
-    def _graphs_sample(self, rows: list[int], masks: Any) -> bool:
-        """Whether a recorded step draws for these rows: nothing asks for torch code beside it."""
-        return not masks and not self.sampler.needs_torch(rows)
-
-    def _round_up(self, size: int) -> int:
-        assert self.graphs is not None
-        return min(1 << (size - 1).bit_length(), self.graphs.sizes[-1])
-
-    def shared_sizes(self) -> list[int]:
-        """The sizes of decode steps that can save enough by sharing prefixes."""
-        assert self.graphs is not None
-        assert self.min_saved_tokens is not None
-        least = 2 + (self.min_saved_tokens - 1) // self.max_model_len
-        sizes = self.graphs.sizes
-        return [size for size in sizes if size == self._round_up(size) and size >= least]
-
-    @torch.inference_mode()
-    def _step(
-        self, size: int, samples: bool, shares: bool, max_seq_len: int | None = None
-    ) -> Tensor:
-        """A decode step of the rows in the inbox: packed tokens, or logits."""
-        batch = self._begin(size, max_seq_len or self.max_model_len, shares=shares)
-        logits = self.model.forward(batch)
-        if not samples:
-            return self._begin.keep(logits) if self.graphs is not None else logits
-        packed: Tensor = self._begin.draw(logits, self._begin.rows(size))
-        return packed
-
-    @torch.inference_mode()
-    def _decode_on_host(
-        self, step: SchedulerOutput, masks: Any
-    ) -> tuple[list[int], StepResults | None]:
-        """What ``_decode`` does on a GPU, in torch."""
         rows = [sequence.row for sequence in step.sequences]
         where, last = torch.tensor([rows, [s.table.blocks[-1] for s in step.sequences]])
         size, longest = self.cache.block_size, max(step.ends)
@@ -311,57 +172,53 @@ class Runner:
             logits_rows=numbers[:-1],
         )
         logits = self.model.forward(batch)
-        return rows, self._send_back(self.sampler.sample(logits, where, rows, masks))
+        return rows, send_back(self.sampler.sample(logits, where, rows, masks))
 
     # --- any other step --------------------------------------------------------------------
 
     def _compute(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
         """Launch a step whose tokens the host knows, but for those that are still unread."""
-        self._form = None
         self._load_rows(step)
         rows = [sequence.row for sequence in step.sampled]
         assumed = find_assumed(step) if step.drafts else None
-        arrays = self._gather(step, rows, assumed)
-        results = None
+        arrays, kernels = self._gather(step, rows, assumed), self.kernels
         with torch.inference_mode():
-            size = self._find_prompt_size(arrays)
-            draws = size is not None and assumed is None and self._graphs_sample(rows, masks)
-            if size is None:
-                logits, where = self._launch_kernels(step, arrays)
+            size = None if kernels is None else kernels.find_size(arrays)
+            if kernels is not None and size is not None:
+                results = kernels.replay(size, arrays, rows, masks, assumed)
             else:
-                self.prompt_buffers.fill(arrays, size, draws=draws)
-                logits, packed = self.prompt_graphs.replay(size)  # type: ignore[union-attr]
-                where = None if draws else self.prompt_buffers.sampled_rows(size, len(rows))
-            if rows and draws:
-                has_logprobs = self.sampler.has_logprobs(rows)
-                results = self._memories[0].receive(packed, len(logits), has_logprobs=has_logprobs)
-            elif rows:
-                found = self.sampler.sample(logits[: len(rows)], where, rows, masks, assumed)
-                results = self._send_back(found)
+                tensors = self._send(self._expand(arrays))
+                batch = self._place(tensors, max(step.num_tokens), max(step.ends))
+                logits, where = self.model.forward(batch), tensors["sampled_rows"]
+                results = None
+                if rows:
+                    found = self.sampler.sample(logits, where, rows, masks, assumed)
+                    results = send_back(found)
         for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
             # What is accepted of drafts the host finds out: rows have to be told.
             sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
         return rows, results
 
-    def _find_prompt_size(self, arrays: dict[str, Any]) -> int | None:
-        """The size of the graph that computes a step; ``None``: none does."""
-        if self.prompt_graphs is None or not self.prompt_buffers.takes(arrays):
-            return None
-        size = self.prompt_graphs.fit(self.prompt_buffers.least(arrays))
-        return size if self.prompt_graphs.ensure(size) else None
+    def _load_rows(self, step: SchedulerOutput) -> None:
+        """Load the sampling parameters of sequences that have got a row."""
+        owners = self._owners
+        # Samples that fork in this step are sampled without being in its sequences.
+        both = (*step.sequences, *step.sampled)
+        new = [*{id(s): s for s in both if owners[s.row] is not s.table}.values()]
+        if not new:
+            return
+        self.sampler.start([s.row for s in new], [self._sampling_input(s) for s in new])
+        for sequence in new:
+            owners[sequence.row] = sequence.table
+            self._num_sent[sequence.row] = 0
 
-    def _launch_kernels(
-        self, step: SchedulerOutput, arrays: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Launch a step's kernels one by one: its logits, and the rows that they are of."""
-        arrays = self._expand(arrays)
-        if self.device.type == "cuda":
-            packed = pack(list(arrays.values()), self.device).to(self.device, non_blocking=True)
-            tensors = dict(zip(arrays, unpack(packed, list(arrays.values())), strict=True))
-        else:
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        batch = self._place(tensors, max(step.num_tokens), max(step.ends))
-        return self.model.forward(batch), tensors["sampled_rows"]
+    def _send(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
+        """A step's numbers on the device, by one copy."""
+        if self.device.type != "cuda":
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        listed = list(arrays.values())
+        packed = pack(listed, self.device).to(self.device, non_blocking=True)
+        return dict(zip(arrays, unpack(packed, listed), strict=True))
 
     def _gather(
         self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
@@ -451,22 +308,3 @@ class Runner:
             slot_mapping=blocks * size + positions % size,
             logits_rows=t["logits_rows"],
         )
-
-    def _send_back(self, found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
-        """Copy what was sampled to the host behind the step, so that nothing waits for it here."""
-        tokens, best, logprobs = (None if each is None else self._to_host(each) for each in found)
-        assert tokens is not None
-        assert best is not None
-        return StepResults(tokens.numpy(), best.numpy(), logprobs)
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-
-def _bytes_per_key(cache: KVCache) -> int:
-    """Bytes of a token's keys and values in one layer; of several kinds of layers, their mean."""
-    each = [layer.bytes_per_token(cache.dtype) for layer in cache.layers]
-    return max(1, sum(each) // len(each))

@@ -46,7 +46,14 @@ from .step_masks import StepMasks
 from .torch_draw import draw_tokens
 from .torch_shape import shape_logits
 
-__all__ = ["SampledToken", "SampledTokens", "Sampler", "SamplingInput"]
+__all__ = [
+    "SampledToken",
+    "SampledTokens",
+    "Sampler",
+    "SamplingInput",
+    "StepResults",
+    "send_back",
+]
 
 _SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
 
@@ -74,6 +81,14 @@ class SampledTokens(NamedTuple):
     def listed(self) -> list[SampledToken]:
         """One ``SampledToken`` a row."""
         return [self.others.get(at) or SampledToken(i) for at, i in enumerate(self.token_ids)]
+
+
+class StepResults(NamedTuple):
+    """What ``Sampler.sample`` returned, in host memory that is filled when the step is computed."""
+
+    tokens: npt.NDArray[Any]
+    best: npt.NDArray[Any]
+    logprobs: Tensor | None
 
 
 class DrawState(NamedTuple):
@@ -280,6 +295,21 @@ class Sampler:
 
     def _send(self, numbers: Any) -> Tensor:
         return send(np.array(numbers, np.int64), self.device)
+
+
+def send_back(found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
+    """Copy what was sampled to the host behind the step, so that nothing waits for it here."""
+    tokens, best, logprobs = (None if each is None else _to_host(each) for each in found)
+    assert tokens is not None
+    assert best is not None
+    return StepResults(tokens.numpy(), best.numpy(), logprobs)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _draw_by_torch(

@@ -11,7 +11,7 @@ taken once and used in turn, so a launch makes no tensor and takes no memory::
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +19,10 @@ import torch
 from torch import Tensor
 
 from .request import Sequence
+from .sampler import StepResults
 from .scheduler import SchedulerOutput
 
-__all__ = ["DecodeForm", "StepMemory", "StepResults"]
-
-
-class StepResults(NamedTuple):
-    """What ``Sampler.sample`` returned, in host memory that is filled when the step is computed."""
-
-    tokens: npt.NDArray[Any]
-    best: npt.NDArray[Any]
-    logprobs: Tensor | None
+__all__ = ["DecodeForm", "StepMemory"]
 
 
 class StepMemory:
