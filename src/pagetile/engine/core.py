@@ -33,12 +33,7 @@ from .runner import LaunchedStep, Runner
 from .sampler import SamplingInput
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerOutput
-from .structured_outputs import (
-    Grammar,
-    GrammarCompiler,
-    StructuredOutputsParams,
-    fill_masks,
-)
+from .structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams, fill_masks
 from .token_text import TokenText
 from .warming import run_made_up
 
@@ -285,19 +280,11 @@ class Engine:
             run_made_up(self, 3 * self.scheduler.max_num_batched_tokens)
 
     def is_finished(self, request_id: Hashable) -> bool:
-        """Whether nothing more will be generated for a request.
-
-        Raises:
-            RequestError: There is no such request, or its output has been taken.
-        """
+        """Whether nothing more will be generated for a request; it must be known."""
         return self._find(request_id).is_finished
 
     def take_output(self, request_id: Hashable) -> RequestOutput:
-        """What a request has so far; a finished one is forgotten by this.
-
-        Raises:
-            RequestError: There is no such request, or its output has been taken.
-        """
+        """What a request has so far; a finished one is forgotten by this, and unknown then."""
         request = self._find(request_id)
         if request.is_finished:
             del self._requests[request_id]
@@ -310,11 +297,7 @@ class Engine:
         self._index.clear()
 
     def check(self) -> None:
-        """Prove that no block is lost, held twice or remembered wrongly.
-
-        Raises:
-            AssertionError: With the numbers that do not add up.
-        """
+        """Assert that no block is lost, held twice or remembered wrongly."""
         self.scheduler.check()
         self._index.check()
 

@@ -19,12 +19,7 @@ class OutputProcessor:
     def append_quiet(
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int], deltas: list[Delta]
     ) -> list[int]:
-        """Append the tokens that do nothing else: in most steps all of them.
-
-        Args:
-            sequences: Those that get a token, each once.
-            token_ids: Their tokens.
-            deltas: Takes what was added.
+        """Append the tokens that do nothing else, in most steps all of them.
 
         Returns:
             The positions of the others, for ``advance``.

@@ -223,8 +223,30 @@ class Runner:
     def _gather(
         self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
     ) -> dict[str, Any]:
+        """A step as numbers: what of it is new to the device, and where it goes."""
+        new, unread = self._gather_new(step)
+        starts = np.zeros(len(step.sequences) + 1, np.int32)
+        np.cumsum(np.array(step.num_tokens, np.int32), out=starts[1:])
+        seq_lens, last_tokens = np.array(step.ends, np.int32), starts[1:].astype(np.int64) - 1
+        logits_rows, sampled_lens = last_tokens[step.logits_rows], seq_lens[step.logits_rows]
+        if assumed is not None:
+            num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
+            sampled_lens -= np.array(num_drafted, np.int32)
+            logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
+        return new | {
+            "logits_rows": logits_rows,
+            "seq_lens": seq_lens,
+            "starts": starts,
+            "rows": np.array([sequence.row for sequence in step.sequences], np.int64),
+            "sampled_rows": np.array(sampled_rows, np.int64),
+            "sampled_lens": sampled_lens,
+            "unread_at": last_tokens[unread],
+        }
+
+    def _gather_new(self, step: SchedulerOutput) -> tuple[dict[str, Any], list[int]]:
+        """Tokens and blocks that are new, and the sequences whose last token the device has."""
         token_ids: list[int] = []
-        unread: list[int] = []  # sequences whose last token the device has
+        unread: list[int] = []
         new_blocks: list[int] = []
         first_columns: list[int] = []  # of a sequence's new blocks in its table
         first_blocks = [0]  # of a sequence's new blocks among all of them
@@ -248,31 +270,12 @@ class Runner:
             new_blocks += blocks[first:]
             first_columns.append(first)
             first_blocks.append(len(new_blocks))
-        rows = np.array([sequence.row for sequence in step.sequences], np.int64)
-        query_lens = np.array(step.num_tokens, np.int32)
-        seq_lens = np.array(step.ends, np.int32)
-        starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(query_lens, out=starts[1:])
-        last_tokens = starts[1:].astype(np.int64) - 1
-        logits_rows = last_tokens[step.logits_rows]
-        sampled_lens = seq_lens[step.logits_rows]
-        if assumed is not None:
-            num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
-            sampled_lens -= np.array(num_drafted, np.int32)
-            logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
         return {
             "token_ids": np.array(token_ids, np.int64),
-            "logits_rows": logits_rows,
-            "seq_lens": seq_lens,
-            "starts": starts,
-            "rows": rows,
-            "sampled_rows": np.array(sampled_rows, np.int64),
-            "sampled_lens": sampled_lens,
-            "unread_at": last_tokens[unread],
             "first_columns": np.array(first_columns, np.int64),
             "first_blocks": np.array(first_blocks[:-1], np.int64),
             "block_ids": np.array(new_blocks, np.int32),
-        }
+        }, unread
 
     @staticmethod
     def _expand(step: dict[str, Any]) -> dict[str, Any]:
