@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from pagetile import RequestError, SamplingParams
-from pagetile.engine import Engine
-from pagetile.engine import kernel_steps
+from pagetile.engine import Engine, kernel_steps
 from pagetile.engine.cuda_graphs import StepGraphs
 from pagetile.engine.warming import run_made_up
 from pagetile.kv_cache import BlockPool

@@ -346,7 +346,7 @@ def test_a_row_with_many_logprobs_leaves_those_of_its_neighbours_as_they_are():
     logits = torch.randn(3, 100, generator=generator)
     asked = [3, 60, MAX_TOP]
     rows = [row(seed=i, logprobs=n) for i, n in enumerate(asked)]
-    tokens, _, report, sampler = draw_by_kernels(logits, rows)
+    tokens, _, report, _ = draw_by_kernels(logits, rows)
     here = (part.to(home()) for part in (report, logits, tokens))
     both = add_logprobs(*here, [1], 60)
     alone = read_logprobs(report, tokens.tolist(), [3, None, MAX_TOP])

@@ -162,8 +162,8 @@ class Runner:
         numbers = torch.arange(len(rows) + 1)
         shared = None
         if step.prefix_groups is not None:
-            groups = (torch.tensor(each, dtype=torch.int32) for each in step.prefix_groups)
-            shared = SharedPrefixes(*groups)
+            starts, lens = (torch.tensor(n, dtype=torch.int32) for n in step.prefix_groups)
+            shared = SharedPrefixes(starts, lens)
         batch = ForwardBatch(
             token_ids=self.sampler.last_tokens[where],
             positions=positions,

@@ -59,9 +59,7 @@ class StepMasks:
             self._rule_out_words(allowed[i], host_rows[i], () if drafts is None else drafts[i])
         return allowed
 
-    def advance(
-        self, tokens: Tensor, host_rows: Sequence[int], with_words: Sequence[int]
-    ) -> None:
+    def advance(self, tokens: Tensor, host_rows: Sequence[int], with_words: Sequence[int]) -> None:
         """Take note of the rows' new tokens, int64 ``[n]``."""
         for i in with_words:
             tail = self._tails[host_rows[i]]

@@ -224,9 +224,7 @@ class _Grammar:
             raise RequestError(f"structured output failed: {self._matcher.get_error()}")
 
 
-def fill_masks(
-    grammars: Sequence[Any], vocab_size: int
-) -> list[tuple[int, npt.NDArray[np.int32]]]:
+def fill_masks(grammars: Sequence[Any], vocab_size: int) -> list[tuple[int, npt.NDArray[np.int32]]]:
     """For each grammar that is not ``None``, its position and its allowed tokens as bits."""
     masks = []
     for at, grammar in enumerate(grammars):

@@ -24,8 +24,8 @@ def run_made_up(engine: Engine, num_tokens: int) -> None:
         length = min(rng.randint(100, 1024) if num_left > 2048 else num_left, longest)
         num_left -= length
         prompt = [rng.randrange(engine.model.vocab_size) for _ in range(length)]
-        request_id = "warm up", num_left
-        request_ids.append(engine.add_request(prompt, params, request_id=request_id))
+        named = "warm up", num_left
+        request_ids.append(engine.add_request(prompt, params, request_id=named))
     while engine.has_unfinished:
         engine.step()
     for request_id in request_ids:

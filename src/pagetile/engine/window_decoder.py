@@ -1,7 +1,7 @@
 """Text of tokens that are not bytes, one token at a time: the last few are decoded together.
 
-Each token costs one decode of a window of at most ``WINDOW`` tokens. SentencePiece's tokenizers need
-it, where a token's text depends on those before it and a character may be several byte tokens.
+Each token costs one decode of a window of at most ``WINDOW`` tokens. SentencePiece's tokenizers
+need it: a token's text depends on those before it, and a character may be several byte tokens.
 """
 
 from __future__ import annotations
