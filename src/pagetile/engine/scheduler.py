@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from .cache_counts import CacheCounts
 from .chunks import ChunkSizer
+from .ngram import NgramProposer
 from .prefix_groups import PrefixGrouper, PrefixGroups
 from .request import Sequence, Status
 
@@ -144,15 +145,18 @@ class Scheduler:
                     if chunk > beside // 2:
                         chunk = min(chunk, beside - self._others_share(sequence, beside // 2))
                     beside -= chunk
-                chunk = min(chunk, budget)
+                if chunk > budget:
+                    chunk = budget
                 if chunk == 0:
                     continue
                 if not in_flight:
                     preempted |= self._make_room(sequence, chunk)
                     if sequence.row < 0:
                         continue
-                draft = self._draft(sequence, chunk, min(spare, budget - 1))
-                spare -= len(draft)
+                draft: list[int] = []
+                if chunk == 1 and sequence.proposer is not None:
+                    draft = self._draft(sequence, sequence.proposer, min(spare, budget - 1))
+                    spare -= len(draft)
                 self._reserve(step, sequence, chunk, draft)
                 budget -= chunk + len(draft)
         if not preempted:
@@ -301,11 +305,13 @@ class Scheduler:
         if end < sequence.num_tokens:
             return
         sequence.num_tokens = end + 1
-        step.sampled += [sequence] * (1 + len(draft))
-        step.logits_rows += [at] * (1 + len(draft))
+        step.sampled.append(sequence)
+        step.logits_rows.append(at)
         if draft:
             step.is_decode = False
             step.drafts[at] = list(draft)
+            step.sampled += [sequence] * len(draft)
+            step.logits_rows += [at] * len(draft)
 
     def _others_share(self, sequence: Sequence, most: int) -> int:
         """Prompt tokens that a step leaves to those behind a long prompt, up to ``most``.
@@ -321,11 +327,11 @@ class Scheduler:
                 pending += len(first.token_ids)
         return min(pending, most)
 
-    def _draft(self, sequence: Sequence, chunk: int, most: int) -> list[int]:
+    def _draft(self, sequence: Sequence, proposer: NgramProposer, most: int) -> list[int]:
         """Guess tokens that follow, as many as there is room for without preempting anyone."""
-        if chunk != 1 or sequence.proposer is None or not sequence.num_output_tokens:
+        if not sequence.num_output_tokens:
             return []  # with no output, others may yet fork from it
-        draft = sequence.proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
+        draft = proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
         needed = sequence.table.blocks_needed(1 + len(draft))
         return draft if self.pool.can_allocate(needed + len(self.running)) else []
 
