@@ -11,6 +11,7 @@ CPU they are torch code::
     file                 what                                    on a GPU
     sampling_rows.py     parameters as numbers                   the same
     sampling_tables.py   counts, biases, allowed tokens          the same
+    step_masks.py        tokens that one step rules out          the same
     torch_shape.py       biases, penalties, bans                 triton_rows.py
                          top_k, top_p, min_p                     triton_cut.py
     torch_draw.py        noise and draw                          triton_score.py, triton_draw.py
