@@ -34,9 +34,8 @@ from pagetile import (
     demo,
     engine,
 )
-from pagetile.engine.cache_counts import CacheCounts
 from pagetile.engine.input_processor import InputProcessor
-from pagetile.engine.outputs import RequestOutput
+from pagetile.engine.outputs import CacheCounts, RequestOutput
 from pagetile.engine.warming import run_made_up
 from pagetile.testing.models import REFUSED, tiny_model
 

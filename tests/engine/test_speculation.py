@@ -29,8 +29,8 @@ from test_one_step_ahead import (
 from pagetile import LLM, RequestError, SamplingParams
 from pagetile.engine import Engine
 from pagetile.engine.ngram import NgramProposer
-from pagetile.engine.sample import sample
 from pagetile.engine.sampler import Sampler, SamplingInput
+from pagetile.testing.sample import sample
 
 PROMPT = (5, 6, 7, 8, 9)
 DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True)

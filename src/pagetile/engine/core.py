@@ -20,12 +20,11 @@ from ..errors import RequestError
 from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
-from .cache_counts import CacheCounts
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .ngram import NgramProposer, verify
 from .output_processor import OutputProcessor
-from .outputs import Delta, RequestOutput
+from .outputs import CacheCounts, Delta, RequestOutput
 from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
 from .request import Request, Sequence, Status

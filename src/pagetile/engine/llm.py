@@ -13,8 +13,8 @@ import torch
 
 from ..errors import RequestError
 from .chat import Conversation, Tools, render
+from .checks import refuse_unknown_keywords
 from .input_processor import Prompt, list_prompts, parse_prompt
-from .keywords import refuse_unknown_keywords
 from .loading import load_engine
 from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams

@@ -12,9 +12,9 @@ from ..errors import OutOfBlocksError, RequestError, UnsupportedError
 from ..kv_cache import BlockPool
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
+from .checks import check, integer, number
 from .core import Engine
 from .generation_config import sampling_defaults
-from .numbers import check, integer, number
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cache_counts import CacheCounts
+    from .outputs import CacheCounts
     from .scheduler import SchedulerOutput
 
 __all__ = ["NgramProposer", "find_assumed", "verify"]

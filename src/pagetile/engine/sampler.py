@@ -31,8 +31,8 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from ..transfer import pack, send, unpack
+from .checks import explain_no_token
 from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
-from .sampling_checks import explain_no_token
 from .sampling_rows import (
     BY_TORCH,
     NUM_FLOATS,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from .keywords import refuse_unknown_keywords
-from .sampling_checks import normalize
+from .checks import normalize, refuse_unknown_keywords
 from .structured_outputs import StructuredOutputsParams
 
 __all__ = ["SamplingParams"]

@@ -29,9 +29,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
-from .cache_counts import CacheCounts
 from .chunks import ChunkSizer
 from .ngram import NgramProposer
+from .outputs import CacheCounts
 from .prefix_groups import PrefixGrouper, PrefixGroups
 from .request import Sequence, Status
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..engine.sampler import SampledToken, Sampler
+from ..engine.sampling_rows import SamplingInput
 from ..errors import ShapeError
 from ..shapes import bind, check_dtype
 from ..transfer import send
-from .sampler import SampledToken, Sampler
-from .sampling_rows import SamplingInput
 
 __all__ = ["sample"]
 

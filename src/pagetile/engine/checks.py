@@ -1,20 +1,110 @@
-"""Checks of what a request asks of the sampler, and the words for what went wrong."""
+"""Checks of what users give: keywords, numbers, and the parameters of a request."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import GenerationError, NoTokenLeftError, RequestError
-from .numbers import check, integer, number
 from .structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
-__all__ = ["explain_no_token", "normalize"]
+__all__ = [
+    "check",
+    "explain_no_token",
+    "integer",
+    "normalize",
+    "number",
+    "refuse_unknown_keywords",
+]
+
+C = TypeVar("C", bound=type)
+
+
+def refuse_unknown_keywords(cls: C) -> C:
+    """Make an unknown keyword of ``cls(...)`` a TypeError that names the nearest known one.
+
+    >>> @refuse_unknown_keywords
+    ... class Cache:
+    ...     def __init__(self, *, num_blocks: int = 1) -> None: ...
+    >>> Cache(blocks=3)
+    Traceback (most recent call last):
+    ...
+    TypeError: Cache has no option 'blocks'; did you mean num_blocks?
+    """
+    init: Any = vars(cls)["__init__"]
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {close[0]}?" if close else f": see help({cls.__name__})"
+                raise TypeError(f"{cls.__name__} has no option {name!r}{hint}")
+        init(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+def check(fits: bool, name: str, value: object, allowed: str) -> None:
+    """Refuse ``name=value`` where it does not fit."""
+    if not fits:
+        raise RequestError(f"{name}={value!r}: expected {allowed}")
+
+
+def number(
+    name: str, value: object, allowed: str, low: float, high: float, open_low: bool = False
+) -> float:
+    """A finite number from ``low`` to ``high``.
+
+    Args:
+        name: What it is called, for the message.
+        value: What was given.
+        allowed: What is expected, for the message.
+        low: The least; with ``open_low`` it is refused itself.
+        high: The greatest.
+        open_low: See ``low``.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    # A bool is an int to Python; where a number belongs it is a slip.
+    check(isinstance(value, numbers.Real) and not isinstance(value, bool), name, value, allowed)
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        found = math.inf
+    fits = math.isfinite(found) and low <= found <= high and not (open_low and found == low)
+    check(fits, name, value, allowed)
+    return found
+
+
+def integer(
+    name: str,
+    value: object,
+    allowed: str,
+    least: int | None = None,
+    most: int | None = None,
+) -> int:
+    """A whole number from ``least`` to ``most``, where these are given.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    check(isinstance(value, numbers.Integral) and not isinstance(value, bool), name, value, allowed)
+    found: int = int(value)  # type: ignore[call-overload]
+    check(least is None or found >= least, name, value, allowed)
+    check(most is None or found <= most, name, value, allowed)
+    return found
 
 
 def normalize(params: SamplingParams) -> dict[str, Any]:
