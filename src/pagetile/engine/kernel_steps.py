@@ -117,9 +117,7 @@ class KernelSteps:
 
     def record(self) -> torch.cuda.Event | None:
         """Record an event behind what is launched; ``None`` on a CPU."""
-        memory = self._memories[0]
-        memory.record()
-        return memory.event
+        return self._memories[0].record()
 
     # --- decode ----------------------------------------------------------------------------
 

@@ -127,7 +127,9 @@ class Scheduler:
             that runs would have to be preempted; complete the step in flight and ask again.
         """
         only_decodes, budget = self._only_decodes(), self.max_num_batched_tokens
-        beside = self._limit_prompts(only_decodes)
+        beside = budget - len(self.running)
+        if self.waiting or not only_decodes:
+            beside = self._limit_prompts(only_decodes)
         if in_flight and not only_decodes and self._would_preempt(budget, beside):
             return None
         step, preempted = SchedulerOutput(number=self._num_scheduled), False

@@ -63,11 +63,12 @@ class StepMemory:
         words.copy_(packed, non_blocking=True)
         return results if has_logprobs else results._replace(logprobs=None)
 
-    def record(self) -> None:
-        """Record the event, behind what is launched."""
+    def record(self) -> torch.cuda.Event | None:
+        """Record the event, behind what is launched, and return it."""
         if self.event is not None:
             # By number, the device's stream is found in half the time of event.record().
             self.event.record(torch.cuda.current_stream(self._inbox.get_device()))
+        return self.event
 
 
 class DecodeForm:
