@@ -22,6 +22,7 @@ from . import report
 from .case import Case
 from .document import find_figures, is_wanted, tables, value_of
 from .machine import BackgroundLoad, describe, is_clean
+from .processes import tethered
 from .workload_n import CASES as PARTS_OF_N
 
 __all__ = [
@@ -246,7 +247,7 @@ def _read_lines(command: Sequence[str], timeout: float) -> Iterator[dict[str, An
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+            tethered(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
         )  # fmt: skip
         is_late = threading.Event()
