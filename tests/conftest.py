@@ -106,6 +106,19 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{number} tests left out: {REASONS.get(name, COMPILED)}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _models_are_on_the_cpu_unless_a_test_says_where():
+    """On a machine with a GPU, too, where every one would record its steps."""
+    if not has_gpu():
+        yield
+        return
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagetile.engine.llm.default_device", lambda: torch.device("cpu"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def mirror():
     return mirrored

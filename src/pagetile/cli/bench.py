@@ -177,12 +177,13 @@ def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
         )
     import torch
 
-    has_gpu = torch.cuda.is_available()
+    from ..device import default_device
+
     if device is None:
-        return torch.device("cuda" if has_gpu else "cpu")
+        return default_device()
     if device not in ("cpu", "cuda"):
         raise RequestError(f"--device {device}: expected cpu or cuda")
-    if device == "cuda" and not has_gpu:
+    if device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: this PyTorch finds no GPU")
     return torch.device(device)
 

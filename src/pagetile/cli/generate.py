@@ -14,6 +14,7 @@ from .options import (
     BlockSize,
     CacheDtype,
     CacheDtypeName,
+    Device,
     Dtype,
     DtypeName,
     MaxModelLen,
@@ -109,7 +110,7 @@ def generate(
     model: Model = None,
     dtype: Dtype = DtypeName.auto,
     kv_cache_dtype: CacheDtype = CacheDtypeName.auto,
-    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    device: Device = None,
     block_size: BlockSize = 16,
     num_blocks: Annotated[
         int | None,

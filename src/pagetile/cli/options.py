@@ -14,6 +14,7 @@ __all__ = [
     "BlockSize",
     "CacheDtype",
     "CacheDtypeName",
+    "Device",
     "Dtype",
     "DtypeName",
     "Element",
@@ -147,6 +148,14 @@ CacheDtype = Annotated[
         "Element type of the KV cache: auto (that of the weights), fp8 (fp8_e4m3), fp8_e5m2 or "
         "int8, with a scale for each token and head, or one of --dtype's.",
         "--kv-cache-dtype",
+    ),
+]
+Device = Annotated[
+    str | None,
+    option(
+        MODEL,
+        "NAME",
+        "Where to run: cpu, cuda, cuda:1. Without it on a GPU, if PyTorch finds one.",
     ),
 ]
 Element = Annotated[ElementName, option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype")]
