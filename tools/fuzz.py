@@ -233,7 +233,7 @@ def _in_two_passes(inputs: PagedInputs) -> AttentionOutput:
     if options["softmax_scale"] is None:
         options["softmax_scale"] = default_scale(inputs.q)
     call = Arguments(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, **options)
-    return shared_prefixes.run(inputs.problem, attend, call)
+    return shared_prefixes.run(inputs.problem, attend, call, "auto")
 
 
 def _on_gpu(inputs: PagedInputs) -> _Calls:

@@ -5,5 +5,14 @@ from .llm import LLM
 from .output_processor import Delta
 from .request import CompletionOutput, RequestOutput
 from .sampling_params import SamplingParams
+from .structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Delta", "Engine", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Delta",
+    "Engine",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..device import default_device
 from ..errors import RequestError, UnsupportedError
 from .cache_size import cache_dtype, make_cache
 from .chat import Conversation, Tools, render
 from .core import Engine
 from .generation_config import sampling_defaults
 from .input_processor import parse_prompt
-from .keywords import refuse_unknown_keywords
+from .keywords import explain_absent_names, refuse_unknown_keywords
 from .numbers import check, integer, is_index, is_list, number
 from .output_processor import Delta
 from .request import RequestOutput
 from .sampling_params import SamplingParams
+from .vllm_names import LLM_NAMES, LLM_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +35,8 @@ _Request = tuple[str | list[int], SamplingParams, list[int], str | None]
 """A prompt, its parameters, its token ids, and its cache salt."""
 
 
-@refuse_unknown_keywords
+@refuse_unknown_keywords(LLM_OPTIONS)
+@explain_absent_names(LLM_NAMES)
 class LLM:
     """Runs a Hugging Face checkpoint over a paged KV cache.
 
@@ -42,8 +45,8 @@ class LLM:
             model that comes with the package, which continues Python code.
         tokenizer: A directory with a tokenizer, or one of Transformers'. ``None`` is the
             checkpoint's own, and no text for a loaded model.
-        device: Any torch device. ``None`` is the CPU for a checkpoint, and where it is for a loaded
-            model, which is moved, not copied, to any other.
+        device: Any torch device. ``None`` is a GPU for a checkpoint, where torch finds one, else
+            the CPU; and for a loaded model where it is. It is moved, not copied, to any other.
         dtype: Of the weights. ``"auto"`` is the checkpoint's own; float16 becomes float32 on a
             CPU, which multiplies it hundreds of times slower.
         block_size: Tokens per cache block, 1 to 256.
@@ -158,6 +161,8 @@ class LLM:
         check(known, "generation_config", generation_config, allowed)
         recommended = sampling_defaults(model) if is_path and generation_config == "auto" else {}
         self._default_params = SamplingParams(**recommended)  # type: ignore[arg-type]
+        if device is None and is_path:
+            device = default_device()
         on_cpu = device is None or _named_device(device).type == "cpu"
         if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
             dtype = torch.float32
@@ -308,6 +313,10 @@ class LLM:
         ``generation_config="vllm"``; the other fields are those of ``SamplingParams()``.
         """
         return self._default_params
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of prompts and outputs, from Transformers; ``None`` where there is none."""
+        return self.engine.tokenizer
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: after the model's weights have changed they are wrong.

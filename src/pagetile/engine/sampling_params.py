@@ -6,16 +6,18 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from ..errors import RequestError
 from .keywords import refuse_unknown_keywords
 from .numbers import check, integer, number
 from .structured_outputs import StructuredOutputsParams
+from .vllm_names import SAMPLING_OPTIONS
 
 __all__ = ["SamplingParams"]
 
 
-@refuse_unknown_keywords
+@refuse_unknown_keywords(SAMPLING_OPTIONS)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     r"""How to choose tokens, when to stop and what to report.
@@ -142,6 +144,15 @@ class SamplingParams:
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+
+def _refuse_change(self: SamplingParams, name: str, value: object) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(
+        f"SamplingParams stay what they are: dataclasses.replace(params, {name}={value!r}) makes "
+        "others"
+    )
+
+
+SamplingParams.__setattr__ = _refuse_change  # type: ignore[method-assign,assignment]
 
 # name: (what is allowed, least, greatest, whether the least itself is refused)
 _NUMBERS = {

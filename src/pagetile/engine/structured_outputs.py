@@ -19,6 +19,8 @@ from urllib.parse import unquote
 import numpy as np
 
 from ..errors import RequestError, UnsupportedError
+from .keywords import refuse_unknown_keywords
+from .vllm_names import STRUCTURED_OPTIONS
 
 __all__ = ["GrammarCompiler", "StructuredOutputsParams"]
 
@@ -39,6 +41,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 T = TypeVar("T")
 
 
+@refuse_unknown_keywords(STRUCTURED_OPTIONS)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     r"""A form that an output must have. Give one of the first five; names are vLLM's.
