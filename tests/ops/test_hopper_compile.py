@@ -176,6 +176,8 @@ def check_products_overlap(code):
 def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
     compiled = make_launcher(config).compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
+    waits = compiled.asm["ptx"].count("griddepcontrol.wait")
+    assert waits == config.is_unpacked  # for the kernel that unpacks
     check_registers(compiled, tmp_path)
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= memory + SLACK, used

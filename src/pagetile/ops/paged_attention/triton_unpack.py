@@ -49,7 +49,10 @@ _PROGRAMS = 4
 def _load_rows(cache, at, is_key, SIZE: tl.constexpr, D: tl.constexpr):
     column = tl.arange(0, D)
     inside = is_key[:, None] & (column < SIZE)[None, :]
-    return tl.load(cache + at[:, None] + column[None, :], mask=inside, other=0.0)
+    # Read once: pages, which are read next, may stay in the second-level cache in their place.
+    return tl.load(
+        cache + at[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+    )
 
 
 @triton.jit
