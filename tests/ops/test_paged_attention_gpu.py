@@ -242,9 +242,7 @@ def test_prefill_over_8_bit_caches(case, kv_dtype, dtype, by_token):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EIGHT_BITS, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [(F16, E4M3), (BF16, E5M2), (BF16, INT8)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F16, E4M3), (BF16, E5M2), (BF16, INT8)], ids=str)
 def test_prefill_over_unpacked_8_bit_caches(case, dtype, kv_dtype):
     check_prefill(replace(case, dtype=dtype, kv_dtype=kv_dtype), unpacks=True)
 

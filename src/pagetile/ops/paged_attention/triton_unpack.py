@@ -41,7 +41,7 @@ __all__ = ["UnpackLaunch", "UnpackedCache", "make_launcher", "prepare_unpacking"
 _ELEMENTS = 8192
 """Of a work item's keys: 64 bytes of each of 128 threads."""
 _WARPS = 4
-_PROGRAMS = 4
+_PROGRAMS = 6
 """On a multiprocessor: what registers leave room for, and enough in flight."""
 
 
@@ -59,7 +59,7 @@ def _load_rows(cache, at, is_key, SIZE: tl.constexpr, D: tl.constexpr):
 def _store_rows(pages, row, x, SIZE: tl.constexpr, D: tl.constexpr):
     column = tl.arange(0, D)
     to = pages + (row * SIZE)[:, None] + column[None, :]
-    tl.store(to, x.to(pages.dtype.element_ty), mask=(column < SIZE)[None, :])
+    tl.store(to, x, mask=(column < SIZE)[None, :])
 
 
 @triton.jit
@@ -119,10 +119,12 @@ def unpack_kernel(
         new_keys = _load_rows(k_cache, at, is_key, SIZE, D)
         at = block * v_block + slot * v_slot + kv_head * v_head
         new_values = _load_rows(v_cache, at, is_key, V_SIZE, V)
-        sign = tl.where(tl.load(k_scale + kv_head * ks_head) < 0, -1.0, 1.0)
+        signs = tl.where(tl.load(k_scale + kv_head * ks_head) < 0, -32768, 0).to(tl.int16)
         row = (page.to(tl.int64) * num_kv_heads + kv_head) * PAGE + key % PAGE
         # Float16 holds all 8-bit values, and bfloat16 does.
-        _store_rows(keys, row, new_keys.to(tl.float16).to(tl.float32) * sign, SIZE, D)
+        wide = new_keys.to(tl.float16).to(tl.float32).to(keys.dtype.element_ty)
+        wide = (wide.to(tl.int16, bitcast=True) ^ signs).to(keys.dtype.element_ty, bitcast=True)
+        _store_rows(keys, row, wide, SIZE, D)
         _store_rows(values, row, new_values.to(tl.float16), V_SIZE, V)
 
 
