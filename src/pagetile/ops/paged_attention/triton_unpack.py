@@ -12,9 +12,9 @@ neighbours, and sequences follow each other; tables of the pages' numbers are wr
 sequence of few new tokens, which another kernel attends to, has no pages, nor have keys to the
 left of all windows. Rows past a sequence's end are zeros, whatever the cache holds there.
 
-Unpacking is exact. Scales of heads are left to the forward kernel; keys get the sign of theirs, and
-the queries' type. Values get float16, as where the forward kernel converts them, so both ways
-multiply the same numbers.
+Unpacking is exact. Scales of heads are left to the forward kernel, but keys get the sign of their
+scale. Keys have the queries' type. Values have float16, as where the forward kernel converts them,
+so both ways multiply the same numbers.
 """
 
 from __future__ import annotations
