@@ -20,11 +20,11 @@ MOST_BYTES = 512 << 20
 MOST_SEQS = 2048
 """Sequences of a call, at most: each program looks through all of them."""
 
-# Estimates for an H100; an H200 has more bandwidth.
+# By a run on an H200 (decision 35); an H100 has less bandwidth, which RATE allows for.
 CONVERTING = 0.2e-12
 """Seconds that one multiprocessor takes longer for a row, and an element of the key or the value
 that it sees, where the element is converted for every tile of rows."""
-UNPACKING = 4e-6
+UNPACKING = 8e-6
 """Seconds of a further launch, and of the loads that wait for each other in it."""
 RATE = 2.6e12
 """Bytes a second: an element is read as one byte, and written as two."""
