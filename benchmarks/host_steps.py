@@ -32,8 +32,6 @@ NUM_STEPS, NUM_REPEATS = 160, 8
 class StubGraphs:
     """Takes the place of ``StepGraphs``: every step samples token 1."""
 
-    reason = None
-
     def __init__(self, num_rows: int) -> None:
         from pagetile.engine.triton_draw import count_words, unpack
 
@@ -48,9 +46,11 @@ class StubGraphs:
         """The size of the recorded step that serves ``size`` rows."""
         return self.sizes[bisect_left(self.sizes, size)]
 
-    def ensure(self, size: int, *form: bool) -> bool:
+    def has(self, size: int, *form: bool) -> bool:
         """Whether the step is recorded."""
         return size in self._packed
+
+    ensure = has
 
     def replay(self, size: int, *form: bool) -> torch.Tensor:
         """What the step's draw leaves."""

@@ -45,6 +45,7 @@ from pagetile.demo import path
 
 from .http import percentile
 from .http_client import Load, Response, post, run
+from .processes import tethered
 from .report import REPEATS
 
 __all__ = ["Request", "Running", "Server", "Setup", "arrivals", "compare_latency", "draw", "start"]
@@ -57,11 +58,6 @@ _LOG_LINES = 15
 # last, and how long after the limit all is given up.
 _RUN_SECONDS, _LEAST_SECONDS, _LIMITED_TIMEOUT, _GRACE_SECONDS = 1.5, 0.6, 15.0, 5.0
 _NO_TOKEN = -1  # ends nothing
-# Has the kernel kill the server when this process ends, even if that is killed itself.
-_TETHER = (
-    "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1; "
-    "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL); os.execv(sys.argv[1], sys.argv[1:])"
-)
 Say = Callable[[str], None]
 
 
@@ -243,18 +239,13 @@ class _Starting(NamedTuple):
 def _launch(server: Server) -> Iterator[_Starting]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
-    tether = [sys.executable, "-c", _TETHER] if sys.platform == "linux" else []
-    command = [
-        *tether,
-        sys.executable,
-        *(part.replace("{port}", str(address[1])) for part in server.command),
-    ]
+    command = [part.replace("{port}", str(address[1])) for part in server.command]
     # As pagetile's command line sets it: threads that spin would wait for each other.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
-            command,
+            tethered([sys.executable, *command]),
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,

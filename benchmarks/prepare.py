@@ -24,6 +24,7 @@ import torch
 
 from .case import Case, Check
 from .machine import free_read_memory
+from .processes import tethered
 from .windows import WindowCase
 
 __all__ = ["Command", "default_jobs", "list_commands", "prepare", "prepare_here"]
@@ -88,7 +89,7 @@ def _run(command: Command, limits: dict[str, str], end: float) -> tuple[str, str
     if left <= 0:
         return "", "no time"
     process = subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=ROOT, env={**os.environ, **limits},
+        tethered([sys.executable, "-m", *command]), cwd=ROOT, env={**os.environ, **limits},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     problem = ""

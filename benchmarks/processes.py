@@ -1,13 +1,16 @@
-"""Call a function with many tasks in processes that may hang or die, for a limited time.
+"""Processes that may hang or die: for a limited time, and no longer than the one that starts them.
 
-It imports nothing of a benchmark, so that a process starts at once.
+It imports nothing of a benchmark, so that a process starts at once. Run as a file it ties the
+command that follows to the thread that started it: see ``tethered``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,9 +19,27 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["run_ahead"]
+__all__ = ["run_ahead", "tethered"]
 
 _TASK_SECONDS = 150.0
+_PR_SET_PDEATHSIG = 1
+
+
+def tethered(command: Sequence[str]) -> list[str]:
+    """Return a command that the kernel kills when the thread that starts it ends, even by a signal.
+
+    Args:
+        command: A program by its path, and its arguments.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    # -I: without this folder among those of modules, where http.py is another one than Python's.
+    return [sys.executable, "-I", os.path.abspath(__file__), *command]
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass
@@ -127,6 +148,7 @@ def _start(function: Callable[[Any], object]) -> _Worker:
 
 def _serve(connection: Connection, function: Callable[[Any], object]) -> None:
     """A process's life: call the function with what comes, and answer with None or a reason."""
+    _end_with_parent()
     os.setsid()  # with all compilers that it starts, it can be ended at once
     while True:
         try:
@@ -140,3 +162,8 @@ def _serve(connection: Connection, function: Callable[[Any], object]) -> None:
             lines = str(error).strip().splitlines()
             reason = lines[0] if lines else repr(error)
         connection.send(reason)
+
+
+if __name__ == "__main__":
+    _end_with_parent()
+    os.execv(sys.argv[1], sys.argv[1:])

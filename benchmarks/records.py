@@ -22,6 +22,7 @@ from . import report
 from .case import Case
 from .document import find_figures, is_wanted, tables, value_of
 from .machine import BackgroundLoad, describe, is_clean
+from .processes import tethered
 from .workload_n import CASES as PARTS_OF_N
 
 __all__ = [
@@ -113,14 +114,14 @@ RECORDS = (
     RecordSpec("-windows", "cuda", 170, ("windows-",), ("windows-all-",)),
     RecordSpec("-tiles", "cuda", 70, ("gpu-tiled-",)),
     RecordSpec(
-        "-block-sparse", "cuda", 25, ("gpu-block-sparse", "gpu-visible-", "gpu-shared-prefix-")
+        "-block-sparse", "cuda", 15, ("gpu-block-sparse", "gpu-visible-", "gpu-shared-prefix-")
     ),
     RecordSpec("-vllm-ops", "cuda", 30, ("vllm-ops-",)),
-    RecordSpec("-cache-ops", "cuda", 35, ("write-kv-", "copy-blocks-")),
+    RecordSpec("-cache-ops", "cuda", 25, ("write-kv-", "copy-blocks-")),
     RecordSpec("-http", "cuda", 90, script=("benchmarks", "http-n", "--json")),
     RecordSpec(
-        "-latency", "cuda", 100,
-        script=("benchmarks", "http-latency", "--device", "cuda", "--limit", "95", "--json"),
+        "-latency", "cuda", 65,
+        script=("benchmarks", "http-latency", "--device", "cuda", "--limit", "60", "--json"),
     ),
     RecordSpec("-swin", "cuda", 50, ("swin-unetr-",)),
     RecordSpec("-prefill-blocks", "cuda", 20, ("gpu-prefill-blocks-",)),
@@ -246,7 +247,7 @@ def _read_lines(command: Sequence[str], timeout: float) -> Iterator[dict[str, An
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+            tethered(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
         )  # fmt: skip
         is_late = threading.Event()

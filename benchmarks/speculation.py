@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=5)
     asked = parser.parse_args(arguments)
     plain, drafted = (
-        LLM(asked.model, dtype="float32", max_num_seqs=1, speculative=speculative)
+        LLM(asked.model, dtype="float32", device="cpu", max_num_seqs=1, speculative=speculative)
         for speculative in (None, "ngram")
     )
     prompt = make_prompt(plain, asked.num_tokens)

@@ -106,6 +106,19 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{number} tests left out: {REASONS.get(name, COMPILED)}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _models_are_on_the_cpu_unless_a_test_says_where():
+    """On a machine with a GPU, too, where every one would record its steps."""
+    if not has_gpu():
+        yield
+        return
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagetile.engine.loading.default_device", lambda: torch.device("cpu"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def mirror():
     return mirrored
@@ -133,15 +146,16 @@ def mirrored(*tensors, impl, rounds=True):
         at: torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).cuda()
         for at, tensor in homes.items()
     }
-    yield tuple(
-        torch.tensor([], dtype=tensor.dtype, device="cuda").set_(
+    there = {  # one tensor that is given twice stays one
+        id(tensor): torch.tensor([], dtype=tensor.dtype, device="cuda").set_(
             memories[tensor.untyped_storage().data_ptr()].untyped_storage(),
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),
         )
         for tensor in tensors
-    )
+    }
+    yield tuple(there[id(tensor)] for tensor in tensors)
     for at, tensor in homes.items():
         home = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
         home.copy_(memories[at])

@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from benchmarks import __main__ as command_line
@@ -892,8 +894,9 @@ def _run(spec, path, made=(), timeout=30.0):
     real = subprocess.Popen
 
     def start(command, **options):
-        python, _, _, code, *parts = command
-        return real([python, "-c", code, *parts], **options)
+        at = command.index("-m")
+        _, _, code, *parts = command[at:]
+        return real([*command[:at], "-c", code, *parts], **options)
 
     with mock.patch.object(subprocess, "Popen", start):
         return run_script(spec, path, timeout, CLEAN_RUN, made)
@@ -1074,6 +1077,24 @@ def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monk
     assert said[-1].endswith(": no time")
     assert prepare.prepare(commands[:1], 1, 0.5, said.append) == {}
     assert said[-1].endswith(": the time for preparing was over")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_what_prepares_ends_with_a_benchmark_that_is_killed():
+    sleeping = ("timeit", "-n1", "-r1", "__import__('time').sleep(60)")  # it prints nothing before
+    code = f"from benchmarks.prepare import prepare; prepare([{sleeping}], 1, 90.0, print)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=command_line.ROOT) as process:
+        children, end = [], time.monotonic() + 60
+        while not children and time.monotonic() < end:
+            time.sleep(0.05)
+            children = [
+                child
+                for child in psutil.Process(process.pid).children()
+                if child.cmdline()[1:3] == ["-m", "timeit"]  # it is tied by then
+            ]
+        process.kill()
+    assert children
+    assert not psutil.wait_procs(children, timeout=10)[1]
 
 
 def test_a_case_that_is_checked_is_timed_without_another_check(run, tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ from pagetile.device import DeviceInfo
 from pagetile.errors import UnsupportedError
 from pagetile.ops.attention_checks import default_scale
 from pagetile.ops.paged_attention import make_plan, paged_attention, shared_prefixes
+from pagetile.ops.paged_attention.plan import make_hopper_prefill_plan
 from pagetile.ops.paged_attention.problem import Arguments
 from pagetile.testing import (
     PagedCase,
@@ -233,18 +234,22 @@ def _in_two_passes(inputs: PagedInputs) -> AttentionOutput:
     if options["softmax_scale"] is None:
         options["softmax_scale"] = default_scale(inputs.q)
     call = Arguments(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, **options)
-    return shared_prefixes.run(inputs.problem, attend, call)
+    return shared_prefixes.run(inputs.problem, attend, call, "auto")
 
 
 def _on_gpu(inputs: PagedInputs) -> _Calls:
     there = inputs.to("cuda")
 
-    def attend(impl: str) -> AttentionOutput:
+    def attend(impl: str, **options: Any) -> AttentionOutput:
         out = torch.full_like(there.out, torch.nan)
-        return there.attend(impl=impl, out=out)
+        return there.attend(impl=impl, out=out, **options)
 
     for impl in GPU_IMPLEMENTATIONS:
         yield impl, partial(attend, impl)
+    device = DeviceInfo.of(there.q.device)
+    plan = make_hopper_prefill_plan(inputs.problem, device, unpacks=True)
+    if plan.unpacks:  # which other calls do where they are large
+        yield "unpacking", partial(attend, "hopper_prefill", plan=plan)
     has_prefix = inputs.case.shares_prefix and "visible_blocks" not in inputs.options
     if has_prefix and inputs.case.sliding_window is None:
         yield "two passes", partial(_in_two_passes, there.share())

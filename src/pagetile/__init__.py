@@ -17,7 +17,7 @@ from .process import HOME as _HOME  # noqa: F401  here, and not when a kernel fi
 if TYPE_CHECKING:
     __version__: str
 
-    from .engine import LLM, SamplingParams
+    from .engine import LLM, SamplingParams, StructuredOutputsParams
     from .engine.async_llm import AsyncLLM
     from .kv_cache.storage import KVCache, LayerSpec
     from .ops.attention import BlockMask, attention, explain_attention
@@ -60,6 +60,7 @@ __all__ = [
     "SamplingParams",
     "ShapeError",
     "SharedPrefixes",
+    "StructuredOutputsParams",
     "UnsupportedError",
     "attention",
     "attention_scores",
@@ -83,6 +84,7 @@ _HOMES = {
     "AsyncLLM": "engine.async_llm",
     "LLM": "engine",
     "SamplingParams": "engine",
+    "StructuredOutputsParams": "engine",
     "KVCache": "kv_cache.storage",
     "LayerSpec": "kv_cache.storage",
     "AttentionOutput": "tiles.state",

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceInfo", "available_memory", "cpu_features", "refusing_to_wait", "vector_registers"]
+__all__ = [
+    "DeviceInfo",
+    "available_memory",
+    "cpu_features",
+    "default_device",
+    "refusing_to_wait",
+    "vector_registers",
+]
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,11 @@ def _cuda(index: int) -> DeviceInfo:
         capability=(properties.major, properties.minor),
         shared_memory=properties.shared_memory_per_block_optin,
     )
+
+
+def default_device() -> torch.device:
+    """Where models run if nothing is said: a GPU, where torch finds one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def available_memory(device: torch.device) -> int:

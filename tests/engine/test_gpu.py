@@ -318,15 +318,33 @@ def test_a_step_that_waits_for_the_device_is_not_recorded() -> None:
 
     graphs = StepGraphs(step, lambda size: None, [1, 2, 4])
     assert not graphs.ensure(2, True)
-    assert "waits for the device" in graphs.reason
+    assert "waits for the device" in graphs.reasons[2, True]
     assert not graphs.ensure(2, True)
     assert graphs.recorded_sizes == []
+
+
+def test_only_sizes_of_many_tokens_of_a_mixture_in_float32_are_not_recorded() -> None:
+    prompts = [[5, 9, 20, 33], [70, 3] * 40, [8, 8, 41, 1, 12, 60, 11] * 200]
+    params = replace(GREEDY, max_tokens=12, detokenize=False)
+    found = []
+    for enforce_eager in (False, True):
+        llm = LLM(
+            tiny_model("mixtral", max_position_embeddings=2048).to(CUDA), device="cuda",
+            num_blocks=256, max_num_seqs=4, max_num_batched_tokens=2048,
+            enforce_eager=enforce_eager,
+        )  # fmt: skip
+        found.append(tokens(llm, prompts, params))
+        graphs = llm.engine._runner.kernels.prompt_graphs
+        if graphs is not None:
+            recorded = [size for size in graphs.sizes if 2 * size <= 2048]  # experts of a token
+            assert graphs.recorded_sizes == recorded != graphs.sizes
+    assert found[0] == found[1]
 
 
 def test_all_sizes_are_recorded_before_the_first_request(recorded: LLM) -> None:
     graphs = recorded.engine._runner.kernels.graphs
     assert graphs is not None
-    assert graphs.reason is None
+    assert not graphs.reasons
     assert graphs.recorded_sizes == graphs.sizes == [1, 2, 4, 8]
     graphs = recorded.engine._runner.kernels.prompt_graphs
     assert graphs.recorded_sizes == graphs.sizes

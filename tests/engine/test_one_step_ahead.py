@@ -9,6 +9,7 @@ of them invalid and many aborted, in a pool that hardly holds one.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -542,12 +543,22 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> No
 class Replayed(StepGraphs):
     """Graphs where nothing can be recorded: a step runs again on what its static inputs hold."""
 
+    large_ones_wait = False
+
     def __init__(self, step: Any, clear: Any, sizes: list[int], pool: Any = None) -> None:
         super().__init__(step, clear, sizes, pool=0)
-        self.num_replayed = 0
+        self.num_replayed = self.num_refused = 0
+
+    def ensure(self, size: int, *form: bool) -> bool:
+        is_recorded = super().ensure(size, *form)
+        self.num_refused += not is_recorded
+        return is_recorded
 
     def _record(self, size: int, *form: bool) -> None:
         self._clear(size)
+        if self.large_ones_wait and size > self.sizes[0]:
+            self.reasons[(size, *form)] = "it waits"
+            return
         self._recorded[(size, *form)] = self._step(size, *form)  # type: ignore[assignment]
 
     def replay(self, size: int, *form: bool) -> Any:
@@ -563,7 +574,8 @@ class KernelMachine(Machine):
     """
 
     def choose_options(self) -> dict[str, Any]:
-        return {**super().choose_options(), "max_num_seqs": 6}
+        options = {**super().choose_options(), "max_num_seqs": 6}
+        return options | ({"max_num_batched_tokens": 64} if Replayed.large_ones_wait else {})
 
     def choose_more(self) -> dict[str, Any]:
         """Some are for kernels, some for torch code beside them."""
@@ -580,11 +592,14 @@ class KernelMachine(Machine):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("large_ones_wait", [False, True])
 def test_steps_by_kernels_give_each_request_what_it_gets_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, large_ones_wait: bool
 ) -> None:
     monkeypatch.setattr(kernel_steps, "StepGraphs", Replayed)
+    monkeypatch.setattr(Replayed, "large_ones_wait", large_ones_wait)
     failures = preemptions = 0
+    replayed, refused = Counter[str](), Counter[str]()
     for seed in range(3):
         machine = KernelMachine(seed, is_ahead=True)
         machine.use_kernels()
@@ -593,9 +608,13 @@ def test_steps_by_kernels_give_each_request_what_it_gets_alone(
             machine.check()
         machine.finish()
         kernels = machine.engine._runner.kernels
-        assert min(kernels.graphs.num_replayed, kernels.prompt_graphs.num_replayed) > 10
+        for name in ("graphs", "prompt_graphs"):
+            replayed[name] += getattr(kernels, name).num_replayed
+            refused[name] += getattr(kernels, name).num_refused
         failures += machine.num_failures
         preemptions += machine.engine.counts.preemptions
+    assert min(replayed["graphs"], replayed["prompt_graphs"]) > 30
+    assert [refused[name] > 3 for name in replayed] == [large_ones_wait] * 2
     assert min(failures, preemptions) > 2
 
 

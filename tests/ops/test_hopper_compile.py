@@ -94,8 +94,15 @@ CONFIGS = [
     (ForwardConfig(BF16, 64, 16, causal=True, packed="int8", has_cap=True, has_alibi=True), 128),
     (ForwardConfig(F16, 192, 1, causal=True, has_window=True, packed="e5m2", is_far=True), 64),
     (ForwardConfig(BF16, 64, 16, causal=True, packed="e4m3", splits=True), 104),
+    # caches of 8 bits, unpacked before
+    (ForwardConfig(BF16, 128, 128, causal=True, uniform=True, pack=4, is_unpacked=True), 8),
+    (ForwardConfig(BF16, 64, 128, causal=True, few_seqs=True, pack=8, is_unpacked=True), 96),
 ]
 OTHER_CONFIGS = [
+    (ForwardConfig(BF16, 256, 128, causal=True, few_seqs=True, is_unpacked=True), 24),
+    (ForwardConfig(F16, 192, 128, causal=True, v_head_size=128, is_unpacked=True), 24),
+    (ForwardConfig(BF16, 128, 128, causal=True, splits=True, is_unpacked=True), 104),
+    (ForwardConfig(BF16, 128, 128, has_window=True, has_cap=True, is_unpacked=True), 24),
     (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, pack=4), 8),
     (ForwardConfig(BF16, 256, 16, causal=True, few_seqs=True, pack=8), 16),
     (ForwardConfig(F16, 192, 64, causal=True, splits=True, few_seqs=True, v_head_size=128), 48),
@@ -169,6 +176,8 @@ def check_products_overlap(code):
 def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
     compiled = make_launcher(config).compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
+    waits = compiled.asm["ptx"].count("griddepcontrol.wait")
+    assert waits == config.is_unpacked  # for the kernel that unpacks
     check_registers(compiled, tmp_path)
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= memory + SLACK, used

@@ -159,11 +159,14 @@ SMALL_BLOCKS = [
 ]
 
 
-def check_prefill(case):
-    """By Hopper's kernel, which has to take it."""
+def check_prefill(case, **changes):
+    """By Hopper's kernel, which has to take it; ``changes`` are of its plan."""
     inputs = make_inputs(case)
     there = inputs.to("cuda")
-    result = there.attend(impl="hopper_prefill", out=there.out)
+    chosen = plan(inputs, "hopper_prefill", **changes) if changes else None
+    for name, value in changes.items():
+        assert getattr(chosen, name) == value
+    result = there.attend(impl="hopper_prefill", out=there.out, plan=chosen)
     assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
 
 
@@ -233,7 +236,32 @@ def test_queries_of_any_size_over_8_bit_caches(size, options):
 )
 def test_prefill_over_8_bit_caches(case, kv_dtype, dtype, by_token):
     scales = "token" if by_token else case.scales
-    check_prefill(replace(case, dtype=dtype, kv_dtype=kv_dtype, scales=scales))
+    case = replace(case, dtype=dtype, kv_dtype=kv_dtype, scales=scales)
+    check_prefill(case, unpacks=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F16, E4M3), (BF16, E5M2), (BF16, INT8)], ids=str)
+def test_prefill_over_unpacked_8_bit_caches(case, dtype, kv_dtype):
+    check_prefill(replace(case, dtype=dtype, kv_dtype=kv_dtype), unpacks=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_unpacked_keys_may_be_divided_among_programs(size):
+    case = packed_case((70, 300, 9), (9000, 5000, 6000), 4, 2, size, dtype=BF16)
+    assert plan(make_inputs(case), "hopper_prefill", unpacks=True).divides_keys
+    check_prefill(case, unpacks=True)
+
+
+@pytest.mark.gpu
+def test_long_prompts_over_8_bit_caches_are_unpacked():
+    """As "auto" calls it, also with no page for some of the sequences."""
+    case = packed_case((2048, 1, 1500), (2048, 700, 3000), 8, 2, 128, dtype=BF16)
+    inputs = make_inputs(case)
+    assert plan(inputs, "hopper_prefill").unpacks
+    assert_matches(attend(inputs, "auto"), inputs)
 
 
 @pytest.mark.gpu
@@ -262,7 +290,8 @@ def test_prefill_reads_every_code_as_torch_does(kv_dtype, dtype, size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=str)
 @pytest.mark.parametrize("features", [{}, {"has_alibi": True}, {"logits_soft_cap": 5.0}], ids=str)
-def test_scales_of_prefill_may_be_negative_or_0(kv_dtype, features):
+@pytest.mark.parametrize("unpacks", [False, True], ids=["converting", "unpacking"])
+def test_scales_of_prefill_may_be_negative_or_0(kv_dtype, features, unpacks):
     case = PagedCase(
         (200, 70), (700, 333), 8, 4, head_size=128, dtype=BF16, kv_dtype=kv_dtype, scales="head",
         **features,
@@ -272,7 +301,8 @@ def test_scales_of_prefill_may_be_negative_or_0(kv_dtype, features):
     signs["v_scale"] = signs["v_scale"].repeat_interleave(2)
     changed = {name: inputs.options[name] * sign for name, sign in signs.items()}
     inputs = inputs.replace(options={**inputs.options, **changed})
-    result = inputs.to("cuda").attend(impl="hopper_prefill")
+    chosen = plan(inputs, "hopper_prefill", unpacks=unpacks)
+    result = inputs.to("cuda").attend(impl="hopper_prefill", plan=chosen)
     assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs)
 
 
@@ -293,13 +323,15 @@ def test_a_nan_code_shows_in_prefill_in_the_heads_that_see_it(where, kv_dtype):
 
 
 @pytest.mark.gpu
-def test_prefill_over_8_bit_caches_is_captured_and_repeats_its_bits():
+@pytest.mark.parametrize("unpacks", [False, True], ids=["converting", "unpacking"])
+def test_prefill_over_8_bit_caches_is_captured_and_repeats_its_bits(unpacks):
     case = PagedCase((300, 70), (900, 400), 8, 2, 128, dtype=BF16, kv_dtype=E4M3, scales="head")
     there = make_inputs(case).to("cuda")
-    first = there.attend(impl="hopper_prefill")
+    chosen = plan(there, "hopper_prefill", unpacks=unpacks)
+    first = there.attend(impl="hopper_prefill", plan=chosen)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = there.attend(impl="hopper_prefill")
+        result = there.attend(impl="hopper_prefill", plan=chosen)
     for _ in range(20):
         for tensor in result:
             tensor.fill_(torch.nan)

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagetile import PagedBatch, ShapeError, SharedPrefixes, UnsupportedError, paged_attention
+from pagetile import (
+    PagedBatch,
+    ShapeError,
+    SharedPrefixes,
+    UnsupportedError,
+    paged_attention,
+    plan_paged_attention,
+)
 from pagetile.errors import DTypeError
 from pagetile.ops.paged_attention import shared_prefixes
 from pagetile.testing import PagedCase, PagedInputs, assert_matches, make_inputs
@@ -119,8 +126,8 @@ def test_the_prefix_is_read_once(monkeypatch):
     passes = []
     run = shared_prefixes.run
 
-    def watch(problem, attend, call):
-        return run(problem, lambda inner: passes.append(inner) or attend(inner), call)
+    def watch(problem, attend, call, impl):
+        return run(problem, lambda inner: passes.append(inner) or attend(inner), call, impl)
 
     monkeypatch.setattr(shared_prefixes, "run", watch)
     inputs = make_shared(*CASES[0])
@@ -139,16 +146,40 @@ def test_sharing_is_used_where_it_saves_enough():
     problem = Problem(256, 256, 1, 33024, 32, 8, 128, 128, 16, bf16, bf16)
     shared = SharedPrefixes(torch.tensor([0, 256]), torch.tensor([32768]), 256, 32768)
     assert shared_prefixes.pays(problem, shared, h200)
-    assert not shared_prefixes._has_kernel(problem, shared, h200), "1024 rows: prefill is faster"
+    has_kernel = shared_prefixes._has_kernel
+    assert not has_kernel(problem, shared, h200, "auto"), "1024 rows: prefill is faster"
     few_heads = replace(problem, num_heads=8)
-    assert shared_prefixes._has_kernel(few_heads, shared, h200)
+    assert has_kernel(few_heads, shared, h200, "auto")
     in_float32 = replace(problem, q_dtype=torch.float32, kv_dtype=torch.float32)
-    assert shared_prefixes._has_kernel(in_float32, shared, h200), "prefill takes 16 bits"
+    assert has_kernel(in_float32, shared, h200, "auto"), "prefill takes 16 bits"
     alone = SharedPrefixes(torch.arange(257), torch.zeros(256))
     assert not shared_prefixes.pays(problem, alone, h200)
     few = replace(problem, num_seqs=8, num_tokens=8)
     short = SharedPrefixes(torch.tensor([0, 8]), torch.tensor([128]), 8, 128)
     assert not shared_prefixes.pays(few, short, h200)
+
+
+@pytest.mark.parametrize("impl", ["hopper", "hopper_prefill", "triton"])
+@pytest.mark.parametrize("group_seqs", [1, 6, 30, 500])
+@pytest.mark.parametrize("query_len", [1, 7, 20, 700])
+def test_an_implementation_that_runs_a_batch_runs_its_prefixes(impl, group_seqs, query_len):
+    from pagetile.device import DeviceInfo
+    from pagetile.ops.paged_attention import Problem
+    from pagetile.ops.paged_attention.api import choose_implementation
+
+    h200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+    num_tokens = group_seqs * query_len
+    problem = Problem(
+        group_seqs, num_tokens, query_len, 33024, 8, 2, 128, 128, 16, torch.bfloat16, torch.bfloat16
+    )
+    shared = SharedPrefixes(torch.tensor([0, group_seqs]), torch.tensor([16384]))
+    try:
+        choose_implementation(problem, h200, impl)
+    except UnsupportedError:
+        return
+    if not shared_prefixes._has_kernel(problem, shared, h200, impl):
+        first = replace(problem, num_seqs=1, max_query_len=num_tokens)
+        choose_implementation(first, h200, impl)  # raises where it cannot
 
 
 @pytest.mark.parametrize(
@@ -198,6 +229,8 @@ def test_what_does_not_go_with_shared_prefixes_is_refused():
     plan = make_plan(inputs.problem, DeviceInfo.of(inputs.q.device))
     with pytest.raises(UnsupportedError, match="plan with shared_prefixes"):
         inputs.attend(plan=plan)
+    with pytest.raises(UnsupportedError, match="a call with shared_prefixes takes no plan"):
+        plan_paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch)
     batch = replace(inputs.batch, shared_prefixes=(1, 2))
     with pytest.raises(DTypeError, match="shared_prefixes is of type tuple"):
         paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, batch)
@@ -273,6 +306,21 @@ def test_passes_that_are_laid_out_once_serve_every_call(monkeypatch):
     found = replace(inputs, batch=batch).attend(impl="cpu")
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize("impl", ["hopper", "triton"])
+def test_a_named_kernel_takes_a_prefix_of_more_rows_than_it_has_tiles_for(impl, monkeypatch):
+    monkeypatch.setattr(shared_prefixes, "_MOST_ROWS", 64)
+    case = PagedCase((1,) * 48, (70,) * 48, dtype=torch.bfloat16, **SIZES)
+    inputs = make_shared(case, [48], [56])
+    there = to(inputs, "cuda")
+    if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    out, lse = there.attend(impl=impl, out=there.out)
+    plain = replace(inputs, batch=replace(inputs.batch, shared_prefixes=None))
+    assert_matches(AttentionOutput(out.cpu(), lse.cpu()), plain)
 
 
 @pytest.mark.gpu

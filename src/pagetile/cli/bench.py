@@ -175,10 +175,11 @@ def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
         )
     import torch
 
-    has_gpu = torch.cuda.is_available()
+    from ..device import default_device
+
     if device is None:
-        return torch.device("cuda" if has_gpu else "cpu")
-    if device == "cuda" and not has_gpu:
+        return default_device()
+    if device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda: this PyTorch finds no GPU")
     return torch.device(device)
 

@@ -16,14 +16,14 @@ import typer
 from rich.console import Console
 
 from ..errors import RequestError
-from .options import MODEL, flag, option
+from .options import MODEL, Device, flag, option
 
 __all__ = ["EXAMPLES", "chat"]
 
 EXAMPLES = """
 [bold]Examples[/bold]
   pagetile chat http://127.0.0.1:8000
-  pagetile chat my-checkpoint --device cuda --system "Answer in one sentence."
+  pagetile chat my-checkpoint --system "Answer in one sentence."
 """
 
 Messages = list[dict[str, str]]
@@ -61,7 +61,7 @@ def chat(
     chat_template: Annotated[
         str | None, option(MODEL, "FILE", "Chat template: a Jinja file, or chatml or plain.")
     ] = None,
-    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    device: Device = None,
     raw: Annotated[
         bool, flag(None, "--raw", "Print the text alone, without names in front.")
     ] = False,
@@ -179,7 +179,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 def _local(
-    target: str | None, template: str | None, device: str, options: dict[str, Any]
+    target: str | None, template: str | None, device: str | None, options: dict[str, Any]
 ) -> Answer:
     from ..engine.chat import render
     from ..engine.llm import LLM

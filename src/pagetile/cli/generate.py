@@ -13,6 +13,7 @@ from .options import (
     MODEL,
     BlockSize,
     CacheDtype,
+    Device,
     Dtype,
     MaxModelLen,
     Model,
@@ -104,7 +105,7 @@ def generate(
     model: Model = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",
-    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    device: Device = None,
     block_size: BlockSize = 16,
     num_blocks: Annotated[
         int | None,

@@ -12,6 +12,7 @@ from ..errors import RequestError
 __all__ = [
     "BlockSize",
     "CacheDtype",
+    "Device",
     "Dtype",
     "Element",
     "MaxModelLen",
@@ -106,6 +107,14 @@ CacheDtype = Annotated[
         "Element type of the KV cache: auto (that of the weights), fp8 (fp8_e4m3), fp8_e5m2 or "
         "int8, with a scale for each token and head, or one of --dtype's.",
         "--kv-cache-dtype",
+    ),
+]
+Device = Annotated[
+    str | None,
+    option(
+        MODEL,
+        "NAME",
+        "Where to run: cpu, cuda, cuda:1. Without it on a GPU, if PyTorch finds one.",
     ),
 ]
 Element = Annotated[

@@ -13,6 +13,7 @@ from .options import (
     MODEL,
     BlockSize,
     CacheDtype,
+    Device,
     Dtype,
     MaxModelLen,
     NoGenerationConfig,
@@ -32,7 +33,7 @@ __all__ = ["EXAMPLES", "serve"]
 EXAMPLES = """
 [bold]Examples[/bold]
   pagetile serve
-  pagetile serve my-checkpoint --device cuda --port 8080
+  pagetile serve my-checkpoint --port 8080
   pagetile serve --demo-traffic      (then open http://127.0.0.1:8000/pages)
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
     -d '{"prompt": "def add(a, b):", "max_tokens": 32}'
@@ -112,7 +113,7 @@ def serve(
     ] = False,
     dtype: Dtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",
-    device: Annotated[str, option(MODEL, "NAME", "Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    device: Device = None,
     block_size: BlockSize = 16,
     num_blocks: Annotated[
         int | None,
@@ -227,14 +228,10 @@ def serve(
 
 def _summary(llm: AsyncLLM, config: ServerConfig, url: str) -> str:
     """What is served, where, and how many tokens fit."""
-    import torch
-
     engine = llm.engine
-    is_idle = engine.model.device.type == "cpu" and torch.cuda.is_available()
-    hint = "\nThis machine has a GPU: --device cuda serves on it" if is_idle else ""
     tokens = engine.cache.num_blocks * engine.cache.block_size
     return (
         f"pagetile: {config.model_names[0]} at {url}/v1 on {engine.model.device}; the cache holds "
         f"{tokens:,} tokens ({engine.cache.num_blocks:,} blocks of {engine.cache.block_size}), "
-        f"a sequence at most {engine.max_model_len:,}; pages at {url}/pages{hint}"
+        f"a sequence at most {engine.max_model_len:,}; pages at {url}/pages"
     )

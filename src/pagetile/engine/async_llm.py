@@ -22,18 +22,21 @@ from typing import Any, TypeVar
 from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
 from .engine_thread import EngineThread, StepReport
-from .input_processor import Prompt, parse_prompt
+from .input_processor import Prompt, check_params, parse_prompt
+from .keywords import explain_absent_names
 from .llm import LLM
 from .logprobs import LogprobDicts
 from .outputs import CompletionOutput, Delta, RequestOutput
 from .request_stream import RequestStream
 from .sampling_params import SamplingParams
+from .vllm_names import ASYNC_LLM_NAMES
 
 __all__ = ["AsyncLLM", "StepReport"]
 
 T = TypeVar("T")
 
 
+@explain_absent_names(ASYNC_LLM_NAMES)
 class AsyncLLM:
     """Serves an engine's requests to coroutines.
 
@@ -61,6 +64,11 @@ class AsyncLLM:
     def __init__(
         self, llm: LLM | Engine, *, max_queued_seqs: int = 1024, num_threads: int = 2
     ) -> None:
+        if not isinstance(llm, (LLM, Engine)):
+            raise RequestError(
+                f"llm is of type {type(llm).__name__}, expected an LLM: AsyncLLM.load(model, ...) "
+                "makes both"
+            )
         self.engine: Engine = llm.engine if isinstance(llm, LLM) else llm
         self._default_params = (
             llm.get_default_sampling_params() if isinstance(llm, LLM) else SamplingParams()
@@ -100,6 +108,10 @@ class AsyncLLM:
         """Why the engine stopped serving; ``None`` while it does."""
         return self.thread.death
 
+    def get_tokenizer(self) -> Any:
+        """As ``LLM.get_tokenizer``."""
+        return self.engine.tokenizer
+
     @property
     def num_requests(self) -> int:
         """Requests that were accepted and are not finished."""
@@ -110,9 +122,9 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt; yields everything generated so far, the finished output last.
@@ -125,7 +137,7 @@ class AsyncLLM:
             GenerationError: It failed while it was computed.
             EngineDeadError: The engine has stopped.
         """
-        stream = await self.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        stream = await self.submit(prompt, sampling_params, request_id, cache_salt=cache_salt)
         texts, tokens = [""] * stream.params.n, [[] for _ in range(stream.params.n)]  # type: ignore[var-annotated]
         try:
             while deltas := await stream.take():
@@ -142,7 +154,7 @@ class AsyncLLM:
                     for i, text in enumerate(texts)
                 )
                 yield RequestOutput(
-                    deltas[0].request_id,
+                    stream.request_id,
                     stream.prompt,
                     stream.prompt_token_ids,
                     outputs,
@@ -157,19 +169,20 @@ class AsyncLLM:
     async def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         cache_salt: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Continue a prompt; yields text as soon as it is certain. Errors as ``generate``.
 
         The first delta has the ``prompt_logprobs``, if the parameters ask for them.
         """
-        stream = await self.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        stream = await self.submit(prompt, sampling_params, request_id, cache_salt=cache_salt)
         try:
             while deltas := await stream.take():
                 for delta in deltas:
+                    delta.request_id = stream.request_id
                     yield delta
             await stream.result()
         finally:
@@ -178,9 +191,9 @@ class AsyncLLM:
     async def submit(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         cache_salt: str | None = None,
         stream: bool = True,
         generates: bool = True,
@@ -189,7 +202,8 @@ class AsyncLLM:
 
         Args:
             prompt: Text, token ids, or a dictionary as for ``LLM.generate``.
-            params: How to continue it; ``None`` takes ``LLM.get_default_sampling_params()``.
+            sampling_params: How to continue it; ``None`` takes
+                ``LLM.get_default_sampling_params()``.
             request_id: Its name in messages, for ``abort``; must be unique among the running.
             cache_salt: Cached prefixes are shared only between requests of the same salt.
             stream: Whether deltas come as soon as they are certain; otherwise only the result.
@@ -201,8 +215,8 @@ class AsyncLLM:
             OverloadedError: Too many requests are waiting, or the engine is draining.
             EngineDeadError: The engine has stopped.
         """
-        if params is None:
-            params = self._default_params
+        params = self._default_params if sampling_params is None else sampling_params
+        check_params(params)
         prompt, own_salt = parse_prompt(prompt)
         if own_salt is not None and cache_salt not in (None, own_salt):
             raise RequestError("cache_salt is given twice: in the prompt, and beside it")

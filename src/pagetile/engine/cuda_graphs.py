@@ -57,6 +57,8 @@ def prompt_sizes(max_num_batched_tokens: int) -> list[int]:
 class StepGraphs:
     """Records steps, each size once, and replays them.
 
+    A size that cannot be recorded is tried once; its steps are launched kernel by kernel.
+
     Args:
         step: Runs a step of a size on what lies in its static inputs. Further arguments choose
             among its forms, of which each is recorded by itself.
@@ -66,8 +68,8 @@ class StepGraphs:
         pool: The memory of another's graphs, to be shared; ``None``: of its own.
 
     Attributes:
-        reason: Why nothing is recorded: the step makes the host wait for the device, as some
-            models' routing of experts does. ``None`` as long as nothing speaks against it.
+        reasons: Why a size, in a form, is not recorded: the step makes the host wait for the
+            device, as the routing of some models' experts does, or that of many tokens.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class StepGraphs:
         self._step, self._clear, self.sizes = step, clear, sizes
         self._recorded: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self.reason: str | None = None
+        self.reasons: dict[tuple[int, ...], str] = {}
 
     @property
     def recorded_sizes(self) -> list[int]:
@@ -92,13 +94,18 @@ class StepGraphs:
         return self.sizes[bisect_left(self.sizes, size)]
 
     def ensure(self, size: int, *form: bool) -> bool:
-        """Record a step unless it has been; False if the model cannot be recorded.
+        """Record a step unless it has been; False if it cannot be recorded.
 
         To be called before the step's numbers are written to the static inputs.
         """
-        if self.reason is None and (size, *form) not in self._recorded:
+        key = size, *form
+        if key not in self._recorded and key not in self.reasons:
             self._record(size, *form)
-        return self.reason is None
+        return key in self._recorded
+
+    def has(self, size: int, *form: bool) -> bool:
+        """Whether a step has been recorded."""
+        return (size, *form) in self._recorded
 
     def replay(self, size: int, *form: bool) -> Any:
         """Launch a recorded step; its result is valid until the next launch of any step."""
@@ -115,7 +122,7 @@ class StepGraphs:
         except RuntimeError as error:
             if "synchronizing" not in str(error):
                 raise
-            self.reason = f"its forward waits for the device: {error}"
+            self.reasons[(size, *form)] = f"its forward waits for the device: {error}"
             return
         graph = torch.cuda.CUDAGraph()
         with (

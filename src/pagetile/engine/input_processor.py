@@ -12,7 +12,7 @@ from ..kv_cache.storage import KVCache
 from .detokenizer import Detokenizer
 from .sampling_params import SamplingParams
 
-__all__ = ["InputProcessor", "Prompt", "is_list", "list_prompts", "parse_prompt"]
+__all__ = ["InputProcessor", "Prompt", "check_params", "is_list", "list_prompts", "parse_prompt"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -35,8 +35,7 @@ class InputProcessor:
                 or ``n`` sequences cannot run together, or a stop token or a biased one is not in
                 the vocabulary.
         """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
+        check_params(params)
         token_ids = self.encode(prompt)
         self._check_length(len(token_ids))
         if params.n > self.max_num_seqs:
@@ -107,6 +106,12 @@ class InputProcessor:
     def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
             raise RequestError(f"{name} has {max(token_ids)}, expected 0 to {self.vocab_size - 1}")
+
+
+def check_params(params: Any) -> None:
+    """Raise RequestError for what are no ``SamplingParams``."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:

@@ -102,10 +102,10 @@ class KernelSteps:
         with torch.inference_mode():
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
-            if self.prompt_graphs.reason is None:
-                from .triton_draw import FEWEST_ROWS  # with which a program scores several tiles
+            from .triton_draw import FEWEST_ROWS  # with which a program scores several tiles
 
-                size = self.prompt_graphs.fit(min(FEWEST_ROWS, self.prompt_graphs.sizes[-1]))
+            size = self.prompt_graphs.fit(min(FEWEST_ROWS, self.prompt_graphs.sizes[-1]))
+            if self.prompt_graphs.has(size):
                 self.prompt_buffers.clear(size)
                 self.sampler.compile_masks(self.prompt_graphs.replay(size)[0])
 
@@ -132,7 +132,7 @@ class KernelSteps:
             memory.send(form.numbers)
         self._form = form
         kind = form.size, form.samples, form.groups is not None
-        if self.graphs is not None and self.graphs.reason is None:
+        if self.graphs is not None and self.graphs.has(*kind):
             found = self.graphs.replay(*kind)
         else:
             found = self._step(*kind, max(step.ends))

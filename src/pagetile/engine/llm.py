@@ -13,11 +13,12 @@ import torch
 
 from ..errors import RequestError
 from .chat import Conversation, Tools, render
-from .checks import refuse_unknown_keywords
 from .input_processor import Prompt, list_prompts, parse_prompt
+from .keywords import explain_absent_names, refuse_unknown_keywords
 from .loading import load_engine
 from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
+from .vllm_names import LLM_NAMES, LLM_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["LLM"]
 
 
-@refuse_unknown_keywords
+@refuse_unknown_keywords(LLM_OPTIONS)
+@explain_absent_names(LLM_NAMES)
 class LLM:
     """Runs a Hugging Face checkpoint over a paged KV cache.
 
@@ -34,8 +36,8 @@ class LLM:
             model that comes with the package, which continues Python code.
         tokenizer: A directory with a tokenizer, or one of Transformers'. ``None`` is the
             checkpoint's own, and no text for a loaded model.
-        device: Any torch device. ``None`` is the CPU for a checkpoint, and where it is for a loaded
-            model, which is moved, not copied, to any other.
+        device: Any torch device. ``None`` is a GPU for a checkpoint, where torch finds one, else
+            the CPU; and for a loaded model where it is. It is moved, not copied, to any other.
         dtype: Of the weights. ``"auto"`` is the checkpoint's own; float16 becomes float32 on a
             CPU, which multiplies it hundreds of times slower.
         block_size: Tokens per cache block, 1 to 256.
@@ -241,6 +243,10 @@ class LLM:
         ``generation_config="vllm"``; the other fields are those of ``SamplingParams()``.
         """
         return self._default_params
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of prompts and outputs, from Transformers; ``None`` where there is none."""
+        return self.engine.tokenizer
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: after the model's weights have changed they are wrong.

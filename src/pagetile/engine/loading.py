@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..device import available_memory
+from ..device import available_memory, default_device
 from ..errors import OutOfBlocksError, RequestError, UnsupportedError
 from ..kv_cache import BlockPool
 from ..kv_cache.storage import KVCache
@@ -91,6 +91,8 @@ def load_engine(
     check(known, "generation_config", generation_config, "'auto' or 'vllm'")
     recommended = sampling_defaults(model) if is_path and generation_config == "auto" else {}
     default_params = SamplingParams(**recommended)  # type: ignore[arg-type]
+    if device is None and is_path:
+        device = default_device()
     on_cpu = device is None or _named_device(device).type == "cpu"
     if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
         dtype = torch.float32

@@ -140,7 +140,7 @@ class RequestStream:
     def finish(self, output: RequestOutput) -> None:
         """Note the finished output."""
         if self.output is None:
-            self.output = replace(output, prompt=self.prompt)
+            self.output = replace(output, request_id=self.request_id, prompt=self.prompt)
             if output.prompt_logprobs is not None:  # a prompt that is only scored has no delta
                 self.prompt_logprobs = output.prompt_logprobs.tokens
             for sample in output.outputs:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
-from .checks import normalize, refuse_unknown_keywords
+from .checks import normalize
+from .keywords import refuse_unknown_keywords
 from .structured_outputs import StructuredOutputsParams
+from .vllm_names import SAMPLING_OPTIONS
 
 __all__ = ["SamplingParams"]
 
 
-@refuse_unknown_keywords
+@refuse_unknown_keywords(SAMPLING_OPTIONS)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     r"""How to choose tokens, when to stop and what to report.
@@ -99,3 +102,13 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether every step takes the most likely token: ``temperature`` 0 or ``top_k`` 1."""
         return self.temperature == 0.0 or self.top_k == 1
+
+
+def _refuse_change(self: SamplingParams, name: str, value: object) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(
+        f"SamplingParams stay what they are: dataclasses.replace(params, {name}={value!r}) makes "
+        "others"
+    )
+
+
+SamplingParams.__setattr__ = _refuse_change  # type: ignore[method-assign,assignment]

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RequestError, UnsupportedError
+from .keywords import refuse_unknown_keywords
+from .vllm_names import STRUCTURED_OPTIONS
 
 __all__ = ["Grammar", "GrammarCompiler", "StructuredOutputsParams", "fill_masks"]
 
@@ -40,6 +42,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 T = TypeVar("T")
 
 
+@refuse_unknown_keywords(STRUCTURED_OPTIONS)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     r"""A form that an output must have. Give one of the first five; names are vLLM's.

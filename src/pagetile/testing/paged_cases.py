@@ -173,6 +173,7 @@ class PagedInputs:
             is_aligned=has_aligned_rows(k_form, v_form, has_aligned_caches),
             logits_soft_cap=self.options.get("logits_soft_cap"),
             max_visible=self.max_visible,
+            sliding_window=self.options.get("sliding_window"),
         )
 
     @property

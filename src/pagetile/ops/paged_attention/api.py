@@ -226,7 +226,7 @@ def _run_shared(problem: Problem, impl: str, call: Arguments) -> AttentionOutput
     if device.kind == "cpu" or is_debugging():
         check_prefixes_on_host(problem, call.batch, shared)
     if shared_prefixes.pays(problem, shared, device):
-        return shared_prefixes.run(problem, attend, call)
+        return shared_prefixes.run(problem, attend, call, impl)
     return attend(call._replace(batch=dataclasses.replace(call.batch, shared_prefixes=None)))
 
 
@@ -288,6 +288,8 @@ def explain_paged_attention(
 ) -> str:
     """Return which implementations can run a call, a line each, in the order of ``"auto"``.
 
+    Of a batch with shared prefixes they compute each sequence's own keys: see ``SharedPrefixes``.
+
     Args:
         q: As for ``paged_attention``, like everything else here.
         k_cache: As there.
@@ -339,7 +341,8 @@ def plan_paged_attention(
     Raises:
         ShapeError: As ``paged_attention``.
         DTypeError: As there.
-        UnsupportedError: As there; or the reference runs, which is not planned.
+        UnsupportedError: As there; or the reference runs, which is not planned, or the batch has
+            shared prefixes, with which a call takes no plan.
 
     Example:
         >>> import torch
@@ -352,6 +355,10 @@ def plan_paged_attention(
     """
     impl = options.pop("impl", "auto")
     problem, device = _validate(q, k_cache, v_cache, batch, options), DeviceInfo.of(q.device)
+    if batch.shared_prefixes is not None:
+        raise UnsupportedError(
+            "a call with shared_prefixes takes no plan: plan a batch without shared_prefixes"
+        )
     name, implementation = choose_implementation(problem, device, impl)
     if name == "reference":
         raise UnsupportedError(

@@ -28,6 +28,9 @@ class SharedPrefixes:
 
         cu_group_seqs = [0, 3, 4]        prefix_lens = [32, 0]
         block_tables  = [[7, 2, 5], [7, 2, 8], [7, 2, 0], [4, ·, ·]]
+
+    An ``impl`` computes each sequence's own keys. The prefixes have a kernel of their own on GPUs,
+    or, of many rows, the prefill kernel.
     """
 
     cu_group_seqs: torch.Tensor

@@ -142,6 +142,7 @@ def validate(form: CallForm) -> Problem:
         is_aligned=has_aligned_rows(form.k_cache, form.v_cache, form.has_aligned_caches),
         logits_soft_cap=form.logits_soft_cap,
         max_visible=sizes.get("max_visible"),
+        sliding_window=form.sliding_window,
     )
 
 

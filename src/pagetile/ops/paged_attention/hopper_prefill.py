@@ -5,7 +5,8 @@
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
     keys of a tile = boxes of a page's rows, or a part of them, straight from their pages by TMA,
                      where that is faster; otherwise row by row by cp.async; of 8 bits,
-                     row by row by way of registers, where they are converted
+                     row by row by way of registers, where they are converted, or from
+                     pages of 16 bits that a launch in front unpacks (``triton_unpack``)
 
 Supports float16 and bfloat16, head sizes of keys and of values to 256 in steps of 8, any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
@@ -31,6 +32,7 @@ from .hopper import SPECIALISED
 from .plan import GpuPlan, make_hopper_prefill_plan, refuse_hopper_prefill, short_len
 from .problem import Arguments, CallForm, Problem
 from .triton import PreparedLaunch, is_packed, pack, prepare_short
+from .triton_unpack import UnpackLaunch, prepare_unpacking
 
 make_plan = make_hopper_prefill_plan
 
@@ -52,19 +54,26 @@ def prepare(
     Raises:
         ShapeError: The plan has other tiles than this kernel.
     """
-    own = make_plan(problem, DeviceInfo.of(form.q.device), batch_invariant=_is_invariant(plan))
+    device = DeviceInfo.of(form.q.device)
+    own = make_plan(
+        problem,
+        device,
+        batch_invariant=_is_invariant(plan),
+        unpacks=None if plan is None else plan.unpacks,
+    )
     if plan not in (None, own):
         raise ShapeError(
-            f"the plan has path={plan.path!r}, tiles of {plan.tile_m} x {plan.tile_n} and "
-            f"divides_keys={plan.divides_keys}, but hopper_prefill runs tiles of {own.tile_m} x "
-            f"{own.tile_n} with divides_keys={own.divides_keys}: plan_paged_attention for these "
-            "tensors"
+            f"the plan has path={plan.path!r}, tiles of {plan.tile_m} x {plan.tile_n}, "
+            f"divides_keys={plan.divides_keys} and unpacks={plan.unpacks}, but hopper_prefill runs "
+            f"tiles of {own.tile_m} x {own.tile_n} with divides_keys={own.divides_keys} and "
+            f"unpacks={own.unpacks}: plan_paged_attention for these tensors"
         )
     # What is converted between the two launches would not be waited for.
     is_beside = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
     beside = own if is_beside else None
     short = prepare_short(problem, form, plan, SPECIALISED, beside=beside)
-    return functools.partial(_run, problem, short, own.divides_keys, is_beside)
+    unpack = prepare_unpacking(problem, form, device) if own.unpacks else None
+    return functools.partial(_run, problem, short, unpack, own.divides_keys, is_beside)
 
 
 def _is_written_in_place(form: CallForm) -> bool:
@@ -79,8 +88,8 @@ def _is_invariant(plan: GpuPlan | None) -> bool:
 
 
 def _run(
-    problem: Problem, short: PreparedLaunch | None, divides_keys: bool, is_beside: bool,
-    call: Arguments,
+    problem: Problem, short: PreparedLaunch | None, unpack: UnpackLaunch | None,
+    divides_keys: bool, is_beside: bool, call: Arguments,
 ) -> AttentionOutput:  # fmt: skip
     """Fill ``out``: short sequences behind the others, which that launch may overlap, or before."""
     q, batch = call.q, pack(call.batch)
@@ -88,15 +97,18 @@ def _run(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if short is not None and not is_beside:
         short(call._replace(out=out, batch=batch), lse)
+    k, v, tables = call.k_cache, call.v_cache, batch.block_tables
+    if unpack is not None:
+        k, v, tables = unpack(call, batch)
     attend(
         out,
         lse,
         q,
-        call.k_cache,
-        call.v_cache,
+        k,
+        v,
         batch.cu_seqlens_q,
         batch.seq_lens,
-        batch.block_tables,
+        tables,
         max_query_len=batch.max_query_len,
         softmax_scale=call.softmax_scale,
         causal=call.causal,
@@ -108,6 +120,7 @@ def _run(
         splits=divides_keys,
         k_scale=_of_heads(problem, call.k_scale),
         v_scale=_of_heads(problem, call.v_scale),
+        is_unpacked=unpack is not None,
     )
     if short is not None and is_beside:
         short(call._replace(out=out, batch=batch), lse)

@@ -24,6 +24,7 @@ from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.hopper.dividing import divides_keys
 from ...tiles.hopper.tiling import PACKED_FORMATS, TILINGS, tiling_of
 from .problem import Problem
+from .unpacking import can_unpack, estimate
 
 __all__ = [
     "DECODE_ROWS",
@@ -140,6 +141,8 @@ class GpuPlan:
     divides_keys: bool = False
     """Whether CTAs may share the keys of a tile of a prefill's rows: how many is chosen on the
     device, from the lengths, and they are one where tiles occupy all multiprocessors."""
+    unpacks: bool = False
+    """Whether an 8-bit cache's blocks are unpacked to 16 bits first, in a launch of their own."""
 
 
 Plan = CpuPlan | GpuPlan
@@ -306,17 +309,29 @@ def fit_beside(plan: GpuPlan, prefill: GpuPlan, problem: Problem, device: Device
 
 
 def make_hopper_prefill_plan(
-    problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False
+    problem: Problem,
+    device: DeviceInfo,
+    *,
+    batch_invariant: bool = False,
+    unpacks: bool | None = None,
 ) -> GpuPlan:
     """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
 
-    They depend on the head sizes, on whether caches are of 8 bits and, for narrow heads, on
+    They depend on the head sizes, on whether it reads 8 bits and, for narrow heads, on
     ``divides_keys``. ``split_size`` is for the short sequences of a mixed batch: keys of others are
     not divided where a result must not depend on the batch.
+
+    Args:
+        problem: A call.
+        device: A Hopper GPU.
+        batch_invariant: Whether a sequence's result must not depend on its neighbours. Blocks are
+            not unpacked then, which is chosen by all sequences' sizes.
+        unpacks: Whether to unpack 8-bit blocks where there is room for that; None chooses.
     """
     sizes = problem.head_size, problem.v_head_size
+    short, wide = short_len(problem), tiling_of(*sizes)
     may_divide = not batch_invariant and divides_keys(
-        tiling_of(*sizes),
+        wide,
         device.num_workers,
         num_seqs=problem.num_seqs,
         num_tokens=problem.num_tokens,
@@ -324,9 +339,17 @@ def make_hopper_prefill_plan(
         max_seq_len=problem.max_seq_len,
         num_heads=problem.num_heads,
         group=problem.group,
-        short=short_len(problem),
+        short=short,
     )
     is_packed = problem.kv_dtype in PACKED_FORMATS
+    if unpacks is None:
+        converting, unpacking = estimate(
+            problem, device.num_workers, tile_m=_ROWS_OF_WARPGROUP * wide.warpgroups, short=short,
+            divides_keys=may_divide,
+        )  # fmt: skip
+        unpacks = not batch_invariant and unpacking < converting
+    unpacks = unpacks and is_packed and can_unpack(problem, short)
+    is_packed = is_packed and not unpacks
     tiling = tiling_of(*sizes, splits=may_divide, is_packed=is_packed)
     return GpuPlan(
         "prefill",
@@ -338,6 +361,7 @@ def make_hopper_prefill_plan(
         split_size=GPU_SPLIT_SIZE if batch_invariant else 0,
         max_registers=tiling.registers,
         divides_keys=may_divide,
+        unpacks=unpacks,
     )
 
 

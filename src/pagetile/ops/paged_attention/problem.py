@@ -141,6 +141,8 @@ class Problem:
     logits_soft_cap: float | None = None
     max_visible: int | None = None
     """Most visible blocks of a KV head; None: all blocks are visible."""
+    sliding_window: int | None = None
+    """Visible keys up to a query's own; None: all."""
 
     def __hash__(self) -> int:
         """Return the hash, computed once: a call looks several things up by its problem."""

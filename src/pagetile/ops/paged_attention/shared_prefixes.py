@@ -9,9 +9,10 @@
 
 The second pass is a call of ``paged_attention`` on a batch derived on the device, so lengths stay
 data and a captured call serves other lengths. So is the first one on a CPU, and on Hopper for
-hundreds of rows, which the prefill kernel computes faster; otherwise ``triton_prefixes`` computes
-it. A call has positions of its own. That moves ALiBi's biases of a row by a constant: its ``out``
-stays, and its ``lse`` is corrected. Sinks belong to the second pass.
+hundreds of rows, which the prefill kernel computes faster; otherwise, and where ``impl`` names the
+decode kernel, ``triton_prefixes`` computes it. A call has positions of its own. That moves ALiBi's
+biases of a row by a constant: its ``out`` stays, and its ``lse`` is corrected. Sinks belong to the
+second pass.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def _most_tokens(problem: Problem, shared: SharedPrefixes) -> int:
 
 
 def run(
-    problem: Problem, attend: Callable[[Arguments], AttentionOutput], call: Arguments
+    problem: Problem,
+    attend: Callable[[Arguments], AttentionOutput],
+    call: Arguments,
+    impl: str,
 ) -> AttentionOutput:
     """Compute a call in two passes.
 
@@ -68,11 +72,12 @@ def run(
         problem: Of the call.
         attend: Computes a call of a batch without shared prefixes.
         call: Without ``visible_blocks`` and ``sliding_window``.
+        impl: As for ``paged_attention``.
     """
     batch, shared = call.batch, call.batch.shared_prefixes
     assert shared is not None
     prefixes, own = shared.passes or lay_out(batch, problem.block_size)
-    if _has_kernel(problem, shared, DeviceInfo.of(call.q.device)):
+    if _has_kernel(problem, shared, DeviceInfo.of(call.q.device), impl):
         outs, lses = _launch_kernel(problem, shared, call)
     else:
         prefixes = dataclasses.replace(prefixes, max_query_len=_most_tokens(problem, shared))
@@ -86,10 +91,12 @@ def run(
     return AttentionOutput(out, _merge(out, outs, lses, second))
 
 
-def _has_kernel(problem: Problem, shared: SharedPrefixes, device: DeviceInfo) -> bool:
+def _has_kernel(problem: Problem, shared: SharedPrefixes, device: DeviceInfo, impl: str) -> bool:
     """Return whether ``triton_prefixes`` computes the first pass."""
     if device.kind != "cuda":
         return False
+    if impl == "hopper":  # a kernel of up to 64 rows
+        return True
     tokens = _most_tokens(problem, shared)
     if device.capability != (9, 0) or tokens * problem.group <= _MOST_ROWS:
         return True

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...shapes import Form, form
-from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...tiles.triton.launch import POINTERS, Launch, Launcher, refuse
 from ...tiles.triton.quantise import amax, encode, refuse_cache, row_scales
 from ..scales import LARGEST_CODE, SMALLEST_SCALE
 
@@ -134,13 +134,12 @@ def run(
         k_scale = v_scale = slot_mapping  # any address will do
     else:
         k_strides, v_strides = k_scale.stride(), v_scale.stride()
-    launcher, num_programs, numbers = _prepare(
-        form(k), form(v), form(k_cache), form(v_cache), k_strides, v_strides, addresses % 16 == 0
-    )
-    launcher(
-        (num_programs, 1, 1),
-        k_cache, v_cache, k_scale, v_scale, k, v, slot_mapping, *numbers, slot_mapping.stride(0),
+    launch = _prepare(
+        form(k), form(v), form(k_cache), form(v_cache), k_strides, v_strides,
+        slot_mapping.stride(0), addresses % 16 == 0,
     )  # fmt: skip
+    if launch is not None:
+        launch(k_cache, v_cache, k_scale, v_scale, k, v, slot_mapping)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,11 +150,14 @@ def _prepare(
     v_cache: Any,
     k_scale: tuple[int, ...] | None,
     v_scale: tuple[int, ...] | None,
+    slot_stride: int,
     is_aligned: bool,
-) -> tuple[Launcher, int, tuple[int, ...]]:
-    """The kernel for tensors of these forms (and strides of scales), its programs and numbers."""
+) -> Launch | None:
+    """The launch for tensors of these forms (and strides of scales); None if there is no row."""
     k, v, k_cache, v_cache = (Form(*fields) for fields in (k, v, k_cache, v_cache))
     num_tokens, num_heads, size = k.shape
+    if not num_tokens * num_heads:
+        return None
     v_size, block_size = v.shape[2], k_cache.shape[1]
     source = *k.strides[:2], *v.strides[:2]
     to = *k_cache.strides[:3], *v_cache.strides[:3]
@@ -170,7 +172,7 @@ def _prepare(
     num_rows = num_tokens * num_heads
     scales = [number for scale in (k_scale, v_scale) for number in (0, 0, 0, *(scale or ()))[-3:]]
     num_programs = -(-num_rows // launcher.constants["TILE_M"])
-    return launcher, num_programs, (num_rows, *to, *scales, *source)
+    return launcher.bind((num_programs, 1, 1), num_rows, *to, *scales, *source, slot_stride)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,13 +14,14 @@ a tile's last product goes with the next tile's first::
 While one warpgroup does a softmax, another multiplies (``PINGPONG``). Keys and values come in
 boxes of ``BOX`` rows: a page, a part of one, or, of ragged tensors, a tile. Where boxes would be
 small, rows are gathered, by two warps for keys and two for values; rows of 8-bit caches always are,
-and converted on their way (``PACKED``). Results that fill a warpgroup's rows are stored through
-shared memory where they are ``STAGED``. Rows past a sequence's end are read as zeros, or
-overwritten with zeros inside its last box, or, gathered, repeat the last key: no NaN from outside
-of the sequence enters a product. Where tiles are few, programs may share a tile's keys
-(``SPLITS``): ``splits`` says which program gets which, ``merge`` puts results together. Where
-queries have one slot in shared memory, a warpgroup gives its part up after its last product with
-keys (``EARLY``), so that the next queries arrive while it multiplies the last values.
+and converted on their way (``PACKED``), unless the kernel in front has unpacked them (``WAITS``).
+Results that fill a warpgroup's rows are stored through shared memory where they are ``STAGED``.
+Rows past a sequence's end are read as zeros, or overwritten with zeros inside its last box, or,
+gathered, repeat the last key: no NaN from outside of the sequence enters a product. Where tiles are
+few, programs may share a tile's keys (``SPLITS``): ``splits`` says which program gets which,
+``merge`` puts results together. Where queries have one slot in shared memory, a warpgroup gives its
+part up after its last product with keys (``EARLY``), so that the next queries arrive while it
+multiplies the last values.
 """
 
 from triton.experimental import gluon
@@ -31,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .finish import finish, times
 from .gather import GATHERING_WARPS, make_pages
@@ -523,6 +524,7 @@ def forward_kernel(
     EARLY: gl.constexpr,
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
+    WAITS: gl.constexpr,  # whether it is launched before the kernel in front ends
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     gdc_launch_dependents()
@@ -586,6 +588,8 @@ def forward_kernel(
         k_scales = (of_keys,)  # type: ignore[assignment]
         k, v = (k, k_scales), (v, (of_values,))
     fence_async_shared()
+    if WAITS:  # no warp loads or stores anything before
+        gdc_wait()
     compute = (
         out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
         metadata, q_ring, k_ring, v_ring, k_scales, config,

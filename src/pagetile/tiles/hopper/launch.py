@@ -88,6 +88,7 @@ def attend(
     splits: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    is_unpacked: bool = False,
 ) -> None:
     """Fill ``out`` and ``lse``.
 
@@ -98,7 +99,7 @@ def attend(
         k: ``[num_blocks, block_size, num_kv_heads, head_size]``, every row beginning at a
             multiple of 16 bytes; of ``q``'s type, or of 8 bits. Or, without ``block_tables``,
             ragged ``[num_keys, num_kv_heads, head_size]``, any rows.
-        v: As ``k``, of ``v_head_size``.
+        v: As ``k``, of ``v_head_size``; of float16 where both are unpacked.
         cu_seqlens_q: int32 ``[num_seqs + 1]``.
         lengths: int32 ``[num_seqs]``, keys of each sequence; of ragged ones ``cu_seqlens_k``,
             int32 ``[num_seqs + 1]``.
@@ -116,8 +117,10 @@ def attend(
             ``64 * tiling.warpgroups`` queries and ``tiling.tile_n`` keys.
         splits: Whether programs may share a tile's keys (``dividing.divides_keys``): of paged keys.
         k_scale: float32 ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
-            strides, where ``k`` is of 8 bits.
+            strides, where ``k`` is of 8 bits; ``[num_kv_heads]`` where it is unpacked.
         v_scale: Likewise.
+        is_unpacked: Whether a launch in front unpacks ``k`` and ``v`` from 8 bits. It has to wait
+            for all that came before it: this launch begins as soon as it has, and waits for it.
     """
     if not q.numel():
         return
@@ -150,6 +153,7 @@ def attend(
         splits=splits,
         packed=PACKED_FORMATS.get(k.dtype, "none"),
         has_token_scales=k_scale is not None and k_scale.dim() == 3,
+        is_unpacked=is_unpacked,
     )
     if lists is None:
         pack = pack_of(group, max_query_len, config.tiling)
@@ -198,7 +202,7 @@ def attend(
         0 if block_tables is None else block_tables.stride(0),
         written.stride(0),
         written.stride(1),
-        *(strides or (0,) * 6 if splits else strides),
+        *(strides or (0,) * 6 if splits or scales else strides),
         *(scales or (None, None, *(0,) * 6) if splits else scales),
         *scratch,
     )
@@ -321,11 +325,13 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     """The forward kernel for one configuration."""
     name, tiling = POINTERS[config.dtype][1:], config.tiling
     rows = f"tensordesc<{name}{[_ROWS // config.pack, config.pack, _COLUMNS]},{_layout(3)!r}>"
+    v_name = "fp16" if config.is_unpacked else name
     sources = [
-        f"tensordesc<{name}{boxes},{_layout(len(boxes))!r}>"
-        for boxes in map(config.boxes, config.sizes)
+        f"tensordesc<{kind}{boxes},{_layout(len(boxes))!r}>"
+        for kind, boxes in zip((name, v_name), map(config.boxes, config.sizes), strict=True)
     ]
     is_packed = config.packed != "none"
+    has_scales = is_packed or config.is_unpacked
     element = "i32" if is_packed else name  # words of four 8-bit values
     k_source, v_source = [f"*{element}:16"] * 2 if config.gathers else sources
     types = {
@@ -353,8 +359,8 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     of_scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {
         f"{cache}s_{which}": "i32" for cache in "kv" for which in ("block", "slot", "head")
     }
-    takes_strides = config.gathers or config.splits  # constants come last
-    takes_scales = is_packed or config.splits
+    takes_scales = has_scales or config.splits
+    takes_strides = config.gathers or takes_scales  # constants come last
     types |= dict.fromkeys(strides if takes_strides else [], "i64" if config.is_far else "i32")
     types |= of_scales if takes_scales else {}
     types |= scratch if config.splits else {}
@@ -390,6 +396,8 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "DRAWS": config.draws,
         "EARLY": tiling.q_stages == 1,
         "PACKED": config.packed,
-        "SCALES": "none" if not is_packed else "token" if config.has_token_scales else "head",
+        "SCALES": "token" if config.has_token_scales else "head" if has_scales else "none",
+        "WAITS": config.is_unpacked,
     }
-    return GluonLauncher(forward_kernel, types, constants, num_warps=4)
+    options = {"launch_pdl": True} if config.is_unpacked else {}
+    return GluonLauncher(forward_kernel, types, constants, num_warps=4, **options)

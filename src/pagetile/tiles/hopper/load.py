@@ -73,7 +73,7 @@ class KernelConfig:
     DRAWS: gl.constexpr  # programs draw tiles from a queue that they share
     EARLY: gl.constexpr  # each warpgroup gives up its queries after their last product with keys
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
-    SCALES: gl.constexpr  # of 8-bit caches, one for each "head" or "token"; or "none"
+    SCALES: gl.constexpr  # of caches of 8 bits, one for each "head" or "token"; or "none"
 
 
 @gluon.jit
@@ -322,10 +322,11 @@ def _load_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr, config)
     elif config.GATHER:
         use = gather_tiles(source, ring, use, begin, end, keys, SIZE, config)
     else:
+        desc = source[0] if config.SCALES == "head" else source
         key = end * TILE_N
         for _ in range(end - begin):
             key -= TILE_N
-            _load_tile(source, ring, use, key, keys, config)
+            _load_tile(desc, ring, use, key, keys, config)
             use += 1
     return use
 

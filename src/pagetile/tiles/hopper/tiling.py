@@ -102,6 +102,9 @@ class ForwardConfig:
     """Whether a warp has a lane for each sequence, of which not all have as many queries."""
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
+    is_unpacked: bool = False
+    """Whether a launch in front unpacks 8-bit caches to pages of 16 bits, values to float16.
+    Scales of heads are left to this kernel."""
 
     @property
     def tiling(self) -> Tiling:
