@@ -92,6 +92,13 @@ takes another round of stores, counting and loads (2 µs)."""
 WHOLE_SIZE = 256
 """Keys that a CTA reads in the time that merging two splits takes."""
 
+MEMORY_BYTES = 128
+"""Of a line of the L2 cache; memory is read half a line at a time. Neighbouring heads that share a
+line are read together, so that memory is read once."""
+
+TILE_HEADS = 2
+"""Neighbouring KV heads of a tile then."""
+
 _FEW_SPLITS = 8
 _BUSY_BYTES = 60 << 10
 """In flight of a CTA that has a multiprocessor for itself, with room for what is being computed."""
@@ -143,6 +150,8 @@ class GpuPlan:
     device, from the lengths, and they are one where tiles occupy all multiprocessors."""
     unpacks: bool = False
     """Whether an 8-bit cache's blocks are unpacked to 16 bits first, in a launch of their own."""
+    tile_heads: int = 1
+    """Neighbouring KV heads whose keys and rows are of one tile."""
 
 
 Plan = CpuPlan | GpuPlan
@@ -248,6 +257,7 @@ def make_gpu_plan(
     if problem.rows > (16 if _is_bulky(problem) else DECODE_ROWS):
         return _make_triton_prefill_plan(problem, device, batch_invariant)
     tiles = choose_decode_tiles(problem, device, hopper)
+    problem = problem.join_kv_heads(tiles.tile_heads)
     pairs = problem.num_seqs * problem.num_kv_heads
     is_many = problem.rows > MERGED_ROWS
     is_wide = hopper and is_many and _has_wide_splits(problem, device)
@@ -261,7 +271,8 @@ def make_gpu_plan(
     halving_size = 4 * tiles.tile_n if is_many and programs == 2 else 0
     if not is_many and hopper and tiles.programs == 2 and is_few:
         row_bytes = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
-        keeps_busy = tiles.num_stages * tiles.tile_n * row_bytes >= _BUSY_BYTES
+        keys = tiles.num_stages * tiles.tile_n * tiles.tile_heads
+        keeps_busy = keys * row_bytes >= _BUSY_BYTES
         halving_size = 768 if keeps_busy else tiles.tile_n
     return GpuPlan(
         "decode",
@@ -282,6 +293,7 @@ def make_gpu_plan(
         short_split_size=0 if batch_invariant or is_few else WHOLE_SIZE,
         max_registers=tiles.max_registers,
         fetch_registers=tiles.fetch_registers,
+        tile_heads=tiles.tile_heads,
     )
 
 
@@ -508,6 +520,8 @@ class DecodeTiles:
     """Register cap per thread; 0 means the compiler's default."""
     fetch_registers: int = 0
     """Register cap per thread of a loading warp."""
+    tile_heads: int = 1
+    """Neighbouring KV heads of a tile."""
 
 
 def choose_decode_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> DecodeTiles:
@@ -537,7 +551,9 @@ def kind_of(problem: Problem, hopper: bool) -> str:
     scales = " with a scale for each token" if problem.scale_kind == "token" else ""
     width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
     rows = "" if problem.rows <= 16 else ", more than 16 rows"
-    return f"{'hopper' if hopper else 'triton'}, {keys} keys{scales}, heads up to {width}{rows}"
+    heads = ", joined" if _choose_tile_heads(problem, hopper) > 1 else ""
+    kernel = "hopper" if hopper else "triton"
+    return f"{kernel}, {keys} keys{scales}, heads up to {width}{rows}{heads}"
 
 
 @functools.cache
@@ -545,8 +561,31 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
     return dict(json.loads(MEASURED.read_text())) if MEASURED.exists() else {}
 
 
+def _choose_tile_heads(problem: Problem, hopper: bool) -> int:
+    """Return how many neighbouring KV heads are read together."""
+    itemsize = problem.kv_dtype.itemsize
+    rows_end_within = any(
+        size * itemsize % MEMORY_BYTES for size in (problem.head_size, problem.v_head_size)
+    )
+    may_join = (
+        hopper
+        and itemsize == 2
+        and problem.scale_kind == "none"
+        and problem.max_visible is None  # heads have keys of their own
+        and problem.num_kv_heads % TILE_HEADS == 0
+        and problem.rows * TILE_HEADS <= MERGED_ROWS
+    )
+    return TILE_HEADS if may_join and rows_end_within else 1
+
+
 def _hopper_tiles(problem: Problem) -> DecodeTiles:
     is_wide = problem.width > 128
+    if _choose_tile_heads(problem, hopper=True) > 1:
+        if problem.width <= 64:
+            return DecodeTiles(64, 4, 3, 2, 128, 80, TILE_HEADS)
+        if is_wide:
+            return DecodeTiles(32, 4, 3, 1, 168, 88, TILE_HEADS)
+        return DecodeTiles(32, 4, 3, 2, 128, 80, TILE_HEADS)
     if problem.rows > MERGED_ROWS:
         return DecodeTiles(64, 4, 3, 2, 128, 80)
     if problem.kv_dtype.itemsize == 1:
