@@ -105,22 +105,30 @@ def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("group", "size", "features"),
+    ("group", "size", "heads", "features"),
     [
-        (4, 80, False),
-        (8, 240, True),
-        (7, 48, True),
-        *rarely((8, 80, True), (1, 32, False), (4, 96, False), (1, 144, False), (7, 240, False)),
+        (4, 80, 4, False),
+        (8, 80, 2, True),
+        (8, 240, 2, True),
+        (4, 48, 4, True),
+        *rarely(
+            (7, 48, 2, True),
+            (1, 32, 2, False),
+            (4, 80, 4, True),
+            (4, 96, 2, False),
+            (1, 144, 2, True),
+            (7, 240, 2, False),
+        ),
     ],
     ids=str,
 )
-def test_decode_of_joined_heads_on_hopper(group, size, features, tmp_path):
+def test_decode_of_joined_heads_on_hopper(group, size, heads, features, tmp_path):
     """As many CTAs fit a multiprocessor as the plan says, and a tile has products for each head."""
     question = problem(group, size)
     plan = make_gpu_plan(question, H200, hopper=True)
-    assert plan.tile_heads == 2
+    assert plan.tile_heads == heads
     launcher = make_launcher(SPECIALISED, question, features=features)
-    assert launcher.constants["GROUP"] == 2 * group
+    assert launcher.constants["GROUP"] == heads * group
     ptx = assert_fits(launcher, tmp_path)
     assert "cp.async.cg.shared.global" in ptx
     compiled = launcher.compile(GPUTarget("cuda", 90, 32))
@@ -134,7 +142,7 @@ def test_a_plan_of_joined_heads_is_refused_where_they_cannot_be():
     single = replace(question, num_heads=4, num_kv_heads=1)
     plan = make_gpu_plan(question, H200, hopper=True)
     for other, kernel in ((question, DECODE), (single, SPECIALISED)):
-        with pytest.raises(ShapeError, match="tile_heads=2"):
+        with pytest.raises(ShapeError, match="tile_heads=4"):
             triton.prepare(other, call_form(other, features=False), plan, kernel)
 
 

@@ -192,8 +192,7 @@ def test_half_of_the_ctas_take_part_where_splits_of_a_head_are_many_and_short():
     assert halving_size(num_seqs=1) == halving_size(num_seqs=8, num_heads=4, num_kv_heads=1) == 768
     # Tiles in flight of one CTA are too few bytes: half of the CTAs only where others have none.
     assert halving_size(num_seqs=1, head_size=64, v_head_size=64) == 64
-    assert halving_size(num_seqs=1, head_size=96, v_head_size=96, num_heads=72) == 64
-    assert halving_size(num_seqs=1, head_size=96, v_head_size=96) == 768  # of two heads
+    assert halving_size(num_seqs=1, head_size=96, v_head_size=96) == 64
     assert halving_size(num_seqs=8) == 0
     # one on a multiprocessor anyway
     assert halving_size(num_seqs=1, head_size=256, v_head_size=256) == 0
@@ -264,32 +263,60 @@ def test_decode_beside_a_prefill_has_as_many_ctas_as_suit_its_tiles():
     assert programs(1 + 66 * per_tile) == 2 * decode.num_programs
 
 
-def test_neighbouring_heads_are_read_together_where_they_end_within_a_line():
-    def heads(size, group=4, num_kv_heads=8, v_size=None, **changes):
-        problem = replace(
-            DECODE, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_size=size,
-            v_head_size=v_size or size, **changes,
-        )  # fmt: skip
-        plan = make_gpu_plan(problem, H200, hopper=True)
-        assert make_gpu_plan(problem, H200).tile_heads == make_plan(problem, A100).tile_heads == 1
-        assert plan.tile_m == 16 or plan.tile_heads == 1
-        return plan.tile_heads
+def joined(size, group=4, num_kv_heads=8, v_size=None, batch_invariant=False, **changes):
+    """Return the plan of a call with such heads."""
+    problem = replace(
+        DECODE, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_size=size,
+        v_head_size=v_size or size, **changes,
+    )  # fmt: skip
+    return make_gpu_plan(problem, H200, hopper=True, batch_invariant=batch_invariant)
 
-    for size in range(16, 272, 16):
-        assert heads(size) == (1 if size % 64 == 0 else 2)
-    assert heads(128, v_size=80) == heads(80, group=1) == heads(80, group=8) == 2
-    assert heads(80, group=9) == 1  # their rows do not fit a tile
-    assert heads(80, num_kv_heads=1) == heads(80, num_kv_heads=3) == 1
-    assert heads(80, max_query_len=2) == 2
+
+def test_neighbouring_heads_are_read_together_until_they_end_with_a_line():
+    def heads(*args, **changes):
+        return joined(*args, **changes).tile_heads
+
+    found = {size: heads(size) for size in range(16, 272, 16)}
+    assert [size for size in found if found[size] == 4] == [16, 48, 80]
+    assert [size for size in found if found[size] == 1] == [64, 128, 192, 256]
+    assert heads(128, v_size=80) == heads(32, v_size=64) == 2
+    assert heads(80, v_size=64) == heads(80, group=1) == 4
+    # Rows that do not fit a tile, and numbers of heads.
+    assert heads(80, group=5) == heads(80, num_kv_heads=6) == heads(80, max_query_len=2) == 2
+    assert heads(80, group=9) == heads(80, num_kv_heads=1) == heads(80, num_kv_heads=3) == 1
     assert heads(80, max_query_len=3) == 1
     assert heads(80, max_visible=4) == heads(80, kv_dtype=torch.int8, scale_kind="head") == 1
+    wide = replace(DECODE, head_size=80, v_head_size=80)
+    assert make_gpu_plan(wide, H200).tile_heads == make_plan(wide, A100).tile_heads == 1
+
+
+def test_few_heads_are_not_joined():
+    assert [joined(80, num_seqs=n).tile_heads for n in (1, 7, 8, 15, 16)] == [1, 1, 2, 2, 4]
+    # Nor any where the same bits are asked for whatever the batch.
+    assert {joined(80, num_seqs=n, batch_invariant=True).tile_heads for n in (1, 64, 300)} == {1}
+    tiles = {
+        (plan.tile_n, plan.num_stages)
+        for plan in (joined(80, num_seqs=n, batch_invariant=True) for n in (1, 64))
+    }
+    assert len(tiles) == 1
+
+
+def test_joined_heads_have_no_more_stages_than_keep_the_memory_busy():
+    stages = {size: joined(size, group=8).num_stages for size in range(80, 272, 16)}
+    assert [size for size in stages if stages[size] == 3] == [144, 192, 256]  # two are not joined
+    for size in (80, 96, 112, 144, 160, 240):
+        plan = joined(size, group=8)
+        ctas = -(-plan.num_programs // H200.num_workers)
+        keys = ctas * plan.num_stages * plan.tile_n * plan.tile_heads
+        assert keys * 4 * size >= 80 << 10
 
 
 def test_joined_heads_are_one_head_of_all_their_rows():
-    for num_seqs in (1, 16, 64, 200):
-        wide = replace(DECODE, num_seqs=num_seqs, head_size=80, v_head_size=80)
+    for num_seqs in (16, 64, 200):
+        wide = replace(DECODE, num_seqs=num_seqs, head_size=96, v_head_size=96)
         half = replace(wide, num_kv_heads=DECODE.num_kv_heads // 2)
         plan = make_gpu_plan(wide, H200, hopper=True)
+        assert plan.tile_heads == 2
         assert wide.join_kv_heads(2) == half
         assert wide.join_kv_heads(1) is wide
         alone = make_gpu_plan(replace(half, num_heads=half.num_kv_heads * 9), H200, hopper=True)

@@ -92,12 +92,18 @@ takes another round of stores, counting and loads (2 µs)."""
 WHOLE_SIZE = 256
 """Keys that a CTA reads in the time that merging two splits takes."""
 
-MEMORY_BYTES = 128
-"""Of a line of the L2 cache; memory is read half a line at a time. Neighbouring heads that share a
-line are read together, so that memory is read once."""
+LINE_BYTES = 128
+"""Of the L2 cache. Neighbouring heads that share a line are read together, in one tile."""
 
-TILE_HEADS = 2
-"""Neighbouring KV heads of a tile then."""
+NARROW = 80
+"""Up to this width four heads may be read together, and wider ones two: four of 112 are slower."""
+
+LEAST_JOINED = 32
+"""Joined heads of all sequences, at least. Of fewer, each would be in so many more splits that
+merging them takes what reading saves."""
+
+IN_FLIGHT = 80 << 10
+"""Bytes in flight of joined heads with which a multiprocessor reads fastest: more are slower."""
 
 _FEW_SPLITS = 8
 _BUSY_BYTES = 60 << 10
@@ -256,7 +262,9 @@ def make_gpu_plan(
     """
     if problem.rows > (16 if _is_bulky(problem) else DECODE_ROWS):
         return _make_triton_prefill_plan(problem, device, batch_invariant)
-    tiles = choose_decode_tiles(problem, device, hopper)
+    # A result that must not depend on the batch has the tiles of one sequence.
+    asked = replace(problem, num_seqs=1) if batch_invariant else problem
+    tiles = choose_decode_tiles(asked, device, hopper)
     problem = problem.join_kv_heads(tiles.tile_heads)
     pairs = problem.num_seqs * problem.num_kv_heads
     is_many = problem.rows > MERGED_ROWS
@@ -507,7 +515,7 @@ def _multiplies_float32(problem: Problem) -> bool:
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Tiles of a decode kernel; they depend neither on lengths nor on the number of sequences."""
+    """Tiles of a decode kernel; only ``tile_heads`` depends on the number of sequences."""
 
     tile_n: int
     """Keys of a tile."""
@@ -551,9 +559,10 @@ def kind_of(problem: Problem, hopper: bool) -> str:
     scales = " with a scale for each token" if problem.scale_kind == "token" else ""
     width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
     rows = "" if problem.rows <= 16 else ", more than 16 rows"
-    heads = ", joined" if _choose_tile_heads(problem, hopper) > 1 else ""
+    tile_heads = _choose_tile_heads(problem) if hopper else 1
+    joined = f", {tile_heads} in a tile" if tile_heads > 1 else ""
     kernel = "hopper" if hopper else "triton"
-    return f"{kernel}, {keys} keys{scales}, heads up to {width}{rows}{heads}"
+    return f"{kernel}, {keys} keys{scales}, heads up to {width}{rows}{joined}"
 
 
 @functools.cache
@@ -561,31 +570,47 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
     return dict(json.loads(MEASURED.read_text())) if MEASURED.exists() else {}
 
 
-def _choose_tile_heads(problem: Problem, hopper: bool) -> int:
-    """Return how many neighbouring KV heads are read together."""
+def _choose_tile_heads(problem: Problem) -> int:
+    """Return how many neighbouring KV heads ``hopper_decode`` reads together.
+
+    As many as end with a line of the L2 cache, if their rows fit a tile and the batch is large.
+    """
     itemsize = problem.kv_dtype.itemsize
-    rows_end_within = any(
-        size * itemsize % MEMORY_BYTES for size in (problem.head_size, problem.v_head_size)
-    )
-    may_join = (
-        hopper
-        and itemsize == 2
-        and problem.scale_kind == "none"
-        and problem.max_visible is None  # heads have keys of their own
-        and problem.num_kv_heads % TILE_HEADS == 0
-        and problem.rows * TILE_HEADS <= MERGED_ROWS
-    )
-    return TILE_HEADS if may_join and rows_end_within else 1
+    # With visible_blocks, neighbours have other keys.
+    if itemsize != 2 or problem.scale_kind != "none" or problem.max_visible is not None:
+        return 1
+    heads, most = 1, 4 if problem.width <= NARROW else 2
+    sizes = problem.head_size, problem.v_head_size
+    while heads < most and any(heads * size * itemsize % LINE_BYTES for size in sizes):
+        heads *= 2
+    while heads > 1 and (
+        problem.num_kv_heads % heads
+        or heads * problem.rows > MERGED_ROWS
+        or problem.num_seqs * problem.num_kv_heads < LEAST_JOINED * heads
+    ):
+        heads //= 2
+    return heads
+
+
+def _joined_tiles(problem: Problem, heads: int) -> DecodeTiles:
+    if problem.width <= 64:
+        return DecodeTiles(128 // heads, 4, 3, 2, 128, 80, heads)
+    if heads == 4:
+        return DecodeTiles(32, 4, 3, 1, 168, 88, heads)
+    is_wide = problem.width > 128
+    row_bytes = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
+    stage_bytes = (1 if is_wide else 2) * 32 * heads * row_bytes
+    num_stages = 2 if 2 * stage_bytes >= IN_FLIGHT else 3
+    if is_wide:
+        return DecodeTiles(32, 4, num_stages, 1, 168, 88, heads)
+    return DecodeTiles(32, 4, num_stages, 2, 128, 80, heads)
 
 
 def _hopper_tiles(problem: Problem) -> DecodeTiles:
+    heads = _choose_tile_heads(problem)
+    if heads > 1:
+        return _joined_tiles(problem, heads)
     is_wide = problem.width > 128
-    if _choose_tile_heads(problem, hopper=True) > 1:
-        if problem.width <= 64:
-            return DecodeTiles(64, 4, 3, 2, 128, 80, TILE_HEADS)
-        if is_wide:
-            return DecodeTiles(32, 4, 3, 1, 168, 88, TILE_HEADS)
-        return DecodeTiles(32, 4, 3, 2, 128, 80, TILE_HEADS)
     if problem.rows > MERGED_ROWS:
         return DecodeTiles(64, 4, 3, 2, 128, 80)
     if problem.kv_dtype.itemsize == 1:
