@@ -64,7 +64,9 @@ def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
     today = _today(case.problem, device)
     impl = "hopper" if kind.startswith("hopper") else "triton"
     current = _tiles(today, device)
-    found = _compile(kind, case, impl, [tiles for tiles in _candidates(impl) if tiles != current])
+    heads = current.tile_heads
+    candidates = [replace(tiles, tile_heads=heads) for tiles in _candidates(impl)]
+    found = _compile(kind, case, impl, [tiles for tiles in candidates if tiles != current])
     inputs = Inputs(case.seq_lens, case.shape, decode=True)
 
     def with_plan(plan: GpuPlan) -> Callable[[], object]:
@@ -105,7 +107,7 @@ def _tiles(plan: GpuPlan, device: DeviceInfo) -> DecodeTiles:
     programs = -(-plan.num_programs // device.num_workers)
     return DecodeTiles(
         plan.tile_n, plan.num_warps, plan.num_stages, programs,
-        plan.max_registers, plan.fetch_registers,
+        plan.max_registers, plan.fetch_registers, plan.tile_heads,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from test_compiled import assert_fits, check_registers, rarely
 from triton.backends.compiler import GPUTarget
 
 from pagetile.device import DeviceInfo
+from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import PagedBatch, Problem, triton
 from pagetile.ops.paged_attention.checks import validate
 from pagetile.ops.paged_attention.hopper import SPECIALISED
@@ -101,6 +102,48 @@ def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
     ptx = assert_fits(launcher, tmp_path)
     assert "cp.async.cg.shared.global" in ptx
     assert "setmaxnreg" in ptx
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "heads", "features"),
+    [
+        (4, 80, 4, False),
+        (8, 80, 2, True),
+        (8, 240, 2, True),
+        (4, 48, 4, True),
+        *rarely(
+            (7, 48, 2, True),
+            (1, 32, 2, False),
+            (4, 80, 4, True),
+            (4, 96, 2, False),
+            (1, 144, 2, True),
+            (7, 240, 2, False),
+        ),
+    ],
+    ids=str,
+)
+def test_decode_of_joined_heads_on_hopper(group, size, heads, features, tmp_path):
+    """As many CTAs fit a multiprocessor as the plan says, and a tile has products for each head."""
+    question = problem(group, size)
+    plan = make_gpu_plan(question, H200, hopper=True)
+    assert plan.tile_heads == heads
+    launcher = make_launcher(SPECIALISED, question, features=features)
+    assert launcher.constants["GROUP"] == heads * group
+    ptx = assert_fits(launcher, tmp_path)
+    assert "cp.async.cg.shared.global" in ptx
+    compiled = launcher.compile(GPUTarget("cuda", 90, 32))
+    ctas = -(-plan.num_programs // H200.num_workers)
+    assert ctas * (compiled.metadata.shared + 1024) <= 228 << 10
+    assert ctas * 8 * 32 * plan.max_registers <= 65536
+
+
+def test_a_plan_of_joined_heads_is_refused_where_they_cannot_be():
+    question = problem(4, 80)
+    single = replace(question, num_heads=4, num_kv_heads=1)
+    plan = make_gpu_plan(question, H200, hopper=True)
+    for other, kernel in ((question, DECODE), (single, SPECIALISED)):
+        with pytest.raises(ShapeError, match="tile_heads=4"):
+            triton.prepare(other, call_form(other, features=False), plan, kernel)
 
 
 @pytest.mark.parametrize(

@@ -451,6 +451,75 @@ def test_decode_of_heads_that_are_padded(case):
         assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs, expected)
 
 
+JOINED = [
+    *(
+        PagedCase(
+            (1, 1, 1, 1), (70, 1700, 64, 3), 4 * kv_heads, kv_heads, head_size=d, block_size=b,
+            dtype=dtype,
+        )
+        for d, kv_heads in (
+            (32, 2), (48, 2), (48, 4), (80, 2), (80, 8), (112, 2), (144, 4), (240, 2),
+        )
+        for b, dtype in ((16, BF16), (3, F16))
+    ),
+    PagedCase((1, 1, 1), (700, 1300, 65), 28, 4, head_size=80, dtype=BF16),
+    PagedCase((2, 1, 2), (700, 1300, 65), 8, 4, head_size=48, dtype=BF16),
+    PagedCase((1, 1, 1), (9000, 3, 65), 4, 4, head_size=112, v_head_size=48, dtype=BF16),
+    PagedCase((1, 1, 1), (9000, 3, 65), 4, 4, head_size=80, v_head_size=48, dtype=BF16),
+    *(
+        PagedCase(
+            (1, 1), (700, 333), 16, kv_heads, head_size=d, dtype=BF16, sliding_window=100,
+            logits_soft_cap=5.0, has_alibi=True, has_sinks=True,
+        )
+        for d, kv_heads in ((80, 2), (80, 4), (176, 2))
+    ),
+]  # fmt: skip
+
+
+def joined_inputs(case):
+    """The inputs of a case with no more rows than it has: those of neighbours fit a tile."""
+    inputs = make_inputs(case)
+    batch = replace(inputs.batch, max_query_len=max(case.query_lens))
+    return inputs.replace(batch=batch)
+
+
+def joined_plan(inputs):
+    """The plan of a larger batch, in which heads are joined."""
+    large = replace(inputs.problem, num_seqs=64)
+    return hopper.make_plan(large, DeviceInfo.of(torch.device("cuda", 0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", JOINED, ids=str)
+def test_decode_of_neighbouring_heads_that_are_read_together(case):
+    """Split among CTAs, split at fixed keys, and not split."""
+    inputs = joined_inputs(case)
+    expected = oracle(inputs)
+    base = joined_plan(inputs)
+    assert base.tile_heads > 1
+    for changed in (base, replace(base, split_size=1024), replace(base, num_programs=1)):
+        there = inputs.to("cuda")
+        result = there.attend(impl="hopper", out=there.out, plan=changed)
+        assert_matches(AttentionOutput(*(tensor.cpu() for tensor in result)), inputs, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_nan_of_a_head_does_not_reach_those_that_are_read_with_it(name, kv_heads):
+    case = PagedCase((1, 1), (300, 70), 4 * kv_heads, kv_heads, head_size=80, dtype=BF16)
+    there = joined_inputs(case).to("cuda")
+    plan = joined_plan(there)
+    assert plan.tile_heads == kv_heads
+    before = there.attend(impl="hopper", plan=plan).out
+    getattr(there, name)[..., 1, :] = torch.nan
+    after = there.attend(impl="hopper", plan=plan).out
+    others = [*range(4), *range(8, 4 * kv_heads)]
+    assert torch.equal(after[:, others], before[:, others])
+    has_keys = before[:, 4:8].abs().amax((1, 2)) > 0
+    assert after[has_keys, 4:8].isnan().any(-1).all()
+
+
 WITH_SINKS = [
     PagedCase((70, 300, 9, 129), (70, 700, 600, 257), 16, 2, head_size=64, sliding_window=128),
     PagedCase((70, 9, 0), (700, 600, 5), 16, 2, head_size=64),

@@ -263,6 +263,66 @@ def test_decode_beside_a_prefill_has_as_many_ctas_as_suit_its_tiles():
     assert programs(1 + 66 * per_tile) == 2 * decode.num_programs
 
 
+def joined(size, group=4, num_kv_heads=8, v_size=None, batch_invariant=False, **changes):
+    """Return the plan of a call with such heads."""
+    problem = replace(
+        DECODE, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_size=size,
+        v_head_size=v_size or size, **changes,
+    )  # fmt: skip
+    return make_gpu_plan(problem, H200, hopper=True, batch_invariant=batch_invariant)
+
+
+def test_neighbouring_heads_are_read_together_until_they_end_with_a_line():
+    def heads(*args, **changes):
+        return joined(*args, **changes).tile_heads
+
+    found = {size: heads(size) for size in range(16, 272, 16)}
+    assert [size for size in found if found[size] == 4] == [16, 48, 80]
+    assert [size for size in found if found[size] == 1] == [64, 128, 192, 256]
+    assert heads(128, v_size=80) == heads(32, v_size=64) == 2
+    assert heads(80, v_size=64) == heads(80, group=1) == 4
+    # Rows that do not fit a tile, and numbers of heads.
+    assert heads(80, group=5) == heads(80, num_kv_heads=6) == heads(80, max_query_len=2) == 2
+    assert heads(80, group=9) == heads(80, num_kv_heads=1) == heads(80, num_kv_heads=3) == 1
+    assert heads(80, max_query_len=3) == 1
+    assert heads(80, max_visible=4) == heads(80, kv_dtype=torch.int8, scale_kind="head") == 1
+    wide = replace(DECODE, head_size=80, v_head_size=80)
+    assert make_gpu_plan(wide, H200).tile_heads == make_plan(wide, A100).tile_heads == 1
+
+
+def test_few_heads_are_not_joined():
+    assert [joined(80, num_seqs=n).tile_heads for n in (1, 7, 8, 15, 16)] == [1, 1, 2, 2, 4]
+    # Nor any where the same bits are asked for whatever the batch.
+    assert {joined(80, num_seqs=n, batch_invariant=True).tile_heads for n in (1, 64, 300)} == {1}
+    tiles = {
+        (plan.tile_n, plan.num_stages)
+        for plan in (joined(80, num_seqs=n, batch_invariant=True) for n in (1, 64))
+    }
+    assert len(tiles) == 1
+
+
+def test_joined_heads_have_no_more_stages_than_keep_the_memory_busy():
+    stages = {size: joined(size, group=8).num_stages for size in range(80, 272, 16)}
+    assert [size for size in stages if stages[size] == 3] == [144, 192, 256]  # two are not joined
+    for size in (80, 96, 112, 144, 160, 240):
+        plan = joined(size, group=8)
+        ctas = -(-plan.num_programs // H200.num_workers)
+        keys = ctas * plan.num_stages * plan.tile_n * plan.tile_heads
+        assert keys * 4 * size >= 80 << 10
+
+
+def test_joined_heads_are_one_head_of_all_their_rows():
+    for num_seqs in (16, 64, 200):
+        wide = replace(DECODE, num_seqs=num_seqs, head_size=96, v_head_size=96)
+        half = replace(wide, num_kv_heads=DECODE.num_kv_heads // 2)
+        plan = make_gpu_plan(wide, H200, hopper=True)
+        assert plan.tile_heads == 2
+        assert wide.join_kv_heads(2) == half
+        assert wide.join_kv_heads(1) is wide
+        alone = make_gpu_plan(replace(half, num_heads=half.num_kv_heads * 9), H200, hopper=True)
+        assert (plan.num_programs, plan.whole_size) == (alone.num_programs, alone.whole_size)
+
+
 def test_hopper_s_decode_takes_up_to_64_rows_of_16_bits():
     short = replace(DECODE, num_tokens=64 * 8, max_query_len=8)
     assert short.rows == 32

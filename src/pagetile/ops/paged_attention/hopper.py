@@ -11,7 +11,7 @@ from .plan import GpuPlan, make_gpu_plan, refuse_hopper_decode
 from .problem import CallForm, Problem
 from .triton import Kernel, PreparedLaunch
 
-SPECIALISED = Kernel(decode_kernel, GluonLauncher, takes_pairs=True)
+SPECIALISED = Kernel(decode_kernel, GluonLauncher, takes_pairs=True, joins_heads=True)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:

@@ -17,6 +17,13 @@ and an odd one. Halves have products of their own::
 
     s = q_lower · k_lower + q_upper · k_upper        acc_even += p · v_even,  acc_odd += p · v_odd
 
+Rows of several neighbouring KV heads may be one tile (``HEADS``). Each head has a product of all of
+them with its keys or values, of which its own rows are kept. Memory is read 64 bytes at a time, so
+where heads end within 64 bytes, neighbours that are read together share them::
+
+    bytes read at once  ├──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┤
+    heads of 80         ├─────────── head 0 ──────────┼─────────── head 1 ──────────┤
+
 Of up to 16 rows each warp has keys of its own in the first product and columns of its own in the
 second, so warps synchronise twice a tile: for the maxima of rows, and to exchange the weights. Sums
 of weights stay in each warp until the end of a head. Of up to 64 rows (``TILE_M``) each warp has 16
@@ -191,12 +198,12 @@ def attend_role(
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, TILE_M: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
     LANES: gl.constexpr, MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr,
-    MERGE_ROWS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
+    MERGE_ROWS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
     k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
-    STAGES: gl.constexpr = k_ring.shape[0]
+    STAGES: gl.constexpr = k_ring.shape[0] // HEADS
     TILE_N: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
     V: gl.constexpr = v_ring.shape[2]
@@ -220,6 +227,8 @@ def attend_role(
     keys = gl.arange(0, TILE_N, layout=by_key)
     v_column = gl.arange(0, V_ALL, layout=gl.SliceLayout(0, sums_mma))
     nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
+    if HEADS > 1:
+        row_head = (row % GROUP // (GROUP // HEADS))[:, None]
     step = 0
     while work < end_work:
         (
@@ -283,19 +292,25 @@ def attend_role(
                 s = warpgroup_mma(queries, k_tile, nothing, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,)) * scale
             else:
-                k_tile = k_ring.index(stage).permute((1, 0)).load(right)
+                k_tile = k_ring.index(stage * HEADS).permute((1, 0)).load(right)
                 if PAIRED:
                     k_tile, k_upper = widen_packed(k_tile, PACKED)
                     s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
                 else:
-                    s = mma_v2(q_tile, k_tile, nothing) * scale
-                v_tile = v_ring.index(stage).load(right)
+                    s = mma_v2(q_tile, k_tile, nothing)
+                    for other in gl.static_range(1, HEADS):
+                        k_tile = k_ring.index(stage * HEADS + other).permute((1, 0)).load(right)
+                        s = gl.where(row_head == other, mma_v2(q_tile, k_tile, nothing), s)
+                    s *= scale
+                if HEADS == 1:
+                    v_tile = v_ring.index(stage).load(right)
                 if SCALES == "token":
                     s *= ks_ring.index(stage).load(by_key)[None, :]
                     v_scales = vs_ring.index(stage).load(by_key)
                     scale_bits = vs_ring.index(stage).load(in_each_warp).to(gl.int32, bitcast=True)
-                barrier()
-                mbarrier.arrive(empty.index(stage), count=1)
+                if HEADS == 1:
+                    barrier()
+                    mbarrier.arrive(empty.index(stage), count=1)
             key = tile * TILE_N + keys
             if HAS_CAP:
                 s = tanh(s) * (soft_cap * LOG2_E)
@@ -331,7 +346,15 @@ def attend_role(
                 if PAIRED:
                     v_tile, v_odd = split_packed(v_tile, PACKED)
                     acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
-                acc = mma_v2(p, v_tile, acc * decay[:, None])
+                if HEADS == 1:
+                    acc = mma_v2(p, v_tile, acc * decay[:, None])
+                else:
+                    acc *= decay[:, None]
+                    for other in gl.static_range(HEADS):
+                        v_tile = v_ring.index(stage * HEADS + other).load(right)
+                        acc = gl.where(row_head == other, mma_v2(p, v_tile, acc), acc)
+                    barrier()
+                    mbarrier.arrive(empty.index(stage), count=1)
             step += 1
         l = sums if GROUPED else gl.sum(sums, 1)
         if PAIRED:
@@ -411,6 +434,7 @@ def decode_kernel(
     MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr, MERGE_ROWS: gl.constexpr,
     DOT: gl.constexpr, FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
     BESIDE: gl.constexpr,  # whether the kernel in front writes nothing that is read here
+    HEADS: gl.constexpr,  # KV heads of the caches that one of ``num_kv_heads`` stands for
 ):  # fmt: skip
     """See the module."""
     gdc_launch_dependents()
@@ -480,8 +504,8 @@ def decode_kernel(
         unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         k_kept: gl.constexpr = grouped if GROUPED else k_tiles
         v_kept: gl.constexpr = grouped if GROUPED else v_tiles
-        k_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, D // PER], k_kept)
-        v_ring = gl.allocate_shared_memory(KEPT, [STAGES, TILE_N, V // PER], v_kept)
+        k_ring = gl.allocate_shared_memory(KEPT, [STAGES * HEADS, TILE_N, D // PER], k_kept)
+        v_ring = gl.allocate_shared_memory(KEPT, [STAGES * HEADS, TILE_N, V // PER], v_kept)
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
         ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
         vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
@@ -510,7 +534,7 @@ def decode_kernel(
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
                     GROUP, SIZE // PER, V_SIZE, PACKED, CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINKS,
                     SCALES, SPLIT_SHIFT, SPLITS_FIXED, TILE_M, ROWS, AT_ONCE, LANES, MOST_MERGED,
-                    MERGE_GROUP, MERGE_ROWS, VISIBLE, EARLY,
+                    MERGE_GROUP, MERGE_ROWS, VISIBLE, EARLY, HEADS,
                 )),
                 (fetch_role, (
                     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens,
@@ -520,7 +544,7 @@ def decode_kernel(
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
                     SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_SHIFT,
                     SPLITS_FIXED, VISIBLE,
-                    EARLY,
+                    EARLY, HEADS,
                 )),
             ],
             worker_num_warps=[FETCH_WARPS],

@@ -46,8 +46,11 @@ def fetch_role(
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SCALES: gl.constexpr, MOST: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of every tile of the range into the ring, in order.
+
+    A stage of the ring has ``HEADS`` places, for as many neighbouring KV heads.
 
     With ``EARLY``, tiles without a new token's key are loaded while the kernel in front still runs.
     Of the first with one, and of the first that the ring has no room for, keys and values are
@@ -55,7 +58,7 @@ def fetch_role(
     """
     k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
-    STAGES: gl.constexpr = k_ring.shape[0]
+    STAGES: gl.constexpr = k_ring.shape[0] // HEADS
     TILE_N: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
     V: gl.constexpr = v_ring.shape[2]
@@ -107,28 +110,31 @@ def fetch_role(
             number = find_block_numbers(
                 blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
             )
-            row = block * k_block + slot * k_slot + head * k_head
-            v_row = block * v_block + slot * v_slot + head * v_head
+            row = block * k_block + slot * k_slot + head * HEADS * k_head
+            v_row = block * v_block + slot * v_slot + head * HEADS * v_head
             v_row = gl.convert_layout(v_row, gl.SliceLayout(1, v_layout))
             v_key = tile * TILE_N + v_keys
             v_used = (v_key >= first_key) & (v_key < end_key)
             has_new_keys = (tile + 1) * TILE_N > seq_len - query_len
             if EARLY and step <= STAGES and (has_new_keys or step == STAGES):
-                _prefetch(k_cache, row, used, WIDTH, D)
-                _prefetch(v_cache, v_row, v_used, V_WIDTH, V)
+                for other in gl.static_range(HEADS):
+                    _prefetch(k_cache, row + other * k_head, used, WIDTH, D)
+                    _prefetch(v_cache, v_row + other * v_head, v_used, V_WIDTH, V)
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             if EARLY and has_new_keys:
                 gdc_wait()  # the second time it returns at once
-            async_copy.async_copy_global_to_shared(
-                k_ring.index(stage),
-                k_cache + row[:, None] + columns[None, :],
-                mask=used[:, None] & (columns < WIDTH)[None, :],
-            )
-            async_copy.async_copy_global_to_shared(
-                v_ring.index(stage),
-                v_cache + v_row[:, None] + v_columns[None, :],
-                mask=v_used[:, None] & (v_columns < V_WIDTH)[None, :],
-            )
+            for other in gl.static_range(HEADS):
+                async_copy.async_copy_global_to_shared(
+                    k_ring.index(stage * HEADS + other),
+                    k_cache + (row + other * k_head)[:, None] + columns[None, :],
+                    mask=used[:, None] & (columns < WIDTH)[None, :],
+                )
+            for other in gl.static_range(HEADS):
+                async_copy.async_copy_global_to_shared(
+                    v_ring.index(stage * HEADS + other),
+                    v_cache + (v_row + other * v_head)[:, None] + v_columns[None, :],
+                    mask=v_used[:, None] & (v_columns < V_WIDTH)[None, :],
+                )
             if SCALES == "token":
                 row = block * ks_block + slot * ks_slot + head * ks_head
                 at = gl.convert_layout(row, flat)

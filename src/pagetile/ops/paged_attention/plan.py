@@ -92,6 +92,19 @@ takes another round of stores, counting and loads (2 µs)."""
 WHOLE_SIZE = 256
 """Keys that a CTA reads in the time that merging two splits takes."""
 
+LINE_BYTES = 128
+"""Of the L2 cache. Neighbouring heads that share a line are read together, in one tile."""
+
+NARROW = 80
+"""Up to this width four heads may be read together, and wider ones two: four of 112 are slower."""
+
+LEAST_JOINED = 32
+"""Joined heads of all sequences, at least. Of fewer, each would be in so many more splits that
+merging them takes what reading saves."""
+
+IN_FLIGHT = 80 << 10
+"""Bytes in flight of joined heads with which a multiprocessor reads fastest: more are slower."""
+
 _FEW_SPLITS = 8
 _BUSY_BYTES = 60 << 10
 """In flight of a CTA that has a multiprocessor for itself, with room for what is being computed."""
@@ -143,6 +156,8 @@ class GpuPlan:
     device, from the lengths, and they are one where tiles occupy all multiprocessors."""
     unpacks: bool = False
     """Whether an 8-bit cache's blocks are unpacked to 16 bits first, in a launch of their own."""
+    tile_heads: int = 1
+    """Neighbouring KV heads whose keys and rows are of one tile."""
 
 
 Plan = CpuPlan | GpuPlan
@@ -247,7 +262,10 @@ def make_gpu_plan(
     """
     if problem.rows > (16 if _is_bulky(problem) else DECODE_ROWS):
         return _make_triton_prefill_plan(problem, device, batch_invariant)
-    tiles = choose_decode_tiles(problem, device, hopper)
+    # A result that must not depend on the batch has the tiles of one sequence.
+    asked = replace(problem, num_seqs=1) if batch_invariant else problem
+    tiles = choose_decode_tiles(asked, device, hopper)
+    problem = problem.join_kv_heads(tiles.tile_heads)
     pairs = problem.num_seqs * problem.num_kv_heads
     is_many = problem.rows > MERGED_ROWS
     is_wide = hopper and is_many and _has_wide_splits(problem, device)
@@ -261,7 +279,8 @@ def make_gpu_plan(
     halving_size = 4 * tiles.tile_n if is_many and programs == 2 else 0
     if not is_many and hopper and tiles.programs == 2 and is_few:
         row_bytes = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
-        keeps_busy = tiles.num_stages * tiles.tile_n * row_bytes >= _BUSY_BYTES
+        keys = tiles.num_stages * tiles.tile_n * tiles.tile_heads
+        keeps_busy = keys * row_bytes >= _BUSY_BYTES
         halving_size = 768 if keeps_busy else tiles.tile_n
     return GpuPlan(
         "decode",
@@ -282,6 +301,7 @@ def make_gpu_plan(
         short_split_size=0 if batch_invariant or is_few else WHOLE_SIZE,
         max_registers=tiles.max_registers,
         fetch_registers=tiles.fetch_registers,
+        tile_heads=tiles.tile_heads,
     )
 
 
@@ -495,7 +515,7 @@ def _multiplies_float32(problem: Problem) -> bool:
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Tiles of a decode kernel; they depend neither on lengths nor on the number of sequences."""
+    """Tiles of a decode kernel; only ``tile_heads`` depends on the number of sequences."""
 
     tile_n: int
     """Keys of a tile."""
@@ -508,6 +528,8 @@ class DecodeTiles:
     """Register cap per thread; 0 means the compiler's default."""
     fetch_registers: int = 0
     """Register cap per thread of a loading warp."""
+    tile_heads: int = 1
+    """Neighbouring KV heads of a tile."""
 
 
 def choose_decode_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> DecodeTiles:
@@ -537,7 +559,10 @@ def kind_of(problem: Problem, hopper: bool) -> str:
     scales = " with a scale for each token" if problem.scale_kind == "token" else ""
     width = next(n for n in (64, 128, 256, 512) if problem.width <= n)
     rows = "" if problem.rows <= 16 else ", more than 16 rows"
-    return f"{'hopper' if hopper else 'triton'}, {keys} keys{scales}, heads up to {width}{rows}"
+    tile_heads = _choose_tile_heads(problem) if hopper else 1
+    joined = f", {tile_heads} in a tile" if tile_heads > 1 else ""
+    kernel = "hopper" if hopper else "triton"
+    return f"{kernel}, {keys} keys{scales}, heads up to {width}{rows}{joined}"
 
 
 @functools.cache
@@ -545,7 +570,46 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
     return dict(json.loads(MEASURED.read_text())) if MEASURED.exists() else {}
 
 
+def _choose_tile_heads(problem: Problem) -> int:
+    """Return how many neighbouring KV heads ``hopper_decode`` reads together.
+
+    As many as end with a line of the L2 cache, if their rows fit a tile and the batch is large.
+    """
+    itemsize = problem.kv_dtype.itemsize
+    # With visible_blocks, neighbours have other keys.
+    if itemsize != 2 or problem.scale_kind != "none" or problem.max_visible is not None:
+        return 1
+    heads, most = 1, 4 if problem.width <= NARROW else 2
+    sizes = problem.head_size, problem.v_head_size
+    while heads < most and any(heads * size * itemsize % LINE_BYTES for size in sizes):
+        heads *= 2
+    while heads > 1 and (
+        problem.num_kv_heads % heads
+        or heads * problem.rows > MERGED_ROWS
+        or problem.num_seqs * problem.num_kv_heads < LEAST_JOINED * heads
+    ):
+        heads //= 2
+    return heads
+
+
+def _joined_tiles(problem: Problem, heads: int) -> DecodeTiles:
+    if problem.width <= 64:
+        return DecodeTiles(128 // heads, 4, 3, 2, 128, 80, heads)
+    if heads == 4:
+        return DecodeTiles(32, 4, 3, 1, 168, 88, heads)
+    is_wide = problem.width > 128
+    row_bytes = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
+    stage_bytes = (1 if is_wide else 2) * 32 * heads * row_bytes
+    num_stages = 2 if 2 * stage_bytes >= IN_FLIGHT else 3
+    if is_wide:
+        return DecodeTiles(32, 4, num_stages, 1, 168, 88, heads)
+    return DecodeTiles(32, 4, num_stages, 2, 128, 80, heads)
+
+
 def _hopper_tiles(problem: Problem) -> DecodeTiles:
+    heads = _choose_tile_heads(problem)
+    if heads > 1:
+        return _joined_tiles(problem, heads)
     is_wide = problem.width > 128
     if problem.rows > MERGED_ROWS:
         return DecodeTiles(64, 4, 3, 2, 128, 80)

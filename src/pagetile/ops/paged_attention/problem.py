@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -161,6 +161,10 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    def join_kv_heads(self, count: int) -> Problem:
+        """Return the call with ``count`` neighbouring KV heads each as one of all their rows."""
+        return self if count == 1 else replace(self, num_kv_heads=self.num_kv_heads // count)
 
     @property
     def rows(self) -> int:

@@ -73,6 +73,8 @@ class Kernel:
     launcher: type[Launcher] = Launcher
     takes_pairs: bool = False
     """Whether it takes 8-bit caches as int16 pairs of packed 8-bit values."""
+    joins_heads: bool = False
+    """Whether a tile may have rows and keys of several KV heads."""
     is_early: bool = False
     """Whether it reads all but queries before the kernel in front of it ends."""
 
@@ -162,6 +164,8 @@ def prepare(
     device = DeviceInfo.of(form.q.device)
     plan = plan or make_gpu_plan(problem, device, hopper=decode is not DECODE)
     kernel = PREFILL if plan.path == "prefill" and decode is DECODE else decode
+    if plan.tile_heads > 1:
+        problem = _join_kv_heads(problem, plan, kernel)
     if kernel is decode and (plan.path != "decode" or plan.tile_m < problem.rows):
         raise ShapeError(
             f"the plan is for {plan.path} with tile_m={plan.tile_m}, but sequences have up to "
@@ -213,6 +217,17 @@ def prepare(
     out_rows = problem.out_sizes, (heads * width, width, 1)
     lse_rows = (tokens, heads), (heads, 1)
     return PreparedLaunch(launch, out_rows, lse_rows, scratch, is_packed(form), merge, short)
+
+
+def _join_kv_heads(problem: Problem, plan: GpuPlan, kernel: Kernel) -> Problem:
+    """Return the problem as a kernel sees it whose tiles have several KV heads."""
+    is_plain = problem.scale_kind == "none" and problem.max_visible is None
+    if not kernel.joins_heads or not is_plain or problem.num_kv_heads % plan.tile_heads:
+        raise ShapeError(
+            f"the plan has tile_heads={plan.tile_heads}, which this call of {problem.num_kv_heads} "
+            "KV heads does not take: make_plan of this problem"
+        )
+    return problem.join_kv_heads(plan.tile_heads)
 
 
 def prepare_short(
@@ -452,6 +467,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "MERGE_ROWS": plan.merge_rows,
         "DOT": _dot(problem),
         "FETCH_REGS": plan.fetch_registers,
+        "HEADS": plan.tile_heads,
         "PREFETCH": not INTERPRETED,
         "GROUPS": power_of_2(num_groups),
         "VISIBLE": is_listed,
