@@ -208,6 +208,9 @@ def test_a_missing_shard(directory):
     names = shard(directory)
     (directory / names[1]).unlink()
     refused(directory, f"has no {names[1]}")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(names[1], f"parts/{names[1]}"))
+    refused(directory, f"has no parts/{names[1]}")
 
 
 @pytest.mark.parametrize(
@@ -217,6 +220,8 @@ def test_a_missing_shard(directory):
         ("[]", "holds a list, expected a JSON object"),
         ("{}", "has no weight_map"),
         ('{"weight_map": 3}', "has no weight_map"),
+        ('{"weight_map": {"a": 3}}', "has no weight_map"),
+        ('{"weight_map": {"a": [1], "b": "b.safetensors"}}', "has no weight_map"),
     ],
 )
 def test_a_garbled_index(directory, text, reason):

@@ -139,8 +139,8 @@ def weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         return [single] if single.is_file() else []
     files = _read_json(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise RequestError(f"{index} has no weight_map: download it again")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise RequestError(f"{index} has no weight_map with names of files: download it again")
     return [directory / name for name in sorted(set(files.values()))]
 
 
@@ -151,8 +151,8 @@ def _check_weights(directory: Path) -> None:
     for path in weight_files(directory) or [directory / _WEIGHTS]:
         if not path.is_file():
             raise RequestError(
-                f"{directory} has no {path.name}: download it, or convert the weights to "
-                "safetensors (other formats can run code and are not read)"
+                f"{directory} has no {path.relative_to(directory)}: download it, or convert the "
+                "weights to safetensors (other formats can run code and are not read)"
             )
         try:
             with safe_open(path, framework="pt"):
