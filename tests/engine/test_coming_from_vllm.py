@@ -18,6 +18,7 @@ import pagetile
 from pagetile import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputsParams
 from pagetile.device import default_device
 from pagetile.engine import vllm_names
+from pagetile.engine.keywords import explain_absent_names
 
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x ="]
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-vllm.md"
@@ -149,6 +150,17 @@ def test_what_only_vllm_has_is_explained(llm):
                 await engine.submit("x", {"temperature": 0})
 
     asyncio.run(main())
+
+
+def test_an_error_within_a_property_is_not_taken_for_an_absent_name():
+    @explain_absent_names({})
+    class Broken:
+        @property
+        def size(self):
+            return self.absent
+
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        Broken().size  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [name for name in vllm_names.__all__ if name.endswith("NAMES")])

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["explain_absent_names", "refuse_unknown_keywords"]
 
@@ -68,12 +68,12 @@ def explain_absent_names(of_vllm: Mapping[str, str]) -> Callable[[C], C]:
     """
 
     def decorate(cls: C) -> C:
-        def __getattr__(self: Any, name: str) -> NoReturn:
+        def __getattr__(self: Any, name: str) -> Any:
             if name in of_vllm:
                 hint = f"{cls.__name__} has no {name!r}, which is vLLM's: {of_vllm[name]}"
-            else:
-                hint = f"{cls.__name__!r} object has no attribute {name!r}"
-            raise AttributeError(hint, name=name, obj=self)
+                raise AttributeError(hint, name=name, obj=self)
+            # Python's error again: it may be of a name that a property looked for in vain.
+            return object.__getattribute__(self, name)
 
         cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
         return cls
