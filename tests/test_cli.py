@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from pagetile.cli import main
@@ -447,6 +448,14 @@ def test_a_plan_from_a_config_alone(run, tmp_path):
     # With q = 299/300: 1 / (1 - q**16) = 19.25 blocks, or 308.06 slots, for 300 tokens.
     assert re.search(r"^ *wasted +2\.5% +96\.3%$", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_plan_is_for_the_memory_of_the_device_where_models_run(run, monkeypatch):
+    free = {torch.device("cpu"): 10 << 30, torch.device("cuda"): 20 << 30}
+    monkeypatch.setattr("pagetile.device.available_memory", free.__getitem__)
+    for device, memory in free.items():
+        monkeypatch.setattr("pagetile.device.default_device", lambda device=device: device)
+        assert run("plan") == run("plan", "--memory", str(memory * 9 // 10))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def plan(
         option(
             None,
             "SIZE",
-            "For weights and cache, such as 16GiB or 80GB. Without it, 90% of what is free here.",
+            "For weights and cache, such as 16GiB or 80GB. Without it, 90% of what is free on the "
+            "GPU, or, if PyTorch finds none, here.",
         ),
     ] = None,
     mean_len: Annotated[
@@ -105,11 +106,9 @@ def plan(
 
 
 def _free_memory() -> int:
-    import torch
+    from ..device import available_memory, default_device
 
-    from ..device import available_memory
-
-    return available_memory(torch.device("cpu")) * 9 // 10
+    return available_memory(default_device()) * 9 // 10
 
 
 def _choose_lengths(
