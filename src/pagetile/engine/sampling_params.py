@@ -106,8 +106,8 @@ class SamplingParams:
 
 def _refuse_change(self: SamplingParams, name: str, value: object) -> NoReturn:
     raise dataclasses.FrozenInstanceError(
-        f"SamplingParams stay what they are: dataclasses.replace(params, {name}={value!r}) makes "
-        "others"
+        "SamplingParams cannot be changed: make others by "
+        f"dataclasses.replace(params, {name}={value!r})"
     )
 
 

@@ -95,7 +95,7 @@ def _has_kernel(problem: Problem, shared: SharedPrefixes, device: DeviceInfo, im
     """Return whether ``triton_prefixes`` computes the first pass."""
     if device.kind != "cuda":
         return False
-    if impl == "hopper":  # a kernel of up to 64 rows
+    if impl == "hopper":  # which takes up to 64 rows, fewer than a group may have
         return True
     tokens = _most_tokens(problem, shared)
     if device.capability != (9, 0) or tokens * problem.group <= _MOST_ROWS:

@@ -588,7 +588,7 @@ def forward_kernel(
         k_scales = (of_keys,)  # type: ignore[assignment]
         k, v = (k, k_scales), (v, (of_values,))
     fence_async_shared()
-    if WAITS:  # no warp loads or stores anything before
+    if WAITS:  # before, only lengths are read, which are older than the kernel in front
         gdc_wait()
     compute = (
         out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
