@@ -153,7 +153,7 @@ def test_any_number_of_tokens_is_as_near_to_the_truth_on_a_gpu(num_tokens, wide,
     assert computed.max() <= 2 * own.max()
     if DeviceInfo.of(torch.device("cuda")).capability[0] == 9:
         assert ("hopper" in used) == (num_tokens <= 16)
-        assert ("hopper_parts" in used) == (16 < num_tokens <= 256)
+        assert ("hopper_ring" in used) == (16 < num_tokens <= 256)
 
 
 # --- what is nearly the structure ------------------------------------------------------------
