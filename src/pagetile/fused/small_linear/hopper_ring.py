@@ -168,7 +168,7 @@ def ring_kernel(
         mbarrier.expect(full.index(chunk), BYTES)
         _load(w_desc, w_ring, full, chunk, n, num_columns, start, True, STAGES, BOXES, GATES)
     HELD: gl.constexpr = STAGES * CHUNK
-    SOON: gl.constexpr = min(RANGE - HELD, AHEAD * CHUNK)
+    SOON: gl.constexpr = min((RANGE - HELD) // _BOX * _BOX, AHEAD * CHUNK)
     if SOON > 0:
         for gate in gl.static_range(GATES):
             _prefetch(
