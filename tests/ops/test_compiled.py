@@ -439,7 +439,8 @@ def test_partial_products_by_the_copy_engine(num_rows, size, num_columns, tmp_pa
     assert len(waits) == 2, waits
 
 
-STREAMED = [(4096, 6144, "", False), (4096, 14336, "silu", False), (14336, 4096, "", True)]
+STREAMED = [(4096, 6144, "", False), (4096, 14336, "silu", False), (14336, 4096, "", True),
+            (1024, 151936, "", False)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "num_columns", "activation", "is_cut"), STREAMED)
@@ -453,17 +454,15 @@ def test_products_whose_weights_stream(size, num_columns, activation, is_cut, nu
     )
     assert_fits(launcher, tmp_path)
     compiled = launcher.compile(HOPPER)
-    assert compiled.metadata.shared <= 113 << 10
+    # Programs of an output head share a multiprocessor.
+    assert compiled.metadata.shared <= (113 if num_columns > 65536 else 221) << 10
     assert resources(compiled, tmp_path)["REG"] <= 128
     code, _ = list_instructions(compiled, tmp_path)
     names = [re.sub(r"^@!?U?P\d+ ", "", line).split()[0].partition(".")[0] for line in code]
     wait = names.index("ACQBULK")
     copies = (1 + bool(activation)) * plan.stages * plan.tile_k // 64
     assert names[:wait].count("UTMALDG") == copies
-    # The next kernel begins when the last weights are requested: behind the copies of the loop.
-    assert "PREEXIT" not in names[:wait]
-    after = names[wait : names.index("PREEXIT")]
-    assert after.index("HGMMA") < len(after) - after[::-1].index("UTMALDG")
+    assert "PREEXIT" in names[:wait]
     waits = [line for line in code if "WARPGROUP.DEPBAR" in line]
     assert len(waits) == 2, waits
 

@@ -15,9 +15,7 @@ shared memory. Fewer than 64 rows of ``x`` are the narrow side of a product, who
 has 64 rows at least.
 
 Copies of weights into the first slots start while the previous kernel runs, and a hint brings the
-next ``AHEAD`` chunks to the second-level cache. With ``LATE`` the next kernel is launched when all
-programs have requested their last weights: its first slots are then filled while the slots of
-this one are emptied, so that reading does not pause between the two.
+next ``AHEAD`` chunks to the second-level cache.
 
 Products of one plan accumulate in the same order whatever the number of rows is. Supports float16
 and bfloat16, any number of rows, on Hopper GPUs.
@@ -101,15 +99,6 @@ def _load(
 
 
 @gluon.jit
-def _launch_dependents_if(is_time):
-    """Launch the next kernel; a branch would make ptxas 12.8 let products wait for each other."""
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.b32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.u32 $0, 0;}",
-        "=r,r", [is_time.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _multiply(x, weight, y, IS_NARROW: gl.constexpr):
     """Add the product of a box of each; ``IS_NARROW``: the result is ``[TILE_N, TILE_M]``."""
     if IS_NARROW:
@@ -140,7 +129,6 @@ def ring_kernel(
     BOXES: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    LATE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """See the module. Grid: tiles of columns × tiles of rows × parts."""
@@ -175,9 +163,7 @@ def ring_kernel(
                 weight, n + gate * num_columns, GATES * num_columns, start + HELD, K, 2 * SOON,
                 TILE_N, WARPS,
             )  # fmt: skip
-    LAST: gl.constexpr = CHUNKS - STAGES  # the chunk whose iteration requests the last weights
-    if not (LATE and LAST > 0):
-        gdc_launch_dependents()
+    gdc_launch_dependents()
 
     # Of the two sides of a product, the rows of x are those of the axis that is not ``of_n``.
     COLUMNS: gl.constexpr = TILE_M if IS_NARROW else TILE_N
@@ -227,8 +213,6 @@ def ring_kernel(
                 w_desc, w_ring, full, following, n, num_columns, start, more, STAGES, BOXES, GATES
             )
             _load(x_desc, x_ring, full, following, m, 0, start, more, STAGES, BOXES, 1)
-            if LATE:
-                _launch_dependents_if(chunk == LAST)
     if GATES == 2:
         y, up = warpgroup_mma_wait(0, deps=(y, up))
     else:
@@ -330,6 +314,6 @@ def make_launcher(
         "K": size, "PARTS": plan.parts, "ACTIVATION": activation, "HAS_BIAS": has_bias,
         "HAS_RESIDUAL": has_residual, "TILE_M": plan.tile_m, "TILE_N": plan.tile_n,
         "BOXES": plan.tile_k // box, "STAGES": plan.stages, "AHEAD": plan.ahead,
-        "LATE": plan.is_late, "WARPS": plan.num_warps,
+        "WARPS": plan.num_warps,
     }  # fmt: skip
     return GluonLauncher(ring_kernel, types, constants, num_warps=plan.num_warps, launch_pdl=True)

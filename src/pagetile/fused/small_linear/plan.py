@@ -34,11 +34,12 @@ _LEAST_COLUMNS_TILES = 2048
 _LEAST_COLUMNS_HEAD = 65536
 _MOST_ROWS_HOPPER_PARTS = 256
 _MOST_ROWS_RING = 64
-_RING_BYTES = 112 << 10
-"""Of the slots of a program of ``hopper_ring``: two programs find room on a multiprocessor."""
+_RING_BYTES = 220 << 10
+"""Of the slots of a program of ``hopper_ring``: all of a multiprocessor's shared memory."""
 _MOST_PROGRAMS = 132
-"""Multiprocessors of a Hopper GPU. With a program on each, the next kernel's find room beside."""
+"""Multiprocessors of a Hopper GPU."""
 _LEAST_PROGRAMS = 96
+"""Tiles of 64 columns of a product that is not cut into parts; less was not measured."""
 _BYTES_AHEAD = 64 << 10
 """Of the weights of a program of ``hopper_ring`` that are brought to the second-level cache."""
 
@@ -61,8 +62,6 @@ class Plan(NamedTuple):
     """Ranges that the numbers of a row are cut into, each for programs of its own."""
     ahead: int = 0
     """Tiles after those of the first slots that are brought to the second-level cache."""
-    is_late: bool = False
-    """Whether the next kernel is launched when the last weights are requested, not before."""
 
 
 def make_plan(problem: Problem, *, is_small: bool = False) -> Plan:
@@ -192,7 +191,7 @@ def plan_ring(problem: Problem) -> Plan:
     """The cut of a product whose weight streams through shared memory.
 
     A program takes 128 columns where 64 would be more programs than multiprocessors, but for a
-    gated product of more than 32 rows: three slots would not leave room for another program.
+    gated product of more than 32 rows, which would have five slots only.
     """
     is_tall = problem.is_gated and problem.num_rows > 32
     is_wide = -(-problem.num_columns // 64) > _MOST_PROGRAMS and not is_tall
@@ -200,22 +199,27 @@ def plan_ring(problem: Problem) -> Plan:
 
 
 def _plan_stream(problem: Problem, tile_n: int, parts: int) -> Plan:
-    """Slots of 32 KiB of the weight at most, and as many as leave room for another program."""
+    """Slots of 32 KiB of the weight at most, and as many as find room.
+
+    Where a multiprocessor has many programs, one after the other, as in an output head, two share
+    it: one requests its first weights while the other ends.
+    """
     tile_m = next(rows for rows in (8, 16, 32, 64) if problem.num_rows <= rows or rows == 64)
     rows = tile_n * (1 + problem.is_gated)
     tile_k = 128 if rows <= 64 else 64
     slot = (rows + tile_m) * tile_k * problem.dtype.itemsize
     chunks = -(-problem.size // (parts * tile_k))
-    ahead = _BYTES_AHEAD // (rows * tile_k * problem.dtype.itemsize)
-    stages = min(chunks, _RING_BYTES // slot)
-    return Plan("ring", tile_m, tile_n, tile_k, 4, stages, parts, ahead, is_late=True)
+    sharing = 2 if -(-problem.num_columns // tile_n) * parts > 4 * _MOST_PROGRAMS else 1
+    ahead = 0 if sharing > 1 else _BYTES_AHEAD // (rows * tile_k * problem.dtype.itemsize)
+    stages = min(chunks, _RING_BYTES // sharing // slot)
+    return Plan("ring", tile_m, tile_n, tile_k, 4, stages, parts, ahead)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_faster_in_parts_on_hopper(
     num_rows: int, num_columns: int, size: int, dtype: torch.dtype, device: DeviceInfo
 ) -> bool:
-    """Whether ``partial_products`` by ``hopper_parts`` takes less time than other products.
+    """Whether ``partial_products`` by ``hopper_ring`` takes less time than other products.
 
     Args:
         num_rows: Rows of ``x``.
@@ -228,8 +232,7 @@ def is_faster_in_parts_on_hopper(
         return False
     problem = Problem(num_rows, size, num_columns, dtype)
     if problem.num_bytes > _MOST_BYTES_TILES:
-        is_few = -(-num_columns // 64) < _LEAST_PROGRAMS
-        is_taken = is_few and is_faster_in_ring(num_rows, num_columns, size, dtype, device)
+        is_taken = -(-num_columns // 64) < _LEAST_PROGRAMS and _is_streamed(problem, device)
     else:
         is_taken = (
             MOST_RESIDENT < num_rows <= _MOST_ROWS_HOPPER_PARTS
@@ -258,10 +261,19 @@ def is_faster_in_ring(
         device: Where they are.
         is_gated: Whether the weight has as many rows again, and an activation follows.
     """
-    if device.kind != "cuda" or device.capability[0] != 9 or dtype.itemsize != 2 or size % 8:
-        return False
-    num_bytes = Problem(num_rows, size, num_columns, dtype, is_gated).num_bytes
-    return 1 < num_rows <= _MOST_ROWS_RING and num_bytes > _MOST_BYTES_TILES
+    problem = Problem(num_rows, size, num_columns, dtype, is_gated)
+    return -(-num_columns // 64) >= _LEAST_PROGRAMS and _is_streamed(problem, device)
+
+
+def _is_streamed(problem: Problem, device: DeviceInfo) -> bool:
+    return (
+        device.kind == "cuda"
+        and device.capability[0] == 9
+        and problem.dtype.itemsize == 2
+        and problem.size % 8 == 0
+        and 1 < problem.num_rows <= _MOST_ROWS_RING
+        and problem.num_bytes > _MOST_BYTES_TILES
+    )
 
 
 @functools.lru_cache(maxsize=4096)
