@@ -51,7 +51,7 @@ OPTIONAL = {
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
         "fused.*.triton",
         "fused.*.hopper",
-        "fused.*.hopper_parts",
+        "fused.*.hopper_ring",
         "engine.triton",
         "engine.triton_",
         "integrations.vllm_ops.triton_",

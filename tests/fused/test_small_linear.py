@@ -8,6 +8,7 @@ from pagetile.fused.small_linear import (
     is_faster,
     is_faster_in_parts,
     is_faster_in_parts_on_hopper,
+    is_faster_in_ring,
     is_resident,
     partial_products,
     plan,
@@ -288,8 +289,8 @@ def test_partial_products_by_the_copy_engine(size, num_columns, num_rows, dtype,
     is_hopper_or_skip()
     tensors = problem(num_rows, size, num_columns, dtype)
     with mirror(*tensors.values(), impl="triton") as (x, weight):
-        parts = partial_products(x, weight, impl="hopper_parts").cpu()
-        again = partial_products(x, weight, impl="hopper_parts").cpu()
+        parts = partial_products(x, weight, impl="hopper_ring").cpu()
+        again = partial_products(x, weight, impl="hopper_ring").cpu()
     cut = plan.plan_hopper_parts(Problem(num_rows, size, num_columns, dtype))
     assert (parts.dtype, parts.shape) == (F32, (cut.parts, 1, num_rows, num_columns))
     assert torch.equal(parts, again)
@@ -305,14 +306,14 @@ def test_partial_products_of_a_row_do_not_depend_on_its_neighbours(mirror):
     for first, last in ((17, 64), (65, 256)):
         tensors = problem(last, 2048, 1024, BF16)
         with mirror(*tensors.values(), impl="triton") as (x, weight):
-            every = partial_products(x, weight, impl="hopper_parts").cpu()
-            some = partial_products(x[:, -first:], weight, impl="hopper_parts").cpu()
+            every = partial_products(x, weight, impl="hopper_ring").cpu()
+            some = partial_products(x[:, -first:], weight, impl="hopper_ring").cpu()
         assert torch.equal(some, every[:, :, -first:])
 
 
 def test_partial_products_name_the_reason_of_each_refusal_on_hopper():
     pytest.importorskip("triton.experimental.gluon")
-    from pagetile.fused.small_linear import hopper_parts as module
+    from pagetile.fused.small_linear import hopper_ring as module
     from pagetile.tiles.triton.launch import INTERPRETED
 
     hopper = DeviceInfo("cuda", 132, capability=(9, 0))
@@ -326,10 +327,11 @@ def test_partial_products_name_the_reason_of_each_refusal_on_hopper():
     assert "gradient" in module.supports(fits._replace(needs_gradient=True), hopper)
     assert "gaps" in module.supports(fits._replace(is_regular=False), hopper)
     assert "multiples of 16 bytes" in module.supports(fits._replace(size=1028), hopper)
-    with pytest.raises(UnsupportedError, match="hopper_parts cannot run this"):
-        partial_products(torch.zeros(20, 8), torch.zeros(6, 8), impl="hopper_parts")
-    with pytest.raises(UnsupportedError, match="impl is 'hopper_parts'"):
-        small_linear(torch.zeros(2, 8), torch.zeros(6, 8), impl="hopper_parts")
+    with pytest.raises(UnsupportedError, match="hopper_ring cannot run this"):
+        partial_products(torch.zeros(20, 8), torch.zeros(6, 8), impl="hopper_ring")
+    assert "a norm" in module.supports(fits._replace(has_norm=True), hopper)
+    with pytest.raises(UnsupportedError, match="hopper_ring cannot run this"):
+        small_linear(torch.zeros(2, 8), torch.zeros(6, 8), impl="hopper_ring")
 
 
 def test_dozens_to_hundreds_of_rows_are_multiplied_in_parts_on_hopper():
@@ -341,8 +343,13 @@ def test_dozens_to_hundreds_of_rows_are_multiplied_in_parts_on_hopper():
     assert not asked(16, 1024, 2048, BF16, hopper)  # weights wait in registers
     assert not asked(257, 1024, 2048, BF16, hopper)
     assert not asked(64, 4096, 1024, BF16, hopper)  # columns enough for all multiprocessors
-    assert not asked(64, 1024, 16384, BF16, hopper)  # 32 MiB
+    assert asked(64, 1024, 16384, BF16, hopper)  # 32 MiB stream
+    assert asked(2, 4096, 14336, BF16, hopper)
+    assert not asked(1, 4096, 14336, BF16, hopper)
+    assert not asked(65, 4096, 14336, BF16, hopper)
+    assert not asked(8, 6144, 4096, BF16, hopper)  # columns enough for most multiprocessors
     assert not asked(64, 1024, 2056, BF16, hopper)  # rows of no equal parts
+    assert not asked(8, 5120, 17408, BF16, hopper)  # 80 programs, and 160 of two parts
     assert not asked(64, 1024, 2048, F32, hopper)
     assert not asked(64, 1024, 2048, BF16, DeviceInfo("cuda", 108, capability=(8, 0)))
     assert not asked(64, 1024, 2048, BF16, DeviceInfo("cpu", 2))
@@ -350,3 +357,77 @@ def test_dozens_to_hundreds_of_rows_are_multiplied_in_parts_on_hopper():
         found = plan.plan_hopper_parts(Problem(num_rows, size, 1024, BF16))
         assert found.parts > 1
         assert size % (found.parts * found.tile_k) == 0
+
+
+RING = [(4096, 6144, ""), (4096, 14336, "silu"), (1032, 40, "gelu"), (520, 70, ""),
+        (64, 24, "relu"), (2056, 9000, ""), (512, 68000, "")]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("size", "num_columns", "activation"), RING)
+def test_weights_that_stream_through_shared_memory(size, num_columns, activation, dtype, mirror):
+    is_hopper_or_skip()
+    for num_rows in (1, 8, 11, 20, 64, 70):
+        for has in ({}, {"bias": True}, {"residual": True}, {"bias": True, "residual": True}):
+            tensors = problem(num_rows, size, num_columns, dtype, activation, **has)
+            check(tensors, activation, "", "hopper_ring", mirror)
+            if size * num_columns > 1 << 20:
+                break
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "num_columns"), [(14336, 4096), (4096, 4096), (16384, 1024)])
+@pytest.mark.parametrize("num_rows", [2, 9, 17, 64])
+def test_partial_products_of_large_weights(size, num_columns, num_rows, mirror):
+    test_partial_products_by_the_copy_engine(size, num_columns, num_rows, BF16, mirror)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("first", "last"), [(1, 8), (9, 16), (17, 32), (33, 64)])
+def test_a_row_of_a_streamed_product_does_not_depend_on_its_neighbours(first, last, mirror):
+    is_hopper_or_skip()
+    tensors = problem(last, 4096, 6144, BF16, "silu")
+    every = run(tensors, "silu", "", "hopper_ring", mirror)
+    some = run({**tensors, "x": tensors["x"][:, -first:]}, "silu", "", "hopper_ring", mirror)
+    assert torch.equal(some, every[:, -first:])
+
+
+def test_large_weights_stream_on_hopper():
+    hopper = DeviceInfo("cuda", 132, capability=(9, 0))
+    asked = is_faster_in_ring.__wrapped__  # without what was found before
+    for num_rows in (2, 8, 16, 64):
+        assert asked(num_rows, 6144, 4096, BF16, hopper)
+        assert asked(num_rows, 14336, 4096, F16, hopper, is_gated=True)
+        assert asked(num_rows, 151936, 1024, BF16, hopper)
+    assert not asked(1, 6144, 4096, BF16, hopper)
+    assert not asked(8, 5120, 17408, BF16, hopper)  # too few programs
+    assert not asked(65, 6144, 4096, BF16, hopper)
+    assert not asked(8, 1024, 4096, BF16, hopper)  # 8 MiB wait in registers
+    assert not asked(8, 6144, 4096, F32, hopper)
+    assert not asked(8, 6144, 4100, BF16, hopper)
+    assert not asked(8, 6144, 4096, BF16, DeviceInfo("cuda", 108, capability=(8, 0)))
+    assert not asked(8, 6144, 4096, BF16, DeviceInfo("cpu", 2))
+
+
+@pytest.mark.parametrize("num_rows", [2, 8, 9, 17, 33, 64])
+def test_slots_of_streamed_weights_fill_shared_memory(num_rows):
+    for size, num_columns, is_gated in (
+        (4096, 6144, False), (4096, 14336, True), (2560, 9728, True), (5120, 17408, True),
+        (4096, 128256, False), (1024, 151936, False), (1032, 9000, True),
+    ):  # fmt: skip
+        found = plan.plan_ring(Problem(num_rows, size, num_columns, BF16, is_gated))
+        rows = found.tile_m + (1 + is_gated) * found.tile_n
+        is_shared = num_columns > 65536  # by two programs of an output head
+        room = (110 if is_shared else 220) << 10
+        slot = rows * found.tile_k * 2
+        is_whole = found.stages == -(-size // found.tile_k)
+        assert room - slot < slot * found.stages <= room or is_whole
+        assert found.stages >= 4
+        assert is_shared == (found.ahead == 0)
+        assert found.tile_m >= min(num_rows, 64)
+        assert found.parts == 1
+    for size, num_columns in ((4096, 4096), (14336, 4096), (9728, 2560), (17408, 5120)):
+        found = plan.plan_hopper_parts(Problem(num_rows, size, num_columns, BF16))
+        assert size % (found.parts * found.tile_k) == 0
+        assert 66 <= found.parts * -(-num_columns // found.tile_n) <= 132

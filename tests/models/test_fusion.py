@@ -14,8 +14,8 @@ from pagetile.device import DeviceInfo
 from pagetile.errors import UnsupportedError
 from pagetile.models import load_model, paged_model
 from pagetile.models.forward_batch import ForwardBatch
+from pagetile.models.fusion import ends, trace
 from pagetile.models.fusion import layer as fused_layer
-from pagetile.models.fusion import trace
 from pagetile.ops.paged_attention import PagedBatch
 from pagetile.testing.models import tiny_model
 
@@ -153,7 +153,7 @@ def test_any_number_of_tokens_is_as_near_to_the_truth_on_a_gpu(num_tokens, wide,
     assert computed.max() <= 2 * own.max()
     if DeviceInfo.of(torch.device("cuda")).capability[0] == 9:
         assert ("hopper" in used) == (num_tokens <= 16)
-        assert ("hopper_parts" in used) == (16 < num_tokens <= 256)
+        assert ("hopper_ring" in used) == (16 < num_tokens <= 256)
 
 
 # --- what is nearly the structure ------------------------------------------------------------
@@ -450,6 +450,32 @@ def test_nothing_of_it_stays_on_the_model(impl, monkeypatch):
         paged.forward(step)
     assert [list(vars(module)) for module in model.modules()] == attributes
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("streams", "num_rows", "expected"),
+    [(True, 8, "hopper_ring"), (False, 8, "triton"), (False, 64, "")],
+)
+def test_a_head_runs_what_is_fastest(streams, num_rows, expected, monkeypatch):
+    head = torch.nn.Linear(8, 65536, bias=False, dtype=torch.bfloat16)
+    seen = []
+
+    def watched(x, weight, *, bias, impl):
+        seen.append(impl)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(ends, "is_faster_in_ring", lambda *args: streams)
+    monkeypatch.setattr(ends, "small_linear", watched)
+    forward = ends.small_head(head, "triton")
+    x = torch.ones(1, num_rows, 8, dtype=torch.bfloat16)
+    assert torch.equal(forward(x), head(x))
+    assert seen == [expected] * bool(expected)
+    seen.clear()
+    head.weight = torch.nn.Parameter(torch.zeros(65536 * 8 + 4).bfloat16()[4:].view(65536, 8))
+    assert torch.equal(forward(x), head(x))
+    assert "hopper_ring" not in seen  # the weight begins at 8 bytes
+    ends.small_head(head, "reference")(x)
+    assert "hopper_ring" not in seen
 
 
 def test_angles_are_looked_up(reference, monkeypatch):

@@ -25,7 +25,7 @@ from pagetile.fused.rms_norm import triton as rms_norm  # noqa: E402
 from pagetile.fused.rotary import triton as rotary  # noqa: E402
 from pagetile.fused.rotary_write import triton as rotary_write  # noqa: E402
 from pagetile.fused.small_linear import hopper as small_linear_hopper  # noqa: E402
-from pagetile.fused.small_linear import hopper_parts as small_linear_parts  # noqa: E402
+from pagetile.fused.small_linear import hopper_ring as small_linear_ring  # noqa: E402
 from pagetile.fused.small_linear import plan as small_linear_plan  # noqa: E402
 from pagetile.fused.small_linear import triton as small_linear  # noqa: E402
 from pagetile.fused.small_linear.problem import Problem as SmallLinear  # noqa: E402
@@ -420,7 +420,9 @@ def test_products_whose_weights_wait_in_registers(
 )
 def test_partial_products_by_the_copy_engine(num_rows, size, num_columns, tmp_path):
     plan = small_linear_plan.plan_hopper_parts(SmallLinear(num_rows, size, num_columns, BF16))
-    launcher = small_linear_parts.make_launcher(plan, BF16, size, is_even=num_columns % 8 == 0)
+    launcher = small_linear_ring.make_launcher(
+        plan, BF16, size, is_partial=True, is_even=num_columns % 8 == 0
+    )
     assert_fits(launcher, tmp_path)
     compiled = launcher.compile(HOPPER)
     if num_rows == 64:  # two programs find room
@@ -433,6 +435,34 @@ def test_partial_products_by_the_copy_engine(num_rows, size, num_columns, tmp_pa
     assert names[:wait].count("UTMALDG") == plan.stages * plan.tile_k // 64
     assert names[wait:].count("UTMALDG") >= plan.stages * plan.tile_k // 64
     # Products of a slot wait for those of the slot before, and not for their own.
+    waits = [line for line in code if "WARPGROUP.DEPBAR" in line]
+    assert len(waits) == 2, waits
+
+
+STREAMED = [(4096, 6144, "", False), (4096, 14336, "silu", False), (14336, 4096, "", True),
+            (1024, 151936, "", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "num_columns", "activation", "is_cut"), STREAMED)
+@pytest.mark.parametrize("num_rows", [8, 16, 32, 64])
+def test_products_whose_weights_stream(size, num_columns, activation, is_cut, num_rows, tmp_path):
+    problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation))
+    make_plan = small_linear_plan.plan_hopper_parts if is_cut else small_linear_plan.plan_ring
+    plan = make_plan(problem)
+    launcher = small_linear_ring.make_launcher(
+        plan, BF16, size, activation, is_partial=is_cut, is_even=True
+    )
+    assert_fits(launcher, tmp_path)
+    compiled = launcher.compile(HOPPER)
+    # Programs of an output head share a multiprocessor.
+    assert compiled.metadata.shared <= (113 if num_columns > 65536 else 221) << 10
+    assert resources(compiled, tmp_path)["REG"] <= 128
+    code, _ = list_instructions(compiled, tmp_path)
+    names = [re.sub(r"^@!?U?P\d+ ", "", line).split()[0].partition(".")[0] for line in code]
+    wait = names.index("ACQBULK")
+    copies = (1 + bool(activation)) * plan.stages * plan.tile_k // 64
+    assert names[:wait].count("UTMALDG") == copies
+    assert "PREEXIT" in names[:wait]
     waits = [line for line in code if "WARPGROUP.DEPBAR" in line]
     assert len(waits) == 2, waits
 

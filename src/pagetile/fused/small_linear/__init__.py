@@ -1,12 +1,19 @@
 """Products of few rows with a large matrix, with what comes before and after them."""
 
 from .api import partial_products, small_linear
-from .plan import is_faster, is_faster_in_parts, is_faster_in_parts_on_hopper, is_resident
+from .plan import (
+    is_faster,
+    is_faster_in_parts,
+    is_faster_in_parts_on_hopper,
+    is_faster_in_ring,
+    is_resident,
+)
 
 __all__ = [
     "is_faster",
     "is_faster_in_parts",
     "is_faster_in_parts_on_hopper",
+    "is_faster_in_ring",
     "is_resident",
     "partial_products",
     "small_linear",

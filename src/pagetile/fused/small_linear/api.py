@@ -43,13 +43,15 @@ def small_linear(
             ``[2 * num_columns, size]``, the rows of the gate first. Weight, bias and the norm's
             weight are read while the kernel in front still runs, so it must not write them.
         bias: One number for each row of ``weight``.
-        norm: An RMS norm of ``x``, of up to 4 rows; of up to 64 by ``hopper``.
+        norm: An RMS norm of ``x``, of up to 4 rows; of up to 64 by ``hopper``, of none by
+            ``hopper_ring``.
         activation: ``""``, or one of ``gated_activation``'s: the result is then
             ``activation(gate) * up``.
         residual: ``[..., num_columns]``, added last.
-        impl: ``auto``, ``triton``, ``hopper`` or ``reference``, which alone has a gradient and
-            takes any number of rows. ``auto`` does not ask which is faster: ``is_faster`` does,
-            and ``is_resident`` for ``hopper``, which runs only where it is named.
+        impl: ``auto``, ``triton``, ``reference``, which alone has a gradient, or one that runs
+            only where it is named, ``hopper`` or ``hopper_ring``. The last two take any number of
+            rows. ``auto`` does not ask which is faster: ``is_faster`` does, ``is_resident`` for
+            ``hopper`` and ``is_faster_in_ring`` for ``hopper_ring``.
 
     Returns:
         ``[..., num_columns]`` without gaps.
@@ -67,7 +69,7 @@ def small_linear(
     is_learned = needs_gradient(*(t for t in (x, weight, bias, residual) if t is not None))
     forms = (None if t is None else form(t) for t in (x, weight, bias, residual))
     norm_form = None if norm is None else (form(norm.weight), norm.kind)
-    names = ("hopper",) if impl == "hopper" else IMPLEMENTATIONS
+    names = (impl,) if impl in ("hopper", "hopper_ring") else IMPLEMENTATIONS
     module = _dispatch(*forms, norm_form, activation, is_learned, impl, names)
     out: Tensor = module.run(x, weight, bias, norm, activation, residual)
     return out
@@ -79,10 +81,10 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
     A product with few columns has too few programs for a GPU unless rows are cut, too.
 
     Args:
-        x: ``[..., size]`` float16 or bfloat16, up to 64 rows; any number by ``hopper_parts``.
+        x: ``[..., size]`` float16 or bfloat16, up to 64 rows; any number by ``hopper_ring``.
         weight: ``[num_columns, size]``, of the same type and without gaps. It is read while the
             kernel in front still runs, so that must not write it.
-        impl: ``auto``, ``triton``, ``reference``, which gives one part, or ``hopper_parts``, which
+        impl: ``auto``, ``triton``, ``reference``, which gives one part, or ``hopper_ring``, which
             runs only where it is named (``is_faster_in_parts_on_hopper``).
 
     Returns:
@@ -94,7 +96,7 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
     """
     is_learned = needs_gradient(x, weight)
     forms = form(x), form(weight), None, None
-    names = ("hopper_parts",) if impl == "hopper_parts" else IMPLEMENTATIONS
+    names = ("hopper_ring",) if impl == "hopper_ring" else IMPLEMENTATIONS
     module = _dispatch(*forms, None, "", is_learned, impl, names)
     out: Tensor = module.run_parts(x, weight)
     return out

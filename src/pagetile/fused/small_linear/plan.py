@@ -11,8 +11,8 @@ from ...device import DeviceInfo
 from .problem import Problem
 
 __all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts",
-           "is_faster_in_parts_on_hopper", "is_resident", "make_plan", "plan_hopper_parts",
-           "plan_parts", "plan_resident"]  # fmt: skip
+           "is_faster_in_parts_on_hopper", "is_faster_in_ring", "is_resident", "make_plan",
+           "plan_hopper_parts", "plan_parts", "plan_resident", "plan_ring"]  # fmt: skip
 
 MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
@@ -33,13 +33,22 @@ _WIDEST_NORM = 8192
 _LEAST_COLUMNS_TILES = 2048
 _LEAST_COLUMNS_HEAD = 65536
 _MOST_ROWS_HOPPER_PARTS = 256
+_MOST_ROWS_RING = 64
+_RING_BYTES = 220 << 10
+"""Of the slots of a program of ``hopper_ring``: all of a multiprocessor's shared memory."""
+_MOST_PROGRAMS = 132
+"""Multiprocessors of a Hopper GPU."""
+_LEAST_PROGRAMS = 96
+"""Tiles of 64 columns of a product that is not cut into parts; less was not measured."""
+_BYTES_AHEAD = 64 << 10
+"""Of the weights of a program of ``hopper_ring`` that are brought to the second-level cache."""
 
 
 class Plan(NamedTuple):
     """How the weight is cut into programs."""
 
     kind: str
-    """``few``, ``tiles``, ``resident`` or ``parts``, the kernel."""
+    """``few``, ``tiles``, ``resident`` or ``ring``, the kernel."""
     tile_m: int
     """Rows of ``x`` of a program."""
     tile_n: int
@@ -48,9 +57,11 @@ class Plan(NamedTuple):
     """Numbers of a row that are read at a time."""
     num_warps: int
     stages: int = 1
-    """Tiles of ``tiles`` that are on their way at a time, or slots of ``parts``."""
+    """Tiles of ``tiles`` that are on their way at a time, or slots of ``ring``."""
     parts: int = 1
     """Ranges that the numbers of a row are cut into, each for programs of its own."""
+    ahead: int = 0
+    """Tiles after those of the first slots that are brought to the second-level cache."""
 
 
 def make_plan(problem: Problem, *, is_small: bool = False) -> Plan:
@@ -159,21 +170,56 @@ def plan_hopper_parts(problem: Problem) -> Plan:
 
     Of up to 64 rows all of a program's numbers are on their way at a time where they fit, and
     two programs find room on a multiprocessor. With more rows one program with six slots is enough.
+    A large weight streams; as many parts as give most multiprocessors a program.
     """
+    if problem.num_bytes > _MOST_BYTES_TILES and problem.num_rows <= _MOST_ROWS_RING:
+        parts, programs = 1, -(-problem.num_columns // 64)
+        while 2 * parts * programs <= _MOST_PROGRAMS and problem.size % (256 * parts) == 0:
+            parts *= 2
+        return _plan_stream(problem, 64, parts)
     is_tall = problem.num_rows > 64
     tile_n, tile_k, most, stages = (128, 64, 4, 6) if is_tall else (64, 128, 8, 3)
     parts = 1
     while parts < most and problem.size % (2 * parts * tile_k) == 0:
         parts *= 2
     chunks = -(-problem.size // (parts * tile_k))
-    return Plan("parts", 64, tile_n, tile_k, 4, stages=min(chunks, stages), parts=parts)
+    return Plan("ring", 64, tile_n, tile_k, 4, stages=min(chunks, stages), parts=parts,
+                ahead=chunks)  # fmt: skip
+
+
+def plan_ring(problem: Problem) -> Plan:
+    """The cut of a product whose weight streams through shared memory.
+
+    A program takes 128 columns where 64 would be more programs than multiprocessors, but for a
+    gated product of more than 32 rows, which would have five slots only.
+    """
+    is_tall = problem.is_gated and problem.num_rows > 32
+    is_wide = -(-problem.num_columns // 64) > _MOST_PROGRAMS and not is_tall
+    return _plan_stream(problem, 128 if is_wide else 64, 1)
+
+
+def _plan_stream(problem: Problem, tile_n: int, parts: int) -> Plan:
+    """Slots of 32 KiB of the weight at most, and as many as find room.
+
+    Where a multiprocessor has many programs, one after the other, as in an output head, two share
+    it: one requests its first weights while the other ends.
+    """
+    tile_m = next(rows for rows in (8, 16, 32, 64) if problem.num_rows <= rows or rows == 64)
+    rows = tile_n * (1 + problem.is_gated)
+    tile_k = 128 if rows <= 64 else 64
+    slot = (rows + tile_m) * tile_k * problem.dtype.itemsize
+    chunks = -(-problem.size // (parts * tile_k))
+    sharing = 2 if -(-problem.num_columns // tile_n) * parts > 4 * _MOST_PROGRAMS else 1
+    ahead = 0 if sharing > 1 else _BYTES_AHEAD // (rows * tile_k * problem.dtype.itemsize)
+    stages = min(chunks, _RING_BYTES // sharing // slot)
+    return Plan("ring", tile_m, tile_n, tile_k, 4, stages, parts, ahead)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_faster_in_parts_on_hopper(
     num_rows: int, num_columns: int, size: int, dtype: torch.dtype, device: DeviceInfo
 ) -> bool:
-    """Whether ``partial_products`` by ``hopper_parts`` takes less time than other products.
+    """Whether ``partial_products`` by ``hopper_ring`` takes less time than other products.
 
     Args:
         num_rows: Rows of ``x``.
@@ -185,11 +231,48 @@ def is_faster_in_parts_on_hopper(
     if device.kind != "cuda" or device.capability[0] != 9 or dtype.itemsize != 2:
         return False
     problem = Problem(num_rows, size, num_columns, dtype)
+    if problem.num_bytes > _MOST_BYTES_TILES:
+        is_taken = -(-num_columns // 64) < _LEAST_PROGRAMS and _is_streamed(problem, device)
+    else:
+        is_taken = (
+            MOST_RESIDENT < num_rows <= _MOST_ROWS_HOPPER_PARTS
+            and num_columns < _LEAST_COLUMNS_TILES
+        )
+    return is_taken and plan_hopper_parts(problem).parts > 1
+
+
+@functools.lru_cache(maxsize=4096)
+def is_faster_in_ring(
+    num_rows: int,
+    num_columns: int,
+    size: int,
+    dtype: torch.dtype,
+    device: DeviceInfo,
+    *,
+    is_gated: bool = False,
+) -> bool:
+    """Whether ``hopper_ring`` takes less time than torch's product and the activation after it.
+
+    Args:
+        num_rows: Rows of ``x``.
+        num_columns: Numbers of a row of the result.
+        size: Numbers of a row of ``x``.
+        dtype: The type of all of them.
+        device: Where they are.
+        is_gated: Whether the weight has as many rows again, and an activation follows.
+    """
+    problem = Problem(num_rows, size, num_columns, dtype, is_gated)
+    return -(-num_columns // 64) >= _LEAST_PROGRAMS and _is_streamed(problem, device)
+
+
+def _is_streamed(problem: Problem, device: DeviceInfo) -> bool:
     return (
-        MOST_RESIDENT < num_rows <= _MOST_ROWS_HOPPER_PARTS
-        and num_columns < _LEAST_COLUMNS_TILES
-        and problem.num_bytes <= _MOST_BYTES_TILES
-        and plan_hopper_parts(problem).parts > 1
+        device.kind == "cuda"
+        and device.capability[0] == 9
+        and problem.dtype.itemsize == 2
+        and problem.size % 8 == 0
+        and 1 < problem.num_rows <= _MOST_ROWS_RING
+        and problem.num_bytes > _MOST_BYTES_TILES
     )
 
 

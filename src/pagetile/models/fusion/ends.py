@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...fused.small_linear import is_faster, small_linear
+from ...device import DeviceInfo
+from ...fused.small_linear import is_faster, is_faster_in_ring, small_linear
 from ...fused.take_rows import take_rows
 from ..fused import own_forward
 from .layer import Link
@@ -45,16 +46,23 @@ def small_head(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | Non
 
     def forward(x: Tensor) -> Tensor:
         weight: Any = module.weight
-        num_rows = x.numel() // max(1, x.shape[-1])
-        if (
-            x.dtype == weight.dtype
-            and weight.is_contiguous()
-            and is_faster(num_rows, *weight.shape, x.dtype)
-        ):
-            return small_linear(x, weight, bias=getattr(module, "bias", None), impl=impl)
+        chosen = _choose(x, weight, impl)
+        if chosen:
+            return small_linear(x, weight, bias=getattr(module, "bias", None), impl=chosen)
         return own(module, x)  # type: ignore[no-any-return]
 
     return forward
+
+
+def _choose(x: Tensor, weight: Tensor, impl: str) -> str:
+    """The implementation of ``small_linear`` to run; ``""`` where torch's product is faster."""
+    if x.dtype != weight.dtype or not weight.is_contiguous():
+        return ""
+    shape = x.numel() // max(1, x.shape[-1]), *weight.shape, x.dtype
+    is_aligned = weight.data_ptr() % 16 == 0
+    if impl == "triton" and is_aligned and is_faster_in_ring(*shape, DeviceInfo.of(x.device)):
+        return "hopper_ring"
+    return impl if is_faster(*shape) else ""
 
 
 def table_of_tokens(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:

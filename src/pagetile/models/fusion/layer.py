@@ -25,6 +25,7 @@ from ...fused.small_linear import (
     is_faster,
     is_faster_in_parts,
     is_faster_in_parts_on_hopper,
+    is_faster_in_ring,
     is_resident,
     partial_products,
     small_linear,
@@ -195,6 +196,9 @@ class FusedLayer:
         is_gated, device = bool(activation), DeviceInfo.of(x.device)
         if is_resident(len(x), *shape, x.dtype, device, is_gated=is_gated):
             return "hopper"
+        is_plain = not has_norm and product.weight.data_ptr() % 16 == 0
+        if is_plain and is_faster_in_ring(len(x), *shape, x.dtype, device, is_gated=is_gated):
+            return "hopper_ring"
         is_taken = is_faster(len(x), *shape, x.dtype, is_gated=is_gated, has_norm=has_norm)
         return self.impl if is_taken else ""
 
@@ -205,7 +209,7 @@ class FusedLayer:
         shape = (len(x), *product.weight.shape, x.dtype)
         is_aligned = product.weight.data_ptr() % 16 == 0
         if is_aligned and is_faster_in_parts_on_hopper(*shape, DeviceInfo.of(x.device)):
-            return "hopper_parts"
+            return "hopper_ring"
         return self.impl if is_faster_in_parts(*shape) else ""
 
     def _takes_norm(self, x: Tensor, product: Product, activation: str = "") -> bool:
