@@ -45,7 +45,7 @@ def problem(num_rows, size, num_columns, dtype=F32, activation="", kind="", **ha
 
 def run(tensors, activation, kind, impl, mirror):
     names = list(tensors)
-    place = "triton" if impl == "hopper" else impl
+    place = "triton" if impl.startswith("hopper") else impl
     with mirror(*tensors.values(), impl=place) as there:
         given = dict(zip(names, there, strict=True))
         norm = Norm(given.pop("norm"), EPS, kind) if kind else None
