@@ -28,6 +28,7 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
     make_rows_plan,
 )
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
+from pagetile.tiles.hopper import softmax  # noqa: E402
 from pagetile.tiles.hopper.gather_packed import IN_FLIGHT, chunk_layout, chunk_rows  # noqa: E402
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
@@ -49,7 +50,7 @@ CONFIGS = [
     # (config, most bytes of memory that a thread keeps between tiles)
     (ForwardConfig(BF16, 128, 16, causal=True, uniform=True), 0),
     (ForwardConfig(BF16, 128, 256, causal=True, has_window=True, pack=4), 8),
-    (ForwardConfig(BF16, 256, 16, causal=True, has_window=True, has_cap=True), 16),
+    (ForwardConfig(BF16, 256, 16, causal=True, has_window=True, has_cap=True), 24),
     (ForwardConfig(BF16, 80, 16, causal=True, pack=8), 24),
     (ForwardConfig(F16, 48, 16, causal=True, uniform=True), 96),
     (ForwardConfig(BF16, 64, 64, causal=True, has_window=True, has_cap=True, has_sinks=True), 80),
@@ -230,6 +231,36 @@ def check_conversion(code, parts, tile_n, most_moved):
         assert text.count("STS.128") == 2 * text.count("LDG.E.128")
         assert text.count("BAR.SYNC") <= 24  # Triton 3.6 has one before most stores
         assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved
+
+
+CAPPED = ForwardConfig(BF16, 128, 16, causal=True, uniform=True, has_cap=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_bounded"),
+    [
+        (CAPPED, True),
+        *rarely(
+            (replace(CAPPED, packed="e4m3", has_token_scales=True), True),
+            (replace(CAPPED, packed="e4m3"), False),  # of values in float16
+            (replace(CAPPED, dtype=F16), False),
+            (replace(CAPPED, has_alibi=True), False),
+        ),
+    ],
+    ids=str,
+)
+def test_bounded_scores_need_no_maximum(config, is_bounded, tmp_path):
+    for body in loops_that_multiply(disassemble(make_launcher(config).compile(HOPPER), tmp_path)):
+        maxima = [text for text in body if "FMNMX" in text and ".NAN" not in text]
+        assert not maxima if is_bounded else len(maxima) > 64
+
+
+def test_weights_of_bounded_scores_stay_in_range():
+    """Those of the largest cap in bfloat16, and sums of many times large values in float32."""
+    bound = max(c for c in range(1, 129) if refuse_cap(c) is None) * softmax.LOG2_E.value
+    part = softmax.PART_OF_CAP.value
+    assert -bound * (1 + part) >= -126 + 20
+    assert bound * (1 - part) + 20 + 25 <= 127
 
 
 def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():

@@ -68,6 +68,7 @@ from .softmax import (
     Warpgroup,
     add_alibi,
     apply_mask,
+    bound_of,
     cap,
     pack,
     scheduler_arrive,
@@ -75,6 +76,7 @@ from .softmax import (
     unpack,
     warpgroup_barrier,
     weigh,
+    weigh_bounded,
 )
 from .splits import make_last_wave, make_split_schedule
 
@@ -185,6 +187,8 @@ def _compute_role(
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
         use += 1
+        if config.BOUNDED:
+            m = bound_of(l, scoring.scale)
         if config.SCALES == "head":
             acc = times(acc, gl.where(l == 0.0, 0.0, v_scale))
         if config.SPLITS:
@@ -209,12 +213,14 @@ def _first_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constex
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     causal_limit = gl.arange(0, ROWS, ROW) // config.PACK
     causal_limit += metadata.read(tile_use, CAUSAL_LIMIT) + WG * (ROWS // config.PACK)
-    s = _apply_score_mods(
-        s, causal_limit, metadata.read(tile_use, NUM_KEYS), scoring, slope, True, config
-    )
+    num_keys = metadata.read(tile_use, NUM_KEYS)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
-    weights, _, m, l = weigh(s, m, l, scoring.scale)
+    if config.BOUNDED:
+        weights, l = _weigh_bounded(s, l, causal_limit, num_keys, scoring, True, config)
+    else:
+        s = _apply_score_mods(s, causal_limit, num_keys, scoring, slope, True, config)
+        weights, _, m, l = weigh(s, m, l, scoring.scale)
     return weights, causal_limit, m, l
 
 
@@ -269,6 +275,25 @@ def _apply_score_mods(s, causal_limit, num_keys, scoring, slope, masked, config)
             config.HAS_WINDOW,
         )
     return s
+
+
+@gluon.jit
+def _weigh_bounded(s, l, causal_limit, num_keys, scoring, masked, config):
+    """Weights of a tile's products, capped and masked, and the new sum of each row.
+
+    No maximum is looked for, and earlier sums stay as they are. The mask comes after the
+    exponentials: a branch between them and ``cap`` would keep them from overlapping.
+    """
+    if masked:
+        s = apply_mask(
+            s, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
+        )
+    weights = weigh_bounded(cap(s, scoring.inner), scoring.scale)
+    if masked:
+        weights = apply_mask(
+            weights, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
+        )
+    return weights, l + gl.sum(weights, 1)
 
 
 @gluon.jit
@@ -417,11 +442,17 @@ def _attend_tile(
     if config.EARLY:
         q_ring.barriers.release_if(WG, tile_use, is_last)
     s = _scale_keys(s, k_scales, use + 1)
-    s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
-    weights, decay, m, l = weigh(s, m, l, scoring.scale)
-    acc = _wait_for(acc)
-    v_ring.barriers.release(0, use)
-    return pack(weights, v_ring.tiles.dtype), times(acc, decay), m, l
+    if config.BOUNDED:
+        weights, l = _weigh_bounded(s, l, causal_limit, TILE_N, scoring, masked, config)
+        acc = _wait_for(acc)
+        v_ring.barriers.release(0, use)
+    else:
+        s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
+        weights, decay, m, l = weigh(s, m, l, scoring.scale)
+        acc = _wait_for(acc)
+        v_ring.barriers.release(0, use)
+        acc = times(acc, decay)
+    return pack(weights, v_ring.tiles.dtype), acc, m, l
 
 
 @gluon.jit
@@ -528,10 +559,13 @@ def forward_kernel(
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     gdc_launch_dependents()
+    # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
+    V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
+    BOUNDED: gl.constexpr = HAS_CAP and not HAS_ALIBI and gl.bfloat16 == V_DTYPE
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, DRAWS, EARLY, PACKED, SCALES,
+        KEY_TILES, DRAWS, EARLY, PACKED, SCALES, BOUNDED,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -549,8 +583,6 @@ def forward_kernel(
         WARPGROUPS if EARLY else 1,
     )
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
-    # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
-    V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
     v_ring = make_ring(V_DTYPE, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
     metadata = make_tile_metadata(
         4 if EARLY else Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8
