@@ -33,11 +33,13 @@ from pagetile.tiles.hopper.gather_packed import IN_FLIGHT, chunk_layout, chunk_r
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
 from pagetile.tiles.hopper.tiling import (  # noqa: E402
+    HALF_TILING,
     NARROW_TILING,
     PACKED_TILINGS,
     SMALL_PACKED_TILING,
     SMALL_TILING,
     TILINGS,
+    WIDE_TILING,
     ForwardConfig,
     tiling_of,
 )
@@ -61,6 +63,9 @@ CONFIGS = [
         ),
         8,
     ),
+    # queries in registers
+    (ForwardConfig(BF16, 192, 16, causal=True, uniform=True), 40),
+    (ForwardConfig(F16, 96, 8, causal=True, has_window=True, has_sinks=True, pack=4), 24),
     # values of another width than keys
     (ForwardConfig(BF16, 192, 0, causal=True, uniform=True, v_head_size=128), 0),
     (ForwardConfig(BF16, 192, 16, causal=True, uniform=True, v_head_size=128), 8),
@@ -329,10 +334,10 @@ def test_small_boxes_are_gathered_instead():
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
     packed = {*PACKED_TILINGS, SMALL_PACKED_TILING}
-    tilings = {*TILINGS, SMALL_TILING, NARROW_TILING, *packed}
+    tilings = {*TILINGS, SMALL_TILING, NARROW_TILING, HALF_TILING, WIDE_TILING, *packed}
     assert {config.tiling for config, _ in CONFIGS} == tilings
     gathering = {config.tiling for config, _ in CONFIGS if config.gathers}
-    assert gathering == {*TILINGS, NARROW_TILING, *packed}
+    assert gathering == {*TILINGS, NARROW_TILING, HALF_TILING, WIDE_TILING, *packed}
     assert [tiling_of(size, size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]

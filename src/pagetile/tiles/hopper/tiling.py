@@ -42,6 +42,9 @@ class Tiling:
     """Whether warpgroups issue their products in turns (FlashAttention-3's ping-pong)."""
     registers: int
     """Registers of a computing thread."""
+    holds_queries: bool = False
+    """Whether computing threads hold their queries in registers: products then read half as much
+    shared memory, whose bandwidth limits those of tiles of few keys or of padded rows."""
 
 
 # What was fastest on an H200, of what fits: 1 × 16384 causal, heads of 64, 128 and 256.
@@ -53,6 +56,10 @@ TILINGS = (
 SMALL_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
 """For narrow heads of block-sparse attention, whose blocks have 128 queries, and of divided keys:
 three warpgroups have too few registers for the merge."""
+HALF_TILING = Tiling(128, 128, 2, 1, 2, True, True, 232, holds_queries=True)
+"""For heads of 72 to 96, whose rows are padded to 128 columns."""
+WIDE_TILING = Tiling(256, 64, 2, 1, 2, False, True, 232, holds_queries=True)
+"""For heads of 136 to 192, whose rows are padded to 256 columns."""
 PACKED_TILINGS = (
     Tiling(64, 128, 3, 2, 2, False, True, 160),
     Tiling(128, 128, 2, 2, 2, True, True, 216),
@@ -205,4 +212,9 @@ def tiling_of(
         return next(tiling for tiling in PACKED_TILINGS if width <= tiling.width)
     if not is_sparse and v_head_size <= 128 < head_size <= NARROW_TILING.width:
         return NARROW_TILING
+    if not is_sparse and not splits and head_size == v_head_size:
+        if 64 < width <= 96:
+            return HALF_TILING
+        if 128 < width <= 192:
+            return WIDE_TILING
     return next(tiling for tiling in TILINGS if width <= tiling.width)
