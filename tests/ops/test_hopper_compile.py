@@ -28,15 +28,19 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
     make_rows_plan,
 )
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
+from pagetile.tiles.hopper import softmax  # noqa: E402
 from pagetile.tiles.hopper.gather_packed import IN_FLIGHT, chunk_layout, chunk_rows  # noqa: E402
 from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
 from pagetile.tiles.hopper.tiling import (  # noqa: E402
+    CAPPED_TILINGS,
+    HALF_TILING,
     NARROW_TILING,
     PACKED_TILINGS,
     SMALL_PACKED_TILING,
     SMALL_TILING,
     TILINGS,
+    WIDE_TILING,
     ForwardConfig,
     tiling_of,
 )
@@ -49,7 +53,7 @@ CONFIGS = [
     # (config, most bytes of memory that a thread keeps between tiles)
     (ForwardConfig(BF16, 128, 16, causal=True, uniform=True), 0),
     (ForwardConfig(BF16, 128, 256, causal=True, has_window=True, pack=4), 8),
-    (ForwardConfig(BF16, 256, 16, causal=True, has_window=True, has_cap=True), 16),
+    (ForwardConfig(BF16, 256, 16, causal=True, has_window=True, has_cap=True), 24),
     (ForwardConfig(BF16, 80, 16, causal=True, pack=8), 24),
     (ForwardConfig(F16, 48, 16, causal=True, uniform=True), 96),
     (ForwardConfig(BF16, 64, 64, causal=True, has_window=True, has_cap=True, has_sinks=True), 80),
@@ -60,6 +64,13 @@ CONFIGS = [
         ),
         8,
     ),
+    # smaller tiles of capped scores
+    (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, has_cap=True), 8),
+    (ForwardConfig(BF16, 48, 8, causal=True, has_window=True, has_cap=True, pack=8), 80),
+    (ForwardConfig(BF16, 80, 8, causal=True, has_window=True, has_cap=True, pack=8), 24),
+    # queries in registers
+    (ForwardConfig(BF16, 192, 16, causal=True, uniform=True), 40),
+    (ForwardConfig(F16, 96, 8, causal=True, has_window=True, has_sinks=True, pack=4), 24),
     # values of another width than keys
     (ForwardConfig(BF16, 192, 0, causal=True, uniform=True, v_head_size=128), 0),
     (ForwardConfig(BF16, 192, 16, causal=True, uniform=True, v_head_size=128), 8),
@@ -68,7 +79,7 @@ CONFIGS = [
         ForwardConfig(
             BF16, 128, 0, causal=True, has_window=True, uniform=True, is_sparse=True, has_cap=True
         ),
-        24,
+        96,
     ),
     (ForwardConfig(BF16, 64, 0, causal=True, uniform=True, is_sparse=True), 24),
     (ForwardConfig(BF16, 256, 0, causal=True, uniform=True, is_sparse=True, has_alibi=True), 24),
@@ -112,7 +123,7 @@ OTHER_CONFIGS = [
     (ForwardConfig(BF16, 128, 0, uniform=True), 0),
     (ForwardConfig(F16, 128, 8, causal=True), 0),
     (ForwardConfig(BF16, 256, 16, causal=True, uniform=True), 16),
-    (ForwardConfig(BF16, 192, 64, causal=True, pack=2), 16),
+    (ForwardConfig(BF16, 192, 64, causal=True, pack=2), 32),
     (ForwardConfig(BF16, 80, 64, causal=True, pack=8), 24),
     (ForwardConfig(BF16, 96, 128, causal=True, uniform=True), 0),
     (ForwardConfig(F16, 192, 16, uniform=True), 16),
@@ -232,6 +243,36 @@ def check_conversion(code, parts, tile_n, most_moved):
         assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved
 
 
+CAPPED = ForwardConfig(BF16, 128, 16, causal=True, uniform=True, has_cap=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_bounded"),
+    [
+        (CAPPED, True),
+        *rarely(
+            (replace(CAPPED, packed="e4m3", has_token_scales=True), True),
+            (replace(CAPPED, packed="e4m3"), False),  # of values in float16
+            (replace(CAPPED, dtype=F16), False),
+            (replace(CAPPED, has_alibi=True), False),
+        ),
+    ],
+    ids=str,
+)
+def test_bounded_scores_need_no_maximum(config, is_bounded, tmp_path):
+    for body in loops_that_multiply(disassemble(make_launcher(config).compile(HOPPER), tmp_path)):
+        maxima = [text for text in body if "FMNMX" in text and ".NAN" not in text]
+        assert not maxima if is_bounded else len(maxima) > config.tiling.tile_n // 2
+
+
+def test_weights_of_bounded_scores_stay_in_range():
+    """Those of the largest cap in bfloat16, and sums of many times large values in float32."""
+    bound = max(c for c in range(1, 129) if refuse_cap(c) is None) * softmax.LOG2_E.value
+    part = softmax.PART_OF_CAP.value
+    assert -bound * (1 + part) >= -126 + 20
+    assert bound * (1 - part) + 20 + 25 <= 127
+
+
 def test_a_head_is_multiplied_in_one_part_or_in_two_that_waste_less():
     sizes = {
         size: [part_size(size, i) for i in range(num_parts(size))] for size in range(8, 257, 8)
@@ -298,10 +339,11 @@ def test_small_boxes_are_gathered_instead():
 
 def test_every_tiling_has_a_kernel_that_is_compiled_here():
     packed = {*PACKED_TILINGS, SMALL_PACKED_TILING}
-    tilings = {*TILINGS, SMALL_TILING, NARROW_TILING, *packed}
+    capped = {*CAPPED_TILINGS}
+    tilings = {*TILINGS, SMALL_TILING, NARROW_TILING, HALF_TILING, WIDE_TILING, *packed, *capped}
     assert {config.tiling for config, _ in CONFIGS} == tilings
     gathering = {config.tiling for config, _ in CONFIGS if config.gathers}
-    assert gathering == {*TILINGS, NARROW_TILING, *packed}
+    assert gathering == {*TILINGS, NARROW_TILING, HALF_TILING, WIDE_TILING, *packed, *capped}
     assert [tiling_of(size, size).width for size in (8, 64, 72, 128, 136, 256)] == [
         *(64, 64, 128, 128, 256, 256)
     ]

@@ -355,6 +355,11 @@ BENT = [
     ),
     PagedCase((200, 70), (300, 333), 8, 1, head_size=128, has_alibi=True, causal=False),
     PagedCase((80, 90), (3, 0), 4, 2, head_size=64, has_alibi=True, logits_soft_cap=2.0),
+    PagedCase((80, 90), (3, 0), 4, 2, head_size=64, has_sinks=True, logits_soft_cap=50.0),
+    PagedCase(  # most scores are near the cap or its negative
+        (200, 70, 9), (700, 333, 9), 8, 2, head_size=128, has_sinks=True, logits_soft_cap=64.0,
+        softmax_scale=4.0,
+    ),
 ]  # fmt: skip
 
 

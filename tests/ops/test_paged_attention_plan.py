@@ -17,6 +17,7 @@ from pagetile.ops.paged_attention.plan import (
     refuse_hopper_decode,
     refuse_hopper_prefill,
 )
+from pagetile.tiles.hopper.tiling import PACKED_FORMATS, ForwardConfig
 
 # Llama 8B: one new token of each of 64 sequences of 4096.
 DECODE = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
@@ -370,6 +371,33 @@ def test_a_plan_of_prefill_on_hopper_shows_the_tiles_that_run(
     assert plan.num_warps * 16 == tile_m  # a warpgroup of four warps computes 64 rows
     assert plan == make_hopper_prefill_plan(problem, H200)
     assert make_plan(problem, A100) == make_gpu_plan(problem, A100)
+
+
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({}, (192, 64)),
+        ({"head_size": 64, "v_head_size": 64}, (192, 64)),
+        ({"head_size": 80, "v_head_size": 80}, (192, 64)),
+        ({"head_size": 256, "v_head_size": 256}, (128, 64)),
+        ({"q_dtype": torch.float16, "kv_dtype": torch.float16}, (128, 128)),
+        ({"logits_soft_cap": None}, (128, 128)),
+        # keys that are divided, and 8 bits, take larger tiles
+        ({"num_tokens": 256, "max_query_len": 256, "max_seq_len": 27_256}, (128, 128)),
+        ({"kv_dtype": torch.float8_e4m3fn, "scale_kind": "head"}, (128, 128)),
+    ],
+    ids=str,
+)
+def test_a_plan_of_capped_scores_shows_the_tiles_that_run(change, tile):
+    problem = replace(PREFILL, **({"logits_soft_cap": 50.0} | change))
+    plan = make_plan(problem, H200)
+    assert (plan.path, plan.tile_m, plan.tile_n) == ("prefill", *tile)
+    config = ForwardConfig(
+        problem.q_dtype, problem.head_size, 16, has_cap=problem.logits_soft_cap is not None,
+        splits=plan.divides_keys, is_unpacked=plan.unpacks,
+        packed="none" if plan.unpacks else PACKED_FORMATS.get(problem.kv_dtype, "none"),
+    )  # fmt: skip
+    assert tile == (64 * config.tiling.warpgroups, config.tiling.tile_n)
 
 
 def test_a_plan_says_whether_the_keys_of_a_prefill_may_be_divided():

@@ -337,9 +337,9 @@ def make_hopper_prefill_plan(
 ) -> GpuPlan:
     """Return the tiles that ``tiles.hopper.forward`` is built with for a problem's heads.
 
-    They depend on the head sizes, on whether it reads 8 bits and, for narrow heads, on
-    ``divides_keys``. ``split_size`` is for the short sequences of a mixed batch: keys of others are
-    not divided where a result must not depend on the batch.
+    They depend on the head sizes, on whether it reads 8 bits and, for narrow heads and bfloat16
+    scores with a cap, on ``divides_keys``. ``split_size`` is for the short sequences of a mixed
+    batch: keys of others are not divided where a result must not depend on the batch.
 
     Args:
         problem: A call.
@@ -349,7 +349,11 @@ def make_hopper_prefill_plan(
         unpacks: Whether to unpack 8-bit blocks where there is room for that; None chooses.
     """
     sizes = problem.head_size, problem.v_head_size
-    short, wide = short_len(problem), tiling_of(*sizes)
+    is_packed = problem.kv_dtype in PACKED_FORMATS
+    is_capped = (
+        problem.logits_soft_cap is not None and problem.q_dtype == torch.bfloat16 and not is_packed
+    )
+    short, wide = short_len(problem), tiling_of(*sizes, is_capped=is_capped)
     may_divide = not batch_invariant and divides_keys(
         wide,
         device.num_workers,
@@ -361,7 +365,6 @@ def make_hopper_prefill_plan(
         group=problem.group,
         short=short,
     )
-    is_packed = problem.kv_dtype in PACKED_FORMATS
     if unpacks is None:
         converting, unpacking = estimate(
             problem, device.num_workers, tile_m=_ROWS_OF_WARPGROUP * wide.warpgroups, short=short,
@@ -370,7 +373,7 @@ def make_hopper_prefill_plan(
         unpacks = not batch_invariant and unpacking < converting
     unpacks = unpacks and is_packed and can_unpack(problem, short)
     is_packed = is_packed and not unpacks
-    tiling = tiling_of(*sizes, splits=may_divide, is_packed=is_packed)
+    tiling = tiling_of(*sizes, splits=may_divide, is_packed=is_packed, is_capped=is_capped)
     return GpuPlan(
         "prefill",
         tile_m=_ROWS_OF_WARPGROUP * tiling.warpgroups,

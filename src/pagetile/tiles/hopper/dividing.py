@@ -34,8 +34,9 @@ ITEM_COST = 2.0
 SPLIT_COST = 3.0
 MERGE_COST = 0.75  # for values of 128
 
-_ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
+_ROWS = 64  # of a warpgroup
 _USUAL_PACK = 8  # heads in a tile
+_DIVIDING_WARPGROUPS = 2  # of kernels that divide keys
 _LONG_KEYS = 10_240  # with which dividing the tiles of a last wave pays
 _WAVES_GAIN = 1.12  # at least how much longer whole waves take than an even share
 
@@ -73,8 +74,8 @@ def divides_keys(
     So it may if its tiles are too few for one and a half waves of programs, as far as the host
     knows, and if queries may see more than two splits' keys on average. So it may, too, if its
     last wave is far from full and keys are long: then only that wave's tiles are divided (heads of
-    64 lose more by the smaller tiles of the kernel that divides keys). Otherwise the kernel that
-    does not divide keys runs.
+    64 and capped scores lose more by the other tiles of the kernel that divides keys). Otherwise
+    the kernel that does not divide keys runs.
 
     Args:
         tiling: Of the kernel.
@@ -99,6 +100,10 @@ def divides_keys(
         items = max(0, num_tokens - (num_seqs - 1) * short) * num_heads // rows
     if 2 * items < 3 * num_programs:
         return True
-    if tiling.width <= _COLUMNS or num_seqs > MOST_DRAWN_SEQS or max_seq_len < _LONG_KEYS:
+    if (
+        tiling.warpgroups > _DIVIDING_WARPGROUPS
+        or num_seqs > MOST_DRAWN_SEQS
+        or max_seq_len < _LONG_KEYS
+    ):
         return False
     return -(-items // num_programs) * num_programs >= _WAVES_GAIN * items

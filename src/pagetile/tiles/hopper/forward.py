@@ -68,6 +68,7 @@ from .softmax import (
     Warpgroup,
     add_alibi,
     apply_mask,
+    bound_of,
     cap,
     pack,
     scheduler_arrive,
@@ -75,6 +76,7 @@ from .softmax import (
     unpack,
     warpgroup_barrier,
     weigh,
+    weigh_bounded,
 )
 from .splits import make_last_wave, make_split_schedule
 
@@ -94,6 +96,7 @@ def _compute_role(
     if config.PINGPONG and WG == config.WARPGROUPS - 1:
         scheduler_arrive(0)
     STREAM: gl.constexpr = WG if config.EARLY else 0
+    GIVES_UP: gl.constexpr = config.EARLY and not config.HOLDS_Q
     tile_use = 0
     use = 0
     q_ring.barriers.wait_full(STREAM, tile_use)
@@ -101,12 +104,12 @@ def _compute_role(
     if num_tiles > 0:
         k_ring.barriers.wait_full(0, use)
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
-    q = _find_queries(q_ring, tile_use, config, WG)
+    q = _take_queries(q_ring, tile_use, k_ring, config, WG)
     s = _score(q, _find_keys(k_ring, use, config), s, config)
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.barriers.release(0, use)
-    if config.EARLY:
+    if GIVES_UP:
         q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
     s = _scale_keys(s, k_scales, use)
     given = scoring
@@ -114,7 +117,8 @@ def _compute_role(
     slope = _find_slope(s, scoring, num_tiles > 0, metadata, tile_use, config)
     weights, causal_limit, m, l = _first_softmax(s, metadata, tile_use, scoring, slope, config, WG)
     while num_tiles > 0:
-        q = _find_queries(q_ring, tile_use, config, WG)
+        if not config.HOLDS_Q:
+            q = _find_queries(q_ring, tile_use, config, WG)
         p = pack(weights, v_ring.tiles.dtype)
         acc = _no_results(config)
         num_keys = metadata.read(tile_use, NUM_KEYS)
@@ -163,15 +167,15 @@ def _compute_role(
         # The last product with values overlaps the next tile's first product with keys. After the
         # last tile that is one extra product on stale data, whose result is discarded.
         tile_use += 1
-        if config.EARLY:  # the product goes on while the next queries are loaded
+        if GIVES_UP:  # the product goes on while the next queries are loaded
             if config.PINGPONG:
                 scheduler_wait(WG)
             v_ring.barriers.wait_full(0, use)
             acc = _add_values(p, v_ring.operand(use, config.ATOMS), acc, config)
         q_ring.barriers.wait_full(STREAM, tile_use)
         num_tiles = metadata.read(tile_use, NUM_TILES)
-        q = _find_queries(q_ring, tile_use, config, WG)
-        if config.EARLY:
+        q = _take_queries(q_ring, tile_use, k_ring, config, WG)
+        if GIVES_UP:
             s, acc = _score_next(q, k_ring, use, acc, num_tiles > 0, config, WG)
             q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
         else:
@@ -185,6 +189,8 @@ def _compute_role(
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
         use += 1
+        if config.BOUNDED:
+            m = bound_of(l, scoring.scale)
         if config.SCALES == "head":
             acc = times(acc, gl.where(l == 0.0, 0.0, v_scale))
         if config.SPLITS:
@@ -209,12 +215,14 @@ def _first_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constex
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     causal_limit = gl.arange(0, ROWS, ROW) // config.PACK
     causal_limit += metadata.read(tile_use, CAUSAL_LIMIT) + WG * (ROWS // config.PACK)
-    s = _apply_score_mods(
-        s, causal_limit, metadata.read(tile_use, NUM_KEYS), scoring, slope, True, config
-    )
+    num_keys = metadata.read(tile_use, NUM_KEYS)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
-    weights, _, m, l = weigh(s, m, l, scoring.scale)
+    if config.BOUNDED:
+        weights, l = _weigh_bounded(s, l, causal_limit, num_keys, scoring, True, config)
+    else:
+        s = _apply_score_mods(s, causal_limit, num_keys, scoring, slope, True, config)
+        weights, _, m, l = weigh(s, m, l, scoring.scale)
     return weights, causal_limit, m, l
 
 
@@ -272,6 +280,25 @@ def _apply_score_mods(s, causal_limit, num_keys, scoring, slope, masked, config)
 
 
 @gluon.jit
+def _weigh_bounded(s, l, causal_limit, num_keys, scoring, masked, config):
+    """Weights of a tile's products, capped and masked, and the new sum of each row.
+
+    No maximum is looked for, and earlier sums stay as they are. The mask comes after the
+    exponentials: a branch between them and ``cap`` would keep them from overlapping.
+    """
+    if masked:
+        s = apply_mask(
+            s, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
+        )
+    weights = weigh_bounded(cap(s, scoring.inner), scoring.scale)
+    if masked:
+        weights = apply_mask(
+            weights, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
+        )
+    return weights, l + gl.sum(weights, 1)
+
+
+@gluon.jit
 def _no_results(config):
     """Zero accumulators, one for each part of a head's columns."""
     acc = ()
@@ -306,6 +333,20 @@ def _find_queries(ring, use, config, WG: gl.constexpr):
 
 
 @gluon.jit
+def _take_queries(ring, use, k_ring, config, WG: gl.constexpr):
+    """A warpgroup's queries, in shared memory or, where it ``HOLDS_Q``, parts in registers."""
+    q = _find_queries(ring, use, config, WG)
+    if config.HOLDS_Q:
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(k_ring.tiles.shape[1]), 2)
+        parts = ()
+        for i in gl.static_range(num_parts(config.HEAD_SIZE)):
+            parts = parts + (part_of(q, config.HEAD_SIZE, i).load(LAYOUT),)  # type: ignore[assignment] # noqa: RUF005
+        ring.barriers.release(WG, use)
+        q = parts
+    return q
+
+
+@gluon.jit
 def _find_keys(ring, use, config):
     """A use's keys as products take them: a tile, or a tuple of ``KEY_TILES``."""
     tiles = ring.operand(use, config.ATOMS)
@@ -322,7 +363,7 @@ def _score(q, k, s, config):
     SIZE: gl.constexpr = config.HEAD_SIZE
     TILES: gl.constexpr = config.KEY_TILES
     for i in gl.static_range(num_parts(SIZE, TILES)):
-        q_part = part_of(q[i] if TILES > 1 else q, SIZE, i, TILES)
+        q_part = q[i] if config.HOLDS_Q else part_of(q[i] if TILES > 1 else q, SIZE, i, TILES)
         k_part = part_of(k[i] if TILES > 1 else k, SIZE, i, TILES).permute((1, 0))
         s = warpgroup_mma(q_part, k_part, s, use_acc=i > 0, is_async=True)
     return s
@@ -414,14 +455,20 @@ def _attend_tile(
     """One step: the product with this use's values, and the softmax of the next use's scores."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     s, acc = _multiply(q, k_ring, v_ring, use, p, acc, True, config, WG)
-    if config.EARLY:
+    if config.EARLY and not config.HOLDS_Q:
         q_ring.barriers.release_if(WG, tile_use, is_last)
     s = _scale_keys(s, k_scales, use + 1)
-    s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
-    weights, decay, m, l = weigh(s, m, l, scoring.scale)
-    acc = _wait_for(acc)
-    v_ring.barriers.release(0, use)
-    return pack(weights, v_ring.tiles.dtype), times(acc, decay), m, l
+    if config.BOUNDED:
+        weights, l = _weigh_bounded(s, l, causal_limit, TILE_N, scoring, masked, config)
+        acc = _wait_for(acc)
+        v_ring.barriers.release(0, use)
+    else:
+        s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
+        weights, decay, m, l = weigh(s, m, l, scoring.scale)
+        acc = _wait_for(acc)
+        v_ring.barriers.release(0, use)
+        acc = times(acc, decay)
+    return pack(weights, v_ring.tiles.dtype), acc, m, l
 
 
 @gluon.jit
@@ -522,16 +569,21 @@ def forward_kernel(
     SPLITS: gl.constexpr,
     DRAWS: gl.constexpr,
     EARLY: gl.constexpr,
+    HOLDS_Q: gl.constexpr,
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
     WAITS: gl.constexpr,  # whether it is launched before the kernel in front ends
 ):
     """Attention of every sequence's queries over its keys; see the top of the file."""
     gdc_launch_dependents()
+    # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
+    V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
+    BOUNDED: gl.constexpr = HAS_CAP and not HAS_ALIBI and gl.bfloat16 == V_DTYPE
     config = KernelConfig(
         HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
         HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, DRAWS, EARLY, PACKED, SCALES,
+        KEY_TILES, DRAWS, EARLY, PACKED, SCALES, HOLDS_Q,
+        BOUNDED,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -549,8 +601,6 @@ def forward_kernel(
         WARPGROUPS if EARLY else 1,
     )
     k_ring = make_ring(q_desc.dtype, TILE_N, WIDTH, STAGES, KEY_TILES, WARPGROUPS)
-    # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
-    V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
     v_ring = make_ring(V_DTYPE, TILE_N, V_WIDTH, STAGES, 1, WARPGROUPS)
     metadata = make_tile_metadata(
         4 if EARLY else Q_STAGES, 16 if SPARSE or SPLITS or SCALES == "head" else 8

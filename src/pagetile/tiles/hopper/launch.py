@@ -395,6 +395,7 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "SPLITS": config.splits,
         "DRAWS": config.draws,
         "EARLY": tiling.q_stages == 1,
+        "HOLDS_Q": tiling.holds_queries,
         "PACKED": config.packed,
         "SCALES": "token" if config.has_token_scales else "head" if has_scales else "none",
         "WAITS": config.is_unpacked,

@@ -74,6 +74,8 @@ class KernelConfig:
     EARLY: gl.constexpr  # each warpgroup gives up its queries after their last product with keys
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
     SCALES: gl.constexpr  # of caches of 8 bits, one for each "head" or "token"; or "none"
+    HOLDS_Q: gl.constexpr  # warpgroups hold their queries in registers; then queries are EARLY
+    BOUNDED: gl.constexpr  # scores lie in a range that the values' type can hold weights of
 
 
 @gluon.jit

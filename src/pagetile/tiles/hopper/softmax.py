@@ -7,10 +7,12 @@ from .record import record
 
 __all__ = [
     "LOG2_E",
+    "PART_OF_CAP",
     "Scoring",
     "Warpgroup",
     "add_alibi",
     "apply_mask",
+    "bound_of",
     "cap",
     "pack",
     "scheduler_arrive",
@@ -18,6 +20,7 @@ __all__ = [
     "unpack",
     "warpgroup_barrier",
     "weigh",
+    "weigh_bounded",
 ]
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -76,6 +79,10 @@ _TANH = gl.constexpr(
     + "}"
 )
 _EIGHT_FROM_EIGHT = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
+# A capped score lies between -cap and cap, so a part of the cap can stand for a row's maximum. With
+# an eighth, weights lie between 2 ** -104 and 2 ** 81 under the largest cap, 64. So bfloat16 holds
+# them, and float32 their sums over 2 ** 20 keys, times values of up to 2 ** 25.
+PART_OF_CAP = gl.constexpr(1 / 8)
 
 
 @gluon.jit
@@ -126,6 +133,18 @@ def weigh(s, m, l, scale):
     p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))
     decay = gl.exp2(m - pivot)
     return p, decay, new_m, l * decay + gl.sum(p, 1)
+
+
+@gluon.jit
+def weigh_bounded(s, scale):
+    """Weights of a tile's capped scores, with ``bound_of``'s number for every row's maximum."""
+    return gl.exp2(gl.fma(s, scale, -PART_OF_CAP * scale))
+
+
+@gluon.jit
+def bound_of(l, scale):
+    """What stands for the maximum of rows with these sums; -inf where no key was seen."""
+    return gl.where(l == 0.0, float("-inf"), PART_OF_CAP * scale)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
+    "CAPPED_TILINGS",
     "PACKED_FORMATS",
     "PACKED_TILINGS",
     "TILINGS",
@@ -42,6 +43,9 @@ class Tiling:
     """Whether warpgroups issue their products in turns (FlashAttention-3's ping-pong)."""
     registers: int
     """Registers of a computing thread."""
+    holds_queries: bool = False
+    """Whether computing threads hold their queries in registers: products then read half as much
+    shared memory, whose bandwidth limits those of tiles of few keys or of padded rows."""
 
 
 # What was fastest on an H200, of what fits: 1 × 16384 causal, heads of 64, 128 and 256.
@@ -53,6 +57,16 @@ TILINGS = (
 SMALL_TILING = Tiling(64, 128, 2, 2, 2, False, True, 232)
 """For narrow heads of block-sparse attention, whose blocks have 128 queries, and of divided keys:
 three warpgroups have too few registers for the merge."""
+HALF_TILING = Tiling(128, 128, 2, 1, 2, True, True, 232, holds_queries=True)
+"""For heads of 72 to 96, whose rows are padded to 128 columns."""
+WIDE_TILING = Tiling(256, 64, 2, 1, 2, False, True, 232, holds_queries=True)
+"""For heads of 136 to 192, whose rows are padded to 256 columns."""
+CAPPED_TILINGS = (
+    Tiling(64, 64, 3, 2, 4, False, True, 160),
+    Tiling(128, 64, 3, 1, 4, False, True, 160),
+)
+"""For bfloat16 scores with a cap: hyperbolic tangents take longer than products, and small tiles
+leave registers to interleave more of them."""
 PACKED_TILINGS = (
     Tiling(64, 128, 3, 2, 2, False, True, 160),
     Tiling(128, 128, 2, 2, 2, True, True, 216),
@@ -111,7 +125,11 @@ class ForwardConfig:
         """How its kernel is built."""
         is_packed = self.packed != "none"
         return tiling_of(
-            *self.sizes, is_sparse=self.is_sparse, splits=self.splits, is_packed=is_packed
+            *self.sizes,
+            is_sparse=self.is_sparse,
+            splits=self.splits,
+            is_packed=is_packed,
+            is_capped=self.has_cap and self.dtype == torch.bfloat16 and not self.is_unpacked,
         )
 
     @property
@@ -193,10 +211,11 @@ def tiling_of(
     is_sparse: bool = False,
     splits: bool = False,
     is_packed: bool = False,
+    is_capped: bool = False,
 ) -> Tiling:
     """The tiling for head sizes up to 256; a small one for sparse tiles and divided keys.
 
-    ``is_packed``: for 8-bit caches.
+    ``is_packed``: for 8-bit caches. ``is_capped``: for bfloat16 with a soft cap.
     """
     width = max(head_size, v_head_size)
     if (is_sparse or splits) and width <= SMALL_TILING.width:
@@ -205,4 +224,11 @@ def tiling_of(
         return next(tiling for tiling in PACKED_TILINGS if width <= tiling.width)
     if not is_sparse and v_head_size <= 128 < head_size <= NARROW_TILING.width:
         return NARROW_TILING
+    if not is_sparse and not splits and head_size == v_head_size:
+        if is_capped and width <= 128:
+            return next(tiling for tiling in CAPPED_TILINGS if width <= tiling.width)
+        if 64 < width <= 96:
+            return HALF_TILING
+        if 128 < width <= 192:
+            return WIDE_TILING
     return next(tiling for tiling in TILINGS if width <= tiling.width)
