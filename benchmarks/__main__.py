@@ -322,7 +322,7 @@ def _leave_compiled(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     """The same cases, those of some names without peers that torch.compile makes."""
     return [
         replace(case, has_compiled_peers=False)  # type: ignore[type-var]
-        if case.name in names
+        if case.name in names and hasattr(case, "has_compiled_peers")
         else case
         for case in cases
     ]

@@ -1053,13 +1053,15 @@ def test_a_case_whose_compiled_peers_lost_the_device_is_measured_without_them(ru
             return super().measure(repeats)
 
     measured = []
-    present = (Compiling("decode-a"), Compiling("decode-b"))
+    present = (Compiling("decode-a"), Compiling("decode-b"), Fake("decode-c"))
     options = ("all", "--machine", "m", "--only", "-", "--into", tmp_path)
-    done = run(*options, "--without-compiled", "decode-b", present=present)
+    without = ("--without-compiled", "decode-b", "--without-compiled", "decode-c")
+    done = run(*options, *without, present=present)
     assert done.exit_code == 0
     assert measured == [("decode-a", True), ("decode-b", False)]
     made = json.loads((tmp_path / "m.json").read_text())["cases"]
-    assert [case["absent"] for case in made] == [{}, {"compiled": "lost the device"}]
+    lost = {"compiled": "lost the device"}
+    assert [case["absent"] for case in made] == [{}, lost, lost]
 
 
 def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monkeypatch):

@@ -184,6 +184,8 @@ def test_a_bad_request_raises_and_holds_nothing(async_llm):
         stream = await async_llm.submit("x", LONG, request_id="twice")
         with pytest.raises(RequestError, match="twice"):
             await async_llm.submit("x", LONG, request_id="twice")
+        with pytest.raises(RequestError, match=r"request_id=\['a'\], expected text"):
+            await async_llm.submit("x", LONG, request_id=["a"])
         stream.close()
         await idle(async_llm)
 

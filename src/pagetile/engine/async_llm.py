@@ -227,6 +227,8 @@ class AsyncLLM:
         if request_id is None:
             request_id = f"request-{self._next_id}"
             self._next_id += 1
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r}, expected text")
         if request_id in self._streams:
             raise RequestError(f"request_id={request_id!r} is running: choose another")
         handle = RequestStream(
