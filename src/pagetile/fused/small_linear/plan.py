@@ -140,8 +140,7 @@ def is_resident(
         return False
     problem = Problem(num_rows, size, num_columns, dtype, is_gated)
     return (
-        device.kind == "cuda"
-        and device.capability[0] == 9
+        _is_hopper(device)
         and problem.num_bytes <= _MOST_BYTES_TILES
         and plan_resident(problem) is not None
     )
@@ -228,7 +227,7 @@ def is_faster_in_parts_on_hopper(
         dtype: The type of all of them.
         device: Where they are.
     """
-    if device.kind != "cuda" or device.capability[0] != 9 or dtype.itemsize != 2:
+    if not _is_hopper(device) or dtype.itemsize != 2:
         return False
     problem = Problem(num_rows, size, num_columns, dtype)
     if problem.num_bytes > _MOST_BYTES_TILES:
@@ -265,10 +264,14 @@ def is_faster_in_ring(
     return -(-num_columns // 64) >= _LEAST_PROGRAMS and _is_streamed(problem, device)
 
 
+def _is_hopper(device: DeviceInfo) -> bool:
+    return device.kind == "cuda" and device.capability[0] == 9
+
+
 def _is_streamed(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether the weight is too large to stay on the chip and the rows are few."""
     return (
-        device.kind == "cuda"
-        and device.capability[0] == 9
+        _is_hopper(device)
         and problem.dtype.itemsize == 2
         and problem.size % 8 == 0
         and 1 < problem.num_rows <= _MOST_ROWS_RING
