@@ -134,8 +134,7 @@ CLAIMS = {
     ),
     (
         "performance/windows.md",
-        "SDPA's cuDNN kernel except in two rows: windows of 49 tokens (FlexAttention forward, "
-        "SDPA's efficient kernel with gradients) and heads of 30",
+        "SDPA's cuDNN kernel except on windows of 49 and 64 tokens, where SDPA's efficient kernel is",
     ): lambda: (
         {
             (name.removeprefix("windows-"), peer)
@@ -144,9 +143,9 @@ CLAIMS = {
             if peer != "sdpa, cudnn"
         },
         {
-            ("4096x3x49x32", "flex"),
             ("4096x3x49x32", "sdpa, efficient"),
-            ("swinir", "eager"),
+            ("cosine-8", "sdpa, efficient"),
+            ("swinir", "sdpa, efficient"),
         },
     ),
 }
