@@ -134,7 +134,8 @@ CLAIMS = {
     ),
     (
         "performance/windows.md",
-        "SDPA's cuDNN kernel except on windows of 49 and 64 tokens, where SDPA's efficient kernel is",
+        "SDPA's cuDNN kernel except on windows of 49 and 64 tokens, where SDPA's efficient kernel "
+        "is",
     ): lambda: (
         {
             (name.removeprefix("windows-"), peer)
