@@ -14,15 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "DeviceInfo",
-    "available_memory",
-    "cpu_features",
-    "default_device",
-    "refusing_to_wait",
-    "vector_registers",
-]
-
 
 @dataclass(frozen=True)
 class DeviceInfo:

@@ -2,6 +2,4 @@
 
 from os import getpid
 
-__all__ = ["HOME"]
-
 HOME = getpid()

@@ -13,8 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "send", "unpack"]
-
 _ALIGNMENT = 64  # bytes: where an array begins, so that kernels can read it in wide words
 
 

@@ -1,7 +1,5 @@
 """The version, for all that says it: ``__version__``, the command line, the server, records."""
 
-__all__ = ["SOURCE_TREE", "find_version"]
-
 SOURCE_TREE = "0+source.tree"
 """The version of a package that runs without being installed, as from a ``PYTHONPATH``."""
 

@@ -10,8 +10,9 @@ import torch
 from pagetile import BlockPool, KVCache
 from pagetile.engine import LLM, Engine
 from pagetile.engine.cuda_graphs import padded_sizes, prompt_sizes
-from pagetile.engine.sampler import Sampler, SamplingInput
+from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_params import SamplingParams
+from pagetile.engine.sampling_rows import SamplingInput
 from pagetile.models import load_model
 from pagetile.models.forward_batch import ForwardBatch
 from pagetile.ops.paged_attention import PagedBatch

@@ -17,7 +17,7 @@ from pagetile.device import DeviceInfo
 from pagetile.engine import triton as engine_triton
 from pagetile.engine.cuda_graphs import StepGraphs
 from pagetile.engine.prefix_groups import PrefixGrouper
-from pagetile.engine.sampler import SamplingInput
+from pagetile.engine.sampling_rows import SamplingInput
 from pagetile.ops.paged_attention import PagedBatch, shared_prefixes
 from pagetile.ops.paged_attention import triton as paged_attention_triton
 from pagetile.ops.paged_attention.hopper_decode import decode_kernel

@@ -17,9 +17,9 @@ from pagetile.engine.logprobs import (
     compute_logprobs,
     read_logprobs,
 )
-from pagetile.engine.sampler import SampledToken, Sampler, SamplingInput
+from pagetile.engine.sampler import SampledToken, Sampler
 from pagetile.engine.sampling_params import SamplingParams
-from pagetile.engine.sampling_rows import Feature
+from pagetile.engine.sampling_rows import Feature, SamplingInput
 from pagetile.engine.sampling_tables import pack_bits
 from pagetile.errors import DTypeError, GenerationError, NoTokenLeftError, ShapeError
 from pagetile.testing.sample import sample

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pagetile import LLM, SamplingParams
-from pagetile.engine.sampler import Sampler, SamplingInput
+from pagetile.engine.sampler import Sampler
+from pagetile.engine.sampling_rows import SamplingInput
 
 pytestmark = pytest.mark.gpu
 

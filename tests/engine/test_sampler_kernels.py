@@ -13,9 +13,9 @@ import triton.language as tl
 
 from pagetile.engine import triton_draw
 from pagetile.engine.logprobs import add_logprobs, compute_logprobs, read_logprobs
-from pagetile.engine.sampler import Sampler, SamplingInput
+from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_params import SamplingParams
-from pagetile.engine.sampling_rows import MAX_TOP, Feature
+from pagetile.engine.sampling_rows import MAX_TOP, Feature, SamplingInput
 from pagetile.engine.sampling_tables import pack_bits
 from pagetile.engine.triton_cut import find_edge
 from pagetile.engine.triton_draw import draw, unpack

@@ -29,7 +29,8 @@ from test_one_step_ahead import (
 from pagetile import LLM, RequestError, SamplingParams
 from pagetile.engine import Engine
 from pagetile.engine.ngram import NgramProposer
-from pagetile.engine.sampler import Sampler, SamplingInput
+from pagetile.engine.sampler import Sampler
+from pagetile.engine.sampling_rows import SamplingInput
 from pagetile.testing.sample import sample
 
 PROMPT = (5, 6, 7, 8, 9)

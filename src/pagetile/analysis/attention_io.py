@@ -31,8 +31,6 @@ from ..errors import ShapeError
 from .tile_walk import TileWalk
 from .traffic import Stream, Traffic
 
-__all__ = ["AttentionShape", "compulsory", "longest_resident", "standard", "tile_bytes", "tiled"]
-
 FLOAT32 = 4
 
 

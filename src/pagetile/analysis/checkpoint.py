@@ -17,8 +17,6 @@ from .memory import LayerKind
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["ELEMENT_BYTES", "Checkpoint", "layer_kinds", "read_checkpoint", "weight_bytes"]
-
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors calls what a model is cast from

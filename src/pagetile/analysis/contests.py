@@ -17,8 +17,6 @@ from .attention_io import AttentionShape
 from .roofline import Work, attention_work
 from .side_by_side import Contest
 
-__all__ = ["attention_contest", "dtype_name", "on_each_backend", "scores_contest"]
-
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,

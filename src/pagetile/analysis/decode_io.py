@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ..errors import ShapeError
 from .traffic import Stream, Traffic
 
-__all__ = ["DecodeShape", "compulsory", "seconds_at"]
-
 FLOAT32 = INT32 = 4
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from ..tiles.cpu.compile import entry
 from ..tiles.cpu.simd import exp2, load, store
 
-__all__ = ["raise_two"]
-
 
 @entry()
 def raise_two(into: Any, x: Any, repeats: int) -> None:

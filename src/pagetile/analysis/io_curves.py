@@ -17,8 +17,6 @@ from .attention_io import (
     tiled,
 )
 
-__all__ = ["Curve", "IoCurves", "io_curves"]
-
 PER_OCTAVE = 12  # points of a curve
 MOST_CURVES = 7  # as many as have colours of their own
 MOST_TILES = 1 << 14  # each may have to be looked at, with all before it: seconds

@@ -10,14 +10,6 @@ from dataclasses import dataclass
 
 from ..errors import RequestError
 
-__all__ = [
-    "GeometricLengths",
-    "GivenLengths",
-    "LengthDistribution",
-    "UniformLengths",
-    "parse_lengths",
-]
-
 
 @dataclass(frozen=True)
 class GivenLengths:

@@ -11,8 +11,6 @@ from ..device import DeviceInfo
 from .roofline import Machine, machine, machine_names
 from .timing import clock_of, take_turns
 
-__all__ = ["measure_machine"]
-
 REPEATS = 7
 
 

@@ -15,8 +15,6 @@ from decimal import Decimal
 from ..errors import OutOfBlocksError, RequestError, ShapeError
 from .lengths import LengthDistribution
 
-__all__ = ["LayerKind", "MemoryPlan", "Occupancy", "format_bytes", "parse_bytes", "plan_memory"]
-
 
 @dataclass(frozen=True)
 class LayerKind:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 
-__all__ = ["HeldBlocks", "PageMap"]
-
 FREE, CACHED, MANY, OTHER = ".", ":", "#", "+"
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")

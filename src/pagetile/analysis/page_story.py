@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from .page_map import PageMap
 
-__all__ = ["MAX_MODEL_LEN", "PageStep", "page_story"]
-
 MAX_MODEL_LEN = 24
 """Tokens that an engine without pages would reserve for each sequence."""
 

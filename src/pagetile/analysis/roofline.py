@@ -22,17 +22,6 @@ from .attention_io import compulsory as attention_bytes
 from .window_io import WindowShape, backward_compulsory
 from .window_io import compulsory as window_bytes
 
-__all__ = [
-    "Machine",
-    "Roofs",
-    "Work",
-    "attention_work",
-    "machine",
-    "machine_names",
-    "window_training_work",
-    "window_work",
-]
-
 PRODUCT_STEP = 16  # matrix units multiply whole steps of this many elements
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from .roofline import Work
 from .timing import Times, admit, clock_of, take_turns
 
-__all__ = ["Contest", "Result", "compare"]
-
 PIECE = 2**24
 
 

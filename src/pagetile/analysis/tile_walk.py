@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 
 from ..errors import ShapeError
 
-__all__ = ["FULL", "MASKED", "SKIPPED", "TileWalk"]
-
 FULL, MASKED, SKIPPED = "full", "masked", "skipped"
 
 

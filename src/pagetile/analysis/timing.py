@@ -18,18 +18,6 @@ import torch
 
 from ..errors import PagetileError, UnsupportedError
 
-__all__ = [
-    "Clock",
-    "EventClock",
-    "Times",
-    "WallClock",
-    "admit",
-    "between_events",
-    "clock_of",
-    "ratio",
-    "take_turns",
-]
-
 
 @dataclass(frozen=True)
 class Times:

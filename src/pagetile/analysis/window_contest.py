@@ -15,8 +15,6 @@ from .roofline import window_training_work, window_work
 from .side_by_side import Contest
 from .window_grid import WindowGrid
 
-__all__ = ["windows_contest"]
-
 Gradients = tuple[Tensor, ...]
 
 

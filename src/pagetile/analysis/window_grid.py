@@ -18,8 +18,6 @@ from .window_io import WindowShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WindowGrid"]
-
 
 @dataclass(frozen=True)
 class WindowGrid:

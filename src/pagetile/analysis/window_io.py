@@ -13,8 +13,6 @@ from typing import Literal
 from ..errors import ShapeError
 from .traffic import Stream, Traffic
 
-__all__ = ["WindowShape", "backward_compulsory", "compulsory", "multiprocessor", "unfused"]
-
 FLOAT32 = 4
 
 BiasForm = Literal["matrix", "table", "none"]

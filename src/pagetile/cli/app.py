@@ -13,8 +13,6 @@ import typer
 from . import bench, chat, explain, generate, plan, serve
 from .options import show_help
 
-__all__ = ["app", "run"]
-
 COMPLETE = "_PAGETILE_COMPLETE"
 """Environment variable by which a shell asks for completions of what is typed so far."""
 
@@ -52,6 +50,7 @@ def pagetile(
         ),
     ] = False,
 ) -> None:
+    """Print the help where no command is given."""
     show_help(context)
 
 

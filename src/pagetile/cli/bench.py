@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..analysis.roofline import Roofs
     from ..analysis.side_by_side import Contest, Result
 
-__all__ = ["bench"]
-
 bench = typer.Typer(
     help="Time pagetile's operations beside PyTorch's, with errors and least possible times."
 )

@@ -18,8 +18,6 @@ from rich.console import Console
 from ..errors import RequestError
 from .options import MODEL, Device, flag, option
 
-__all__ = ["EXAMPLES", "chat"]
-
 EXAMPLES = """
 [bold]Examples[/bold]
   pagetile chat http://127.0.0.1:8000

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..analysis.window_grid import WindowGrid
     from ..analysis.window_io import WindowShape
 
-__all__ = ["explain"]
-
 explain = typer.Typer(help="Draw how attention is computed, and count what it moves.")
 
 TILES = """

@@ -27,8 +27,6 @@ from .output import print_in_order, stream_one
 from .prompts import read_prompts
 from .run import Run, cache_report, load
 
-__all__ = ["EXAMPLES", "generate"]
-
 EXAMPLES = """
 [bold]Examples[/bold]
   pagetile generate "def fibonacci(n):" --temperature 0.7

@@ -9,24 +9,6 @@ import typer
 
 from ..errors import RequestError
 
-__all__ = [
-    "BlockSize",
-    "CacheDtype",
-    "Device",
-    "Dtype",
-    "Element",
-    "MaxModelLen",
-    "Model",
-    "NoGenerationConfig",
-    "NumSpeculativeTokens",
-    "Speculative",
-    "flag",
-    "option",
-    "parse_grid",
-    "parse_sizes",
-    "show_help",
-]
-
 MODEL = "Model and cache"
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..engine.outputs import Delta
     from .run import Run
 
-__all__ = ["aligned", "make_table", "print_in_order", "stream_one", "wide_console"]
-
 
 def make_table(first: str, *others: str) -> Table:
     """An empty table of numbers under headers; what its rows are called stands on the left."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..analysis.lengths import LengthDistribution
     from ..analysis.memory import MemoryPlan, Occupancy
 
-__all__ = ["EXAMPLES", "plan"]
-
 EXAMPLES = """
 [bold]Examples[/bold]
   pagetile plan --model my-checkpoint --memory 80GB

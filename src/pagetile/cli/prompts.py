@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ..errors import RequestError
 
-__all__ = ["BUILT_IN", "read_prompts"]
-
 BUILT_IN = 'def read_config(path):\n    """Read a configuration file.'
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..engine.llm import LLM
     from ..engine.outputs import Delta
 
-__all__ = ["Run", "cache_report", "load"]
-
 
 def load(**options: Any) -> LLM:
     """A model with options of ``LLM``."""

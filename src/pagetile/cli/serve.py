@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..engine.async_llm import AsyncLLM
     from ..server import ServerConfig
 
-__all__ = ["EXAMPLES", "serve"]
-
 EXAMPLES = """
 [bold]Examples[/bold]
   pagetile serve

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
-from .engine_thread import EngineThread, StepReport
+from .engine_thread import EngineThread
 from .input_processor import Prompt, check_params, parse_prompt
 from .keywords import explain_absent_names
 from .llm import LLM
@@ -30,8 +30,6 @@ from .outputs import CompletionOutput, Delta, RequestOutput
 from .request_stream import RequestStream
 from .sampling_params import SamplingParams
 from .vllm_names import ASYNC_LLM_NAMES
-
-__all__ = ["AsyncLLM", "StepReport"]
 
 T = TypeVar("T")
 

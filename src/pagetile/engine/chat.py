@@ -10,8 +10,6 @@ from typing import Any
 from ..errors import RequestError
 from .input_processor import is_list
 
-__all__ = ["Conversation", "Tools", "as_template_message", "render", "render_text"]
-
 Conversation = SequenceOf[Mapping[str, Any]]
 """Messages in turn, in OpenAI's form: ``{"role": "user", "content": "…"}``."""
 Tools = SequenceOf[Mapping[str, Any]]

@@ -13,14 +13,6 @@ from .structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
-__all__ = [
-    "check",
-    "explain_no_token",
-    "integer",
-    "normalize",
-    "number",
-]
-
 
 def check(fits: bool, name: str, value: object, allowed: str) -> None:
     """Refuse ``name=value`` where it does not fit."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .request import Sequence
 
-__all__ = ["ChunkSizer"]
-
 _WEIGHT = 0.1
 """Of the newest step in all averages."""
 

@@ -29,14 +29,12 @@ from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
 from .request import Request, Sequence, Status
 from .runner import LaunchedStep, Runner
-from .sampler import SamplingInput
 from .sampling_params import SamplingParams
+from .sampling_rows import SamplingInput
 from .scheduler import Scheduler, SchedulerOutput
 from .structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams, fill_masks
 from .token_text import TokenText
 from .warming import run_made_up
-
-__all__ = ["Engine"]
 
 
 class Engine:

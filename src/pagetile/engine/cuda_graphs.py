@@ -21,8 +21,6 @@ import torch
 
 from ..device import refusing_to_wait
 
-__all__ = ["StepGraphs", "padded_sizes", "prompt_sizes"]
-
 _STEP = 16
 _MOST_TOKENS = 8192
 """Launching a step of 8192 tokens kernel by kernel takes the host 17 ms for the 28 layers of

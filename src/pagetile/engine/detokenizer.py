@@ -24,8 +24,6 @@ from ..errors import RequestError
 from .sampling_params import SamplingParams
 from .window_decoder import WindowDecoder
 
-__all__ = ["Detokenizer", "Tokenizer", "byte_of_letter", "find_decode", "find_token_bytes"]
-
 TokenBytes = Callable[[int], bytes]
 _found: WeakKeyDictionary[Any, dict[bool, TokenBytes | None]] = WeakKeyDictionary()
 

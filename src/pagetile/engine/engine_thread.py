@@ -17,8 +17,6 @@ from .outputs import Delta, RequestOutput
 from .request import Sequence as OneSequence
 from .request_stream import RequestStream
 
-__all__ = ["EngineThread", "Mailbox", "News", "StepReport", "call_soon"]
-
 # Parts of a message that say the device itself is gone, after which no step can succeed.
 _DEVICE_LOST = ("CUDA error", "device-side assert", "HIP error", "NCCL error", "Xid")
 

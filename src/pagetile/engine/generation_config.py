@@ -9,8 +9,6 @@ from pathlib import Path
 from ..errors import RequestError
 from .sampling_params import SamplingParams
 
-__all__ = ["sampling_defaults"]
-
 # Names in generation_config.json and in SamplingParams: those that vLLM reads.
 _SAMPLING = {
     "temperature": "temperature",

@@ -12,8 +12,6 @@ from ..kv_cache.storage import KVCache
 from .detokenizer import Detokenizer
 from .sampling_params import SamplingParams
 
-__all__ = ["InputProcessor", "Prompt", "check_params", "is_list", "list_prompts", "parse_prompt"]
-
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 

@@ -28,8 +28,6 @@ from .sampler import Sampler, StepResults, send_back
 from .scheduler import SchedulerOutput
 from .step_memory import DecodeForm, StepMemory
 
-__all__ = ["KernelSteps"]
-
 _NUM_MEMORIES = 4
 """Used in turn: at most two steps are in flight."""
 

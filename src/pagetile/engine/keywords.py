@@ -8,8 +8,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["explain_absent_names", "refuse_unknown_keywords"]
-
 C = TypeVar("C", bound=type)
 
 

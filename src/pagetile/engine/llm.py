@@ -23,8 +23,6 @@ from .vllm_names import LLM_NAMES, LLM_OPTIONS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LLM"]
-
 
 @refuse_unknown_keywords(LLM_OPTIONS)
 @explain_absent_names(LLM_NAMES)

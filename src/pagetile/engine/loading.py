@@ -20,8 +20,6 @@ from .sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_engine"]
-
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,

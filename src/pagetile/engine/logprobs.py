@@ -20,17 +20,6 @@ from torch import Tensor
 from ..transfer import send
 from .sampling_rows import MAX_TOP
 
-__all__ = [
-    "Logprob",
-    "LogprobDicts",
-    "TokenLogprobs",
-    "TokenLogprobsList",
-    "add_logprobs",
-    "compute_logprobs",
-    "descending_order",
-    "read_logprobs",
-]
-
 CHUNK = 128  # tokens
 ID_BITS = 31
 

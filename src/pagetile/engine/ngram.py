@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .outputs import CacheCounts
     from .scheduler import SchedulerOutput
 
-__all__ = ["NgramProposer", "find_assumed", "verify"]
-
 MAX_N = 4
 """Longest n-gram that is compared; of places with as long a match the latest is taken."""
 MAX_PLACES = 16

@@ -10,8 +10,6 @@ from .outputs import Delta
 from .request import Sequence
 from .sampler import SampledToken
 
-__all__ = ["OutputProcessor"]
-
 
 class OutputProcessor:
     """Takes tokens into sequences; blocks are the scheduler's."""

@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import GenerationError
 from .logprobs import LogprobDicts, TokenLogprobs
 
-__all__ = ["CacheCounts", "CompletionOutput", "Delta", "RequestMetrics", "RequestOutput"]
-
 
 @dataclass(slots=True)
 class Delta:

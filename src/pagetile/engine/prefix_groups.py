@@ -23,8 +23,6 @@ from .request import Sequence
 if TYPE_CHECKING:
     from .scheduler import SchedulerOutput
 
-__all__ = ["MAX_GROUPS", "PrefixGrouper", "PrefixGroups", "find_groups"]
-
 MAX_GROUPS = 8
 """Groups of a step, those without a prefix being one: what a recorded step has room for."""
 

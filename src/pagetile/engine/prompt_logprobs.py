@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from .core import Engine
 
-__all__ = ["score_prompt"]
-
 CHUNK = 256  # tokens of one forward: their logits are float32 [CHUNK, vocab_size]
 
 

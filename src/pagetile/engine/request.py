@@ -35,8 +35,6 @@ from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .sampling_params import SamplingParams
 from .structured_outputs import Grammar
 
-__all__ = ["Request", "Sequence", "Status"]
-
 _EPOCH = time.time() - time.perf_counter()
 """What makes seconds of ``time.perf_counter`` those since 1970; set once, so that they are never
 turned back."""

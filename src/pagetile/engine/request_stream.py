@@ -12,8 +12,6 @@ from .logprobs import TokenLogprobs
 from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
 
-__all__ = ["RequestStream"]
-
 
 class RequestStream:
     """What a request that was submitted to an ``AsyncLLM`` has produced and still will.

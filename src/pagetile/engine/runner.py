@@ -30,10 +30,9 @@ from ..transfer import pack, unpack
 from .kernel_steps import KernelSteps
 from .ngram import find_assumed
 from .request import Sequence as OneSequence
-from .sampler import SampledTokens, Sampler, SamplingInput, StepResults, send_back
+from .sampler import SampledTokens, Sampler, StepResults, send_back
+from .sampling_rows import SamplingInput
 from .scheduler import SchedulerOutput
-
-__all__ = ["LaunchedStep", "Runner"]
 
 
 @dataclass(frozen=True, eq=False)

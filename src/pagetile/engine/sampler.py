@@ -47,15 +47,6 @@ from .step_masks import StepMasks
 from .torch_draw import draw_tokens
 from .torch_shape import shape_logits
 
-__all__ = [
-    "SampledToken",
-    "SampledTokens",
-    "Sampler",
-    "SamplingInput",
-    "StepResults",
-    "send_back",
-]
-
 _SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
 
 

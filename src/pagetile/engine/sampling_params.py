@@ -11,8 +11,6 @@ from .keywords import refuse_unknown_keywords
 from .structured_outputs import StructuredOutputsParams
 from .vllm_names import SAMPLING_OPTIONS
 
-__all__ = ["SamplingParams"]
-
 
 @refuse_unknown_keywords(SAMPLING_OPTIONS)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

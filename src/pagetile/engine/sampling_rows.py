@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 from .sampling_params import SamplingParams
 
-__all__ = ["Feature", "SamplingInput", "encode_row", "find_features"]
-
 COLDEST = 1e-5
 """Below this temperature the likeliest token is taken: logits do not resolve less."""
 MAX_TOP = 20

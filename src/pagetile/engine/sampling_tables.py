@@ -19,8 +19,6 @@ from torch import Tensor
 from ..transfer import send
 from .sampling_rows import Feature, SamplingInput
 
-__all__ = ["RowTables", "TokenTables", "pack_bits"]
-
 NUM_TABLES = 3
 
 

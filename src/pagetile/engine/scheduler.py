@@ -35,8 +35,6 @@ from .outputs import CacheCounts
 from .prefix_groups import PrefixGrouper, PrefixGroups
 from .request import Sequence, Status
 
-__all__ = ["Scheduler", "SchedulerOutput"]
-
 
 @dataclass
 class SchedulerOutput:

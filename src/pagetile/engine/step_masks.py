@@ -12,8 +12,6 @@ from torch import Tensor
 from ..transfer import send
 from .sampling_rows import SamplingInput
 
-__all__ = ["StepMasks"]
-
 
 class StepMasks:
     """The last tokens of rows with bad words, and the masks that follow from them.

@@ -22,8 +22,6 @@ from .request import Sequence
 from .sampler import StepResults
 from .scheduler import SchedulerOutput
 
-__all__ = ["DecodeForm", "StepMemory"]
-
 
 class StepMemory:
     """Host memory of one step in flight, pinned for a GPU.

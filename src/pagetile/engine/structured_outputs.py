@@ -23,8 +23,6 @@ from ..errors import RequestError, UnsupportedError
 from .keywords import refuse_unknown_keywords
 from .vllm_names import STRUCTURED_OPTIONS
 
-__all__ = ["Grammar", "GrammarCompiler", "StructuredOutputsParams", "fill_masks"]
-
 MAX_BYTES = 64 << 10  # of a form
 KEPT = 256  # compiled forms
 

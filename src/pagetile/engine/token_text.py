@@ -8,8 +8,6 @@ from typing import Any
 
 from .detokenizer import byte_of_letter
 
-__all__ = ["TokenText"]
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

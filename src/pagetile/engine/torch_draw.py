@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .sampling_rows import INVERSE, PROMPT_LEN, Feature
 
-__all__ = ["draw_tokens", "make_noise"]
-
 
 def draw_tokens(
     x: Tensor, features: Any, lengths: Tensor, ints: Tensor, floats: Tensor

@@ -37,8 +37,6 @@ from .sampling_rows import (
 )
 from .sampling_tables import TokenTables
 
-__all__ = ["shape_logits"]
-
 ONE = 2**40  # units of the likeliest token: 2**23 tokens still sum below 2**63
 DIGIT_BITS = 11  # three digits cover the 32 bits of a float's order
 

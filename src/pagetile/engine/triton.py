@@ -28,8 +28,6 @@ from .triton_draw import draw
 if TYPE_CHECKING:
     from .sampler import Sampler
 
-__all__ = ["DecodeBuffers"]
-
 
 @triton.jit
 def begin_kernel(

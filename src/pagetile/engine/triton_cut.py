@@ -43,8 +43,6 @@ from .triton_rows import (
     shape_logits,
 )
 
-__all__ = ["cut_kernel", "find_edge"]
-
 ONE = tl.constexpr(2.0**40)  # units of the likeliest token
 LOWEST = tl.constexpr(-(2**31))  # below the order of every float
 HIGHEST = tl.constexpr(2**31 - 1)

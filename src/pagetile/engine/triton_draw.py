@@ -34,8 +34,6 @@ from .triton_score import score_kernel
 if TYPE_CHECKING:
     from .sampler import DrawState, Sampler
 
-__all__ = ["count_words", "draw", "unpack"]
-
 TILE = 2048
 FEWEST_ROWS = 32
 """With so many rows or more a program scores several tiles."""
@@ -65,6 +63,7 @@ def choose_kernel(
     num_tiles,
     NUM_TILES: tl.constexpr,
 ):
+    """Choose each row's token from the tiles' best scores; rows without cuts advance."""
     i = tl.program_id(0)
     row = tl.load(rows + i).to(tl.int64)
     if row < 0:

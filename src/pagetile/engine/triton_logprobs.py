@@ -15,8 +15,6 @@ import triton.language as tl
 
 from .triton_rows import NUM_INTS, NUM_LOGPROBS, from_order, load_logits, order_of
 
-__all__ = ["report_kernel"]
-
 RANK_TILE = tl.constexpr(16384)
 NONE_LEFT = tl.constexpr(-(2**31))  # below the order of -inf
 

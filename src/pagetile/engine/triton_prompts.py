@@ -23,8 +23,6 @@ from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch
 from .sampler import Sampler
 
-__all__ = ["PromptBuffers"]
-
 Numbers = npt.NDArray[Any]
 
 _NUM_OUTBOXES = 4

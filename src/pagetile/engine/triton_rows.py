@@ -12,20 +12,6 @@ import triton.language as tl
 from . import sampling_rows as columns
 from .sampling_tables import NUM_TABLES as TABLES
 
-__all__ = [
-    "advance",
-    "from_order",
-    "has_cut",
-    "load_logits",
-    "make_noise",
-    "noise_keys",
-    "noise_of",
-    "noise_words",
-    "order_of",
-    "position_of",
-    "shape_logits",
-]
-
 NUM_INTS = tl.constexpr(columns.NUM_INTS)
 NUM_FLOATS = tl.constexpr(columns.NUM_FLOATS)
 NUM_TABLES = tl.constexpr(TABLES)

@@ -30,8 +30,6 @@ from .triton_rows import (
     shape_logits,
 )
 
-__all__ = ["bound_of", "score_kernel"]
-
 _LOG_2 = 0.6931471805599453
 _BAND = 0.01
 """Added to bounds: more than what rounding does to a score that can win, which is above -3."""

@@ -10,8 +10,6 @@ from .sampling_params import SamplingParams
 if TYPE_CHECKING:
     from .core import Engine
 
-__all__ = ["run_made_up"]
-
 
 def run_made_up(engine: Engine, num_tokens: int) -> None:
     """Run random prompts of so many tokens in all, and leave no trace of them."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["WindowDecoder"]
-
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 WINDOW = 24
 KEPT = 10  # three broken characters of three bytes, and one token more

@@ -20,8 +20,6 @@ from typing import NoReturn
 from ..errors import DTypeError, OutOfBlocksError
 from .integers import block_ids, whole_number
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens: handed out, shared, taken back.

@@ -19,8 +19,6 @@ from .block_pool import BlockPool
 from .integers import check_type, whole_number
 from .prefix_index import BlockHashes, PrefixIndex
 
-__all__ = ["BlockTable"]
-
 
 class BlockTable:
     """The cache blocks of one sequence, in the order of its tokens. Starts empty.

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..errors import DTypeError, ShapeError
 
-__all__ = ["block_ids", "check_type", "whole_number"]
-
 
 def whole_number(name: str, value: Any, *, least: int | None = 0) -> int:
     """Return ``value`` as an int; ``least=None`` takes negative ones too.

@@ -24,8 +24,6 @@ from ..errors import DTypeError, ShapeError
 from .block_pool import BlockPool
 from .integers import check_type, whole_number
 
-__all__ = ["BlockHashes", "PrefixIndex"]
-
 
 class _Link:
     """One full block of tokens and, through its parents, everything before it."""

@@ -17,8 +17,6 @@ from ..tiles.types import ALL_FLOATS
 from .block_pool import BlockPool
 from .integers import check_type, whole_number
 
-__all__ = ["KVCache", "LayerSpec"]
-
 
 @dataclass(frozen=True)
 class LayerSpec:

@@ -30,17 +30,6 @@ from .forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = [
-    "NAME",
-    "SLOT",
-    "AttentionLayer",
-    "attend",
-    "collect_configs",
-    "driven",
-    "refuse_options",
-    "register",
-]
-
 # Transformers reads meaning into names: none may contain "flash", "sdpa", "flex_attention" or a
 # slash, or start with "paged|". No mask function goes by this one, so that models build no mask.
 NAME = "pagetile"

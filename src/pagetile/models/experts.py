@@ -26,8 +26,6 @@ from ..fused.moe.problem import Expert
 from ..fused.moe.reference import activate
 from .fused import Replacement, call_or_none, difference, own_forward
 
-__all__ = ["find_experts"]
-
 _NAMES = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
 
 _MOST_PAIRS = 2048

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ..ops.paged_attention import PagedBatch
 
-__all__ = ["ForwardBatch"]
-
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:

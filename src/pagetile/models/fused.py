@@ -30,16 +30,6 @@ from ..fused.rms_norm import KINDS, Norm, rms_norm
 from ..fused.rotary import rotate
 from ..tiles.types import FLOATS
 
-__all__ = [
-    "Replacement",
-    "call_or_none",
-    "difference",
-    "find_impl",
-    "find_replacements",
-    "own_forward",
-    "read_norm",
-]
-
 Replacement = tuple[nn.Module, str, Any]
 """A module, the name of an attribute, and what it is while we drive the model."""
 

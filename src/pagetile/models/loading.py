@@ -21,8 +21,6 @@ from ..errors import PagetileError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["explained", "load_tokenizer", "read_config", "read_model", "weight_files"]
-
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (

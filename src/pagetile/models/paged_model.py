@@ -27,8 +27,6 @@ from .support import check_class, check_config, find_floor, find_limit, refusing
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["PagedModel", "load_model"]
-
 
 class PagedModel:
     """A Transformers model, driven step by step over a cache that is bound to it.

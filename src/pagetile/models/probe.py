@@ -25,8 +25,6 @@ from .fused import Replacement
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AttentionCall", "describe_layers", "record_calls", "recorder", "register_probe"]
-
 PROBE = "pagetile_probe"
 
 _FURTHEST = 1 << 20

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from .paged_model import PagedModel
 
-__all__ = ["TOLERANCES", "make_sequences", "prove"]
-
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 """How far logits may be off, relative to the spread of a token's logits.
 

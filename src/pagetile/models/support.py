@@ -18,8 +18,6 @@ from .module_attention import MODEL_TYPES
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["check_class", "check_config", "find_floor", "find_limit", "refusing"]
-
 _ATTENDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _KEEPS_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _FEWEST = 3

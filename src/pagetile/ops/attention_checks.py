@@ -10,20 +10,7 @@ import torch
 from torch import SymInt, Tensor
 
 from ..errors import DTypeError, ShapeError, UnsupportedError
-from ..shapes import Form, check_contiguous_rows
-
-__all__ = [
-    "as_number",
-    "check_cache_layout",
-    "check_contiguous_rows",
-    "check_flag",
-    "check_heads",
-    "check_options",
-    "default_scale",
-    "is_size",
-    "refuse_learned_scale",
-    "whole_window",
-]
+from ..shapes import Form
 
 
 def check_heads(num_heads: int, num_kv_heads: int, keys: str, **sizes: int) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 from ..device import DeviceInfo
 from ..errors import UnsupportedError
 
-__all__ = ["choose", "explain"]
-
 _DEVICES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
 """The kind of device that an implementation is for, by the first word of its name. On other devices
 it is not imported."""

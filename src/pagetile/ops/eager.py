@@ -19,23 +19,6 @@ from torch.autograd import forward_ad
 
 from ..errors import UnsupportedError
 
-__all__ = [
-    "PLAIN_TYPES",
-    "autocast_type",
-    "call_uncompiled",
-    "choose_gradient",
-    "has_dispatch_observers",
-    "has_tangent",
-    "in_forward_mode",
-    "is_batched",
-    "make_last",
-    "make_ways",
-    "needs_gradient",
-    "needs_operator",
-    "refuse_tangents",
-    "without_autocast",
-]
-
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Any other subclass of ``Tensor`` may intercept operations, or have no data."""
 

@@ -18,8 +18,6 @@ from ..errors import DTypeError, ShapeError
 from ..shapes import Form, bind, check_device, check_dtype, form
 from ..tiles.types import ALL_FLOATS
 
-__all__ = ["LARGEST_CODE", "SMALLEST_SCALE", "bind_scales", "check_cache_dtype", "find_kind"]
-
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 """The element types of 8-bit caches, and the largest value that is written in each.
 

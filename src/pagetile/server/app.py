@@ -18,8 +18,6 @@ from .schemas.completions import CompletionRequest, DetokenizeRequest, TokenizeR
 from .schemas.responses import ResponsesRequest
 from .state import Server
 
-__all__ = ["create_app"]
-
 
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """An ASGI application that serves a model.

@@ -15,8 +15,6 @@ from starlette.requests import ClientDisconnect, Request
 from .errors import ApiError, ErrorBody, from_validation
 from .state import server_of
 
-__all__ = ["add_openapi", "described", "read_body"]
-
 M = TypeVar("M", bound=BaseModel)
 
 _LARGE = 32 << 10  # bytes: parsing more takes long enough to do it on a thread

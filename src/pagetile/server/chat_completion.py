@@ -37,8 +37,6 @@ from .tool_parsers import (
     choose_parser,
 )
 
-__all__ = ["ChatCompletion"]
-
 
 @dataclass
 class _Sample:

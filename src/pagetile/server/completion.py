@@ -29,8 +29,6 @@ from .schemas.completions import CompletionRequest
 from .state import Server, server_of
 from .streaming import Write
 
-__all__ = ["Completion"]
-
 
 @dataclass
 class _Sample:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ..errors import RequestError
 
-__all__ = ["Limits", "ServerConfig", "model_name", "read_keys"]
-
 
 @dataclass(frozen=True)
 class Limits:

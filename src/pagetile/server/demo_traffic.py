@@ -14,8 +14,6 @@ from ..engine.async_llm import AsyncLLM
 from ..engine.sampling_params import SamplingParams
 from ..errors import PagetileError
 
-__all__ = ["DemoTraffic"]
-
 CALM_SECONDS, CROWD_SECONDS = 12.0, 6.0
 
 

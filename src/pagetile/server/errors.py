@@ -20,15 +20,6 @@ from ..errors import (
 )
 from .logs import log
 
-__all__ = [
-    "ApiError",
-    "ErrorBody",
-    "add_handlers",
-    "field_error",
-    "from_validation",
-    "to_api_error",
-]
-
 RETRY_AFTER = "1"  # seconds; a queue of short answers moves on within one
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 

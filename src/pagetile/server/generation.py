@@ -25,20 +25,6 @@ from .errors import to_api_error
 from .logs import log
 from .streaming import Write
 
-__all__ = [
-    "Added",
-    "TextEvents",
-    "Usage",
-    "close_all",
-    "event_of",
-    "join",
-    "merged",
-    "note_usage",
-    "results",
-    "server_sent_events",
-    "write_text",
-]
-
 
 @dataclass
 class Usage:

@@ -8,8 +8,6 @@ from typing import Any
 from ..engine.logprobs import LogprobDicts, TokenLogprobs
 from ..engine.token_text import TokenText
 
-__all__ = ["chat_logprobs", "completion_logprobs", "prompt_logprobs"]
-
 FLOOR = -9999.0  # JSON has no -inf
 
 

@@ -9,8 +9,6 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-__all__ = ["Log", "log"]
-
 
 class Log:
     """Writes lines of ``key=value`` or JSON.

@@ -22,8 +22,6 @@ from .errors import ApiError, to_api_error
 from .logs import log
 from .streaming import ClientGone
 
-__all__ = ["ApiKeys", "Gate"]
-
 OPEN_PATHS = ("/health",)
 CLIENT_GONE = 499  # nginx's, for the log: the client has closed its connection before an answer
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")

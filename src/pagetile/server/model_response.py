@@ -21,8 +21,6 @@ from .response_items import Event, ResponseItems
 from .schemas.responses import ResponsesRequest
 from .tool_parsers import Parsed
 
-__all__ = ["ModelResponse"]
-
 # What errors of a chat request call the fields of this API.
 _NAMES = {
     "response_format": "text.format",

@@ -11,8 +11,6 @@ from .errors import field_error
 from .schemas.chat import ChatRequest, Function, JsonSchemaFormat, NamedTool
 from .schemas.completions import CompletionRequest
 
-__all__ = ["forced_call_form", "output_form"]
-
 
 def output_form(body: ChatRequest | CompletionRequest) -> StructuredOutputsParams | None:
     """The form that a body asks for in ``response_format`` or ``structured_outputs``.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..engine.async_llm import AsyncLLM
     from ..engine.core import Engine
 
-__all__ = ["PageFeed", "PoolCounts", "count_blocks", "snapshot"]
-
 FRAMES_PER_SECOND = 5
 CACHED, SHARED_FROM, MOST_HOLDERS = 255, 2, 250
 TEXT_CHARS = 600

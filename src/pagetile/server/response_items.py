@@ -8,8 +8,6 @@ from typing import Any
 from ..engine.logprobs import TokenLogprobs
 from .tool_parsers import Call
 
-__all__ = ["Event", "ResponseItems"]
-
 Event = tuple[str, dict[str, Any]]
 """Its type, without ``response.``, and its fields."""
 

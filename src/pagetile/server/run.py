@@ -26,8 +26,6 @@ from ..errors import RequestError
 from .logs import log
 from .streaming import DirectWrites
 
-__all__ = ["serve"]
-
 KEEP_ALIVE_SECONDS = 5
 DEVICE_LOST = 3  # the exit code when the engine died
 

@@ -21,8 +21,6 @@ from .page_map import PageFeed
 from .schemas.common import GenerationFields
 from .templates import ChatTemplate
 
-__all__ = ["Server", "server_of"]
-
 _LOGGED_CHARS = 2000  # of a request's prompts, with --log-prompts
 
 

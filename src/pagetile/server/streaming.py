@@ -13,16 +13,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-__all__ = [
-    "WRITE",
-    "ClientGone",
-    "DirectWrites",
-    "EventStream",
-    "Write",
-    "until_disconnected",
-    "write_chunks",
-]
-
 WRITE = "pagetile.write"
 """The extension of a scope that has ``DirectWrites``' function."""
 

@@ -22,8 +22,6 @@ from .config import ServerConfig
 from .errors import field_error
 from .schemas.chat import Message, Tool
 
-__all__ = ["ChatTemplate", "built_in_template", "read_template"]
-
 T = TypeVar("T")
 
 # Arguments of ``apply_chat_template`` and variables that the server sets itself.

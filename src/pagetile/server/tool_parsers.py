@@ -18,18 +18,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "Call",
-    "ForcedCalls",
-    "HermesParser",
-    "Llama3JsonParser",
-    "NamedCall",
-    "Parsed",
-    "TextOnly",
-    "ToolParser",
-    "choose_parser",
-]
-
 
 @dataclass(frozen=True)
 class Call:

@@ -14,8 +14,6 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ADAPTED", "EXPERTS", "FAMILIES", "REFUSED", "UNUSUAL", "tiny_config", "tiny_model"]
-
 FAMILIES = (
     "llama",
     "qwen2",

@@ -26,8 +26,6 @@ from ..ops.scales import LARGEST_CODE, bind_scales
 from ..shapes import Form, form
 from ..tiles.state import AttentionOutput
 
-__all__ = ["TABLE_POISON", "PagedCase", "PagedInputs", "make_inputs"]
-
 TABLE_POISON = 2147480000
 """What stands past a block table row's end: a read there leaves any cache."""
 

@@ -32,8 +32,6 @@ from ..ops.scales import LARGEST_CODE
 from ..tiles.state import AttentionOutput
 from .paged_cases import PagedInputs
 
-__all__ = ["Comparison", "Tolerance", "assert_matches", "compare", "oracle", "tolerance"]
-
 
 class Tolerance(NamedTuple):
     """The largest errors that a result may have."""

@@ -7,8 +7,6 @@ import ctypes
 import sys
 from collections.abc import Iterator
 
-__all__ = ["poisoned_memory"]
-
 _M_PERTURB = -6  # of mallopt in the GNU libc
 _ONES = 256  # fresh bytes are its complement: 0xFF; freed ones are 0
 

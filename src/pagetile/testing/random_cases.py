@@ -10,8 +10,6 @@ import torch
 from ..ops.scales import LARGEST_CODE
 from .paged_cases import PagedCase
 
-__all__ = ["random_case", "vary"]
-
 _GROUPS = (1, 1, 1, 2, 3, 4, 4, 5, 6, 7, 8)
 _HEAD_SIZES = (8, 16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 192, 256)
 _BLOCK_SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 16, 16, 17, 32, 33, 64, 100, 128, 255, 256)

@@ -14,8 +14,6 @@ from ..errors import ShapeError
 from ..shapes import bind, check_dtype
 from ..transfer import send
 
-__all__ = ["sample"]
-
 
 def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     """Choose the next token of every row: ``Sampler`` for rows that are on the host.

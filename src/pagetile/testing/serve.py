@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-__all__ = ["ServerProcess", "server_process"]
-
 _STOP_SECONDS = 5.0
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "mask_scores", "weigh"]
-
 
 def attend(
     q: Tensor,

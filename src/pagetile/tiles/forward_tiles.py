@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ForwardTiles", "choose_forward_tiles"]
-
 
 class ForwardTiles(NamedTuple):
     """How a launch is cut."""

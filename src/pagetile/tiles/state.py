@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["AttentionOutput"]
-
 
 class AttentionOutput(NamedTuple):
     """Attention over a set of keys: enough to go on, or to merge with another set's.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["ALL_FLOATS", "FLOATS", "refuse_types"]
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALL_FLOATS = (*FLOATS, torch.float64)
 """With the one that is for references."""

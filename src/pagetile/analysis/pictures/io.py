@@ -12,8 +12,6 @@ from .style import COLOURS, GREY, INK, LIGHT, new_figure, styled, tidy
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_io"]
-
 MARKERS = "osD^v*P"
 
 

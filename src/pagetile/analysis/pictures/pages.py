@@ -16,8 +16,6 @@ from .style import COLOURS, GREY, INK, LIGHT, new_figure, styled, tidy
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["animate_pages", "draw_pages"]
-
 PER_ROW = 8
 CACHED = "#F4F4F4"
 

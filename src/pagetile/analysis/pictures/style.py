@@ -12,8 +12,6 @@ from ...errors import RequestError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "GREY", "INK", "LIGHT", "check_path", "new_figure", "save", "styled", "tidy"]
-
 P = ParamSpec("P")
 
 # Okabe and Ito's colours, in an order in which neighbours differ in lightness as well.

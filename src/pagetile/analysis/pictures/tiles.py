@@ -11,8 +11,6 @@ from .style import COLOURS, GREY, INK, new_figure, styled, tidy
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MAX_TILES", "draw_tiles"]
-
 MAX_TILES = 256
 """Along one side: more could not be told apart."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-__all__ = ["MAX_SIDE", "draw_windows"]
-
 MAX_SIDE = 512
 """Most tokens along an axis that can be told apart."""
 

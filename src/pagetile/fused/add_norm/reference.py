@@ -8,8 +8,6 @@ from ...device import DeviceInfo
 from ..rms_norm import Norm, rms_norm
 from .problem import Problem
 
-__all__ = ["run", "supports"]
-
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Nothing is refused here."""

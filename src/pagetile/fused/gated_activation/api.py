@@ -18,8 +18,6 @@ from ...shapes import Form, form
 from . import reference
 from .problem import Problem
 
-__all__ = ["ACTIVATIONS", "gated_activation"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")

@@ -23,8 +23,6 @@ from ...shapes import check_device, check_tensors, given
 from . import reference
 from .problem import Problem
 
-__all__ = ["instance_norm"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 

@@ -21,8 +21,6 @@ from ...shapes import Form, check_device, forms
 from . import reference
 from .problem import Expert, Problem
 
-__all__ = ["ACTIVATIONS", "moe_experts"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 ACTIVATIONS = ("silu", "clamped")

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Expert", "Problem"]
-
 
 class Problem(NamedTuple):
     """A call, as host numbers."""

@@ -8,8 +8,6 @@ from torch import Tensor
 from ...device import DeviceInfo
 from .problem import Expert, Problem
 
-__all__ = ["activate", "run", "supports"]
-
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Nothing is refused here."""

@@ -18,8 +18,6 @@ from ...shapes import Form, check_device, forms
 from . import reference
 from .problem import Problem, fold
 
-__all__ = ["KINDS", "Norm", "rms_norm"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 KINDS = ("rounded", "scaled", "shifted")

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Problem", "Rows", "fold"]
-
 
 class Problem(NamedTuple):
     """A call, as host numbers."""

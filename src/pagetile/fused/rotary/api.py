@@ -18,8 +18,6 @@ from ...shapes import Form, bind, check_device, check_dtype, forms
 from . import reference
 from .problem import Problem
 
-__all__ = ["rotate"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 

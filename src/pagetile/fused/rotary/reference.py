@@ -8,8 +8,6 @@ from torch import Tensor
 from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["run", "supports"]
-
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Nothing is refused here."""

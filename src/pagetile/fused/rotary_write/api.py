@@ -19,8 +19,6 @@ from ...shapes import Form, bind, check_device, check_dtype, form
 from . import reference
 from .problem import Heads, Problem
 
-__all__ = ["Heads", "rotate_and_write"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 

@@ -8,8 +8,6 @@ import torch
 
 from ..rms_norm import Norm
 
-__all__ = ["Heads", "Problem"]
-
 
 class Heads(NamedTuple):
     """How a row of the merged projection is divided, and what is done to its heads."""

@@ -11,8 +11,6 @@ from ..rms_norm import Norm, rms_norm
 from ..rotary import rotate
 from .problem import Heads, Problem
 
-__all__ = ["project", "run", "supports"]
-
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Nothing is refused here."""

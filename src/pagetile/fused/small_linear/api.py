@@ -20,8 +20,6 @@ from ..rms_norm import KINDS, Norm
 from . import reference
 from .problem import Problem
 
-__all__ = ["partial_products", "small_linear"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 

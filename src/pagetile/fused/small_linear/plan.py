@@ -10,10 +10,6 @@ import torch
 from ...device import DeviceInfo
 from .problem import Problem
 
-__all__ = ["MOST_FEW", "MOST_ROWS", "Plan", "is_faster", "is_faster_in_parts",
-           "is_faster_in_parts_on_hopper", "is_faster_in_ring", "is_resident", "make_plan",
-           "plan_hopper_parts", "plan_parts", "plan_resident", "plan_ring"]  # fmt: skip
-
 MOST_FEW = 4
 """Rows that can be multiplied number by number; more go through tensor cores."""
 MOST_ROWS = 64

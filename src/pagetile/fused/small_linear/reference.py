@@ -10,8 +10,6 @@ from ..gated_activation import gated_activation
 from ..rms_norm import Norm, rms_norm
 from .problem import Problem
 
-__all__ = ["run", "run_parts", "supports"]
-
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Nothing is refused here."""

@@ -19,8 +19,6 @@ from ...shapes import Form, check_device, check_dtype, form
 from . import reference
 from .problem import Problem
 
-__all__ = ["take_rows"]
-
 IMPLEMENTATIONS = ("triton", "reference")
 
 

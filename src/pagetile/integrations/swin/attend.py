@@ -13,19 +13,6 @@ from ...ops.eager import in_forward_mode
 from ...ops.window_attention import window_attention
 from ...ops.window_attention.layout import from_heads, layout, to_heads
 
-__all__ = [
-    "WholeMap",
-    "attend",
-    "attend_map",
-    "attend_packed",
-    "continuous_bias",
-    "has_hooks",
-    "hooks_of",
-    "is_exporting",
-    "must_fall_back",
-    "offsets",
-]
-
 
 class WholeMap(NamedTuple):
     """Passed in place of a mask: the input is a whole map, to be cut into these windows."""

@@ -16,8 +16,6 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...ops.window_attention import regions_from_mask, shift_regions
 
-__all__ = ["MASK_VALUE", "RegionMemory", "dense_mask"]
-
 MASK_VALUE = -100.0  # that every framework adds between regions
 
 

@@ -15,8 +15,6 @@ from .proof import difference
 from .report import Entry, PatchReport
 from .swapped import Swapped, SwappedAttention, Swaps, check_restorable, restore
 
-__all__ = ["patch", "patched", "unpatch"]
-
 # A framework's module with Swin models, and our adapter of it. Models exist only once the
 # framework's module was imported.
 ADAPTERS = {

@@ -16,8 +16,6 @@ from .attend import hooks_of
 from .masks import dense_mask
 from .swapped import Randn, Swaps, restore
 
-__all__ = ["difference", "mask_of", "windows"]
-
 TOLERANCE = 1e-6  # of float64 results whose parameters and inputs are of order one
 
 

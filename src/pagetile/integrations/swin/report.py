@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Entry", "PatchReport", "heads", "times"]
-
-
 _SUPPORTED = (
     "  supported: MONAI's SwinUNETR, Swin v1 and v2 of torchvision and timm, Swin and Swinv2 of "
     "Transformers"

@@ -15,17 +15,6 @@ from ...errors import UnsupportedError
 from .attend import has_hooks, must_fall_back
 from .masks import RegionMemory
 
-__all__ = [
-    "Randn",
-    "Swapped",
-    "SwappedAttention",
-    "SwappedLayer",
-    "Swaps",
-    "check_restorable",
-    "restore",
-]
-
-
 Randn = Callable[..., Tensor]
 """``randn(*shape)``: normal float64 numbers."""
 

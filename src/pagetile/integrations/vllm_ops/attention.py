@@ -13,8 +13,6 @@ from ...shapes import form, forms
 from .checks import PARTITION_SIZE, BlockSparse, bind_attention, check_values
 from .layout import as_float8
 
-__all__ = ["paged_attention_v1", "paged_attention_v2"]
-
 
 def paged_attention_v1(
     out: Tensor,

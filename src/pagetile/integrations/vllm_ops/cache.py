@@ -19,14 +19,6 @@ from .attention import as_scales, is_interpreting
 from .checks import check_packed
 from .layout import FLOAT8, as_float8
 
-__all__ = [
-    "convert_fp8",
-    "copy_blocks",
-    "reshape_and_cache",
-    "reshape_and_cache_flash",
-    "swap_blocks",
-]
-
 _CHUNK = 1 << 24
 """Elements that are converted at a time: a cache would not fit a second time in float32."""
 

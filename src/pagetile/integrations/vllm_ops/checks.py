@@ -14,8 +14,6 @@ from ...shapes import Form, bind, check_device, check_dtype, is_debugging
 from ...tiles.types import FLOATS
 from .layout import bind_packed, packing
 
-__all__ = ["PARTITION_SIZE", "BlockSparse", "Problem", "bind_attention", "check_packed"]
-
 PARTITION_SIZE = 512
 """Keys of a partition of ``paged_attention_v2``."""
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_tensors
 
-__all__ = ["FLOAT8", "as_float8", "bind_packed", "pack_cache", "packing", "unpack_cache"]
-
 FLOAT8 = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,

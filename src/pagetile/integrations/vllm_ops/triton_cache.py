@@ -24,8 +24,6 @@ from ...ops.scales import LARGEST_CODE
 from ...tiles.triton.launch import POINTERS, Launcher
 from .layout import packing
 
-__all__ = ["make_launcher", "run"]
-
 _TILE = 2048  # elements of a program's keys, and of its values
 
 

@@ -17,8 +17,6 @@ from ...tiles.triton.workspace import borrow
 from .checks import PARTITION_SIZE, BlockSparse, Problem
 from .triton_attention import paged_attention_kernel
 
-__all__ = ["Tiles", "choose_split", "choose_tiles", "make_launcher", "refuse_device", "run"]
-
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _OLDEST_E4M3 = (8, 9)
 _MOST_ROWS = 32

@@ -16,8 +16,6 @@ from .layer import Link
 from .structure import is_linear
 from .trace import Event, ModelTrace
 
-__all__ = ["find_angles", "last_norm", "small_head", "table_of_tokens"]
-
 _MOST_BYTES = 64 << 20
 """Of a table of angles."""
 

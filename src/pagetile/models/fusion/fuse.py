@@ -20,8 +20,6 @@ from .weights import can_merge
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Fusion", "fuse"]
-
 _OPTIONS = {"scaling": "softmax_scale", "sliding_window": "sliding_window",
             "softcap": "logits_soft_cap", "s_aux": "sinks"}  # fmt: skip
 """Arguments of Transformers' attention functions, and of ``paged_attention``."""

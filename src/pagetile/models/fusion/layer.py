@@ -35,8 +35,6 @@ from ..attention import AttentionLayer
 from .structure import Mlp, Structure
 from .weights import Product, merge
 
-__all__ = ["FusedLayer", "Link", "Watch"]
-
 
 class Link:
     """Hidden states between two layers, and their norm that the first one has computed."""

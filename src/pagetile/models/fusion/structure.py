@@ -25,8 +25,6 @@ from ...fused.rotary_write.reference import project
 from ..fused import own_forward, read_norm
 from .trace import Event, LayerCall, LayerRun
 
-__all__ = ["Mismatch", "Mlp", "Structure", "first_of", "is_linear", "recognise"]
-
 _NEAR = 1e-4
 """Relative difference that float32 products in another order may have."""
 

@@ -21,8 +21,6 @@ from ..probe import AttentionCall, recorder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["GAINS", "Event", "LayerCall", "LayerRun", "ModelTrace", "run_layer", "trace_model"]
-
 TRACE = "pagetile_trace"
 
 GAINS = (None, 1.5, 50.0)

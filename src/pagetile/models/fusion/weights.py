@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Product", "can_merge", "merge"]
-
 
 @dataclass(frozen=True, eq=False)
 class Product:

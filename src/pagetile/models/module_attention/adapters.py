@@ -30,8 +30,6 @@ from .families import Attention, Family, find_family
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["find_adapters", "find_reference"]
-
 _MOST_KEYS = 8192
 """The largest number of positions at which a bias is compared with its slopes."""
 _USUAL_KEYS = 2048

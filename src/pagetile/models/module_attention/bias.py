@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 
-__all__ = ["KeyBias", "append_bias", "fit_bias"]
-
 _LANES = 8
 """Head sizes are multiples of it."""
 

@@ -24,8 +24,6 @@ from ..attention import SLOT
 from ..fused import own_forward
 from .bias import KeyBias, append_bias
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "Attention", "Family"]
-
 Attention = Callable[..., tuple[Tensor, Any]]
 """``(module, q, k, v, mask, *, scaling, ...)`` to ``[1, num_tokens, num_heads, v_head_size]``."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 
-__all__ = ["BlockMask"]
-
 
 def _is_integer(value: object, *, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

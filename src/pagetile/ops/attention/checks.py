@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ...shapes import bind, check_device, check_dtype, is_debugging
+from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, is_debugging
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import (
-    check_contiguous_rows,
     check_flag,
     check_heads,
     check_options,

@@ -51,8 +51,6 @@ from .hopper_walk import (
 )
 from .hopper_wide_gradients import make_weights, walk_half_role
 
-__all__ = ["finish_kernel", "gradients_kernel"]
-
 
 @record
 class Shares:

@@ -12,24 +12,6 @@ from ...tiles.hopper.layouts import product_layout, wide_rows
 from ...tiles.hopper.record import record
 from ...tiles.hopper.ring import PipelineBarriers, make_barriers
 
-__all__ = [
-    "ROWS",
-    "SWIZZLED",
-    "GradientsBatch",
-    "GradientsMemory",
-    "HopperGradientsConfig",
-    "QueryWalk",
-    "advance",
-    "as_tile",
-    "find_walk",
-    "load_role",
-    "make_memory",
-    "numbers",
-    "start_scores",
-    "store_rows",
-    "weigh",
-]
-
 ROWS = gl.constexpr(64)  # keys of a warpgroup's product
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))

@@ -35,8 +35,6 @@ from .hopper_walk import (
     weigh,
 )
 
-__all__ = ["make_weights", "walk_half_role"]
-
 HALF = gl.constexpr(128)  # columns of a warpgroup
 
 

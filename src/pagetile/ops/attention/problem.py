@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .block_mask import BlockMask
 
-__all__ = ["Lengths", "Options", "Problem"]
-
 
 @dataclass(frozen=True, eq=False)
 class Lengths:

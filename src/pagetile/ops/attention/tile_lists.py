@@ -20,8 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block_mask import BlockMask
 
-__all__ = ["FIELDS", "fits_tiles", "list_tiles"]
-
 FIELDS = 4
 """Numbers of a record before its tiles."""
 

@@ -29,8 +29,6 @@ from .problem import Options, Problem, strides_of
 from .tile_lists import FIELDS, fits_tiles, list_tiles
 from .triton_rows import load_tile, store_tile
 
-__all__ = ["LIST_TYPES", "attend", "list_arguments", "make_launcher"]
-
 _FIELDS = tl.constexpr(FIELDS)
 
 

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, form, guard
+from ...shapes import (
+    Form,
+    bind,
+    check_contiguous_rows,
+    check_device,
+    check_dtype,
+    check_tensors,
+    form,
+    guard,
+)
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import as_number, check_contiguous_rows, default_scale, refuse_learned_scale
+from ..attention_checks import as_number, default_scale, refuse_learned_scale
 from ..dispatch import choose
 from ..eager import (
     PLAIN_TYPES,

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Problem"]
-
 
 @dataclass(frozen=True)
 class Problem:

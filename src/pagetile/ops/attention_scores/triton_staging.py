@@ -27,20 +27,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "bulk_store",
-    "column_order",
-    "copy_numbers",
-    "copy_vectors",
-    "fence_staging",
-    "prefetch",
-    "split_eights",
-    "staging_address",
-    "store_eights",
-    "store_some_eights",
-    "wait_bulk_stores",
-]
-
 
 @triton.jit
 def staging_address(size):

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ...shapes import Form
 
-__all__ = ["Problem", "may_overlap"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -15,8 +15,6 @@ import torch
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, check_tensors, form
 
-__all__ = ["PagedBatch", "SharedPrefixes"]
-
 _MAX_CACHED_CALLS = 64
 
 

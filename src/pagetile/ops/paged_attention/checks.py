@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, check_tensors, given
+from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import (
     as_number,
@@ -25,7 +26,7 @@ from ..attention_checks import (
 )
 from ..scales import check_cache_dtype, find_kind
 from .batch import PagedBatch, SharedPrefixes
-from .plan import CpuPlan, GpuPlan
+from .plan import GpuPlan
 from .problem import CallForm, Problem, has_aligned_rows
 
 TENSORS = (

@@ -10,8 +10,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from .triton_work import find_block_numbers, find_range, list_of, load_block_ids
 
-__all__ = ["FETCH_WARPS", "fetch_role"]
-
 FETCH_WARPS = gl.constexpr(4)
 
 

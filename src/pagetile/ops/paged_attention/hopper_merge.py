@@ -8,8 +8,6 @@ from triton.experimental.gluon import language as gl
 from ...tiles.triton.online_softmax import finite
 from .triton_work import slot_of
 
-__all__ = ["merge_splits"]
-
 _BY_LANE = gl.constexpr("""{
     .reg .b32 lane;
     mov.u32 lane, %laneid; mad.lo.s32 $0, lane, $2, $1;

@@ -16,8 +16,6 @@ from ...tiles.state import AttentionOutput
 from .batch import PagedBatch, SharedPrefixes
 from .problem import Arguments
 
-__all__ = ["attend"]
-
 _INPUTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
     "Tensor cu_seqlens_q, SymInt max_query_len, SymInt max_seq_len, Tensor? cu_group_seqs, "

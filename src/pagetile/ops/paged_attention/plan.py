@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ...device import DeviceInfo
-from ...tiles.cpu.plan import SPLIT_SIZE
 from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
 from ...tiles.forward_tiles import choose_forward_tiles
@@ -25,30 +24,6 @@ from ...tiles.hopper.dividing import divides_keys
 from ...tiles.hopper.tiling import PACKED_FORMATS, TILINGS, tiling_of
 from .problem import Problem
 from .unpacking import can_unpack, estimate
-
-__all__ = [
-    "DECODE_ROWS",
-    "MEASURED",
-    "MERGED_AT_ONCE",
-    "MOST_MERGED",
-    "SPLIT_SIZE",
-    "CpuPlan",
-    "DecodeTiles",
-    "GpuPlan",
-    "Plan",
-    "choose_decode_tiles",
-    "choose_prefix_splits",
-    "fit_beside",
-    "kind_of",
-    "make_gpu_plan",
-    "make_hopper_prefill_plan",
-    "make_plan",
-    "make_prefix_plan",
-    "power_of_2",
-    "refuse_hopper_decode",
-    "refuse_hopper_prefill",
-    "short_len",
-]
 
 MEASURED = Path(__file__).with_name("decode_tiles.json")
 

@@ -20,16 +20,6 @@ from ...shapes import Form, form, recogniser
 from ...tiles.state import AttentionOutput
 from .batch import PagedBatch
 
-__all__ = [
-    "Arguments",
-    "CachedCall",
-    "CallForm",
-    "Problem",
-    "alignment",
-    "form_of",
-    "has_aligned_rows",
-]
-
 
 class Arguments(NamedTuple):
     """The arguments of one call, with defaults filled in: what an implementation is given."""

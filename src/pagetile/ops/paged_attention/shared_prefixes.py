@@ -29,8 +29,6 @@ from .batch import PagedBatch, SharedPrefixes
 from .plan import make_prefix_plan, refuse_hopper_prefill
 from .problem import Arguments, Problem, form_of
 
-__all__ = ["GPU_BYTES", "lay_out", "pays", "run"]
-
 GPU_BYTES = 256 << 20
 _CPU_BYTES = 1 << 20
 """Bytes of keys and values that sharing must save, to pay for the second pass, the merge and what

@@ -19,8 +19,6 @@ from ...tiles.triton.launch import INTERPRETED, POINTERS, Launcher, begins_early
 from ...tiles.triton.online_softmax import LOG2_E, finish, finite
 from .plan import MERGED_AT_ONCE
 
-__all__ = ["merge"]
-
 
 @triton.jit
 def _add_splits(

@@ -29,8 +29,6 @@ from ...tiles.triton.forward import walk
 from ...tiles.triton.launch import INTERPRETED, Launcher
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finish, fit_queries
 
-__all__ = ["PassTables", "lay_out", "prefix_kernel"]
-
 _TILE = 256
 
 

@@ -36,8 +36,6 @@ from .plan import power_of_2, short_len
 from .problem import Arguments, CallForm, Problem
 from .unpacking import PAGE, count_pages
 
-__all__ = ["UnpackLaunch", "UnpackedCache", "make_launcher", "prepare_unpacking"]
-
 _ELEMENTS = 8192
 """Of a work item's keys: 64 bytes of each of 128 threads."""
 _WARPS = 4

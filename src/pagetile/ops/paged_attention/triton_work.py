@@ -23,24 +23,6 @@ import triton.language as tl
 from ...tiles.triton.online_softmax import LN_2, LOG2_E, add_sink
 from ...tiles.triton.visible_blocks import compact_position
 
-__all__ = [
-    "NO_WINDOW",
-    "add",
-    "choose_whole",
-    "count_key_tiles",
-    "count_work_tiles",
-    "cut",
-    "find_block_numbers",
-    "find_range",
-    "key_range",
-    "list_of",
-    "load_block_ids",
-    "slot_of",
-    "store_note",
-    "write_rows",
-]
-
-
 NO_WINDOW = tl.constexpr(1 << 30)
 """What ``launch.window_of`` passes where there is no window."""
 

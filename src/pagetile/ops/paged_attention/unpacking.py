@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from .problem import Problem
 
-__all__ = ["MOST_BYTES", "MOST_SEQS", "PAGE", "can_unpack", "count_pages", "estimate"]
-
 PAGE = 128
 """Keys of a page of unpacked ones: whole tiles of the forward kernel, copied as one box each."""
 

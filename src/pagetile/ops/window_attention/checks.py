@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, form, is_debugging
+from ...shapes import (
+    Form,
+    bind,
+    check_contiguous_rows,
+    check_device,
+    check_dtype,
+    form,
+    is_debugging,
+)
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import check_contiguous_rows
 from .problem import Operands, Problem
-
-__all__ = ["check", "check_values"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ROWS = "num_windows num_heads num_tokens head_size"

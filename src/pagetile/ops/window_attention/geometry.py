@@ -13,8 +13,6 @@ from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import check_tensors
 from ..attention_checks import is_size
 
-__all__ = ["as_sizes", "clamp", "partition", "regions_from_mask", "rel_offsets", "shift_regions"]
-
 _MOST_ROWS = 2**31 - 1  # of a table, which int32 offsets index
 
 

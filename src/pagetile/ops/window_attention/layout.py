@@ -26,8 +26,6 @@ from ...device import DeviceInfo
 from ..eager import choose_gradient, has_dispatch_observers, make_ways
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
-__all__ = ["Layout", "from_heads", "layout", "to_heads"]
-
 
 class Layout(NamedTuple):
     """The places of a map's tokens in its windows."""

@@ -18,8 +18,6 @@ from ..eager import choose_gradient, has_dispatch_observers, make_last, make_way
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
-__all__ = ["IMPLEMENTATIONS", "forward", "operands"]
-
 IMPLEMENTATIONS = ("cpu", "hopper", "triton", "reference")
 """The order in which ``impl="auto"`` tries implementations."""
 

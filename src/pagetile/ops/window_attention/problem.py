@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_LOGIT_SCALE", "Gradients", "Operands", "Problem", "empty_like"]
-
 MAX_LOGIT_SCALE = 4.605170185988092
 """log 100, at which Swin v2 clamps its learned logarithm of the scale."""
 

@@ -28,8 +28,6 @@ from .api import window_attention
 from .geometry import as_sizes
 from .layout import from_heads, layout, to_heads
 
-__all__ = ["shifted_window_attention"]
-
 
 def shifted_window_attention(
     qkv: Tensor,

@@ -14,6 +14,7 @@ from ...errors import ShapeError
 from ...shapes import (
     Form,
     bind,
+    check_contiguous_rows,
     check_device,
     check_dtype,
     check_tensors,
@@ -22,7 +23,7 @@ from ...shapes import (
     is_debugging,
 )
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import check_cache_layout, check_contiguous_rows
+from ..attention_checks import check_cache_layout
 from ..dispatch import choose
 from ..eager import needs_operator
 from ..scales import bind_scales, check_cache_dtype

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["write"]
-
 
 def write(*inputs: Any) -> None:
     """``write_kv`` by one node of a graph, with the inputs of ``_run``. Nothing has gradients."""

@@ -18,8 +18,6 @@ from ..schemas.responses import ResponsesRequest
 from ..state import server_of
 from ..streaming import EventStream, Write, until_disconnected
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

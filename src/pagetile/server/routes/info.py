@@ -13,8 +13,6 @@ from ..body import described
 from ..errors import ApiError
 from ..state import Server, server_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

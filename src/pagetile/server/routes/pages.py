@@ -13,8 +13,6 @@ from ..errors import ApiError
 from ..state import server_of
 from ..streaming import EventStream
 
-__all__ = ["router"]
-
 router = APIRouter()
 _STATIC = Path(__file__).parent.parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}

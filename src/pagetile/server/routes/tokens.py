@@ -12,8 +12,6 @@ from ..errors import ApiError, field_error
 from ..schemas.completions import DetokenizeRequest, TokenizeRequest
 from ..state import Server, server_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

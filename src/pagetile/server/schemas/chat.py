@@ -10,8 +10,6 @@ from ..config import Limits
 from ..errors import field_error
 from .common import Body, GenerationFields, at_most
 
-__all__ = ["ChatRequest", "Message", "NamedTool", "ResponseFormat", "Tool"]
-
 
 class TextPart(Body):
     """A piece of text. Other kinds of parts (images, audio, files) are refused."""

@@ -10,8 +10,6 @@ from ...engine.sampling_params import SamplingParams
 from ..config import Limits, ServerConfig
 from ..errors import field_error
 
-__all__ = ["Body", "GenerationFields", "StreamOptions", "StructuredOutputs", "at_most"]
-
 
 class Body(BaseModel):
     """A JSON object whose fields are all known and of the right type."""

@@ -11,8 +11,6 @@ from ..errors import field_error
 from .chat import Message, ResponseFormat, Tool
 from .common import Body, GenerationFields, at_most
 
-__all__ = ["CompletionRequest", "DetokenizeRequest", "TokenizeRequest"]
-
 
 class CompletionRequest(GenerationFields):
     """Continue one or more prompts."""

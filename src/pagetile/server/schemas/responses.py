@@ -10,8 +10,6 @@ from ..errors import field_error
 from .chat import ChatRequest, Function, FunctionName, JsonSchema, PlainFormat
 from .common import Body
 
-__all__ = ["ResponsesRequest"]
-
 
 class ContentPart(Body):
     """A piece of text. Images, files and audio are refused."""

@@ -8,8 +8,6 @@ import torch
 from ...device import DeviceInfo
 from ..types import refuse_types
 
-__all__ = ["flat", "refuse"]
-
 # NumPy has no bfloat16 or float8 and Numba no float16: kernels tell them apart by stand-ins, see
 # ``formats``.
 _STAND_INS = {

@@ -13,8 +13,6 @@ import torch
 from .compile import inner
 from .online_softmax import TILE_N
 
-__all__ = ["hidden_end", "mask_fields", "repeat_visible", "sees_blocks", "sees_keys"]
-
 
 def mask_fields(block_mask):
     """The fields of a call, in their order, of a ``BlockMask`` or None."""

@@ -34,11 +34,6 @@ from .compile import inner
 from .formats import load_lanes, store_lanes
 from .simd import emit_prefetch, f32x16, pointer_to
 
-__all__ = [
-    "LANES", "NARROW_ROWS", "ROWS", "WIDE", "add_products", "each_case", "finder", "mix_block",
-    "multiply_block", "rows_of_next", "score_block", "splat",
-]  # fmt: skip
-
 _REGISTER, _COUNT = vector_registers()
 _NUMBERS = _REGISTER * _COUNT
 

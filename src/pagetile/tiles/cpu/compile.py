@@ -14,8 +14,6 @@ from numba.extending import overload
 
 from .linking import LINKED
 
-__all__ = ["allocating", "entry", "folded", "inner", "inner_by_types"]
-
 inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, **LINKED)
 """For functions called from kernels: they borrow their arrays and allocate none.
 

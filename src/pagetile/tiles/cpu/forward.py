@@ -63,8 +63,6 @@ from .simd import (
 )
 from .threads import on_team, run_together
 
-__all__ = ["attend", "make_call"]
-
 _ALL = 1 << 62
 _ONE = np.ones(1, np.float32)  # the scale of what has none
 

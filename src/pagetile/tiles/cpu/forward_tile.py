@@ -16,6 +16,7 @@ import numpy as np
 from .block_mask import hidden_end, repeat_visible
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
+from .microkernels import mix_tile, score_tile
 from .online_softmax import (
     TILE_N,
     cap_row,
@@ -26,7 +27,7 @@ from .online_softmax import (
     weigh_row,
 )
 from .plan import HEADS_BY_KEY
-from .products import mix_tile, score_tile, score_turned
+from .products import score_turned
 from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed
 
 FEW_ROWS = 16

@@ -14,8 +14,6 @@ from .blocks import NARROW_ROWS, ROWS, WIDE, multiply_block, rows_of_next
 from .compile import inner
 from .simd import load, load_half, store, store_transposed
 
-__all__ = ["load_rows", "multiply", "transpose"]
-
 
 @inner()
 def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds, b_at=0):

@@ -25,8 +25,6 @@ from .simd_pairs import (
     zip_low,
 )
 
-__all__ = ["mix_heads", "score_heads"]
-
 
 @inner()
 def score_heads(scores, lanes, q, num_heads, k, k_head, rows, ahead, tile_n, width):

@@ -17,8 +17,6 @@ from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.typed_passes import NativeLowering
 
-__all__ = ["LINKED", "LinkedLibrary"]
-
 _OVERRIDDEN = ("_optimize_functions", "_optimize_final_module", "_finalize_final_module")
 
 

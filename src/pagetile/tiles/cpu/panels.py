@@ -30,8 +30,6 @@ from .compile import inner
 from .formats import load_lanes, store_lanes
 from .simd import pointer_to
 
-__all__ = ["PANEL", "multiply_panels", "pack_panels"]
-
 PANEL = 16
 _MOST_ROWS = min(6, NARROW_ROWS)  # of a block
 _SIDE = 8  # of the squares that are transposed

@@ -10,8 +10,6 @@ import torch
 
 from ...device import DeviceInfo
 
-__all__ = ["SPLIT_SIZE", "Plan", "Shape", "make_plan"]
-
 SPLIT_SIZE = 512
 """Keys of one partial state. Every sequence is cut at its multiples, whatever the batch, so the
 number is part of the result's bits; merging costs about 1 / SPLIT_SIZE of the work."""

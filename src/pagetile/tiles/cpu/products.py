@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from .compile import inner_by_types
 from .gemm import multiply
-from .microkernels import mix_tile, score_tile
 from .online_softmax import TILE_N
 from .simd import fma, load, splat, store, zeros
 from .simd_pairs import are_pairs
-
-__all__ = ["mix_tile", "score_tile", "score_turned"]
 
 
 def score_turned(scores, q, q_at, num_rows, keys, num_keys, width):

@@ -32,8 +32,6 @@ from numba.extending import intrinsic
 
 from ...process import HOME
 
-__all__ = ["on_team", "run_together"]
-
 
 def run_together(kernel: Callable[..., object], num_threads: int, *arguments: Any) -> None:
     """Call ``kernel(parallel, num_threads, *arguments)``, an entry that is one ``on_team``.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from .tiling import Tiling
 
-__all__ = ["MOST_DRAWN_SEQS", "MOST_SEQS", "SLOTS", "divides_keys", "pack_of"]
-
 LEAST_KEYS = 1024
 """Of a split, unless it is its tile's last."""
 

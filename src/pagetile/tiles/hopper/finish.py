@@ -8,8 +8,6 @@ from .layouts import part_of, part_start, wide_rows
 from .load import COLUMNS, ROWS
 from .softmax import LOG2_E
 
-__all__ = ["finish", "finish_rows", "store_rows", "times"]
-
 LN_2 = gl.constexpr(0.6931471805599453)
 
 

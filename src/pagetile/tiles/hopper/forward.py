@@ -80,8 +80,6 @@ from .softmax import (
 )
 from .splits import make_last_wave, make_split_schedule
 
-__all__ = ["forward_kernel"]
-
 
 @gluon.jit
 def _compute_role(

@@ -21,8 +21,6 @@ from .layouts import num_parts, part_of, part_size, part_start
 from .names import barrier
 from .record import record
 
-__all__ = ["GATHERING_WARPS", "Pages", "gather_tiles", "make_pages"]
-
 GATHERING_WARPS = gl.constexpr(2)  # of a role: one for keys, one for values
 UNIT = gl.constexpr(8)  # elements of a copy, 16 bytes
 

@@ -21,8 +21,6 @@ from .names import barrier
 from .packed import SIGNS, scale_words, widen_words
 from .record import record
 
-__all__ = ["HeadScales", "TokenScales", "gather_packed_tiles", "make_token_scales"]
-
 PER_WORD = gl.constexpr(4)  # values of an int32
 UNIT = gl.constexpr(4)  # words of a load, 16 bytes
 IN_FLIGHT = gl.constexpr(4)  # chunks

@@ -11,8 +11,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..triton.launch import Launcher, is_aligned
 
-__all__ = ["Described", "GluonLauncher", "align", "is_described"]
-
 
 class Described(NamedTuple):
     """What a launch reads of Triton's ``TensorDescriptor``.

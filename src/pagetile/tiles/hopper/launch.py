@@ -22,14 +22,6 @@ from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align
 from .tiling import PACKED_FORMATS, TILINGS, UNIT, ForwardConfig, width_of
 
-__all__ = [
-    "attend",
-    "make_launcher",
-    "refuse",
-    "refuse_cap",
-    "refuse_device",
-]
-
 _Lent = TypeVar("_Lent")
 
 _LOG2_E = 1 / math.log(2)

@@ -3,8 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["num_parts", "part_of", "part_size", "part_start", "product_layout", "wide_rows"]
-
 
 @gluon.constexpr_function
 def _parts(head_size, tiles=1):

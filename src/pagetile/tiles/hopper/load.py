@@ -25,8 +25,6 @@ from .schedule import (
 )
 from .splits import cut_range, find_in_waves, find_split
 
-__all__ = ["COLUMNS", "ROWS", "KernelConfig", "load_keys_role", "load_values_role"]
-
 ROWS = gl.constexpr(64)  # of a warpgroup
 COLUMNS = gl.constexpr(64)  # of an atom: what a swizzled row of 128 bytes holds
 

@@ -16,8 +16,6 @@ from .layouts import part_start, wide_rows
 from .load import COLUMNS, ROWS
 from .names import barrier
 
-__all__ = ["finish_split"]
-
 
 @gluon.jit
 def finish_split(

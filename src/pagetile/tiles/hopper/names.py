@@ -2,7 +2,5 @@
 
 from triton.experimental.gluon import language as gl
 
-__all__ = ["barrier"]
-
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Waits for all threads of a partition: ``thread_barrier`` in Triton 3.6, ``barrier`` in 3.7."""

@@ -3,8 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["SIGNS", "scale_words", "split_packed", "widen_packed", "widen_words"]
-
 SIGNS = gl.constexpr(-0x7F7F7F80)  # the signs of a word's four values, as an int32
 
 # A register holds four 8-bit values: bytes 0 and 2 are even columns, 1 and 3 odd ones.

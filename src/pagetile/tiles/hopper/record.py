@@ -7,8 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate
 from typing_extensions import dataclass_transform
 
-__all__ = ["record"]
-
 
 @dataclass_transform()
 def record(cls: Any) -> Any:

@@ -16,8 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .record import record
 
-__all__ = ["PipelineBarriers", "Ring", "make_barriers", "make_ring"]
-
 
 @gluon.constexpr_function
 def _atoms(rows, columns):

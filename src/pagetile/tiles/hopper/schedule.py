@@ -20,18 +20,6 @@ from .dividing import MOST_DRAWN_SEQS
 from .record import record
 from .ring import PipelineBarriers, make_barriers
 
-__all__ = [
-    "Batch",
-    "TileMetadata",
-    "TileQueue",
-    "find_tile",
-    "key_tiles",
-    "make_tile_metadata",
-    "make_tile_queue",
-    "tile_of_iteration",
-]
-
-
 _MOST_DRAWN_SEQS = gl.constexpr(MOST_DRAWN_SEQS)
 LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has

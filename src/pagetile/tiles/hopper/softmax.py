@@ -5,24 +5,6 @@ from triton.experimental.gluon import language as gl
 
 from .record import record
 
-__all__ = [
-    "LOG2_E",
-    "PART_OF_CAP",
-    "Scoring",
-    "Warpgroup",
-    "add_alibi",
-    "apply_mask",
-    "bound_of",
-    "cap",
-    "pack",
-    "scheduler_arrive",
-    "scheduler_wait",
-    "unpack",
-    "warpgroup_barrier",
-    "weigh",
-    "weigh_bounded",
-]
-
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 

@@ -33,16 +33,6 @@ from .dividing import ITEM_COST, LEAST_KEYS, MERGE_COST, MOST_SEQS, MOST_SPLITS,
 from .record import record
 from .schedule import count_seq_tiles, find_tile, key_tiles
 
-__all__ = [
-    "LastWave",
-    "SplitSchedule",
-    "cut_range",
-    "find_in_waves",
-    "find_split",
-    "make_last_wave",
-    "make_split_schedule",
-]
-
 _AT_ONCE = gl.constexpr(128)  # sequences
 _LEAST_KEYS = gl.constexpr(LEAST_KEYS)
 _MOST_SPLITS = gl.constexpr(MOST_SPLITS)

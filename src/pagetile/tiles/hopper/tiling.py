@@ -6,18 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "CAPPED_TILINGS",
-    "PACKED_FORMATS",
-    "PACKED_TILINGS",
-    "TILINGS",
-    "UNIT",
-    "ForwardConfig",
-    "Tiling",
-    "tiling_of",
-    "width_of",
-]
-
 PACKED_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 UNIT = 8  # rows of an atom; elements of 16 bytes
 _COLUMNS = 64  # of an atom

@@ -22,18 +22,6 @@ from triton.runtime.driver import driver
 from ...device import DeviceInfo
 from ..types import refuse_types
 
-__all__ = [
-    "INTERPRETED",
-    "POINTERS",
-    "Launch",
-    "Launcher",
-    "as_floats",
-    "begins_early",
-    "is_aligned",
-    "refuse",
-    "window_of",
-]
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on the CPU, a line at a time: ``TRITON_INTERPRET=1``."""
 

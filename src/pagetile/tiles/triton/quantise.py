@@ -17,8 +17,6 @@ import triton.language as tl
 from ...device import DeviceInfo
 from .launch import refuse
 
-__all__ = ["amax", "encode", "larger", "refuse_cache", "row_scales"]
-
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 

@@ -14,8 +14,6 @@ windows stay comparisons with two ends. No helper creates a tensor: Gluon kernel
 import triton
 import triton.language as tl
 
-__all__ = ["compact_position", "logical_keys"]
-
 
 @triton.jit
 def _count_below(blocks, block, max_visible, search_steps):

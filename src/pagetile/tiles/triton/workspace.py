@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["borrow", "borrow_counter"]
-
 _GRAPHS = -1
 
 _Sizes = tuple[int, int, int]

@@ -15,8 +15,6 @@ from ....tiles.triton.launch import INTERPRETED
 from ..triton.backward_kernels import find_tokens
 from . import constants
 
-__all__ = ["encode_regions", "make_deltas", "pack_regions", "pad_rows", "sum_tiles"]
-
 USES_PDL = tl.constexpr(not INTERPRETED)
 MAX_REGIONS = tl.constexpr(constants.MAX_REGIONS)
 ONE_HOT = tl.constexpr(constants.ONE_HOT)

@@ -60,8 +60,6 @@ from .tiles import (
     zero_steps,
 )
 
-__all__ = ["column_gradients"]
-
 
 @record
 class Memory:

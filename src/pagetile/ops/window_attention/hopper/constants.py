@@ -1,22 +1,5 @@
 """Sizes and codes that the host code and the kernels on Hopper have to agree on."""
 
-__all__ = [
-    "COMPARED",
-    "DENSE",
-    "MAX_REGIONS",
-    "NO_BIAS",
-    "ONE_HOT",
-    "ONE_HOT_COLUMNS",
-    "ONE_TILE_TOKENS",
-    "ONLINE_TILE",
-    "PIECE",
-    "Q_STAGES",
-    "REGION_WORDS",
-    "SUM_KEYS",
-    "SUM_OFFSETS",
-    "TABLE",
-]
-
 PIECE = 64
 """Tokens of one matrix product, and query rows of a program of the row kernel."""
 SUM_KEYS = 16

@@ -58,8 +58,6 @@ from .tiles import (
     zero_steps,
 )
 
-__all__ = ["attend"]
-
 LN_2 = gl.constexpr(0.6931471805599453)
 
 

@@ -52,28 +52,6 @@ from .plan import (
 )
 from .rows import row_gradients
 
-__all__ = [
-    "LOG2_E",
-    "BiasGradient",
-    "GradientKernels",
-    "KernelArguments",
-    "align_tokens",
-    "common_types",
-    "constants_of",
-    "element_types",
-    "make_columns_launcher",
-    "make_deltas_launcher",
-    "make_launcher",
-    "make_padder",
-    "make_region_encoder",
-    "make_rows_launcher",
-    "make_sums_launcher",
-    "normalise_scale",
-    "plan_forward",
-    "plan_gradients",
-    "token_descriptor",
-]
-
 LOG2_E = 1 / math.log(2)
 _LEAST_SCALE = 1 / 16
 _DELTA_ELEMENTS, _SUM_ELEMENTS, _PADDED_ELEMENTS = 4096, 4096, 4096  # of a program's tile

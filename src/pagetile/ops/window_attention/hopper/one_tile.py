@@ -63,9 +63,6 @@ from .tiles import (
     store_bias_sums,
 )
 
-__all__ = ["backward", "forward", "make_gradients_launcher", "make_launcher", "make_region_packer"]
-
-
 ROWS = PIECE
 REGION_WORDS = gl.constexpr(constants.REGION_WORDS)
 SCORES = gl.constexpr(product_layout(constants.PIECE))

@@ -12,17 +12,6 @@ from ....device import DeviceInfo
 from ..problem import Problem
 from .constants import ONE_HOT_COLUMNS, ONE_TILE_TOKENS, PIECE, Q_STAGES
 
-__all__ = [
-    "OneTilePlan",
-    "Plan",
-    "RowsPlan",
-    "make_columns_plan",
-    "make_one_tile_plan",
-    "make_plan",
-    "make_rows_plan",
-    "padded_head_size",
-]
-
 _LEAST_COLUMNS = 32  # of a matrix product
 _SHARED_BYTES = 232_448  # that one program may allocate
 _RESERVED_BYTES = 1024  # that the system takes for each program

@@ -69,8 +69,6 @@ from .tiles import (
     wait_for_window,
 )
 
-__all__ = ["row_gradients"]
-
 ROWS = PIECE
 TILE = gl.constexpr(2 * constants.SUM_KEYS)  # keys of a product
 Q_STAGES = gl.constexpr(constants.Q_STAGES)
@@ -485,8 +483,3 @@ def row_gradients(
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, LOADING],
         )
-
-
-ROWS = PIECE
-
-__all__ = ["_load_role"]

@@ -28,19 +28,6 @@ from .tiles import (
     start_scores,
 )
 
-__all__ = [
-    "attend_guessed_pivot",
-    "attend_online",
-    "compute_weights",
-    "is_in_range",
-    "load_pivots",
-    "load_values",
-    "score_gradient",
-    "score_type",
-    "start_weight_gradient",
-    "tiles_ahead",
-]
-
 
 @gluon.constexpr_function
 def score_type(dtype):

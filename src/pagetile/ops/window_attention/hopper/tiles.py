@@ -19,36 +19,6 @@ from ....tiles.hopper.layouts import product_layout, wide_rows
 from ....tiles.hopper.record import record
 from . import constants
 
-__all__ = [
-    "CHUNK",
-    "COMPARED",
-    "FLAT",
-    "NO_BIAS",
-    "ONE_HOT",
-    "ONE_HOT_COLUMNS",
-    "ONLINE_TILE",
-    "PIECE",
-    "SUM_KEYS",
-    "Bias",
-    "StreamConfig",
-    "StreamIndex",
-    "Windows",
-    "advance_steps",
-    "apply_region_mask",
-    "build_bias_tile",
-    "locate_work",
-    "products_in_flight",
-    "row_addresses",
-    "rows_of",
-    "signal_end",
-    "start_scores",
-    "store_bias_sums",
-    "store_rows",
-    "store_window_index",
-    "wait_for_window",
-    "zero_steps",
-]
-
 PIECE = gl.constexpr(constants.PIECE)
 CHUNK = gl.constexpr(32)  # columns of bias that are built at once
 ONLINE_TILE = gl.constexpr(constants.ONLINE_TILE)

@@ -11,8 +11,6 @@ import torch
 from ....device import DeviceInfo
 from ..problem import Problem
 
-__all__ = ["Plan", "cover", "make_plan"]
-
 _RELOADED, _REGISTERS, _SHARED = 0, 1, 2
 _FEW_PAIRS = 512  # windows times heads that leave multiprocessors idle with large tiles
 _MOST_SHARED = 232_448  # bytes of a program on Hopper
