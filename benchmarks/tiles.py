@@ -129,7 +129,7 @@ class TiledCase:
     def measure(self, repeats: int | None) -> Measurement:
         """Time every contestant's forward and backward pass."""
         # A compiled backward pass that reuses its forward pass's buffers cannot be repeated.
-        with torch._functorch.config.patch(donated_buffer=False):  # type: ignore[no-untyped-call]
+        with torch._functorch.config.patch(donated_buffer=False):
             return self._measure(repeats)
 
     def _measure(self, repeats: int | None) -> Measurement:
