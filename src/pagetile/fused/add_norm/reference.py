@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ..rms_norm import Norm, rms_norm
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
-    return None
 
 
 def run(

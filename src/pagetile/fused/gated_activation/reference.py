@@ -5,14 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from ...device import DeviceInfo
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
-    return None
-
 
 def apply(gate: Tensor, activation: str) -> Tensor:
     """The activation by its name."""

@@ -5,14 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...device import DeviceInfo
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Return None: it runs everywhere."""
-    return None
-
 
 def run(
     x: Tensor,

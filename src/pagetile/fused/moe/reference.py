@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
-from .problem import Expert, Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
-    return None
+from .problem import Expert
 
 
 def run(

@@ -5,14 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
-    return None
-
 
 def run(x: Tensor, weight: Tensor, eps: float, kind: str) -> Tensor:
     """``[..., size]`` like ``x``; float64 stays float64."""

@@ -5,14 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
-    return None
-
 
 def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_shared: bool) -> tuple[Tensor, Tensor]:
     """``[1, heads, num_tokens, head_size]`` each; float64 stays float64."""

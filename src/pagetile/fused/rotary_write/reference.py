@@ -5,16 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ...ops.write_kv import write_kv
 from ..rms_norm import Norm, rms_norm
 from ..rotary import rotate
-from .problem import Heads, Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
-    return None
+from .problem import Heads
 
 
 def project(

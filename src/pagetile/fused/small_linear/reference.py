@@ -5,15 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from ...device import DeviceInfo
 from ..gated_activation import gated_activation
 from ..rms_norm import Norm, rms_norm
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Nothing is refused here."""
-    return None
 
 
 def run(

@@ -12,15 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ...tiles.eager import attend, mask_scores, weigh
 from ...tiles.state import AttentionOutput
 from .problem import Lengths, Options, Problem, sequences
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Everything, everywhere."""
-    return None
 
 
 def run(

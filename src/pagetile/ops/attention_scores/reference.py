@@ -8,14 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ...shapes import Form
 from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Everything, everywhere."""
-    return None
 
 
 def prepare(

@@ -6,14 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...device import DeviceInfo
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Everything, everywhere."""
-    return None
-
 
 def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
     """Indexing gathers all sources before anything is written."""

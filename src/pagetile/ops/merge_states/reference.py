@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
-from .problem import Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Everything, everywhere."""
-    return None
 
 
 def run(outs: Tensor, lses: Tensor) -> AttentionOutput:

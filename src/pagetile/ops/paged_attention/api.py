@@ -26,9 +26,9 @@ from .problem import Arguments, CachedCall, CallForm, Problem, form_of
 IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
 """Modules of this package, in the order in which ``impl="auto"`` tries them.
 
-Each has the same four functions: ``supports(problem, device)`` returns a reason or None,
+Each has the same functions: ``supports(problem, device)`` returns a reason or None,
 ``make_plan(problem, device, batch_invariant=...)`` a plan, ``prepare(problem, form, plan)`` a
-function from ``Arguments`` to ``AttentionOutput``. ``reference`` takes no plan.
+function from ``Arguments`` to ``AttentionOutput``. ``reference`` runs all, without a plan.
 """
 
 

@@ -11,16 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ...tiles.eager import attend
 from ...tiles.state import AttentionOutput
 from .plan import Plan
 from .problem import Arguments, CallForm, Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Return None: it runs everything, everywhere."""
-    return None
 
 
 def prepare(

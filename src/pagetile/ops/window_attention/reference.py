@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """Return None: it runs everywhere."""
-    return None
 
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import DeviceInfo
 from ..scales import LARGEST_CODE, SMALLEST_SCALE
-
-
-def supports(dtypes: tuple[torch.dtype, torch.dtype], device: DeviceInfo) -> str | None:
-    """Everything, everywhere."""
-    return None
 
 
 def run(
