@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from .errors import DTypeError, ShapeError
+
 
 # What torch's compiled code asks before it runs (2.11 to 2.13): in C++, a tenth of the host's time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -40,6 +41,20 @@ class Form(NamedTuple):
 def form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
     """The fields of a tensor's ``Form``, as a plain tuple: a call makes several of them."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int], *, rows_apart: bool = False) -> bool:
+    """Whether elements follow each other without gaps; with ``rows_apart`` rows may lie apart.
+
+    Rows, the last dimension, are whole even then, and one stride leads from each to the next.
+    """
+    expected = 1
+    for at in reversed(range(len(shape))):
+        is_free = rows_apart and at == len(shape) - 2
+        if shape[at] > 1 and strides[at] != expected and not is_free:
+            return False
+        expected = (strides[at] if is_free else expected) * shape[at]
+    return True
 
 
 def forms(**tensors: torch.Tensor) -> tuple[Any, ...]:

@@ -167,5 +167,8 @@ def test_a_refusal_gives_its_reason():
         moe_experts(x, chosen, weights, expert._replace(up=expert.up.half()))
     with pytest.raises(UnsupportedError, match="activation is 'relu'"):
         moe_experts(x, chosen, weights, expert, activation="relu")
+    strided = x[:1].repeat_interleave(2, 1)[:, ::2]
+    with pytest.raises(UnsupportedError, match="need rows without gaps"):
+        moe_experts(strided, chosen[:1], weights[:1], expert, impl="triton")
     with pytest.raises(UnsupportedError, match="triton cannot run this"):
         moe_experts(x.requires_grad_(), chosen, weights, expert, impl="triton")

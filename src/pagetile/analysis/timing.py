@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..errors import PagetileError, UnsupportedError
@@ -43,10 +44,7 @@ class Times:
 
     def quantile(self, share: float) -> float:
         """What this share of the calls did not exceed, interpolated."""
-        ordered = sorted(self.seconds)
-        low, part = divmod(share * (len(ordered) - 1), 1)
-        following = ordered[min(int(low) + 1, len(ordered) - 1)]
-        return ordered[int(low)] + part * (following - ordered[int(low)])
+        return float(np.quantile(self.seconds, share))
 
 
 def ratio(times: Times, other: Times) -> float:

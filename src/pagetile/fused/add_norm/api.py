@@ -15,7 +15,7 @@ from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
-from ...shapes import Form, check_device, check_dtype, form
+from ...shapes import Form, check_device, check_dtype, form, is_dense
 from ..rms_norm import KINDS, Norm
 from . import reference
 from .problem import Problem
@@ -82,18 +82,9 @@ def _dispatch(residual: Any, x: Any, norms: tuple[Any, ...], is_learned: bool, i
     problem = Problem(
         size=x.shape[-1],
         num_rows=residual.shape[:-1].numel(),
-        is_contiguous=all(map(_is_contiguous, (residual, x, *weights.values()))),
+        is_contiguous=all(is_dense(t.shape, t.strides) for t in (residual, x, *weights.values())),
         dtype=residual.dtype,
         norm_dtypes=tuple(weight.dtype for weight in weights.values()),
         needs_gradient=is_learned,
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)
-
-
-def _is_contiguous(x: Form) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

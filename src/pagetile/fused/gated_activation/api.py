@@ -14,7 +14,7 @@ from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
-from ...shapes import Form, form
+from ...shapes import Form, form, is_dense
 from . import reference
 from .problem import Problem
 
@@ -61,15 +61,11 @@ def _dispatch(gate_up: Any, activation: str, is_learned: bool, impl: str) -> Any
         raise ShapeError(f"gate_up is {list(gate_up.shape)}, expected an even last dimension")
     if impl == "reference":
         return reference
-    expected, is_regular = gate_up.shape[-1], gate_up.strides[-1] == 1
-    for at in reversed(range(len(gate_up.shape) - 1)):
-        is_regular &= gate_up.shape[at] == 1 or gate_up.strides[at] == expected
-        expected *= gate_up.shape[at]
     problem = Problem(
         size=gate_up.shape[-1] // 2,
         num_rows=gate_up.shape[:-1].numel(),
         dtype=gate_up.dtype,
-        is_regular=is_regular,
+        is_regular=is_dense(gate_up.shape, gate_up.strides),
         needs_gradient=is_learned,
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(gate_up.device), impl)

@@ -17,7 +17,7 @@ from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
-from ...shapes import Form, check_device, forms
+from ...shapes import Form, check_device, forms, is_dense
 from . import reference
 from .problem import Expert, Problem
 
@@ -138,12 +138,7 @@ def _dispatch(*arguments: Any) -> Any:
         inner_size=inner_size,
         dtype=x.dtype,
         weight_dtype=weights.dtype,
-        is_contiguous=all(_is_dense(t) for t in (x, experts, weights)),
+        is_contiguous=all(is_dense(t.shape, t.strides) for t in (x, experts, weights)),
         needs_gradient=is_learned,
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)
-
-
-def _is_dense(form: Any) -> bool:
-    rows, columns = form.shape
-    return rows <= 1 or columns == 0 or tuple(form.strides) == (columns, 1)

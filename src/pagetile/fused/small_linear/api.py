@@ -14,7 +14,7 @@ from ...device import DeviceInfo
 from ...errors import ShapeError, UnsupportedError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
-from ...shapes import Form, check_device, form
+from ...shapes import Form, check_device, form, is_dense
 from ..gated_activation import ACTIVATIONS
 from ..rms_norm import KINDS, Norm
 from . import reference
@@ -146,21 +146,11 @@ def _dispatch(
         is_gated=bool(activation),
         has_norm=norm is not None,
         is_regular=all(
-            other.dtype == x.dtype and _is_contiguous(other, 1 if name == "residual" else 0)
+            other.dtype == x.dtype
+            and is_dense(other.shape, other.strides, rows_apart=name == "residual")
             for name, other in others.items()
         )
-        and _is_contiguous(x, 1),
+        and is_dense(x.shape, x.strides, rows_apart=True),
         needs_gradient=is_learned,
     )
     return choose(__package__, names, problem, DeviceInfo.of(x.device), impl)
-
-
-def _is_contiguous(x: Form, free: int) -> bool:
-    """Whether a tensor has no gaps, or, with ``free`` 1, one stride leads from row to row."""
-    expected = 1
-    for at in reversed(range(len(x.shape))):
-        is_free = free and at == len(x.shape) - 2
-        if x.shape[at] != 1 and x.strides[at] != expected and not is_free:
-            return False
-        expected = (x.strides[at] if is_free else expected) * x.shape[at]
-    return True

@@ -15,7 +15,7 @@ from ...device import DeviceInfo
 from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
-from ...shapes import Form, check_device, check_dtype, form
+from ...shapes import Form, check_device, check_dtype, form, is_dense
 from . import reference
 from .problem import Problem
 
@@ -59,10 +59,9 @@ def _dispatch(table: Any, rows: Any, is_learned: bool, impl: str) -> Any:
     check_device("table", table.device, rows=rows)
     if impl == "reference":
         return reference
-    expected, is_contiguous = 1, table.strides == (table.shape[1], 1) and 0 not in table.shape
-    for size, stride in zip(reversed(rows.shape), reversed(rows.strides), strict=True):
-        is_contiguous &= size == 1 or stride == expected
-        expected *= size
+    is_contiguous = (
+        all(is_dense(t.shape, t.strides) for t in (table, rows)) and 0 not in table.shape
+    )
     problem = Problem(
         table.shape[1], rows.shape.numel(), table.dtype, is_contiguous, needs_gradient=is_learned
     )

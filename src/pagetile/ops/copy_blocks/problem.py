@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...shapes import Form
+from ...shapes import Form, is_dense
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Problem:
     @property
     def has_whole_blocks(self) -> bool:
         """Whether a block is one piece of memory on either side."""
-        return _is_whole(self.source) and _is_whole(self.destination)
+        return all(is_dense(x.shape[1:], x.strides[1:]) for x in (self.source, self.destination))
 
 
 def may_overlap(a: Tensor, b: Tensor) -> bool:
@@ -37,12 +37,3 @@ def _span(x: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     first = x.data_ptr()
     return first, first + (last + 1) * x.element_size() if x.numel() else first
-
-
-def _is_whole(cache: Form) -> bool:
-    expected = 1
-    for size, stride in zip(cache.shape[:0:-1], cache.strides[:0:-1], strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

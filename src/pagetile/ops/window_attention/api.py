@@ -102,19 +102,9 @@ def window_attention(
         torch.Size([8, 3, 27, 16])
     """
     x = _operands(
-        q,
-        k,
-        v,
-        bias_table=bias_table,
-        rel_offsets=rel_offsets,
-        bias=bias,
-        regions=regions,
-        mask=mask,
-        mask_value=mask_value,
-        softmax_scale=softmax_scale,
-        logit_scale=logit_scale,
-        qk_norm_eps=qk_norm_eps,
-    )
+        q, k, v, bias_table, rel_offsets, bias, regions, mask, mask_value, softmax_scale,
+        logit_scale, qk_norm_eps,
+    )  # fmt: skip
     if not isinstance(impl, str):
         raise DTypeError(f"impl is {impl!r}, expected a string: 'auto' or an implementation's name")
     inputs = (getattr(x, name) for name in Operands.__dataclass_fields__)
@@ -148,7 +138,6 @@ def _operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     bias_table: Tensor | None = None,
     rel_offsets: Tensor | None = None,
     bias: Tensor | None = None,
