@@ -16,7 +16,6 @@ import torch
 
 from .errors import DTypeError, ShapeError
 
-
 # What torch's compiled code asks before it runs (2.11 to 2.13): in C++, a tenth of the host's time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 

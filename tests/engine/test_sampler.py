@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from host_sampling import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,6 @@ from pagetile.engine.sampling_params import SamplingParams
 from pagetile.engine.sampling_rows import Feature, SamplingInput
 from pagetile.engine.sampling_tables import pack_bits
 from pagetile.errors import DTypeError, GenerationError, NoTokenLeftError, ShapeError
-from pagetile.testing.sample import sample
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import speculation
+from host_sampling import sample
 from test_one_step_ahead import (
     BLOCK_SIZE,
     GREEDY,
@@ -31,7 +32,6 @@ from pagetile.engine import Engine
 from pagetile.engine.ngram import NgramProposer
 from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_rows import SamplingInput
-from pagetile.testing.sample import sample
 
 PROMPT = (5, 6, 7, 8, 9)
 DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True)

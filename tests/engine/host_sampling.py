@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.sampler import SampledToken, Sampler
-from ..engine.sampling_rows import SamplingInput
-from ..errors import ShapeError
-from ..shapes import bind, check_dtype
-from ..transfer import send
+from pagetile.engine.sampler import SampledToken, Sampler
+from pagetile.engine.sampling_rows import SamplingInput
+from pagetile.errors import ShapeError
+from pagetile.shapes import bind, check_dtype
+from pagetile.transfer import send
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
