@@ -10,14 +10,16 @@ from rich.console import Console
 
 from ..errors import RequestError
 from .options import (
-    MODEL,
     BlockSize,
     CacheDtype,
     Device,
     Dtype,
     MaxModelLen,
+    MaxNumSeqs,
     Model,
     NoGenerationConfig,
+    NoPrefixCaching,
+    NumBlocks,
     NumSpeculativeTokens,
     Speculative,
     flag,
@@ -105,15 +107,10 @@ def generate(
     kv_cache_dtype: CacheDtype = "auto",
     device: Device = None,
     block_size: BlockSize = 16,
-    num_blocks: Annotated[
-        int | None,
-        option(MODEL, "N", "Blocks of the cache. Without it, as many as fit and can be used."),
-    ] = None,
-    max_num_seqs: Annotated[int, option(MODEL, "N", "Most sequences in one step.")] = 128,
+    num_blocks: NumBlocks = None,
+    max_num_seqs: MaxNumSeqs = 128,
     max_model_len: MaxModelLen = None,
-    no_prefix_caching: Annotated[
-        bool, flag(MODEL, "--no-prefix-caching", "Do not share blocks between equal prefixes.")
-    ] = False,
+    no_prefix_caching: NoPrefixCaching = False,
     speculative: Speculative = None,
     num_speculative_tokens: NumSpeculativeTokens = 7,
 ) -> None:

@@ -104,6 +104,14 @@ Element = Annotated[
     option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype"),
 ]
 BlockSize = Annotated[int, option(MODEL, "N", "Tokens per cache block, 1 to 256.")]
+NumBlocks = Annotated[
+    int | None,
+    option(MODEL, "N", "Blocks of the cache. Without it, as many as fit and can be used."),
+]
+MaxNumSeqs = Annotated[int, option(MODEL, "N", "Most sequences in one step.")]
+NoPrefixCaching = Annotated[
+    bool, flag(MODEL, "--no-prefix-caching", "Do not share blocks between equal prefixes.")
+]
 NoGenerationConfig = Annotated[
     bool,
     flag(

@@ -16,7 +16,10 @@ from .options import (
     Device,
     Dtype,
     MaxModelLen,
+    MaxNumSeqs,
     NoGenerationConfig,
+    NoPrefixCaching,
+    NumBlocks,
     NumSpeculativeTokens,
     Speculative,
     flag,
@@ -113,10 +116,7 @@ def serve(
     kv_cache_dtype: CacheDtype = "auto",
     device: Device = None,
     block_size: BlockSize = 16,
-    num_blocks: Annotated[
-        int | None,
-        option(MODEL, "N", "Blocks of the cache. Without it, what fits and is of use."),
-    ] = None,
+    num_blocks: NumBlocks = None,
     memory_fraction: Annotated[
         float,
         option(
@@ -127,7 +127,7 @@ def serve(
             "--gpu-memory-utilization",
         ),
     ] = 0.9,
-    max_num_seqs: Annotated[int, option(MODEL, "N", "Most sequences in one step.")] = 128,
+    max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: Annotated[
         int | None,
         option(
@@ -137,9 +137,7 @@ def serve(
         ),
     ] = None,
     max_model_len: MaxModelLen = None,
-    no_prefix_caching: Annotated[
-        bool, flag(MODEL, "--no-prefix-caching", "Do not share blocks between equal prefixes.")
-    ] = False,
+    no_prefix_caching: NoPrefixCaching = False,
     speculative: Speculative = None,
     num_speculative_tokens: NumSpeculativeTokens = 7,
     seed: Annotated[int, option(MODEL, "N", "Seeds requests that come without a seed.")] = 0,

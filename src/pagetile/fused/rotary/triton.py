@@ -45,7 +45,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 @triton.jit
-def _angles(angles, at, inside, IS_SHARED: tl.constexpr, HALF: tl.constexpr):
+def load_angles(angles, at, inside, IS_SHARED: tl.constexpr, HALF: tl.constexpr):
     """Cosines or sines of the first half and of the second."""
     first = tl.load(angles + at, mask=inside, other=0.0).to(tl.float32)
     second = first
@@ -77,8 +77,8 @@ def _turn(
     first = tl.load(x + from_row + column, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + from_row + column + HALF, mask=inside, other=0.0).to(tl.float32)
     cos_at, sin_at = (token * cos_token)[:, None] + column, (token * sin_token)[:, None] + column
-    cos_first, cos_second = _angles(cos, cos_at, inside, IS_SHARED, HALF)
-    sin_first, sin_second = _angles(sin, sin_at, inside, IS_SHARED, HALF)
+    cos_first, cos_second = load_angles(cos, cos_at, inside, IS_SHARED, HALF)
+    sin_first, sin_second = load_angles(sin, sin_at, inside, IS_SHARED, HALF)
     dtype: tl.constexpr = out.dtype.element_ty
     turned = (first * cos_first - second * sin_first).to(dtype)
     tl.store(out + to_row + column, turned, mask=inside)

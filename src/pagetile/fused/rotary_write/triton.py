@@ -32,6 +32,7 @@ from ...ops.scales import LARGEST_CODE, SMALLEST_SCALE, bind_scales
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
 from ...tiles.triton.norms import normalise
 from ...tiles.triton.quantise import amax, encode, larger, refuse_cache, row_scales
+from ..rotary.triton import load_angles
 from .problem import Heads, Problem
 
 TILE = 512  # numbers of a program
@@ -52,16 +53,6 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if any(dtype != problem.dtype for dtype in problem.norm_dtypes):
         return f"the weight of a norm has another type than qkv, which is {problem.dtype}"
     return refuse_cache(device, problem.cache_dtype) or refuse(device, qkv=problem.dtype)
-
-
-@triton.jit
-def _angles(angles, at, inside, IS_SHARED: tl.constexpr, HALF: tl.constexpr):
-    """Cosines or sines of the first half and of the second."""
-    first = tl.load(angles + at, mask=inside, other=0.0).to(tl.float32)
-    second = first
-    if not IS_SHARED:
-        second = tl.load(angles + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    return first, second
 
 
 @triton.jit
@@ -98,8 +89,8 @@ def _norm_and_turn(
         if REST > 0:
             rest = normalise(rest, factor, _weights(weight, last, SIZE, SIZE), NORM, dtype)
     if ANGLES != "":
-        cos_first, cos_second = _angles(cos, cos_at + column, inside, ANGLES == "shared", HALF)
-        sin_first, sin_second = _angles(sin, sin_at + column, inside, ANGLES == "shared", HALF)
+        cos_first, cos_second = load_angles(cos, cos_at + column, inside, ANGLES == "shared", HALF)
+        sin_first, sin_second = load_angles(sin, sin_at + column, inside, ANGLES == "shared", HALF)
         turned = first * cos_first - second * sin_first
         second = second * cos_second + first * sin_second
         first = turned

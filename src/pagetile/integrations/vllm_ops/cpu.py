@@ -24,10 +24,10 @@ import torch
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat
 from ...tiles.cpu.compile import allocating, entry, inner
+from ...tiles.cpu.online_softmax import exp2_scalar
 from ...tiles.cpu.simd import (
     LOG2_E,
     exp2,
-    first_lane,
     fma,
     lane_numbers,
     load,
@@ -147,11 +147,6 @@ def _is_seen(k_block, last, offset, local_blocks, vert_stride):
     )
 
 
-@inner()
-def _exp2(x):
-    return first_lane(exp2(splat(np.float32(x))))
-
-
 # Partitions' sums, maxima and sums of weights; the tensors; sizes, sparsity and strides.
 PartitionsCall = namedtuple(
     "PartitionsCall",
@@ -261,7 +256,7 @@ def _take_items(call, scratch):
                     if s > new_m or s != s:
                         new_m = s
                 pivot = new_m if new_m > -np.inf else np.float32(0)
-                decay = _exp2(m[r] - pivot)
+                decay = exp2_scalar(m[r] - pivot)
                 total = zeros()
                 for n in range(0, tile // 16 * 16, 16):
                     w = exp2(_minus(p, r * tile + n, pivot))
@@ -269,7 +264,7 @@ def _take_items(call, scratch):
                     total = fma(w, splat(np.float32(1)), total)
                 tail = np.float32(0)
                 for n in range(tile // 16 * 16, tile):
-                    w_one = _exp2(p[r * tile + n] - pivot)
+                    w_one = exp2_scalar(p[r * tile + n] - pivot)
                     p[r * tile + n] = w_one
                     tail += w_one
                 l[r] = l[r] * decay + sum_lanes(total) + tail
