@@ -240,6 +240,48 @@ def test_a_launch_is_valid_for_shorter_sequences():
             assert torch.equal(cache.v[page].float(), v)
 
 
+def count_guarded(inputs):
+    """How many numbers behind each result, of those that a launch has room for, it wrote to."""
+    from pagetile.ops.paged_attention.triton_unpack import prepare_unpacking
+
+    there = inputs.to(DEVICE)
+    options = {name: value for name, value in there.options.items() if value is not None}
+    call = Arguments(there.q, there.k_cache, there.v_cache, there.batch, 1.0, **options)
+    unpack = prepare_unpacking(inputs.problem, form_of(call), DeviceInfo.of(there.q.device))
+    memory, results = [], []
+    for sizes, dtype in (
+        (unpack.k_sizes, inputs.q.dtype), (unpack.v_sizes, F16), (unpack.table_sizes, torch.int32)
+    ):  # fmt: skip
+        size = math.prod(sizes)
+        memory.append((torch.full((size + 100_000,), 77, dtype=dtype, device=DEVICE), size))
+        results.append(memory[-1][0][:size].view(sizes))
+    unpack.launch(
+        *results, call.k_cache, call.v_cache, call.k_scale, call.batch.block_tables,
+        call.batch.seq_lens, call.batch.cu_seqlens_q,
+    )  # fmt: skip
+    return [int((numbers[size:] != 77).sum()) for numbers, size in memory]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("bounds", "window"),
+    [
+        ({"max_seq_len": 300}, None),
+        ({"max_seq_len": 300}, 100),
+        ({"max_seq_len": 1}, None),
+        ({"max_query_len": 20}, 1),
+    ],
+    ids=str,
+)
+def test_no_length_makes_a_launch_write_past_its_pages(bounds, window):
+    """Results are wrong where a bound is too small, but other memory stays as it is."""
+    case = PagedCase((290, 300), (700, 900), 2, 2, 16, sliding_window=window, **eight_bits)
+    inputs = make_inputs(case)
+    assert count_guarded(inputs) == [0, 0, 0]
+    wrong = replace(inputs.batch, **bounds)
+    assert count_guarded(inputs.replace(batch=wrong)) == [0, 0, 0]
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "options", [{}, {"has_alibi": True, "has_sinks": True, "logits_soft_cap": 5.0}], ids=str

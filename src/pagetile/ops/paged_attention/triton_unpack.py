@@ -71,7 +71,7 @@ def unpack_kernel(
     block_tables,  # int32 [num_seqs, ...]
     seq_lens,  # int32 [num_seqs]
     cu_seqlens_q,  # int32 [num_seqs + 1]
-    num_seqs, num_kv_heads, short, window, table_stride, tables_stride,
+    num_seqs, num_kv_heads, num_pages, longest, short, window, table_stride, tables_stride,
     k_block, k_slot, k_head, v_block, v_slot, v_head, ks_head,
     SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
@@ -90,13 +90,15 @@ def unpack_kernel(
     is_seq = lane < num_seqs
     query_lens = tl.load(cu_seqlens_q + lane + 1, mask=is_seq, other=0)
     query_lens -= tl.load(cu_seqlens_q + lane, mask=is_seq, other=0)
-    lens = tl.load(seq_lens + lane, mask=is_seq, other=0)
+    # No length makes a launch write past what was allocated for its bounds.
+    lens = tl.minimum(tl.load(seq_lens + lane, mask=is_seq, other=0), longest)
     # The page of the first key that a new token sees.
     first_pages = tl.maximum(lens - query_lens + 1 - window, 0) // PAGE
     counts = tl.where(query_lens > short, tl.cdiv(lens, PAGE) - first_pages, 0)
     ends = tl.cumsum(counts)
     PARTS: tl.constexpr = PAGE // ROWS
-    for item in range(tl.program_id(0), tl.sum(counts) * PARTS * num_kv_heads, tl.num_programs(0)):
+    num_items = tl.minimum(tl.sum(counts), num_pages) * PARTS * num_kv_heads
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         head = item % num_kv_heads
         part = item // num_kv_heads % PARTS
         page = item // num_kv_heads // PARTS
@@ -185,7 +187,7 @@ def prepare_unpacking(problem: Problem, form: CallForm, device: DeviceInfo) -> U
     is_one = form.k_scale.shape in ((), (1,))  # for all heads
     launch = launcher.bind(
         (max(1, min(items, _PROGRAMS * device.num_workers)), 1, 1),
-        problem.num_seqs, heads, short, window_of(form.sliding_window),
+        problem.num_seqs, heads, pages, longest, short, window_of(form.sliding_window),
         form.block_tables.strides[0], row_pages, *form.k_cache.strides[:3],
         *form.v_cache.strides[:3], 0 if is_one else form.k_scale.strides[0],
     )  # fmt: skip
@@ -212,7 +214,7 @@ def make_launcher(
     types = {"keys": POINTERS[q_dtype] + ":16", "values": "*fp16:16", "tables": "*i32"}
     types |= {"k_cache": cache, "v_cache": cache, "k_scale": "*fp32"}
     types |= dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "*i32")
-    numbers = "num_seqs num_kv_heads short window table_stride tables_stride"
+    numbers = "num_seqs num_kv_heads num_pages longest short window table_stride tables_stride"
     types |= dict.fromkeys(numbers.split(), "i32")
     strides = [f"{cache}_{dimension}" for cache in "kv" for dimension in ("block", "slot", "head")]
     types |= dict.fromkeys(strides, "i64:16") | {"ks_head": "i64"}
