@@ -137,6 +137,19 @@ def test_decode_of_joined_heads_on_hopper(group, size, heads, features, tmp_path
     assert ctas * 8 * 32 * plan.max_registers <= 65536
 
 
+@pytest.mark.parametrize("heads", [8, 256, 512])
+def test_offsets_within_32_bits_hold_every_head_and_slot(heads):
+    """Rows of queries and caches in which a head's tokens are neighbours, as large as they come."""
+    question = replace(problem(1, 64, block_size=256), num_heads=heads, num_kv_heads=heads)
+    for stride in ((1 << 22) - 8, (1 << 23) - 8, 1 << 23):
+        form = call_form(question, features=False)
+        far = form.q._replace(strides=(64, stride, 1))
+        types = make_launcher(SPECIALISED, question, q=far).types
+        kind = types["q_head"].partition(":")[0]
+        assert kind == types["q_token"].partition(":")[0]
+        assert kind == ("i32" if max(256, heads) * stride < 1 << 31 else "i64")
+
+
 def test_a_plan_of_joined_heads_is_refused_where_they_cannot_be():
     question = problem(4, 80)
     single = replace(question, num_heads=4, num_kv_heads=1)

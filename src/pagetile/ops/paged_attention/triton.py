@@ -47,7 +47,7 @@ _OLDEST_E4M3 = (8, 9)
 FETCHED_KEYS = 256
 MERGE_WARPS = 4
 """Of a CTA that merges; more would wait for each other."""
-_NARROW = 1 << 23  # strides up to here, times a slot, fit in 32 bits
+_SLOTS = 256  # of a block, at most
 
 # As torch's compiled code allocates: without its dispatcher, in half of the host's time.
 _allocate: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
@@ -415,14 +415,16 @@ def _types(
         **dict.fromkeys(("softmax_scale", "soft_cap"), "fp32"),
         **dict.fromkeys(("window", "block_size", "max_visible", "search_steps"), "i32"),
         **dict.fromkeys(strides, "i64"),
-        **dict.fromkeys(rows, _stride_type(rows, factor)),
-        **dict.fromkeys(pages, _stride_type(pages, factor)),
+        **dict.fromkeys(rows, _stride_type(rows, factor, problem)),
+        **dict.fromkeys(pages, _stride_type(pages, factor, problem)),
         "table_stride": "i32",
     }
 
 
-def _stride_type(strides: dict[str, int], factor: int) -> str:
-    kind = "i32" if max(map(abs, strides.values())) < _NARROW else "i64"
+def _stride_type(strides: dict[str, int], factor: int, problem: Problem) -> str:
+    # Products with a slot or a head are computed in this type.
+    places = max(_SLOTS, problem.num_heads)
+    kind = "i32" if max(map(abs, strides.values())) * places < 1 << 31 else "i64"
     while factor > 1 and any(stride % factor for stride in strides.values()):
         factor //= 2
     return f"{kind}:{factor}" if factor > 1 else kind
