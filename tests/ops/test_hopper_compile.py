@@ -30,7 +30,7 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
 from pagetile.tiles.hopper import softmax  # noqa: E402
 from pagetile.tiles.hopper.gather_packed import IN_FLIGHT, chunk_layout, chunk_rows  # noqa: E402
-from pagetile.tiles.hopper.launch import make_launcher, refuse, refuse_cap  # noqa: E402
+from pagetile.tiles.hopper.launch import make_launcher, refuse  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
 from pagetile.tiles.hopper.tiling import (  # noqa: E402
     CAPPED_TILINGS,
@@ -42,6 +42,7 @@ from pagetile.tiles.hopper.tiling import (  # noqa: E402
     TILINGS,
     WIDE_TILING,
     ForwardConfig,
+    refuse_cap,
     tiling_of,
 )
 

@@ -358,6 +358,22 @@ def test_what_hopper_s_kernel_does_not_take_is_planned_for_the_portable_one(chan
     assert make_plan(problem, H200) == make_gpu_plan(problem, H200)
 
 
+@pytest.mark.parametrize("cap", [None, 1e-7, 0.1, 64.0, 64.5, 500.0])
+@pytest.mark.parametrize("problem", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_a_plan_is_of_the_implementation_that_runs(problem, cap):
+    pytest.importorskip("triton", reason="Triton is not installed: no GPU kernels")
+    from pagetile.ops.paged_attention.api import choose_implementation
+
+    capped = replace(problem, logits_soft_cap=cap)
+    name, module = choose_implementation(capped, H200, "auto")
+    takes_cap = cap in (None, 0.1, 64.0)
+    prefill = "hopper_prefill" if takes_cap else "triton"
+    assert name == ("hopper" if problem is DECODE else prefill)
+    for batch_invariant in (False, True):
+        expected = module.make_plan(capped, H200, batch_invariant=batch_invariant)
+        assert make_plan(capped, H200, batch_invariant=batch_invariant) == expected
+
+
 @pytest.mark.parametrize(
     ("head_size", "v_head_size", "tile_m", "tile_n"),
     [(64, 64, 192, 128), (128, 128, 128, 128), (256, 256, 128, 64), (192, 128, 128, 128)],

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...tiles.hopper.launch import attend, refuse, refuse_cap
-from ...tiles.hopper.tiling import tiling_of
+from ...tiles.hopper.launch import attend, refuse
+from ...tiles.hopper.tiling import refuse_cap, tiling_of
 from ...tiles.state import AttentionOutput
 from .problem import Lengths, Options, Problem, in_a_row
 from .tile_lists import list_tiles

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...tiles.hopper.launch import attend, refuse_cap, refuse_device
+from ...tiles.hopper.launch import attend, refuse_device
 from ...tiles.state import AttentionOutput
 from .hopper import SPECIALISED
 from .plan import GpuPlan, make_hopper_prefill_plan, refuse_hopper_prefill, short_len
@@ -39,11 +39,7 @@ make_plan = make_hopper_prefill_plan
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Return why this cannot run ``problem``, or None if it can."""
-    return (
-        refuse_device(device)
-        or refuse_hopper_prefill(problem)
-        or refuse_cap(problem.logits_soft_cap)
-    )
+    return refuse_device(device) or refuse_hopper_prefill(problem)
 
 
 def prepare(

@@ -21,7 +21,7 @@ from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
 from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.hopper.dividing import divides_keys
-from ...tiles.hopper.tiling import PACKED_FORMATS, TILINGS, tiling_of
+from ...tiles.hopper.tiling import PACKED_FORMATS, TILINGS, refuse_cap, tiling_of
 from .problem import Problem
 from .unpacking import can_unpack, estimate
 
@@ -201,7 +201,7 @@ def refuse_hopper_prefill(problem: Problem) -> str | None:
         return "it takes no visible_blocks"
     if problem.rows <= DECODE_ROWS:
         return f"{problem.rows} rows of a sequence share a KV head; more than {DECODE_ROWS} run"
-    return _refuse_unaligned(problem)
+    return refuse_cap(problem.logits_soft_cap) or _refuse_unaligned(problem)
 
 
 def _is_grouped(problem: Problem) -> bool:

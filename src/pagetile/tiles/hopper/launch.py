@@ -26,8 +26,6 @@ _Lent = TypeVar("_Lent")
 
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
-_SMALLEST_CAP = 1e-6  # scores are divided by it in float32
-_LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
 
 
 def refuse_device(device: DeviceInfo) -> str | None:
@@ -48,13 +46,6 @@ def refuse(device: DeviceInfo, dtype: torch.dtype, head_size: int, v_head_size: 
     for name, size in {"head_size": head_size, "v_head_size": v_head_size}.items():
         if size % 8 or size > TILINGS[-1].width:
             return f"{name} is {size}; multiples of 8 up to {TILINGS[-1].width} run"
-    return None
-
-
-def refuse_cap(logits_soft_cap: float | None) -> str | None:
-    """Why the forward kernel cannot cap scores so, or None if it can."""
-    if logits_soft_cap is not None and not _SMALLEST_CAP <= logits_soft_cap <= _LARGEST_CAP:
-        return f"logits_soft_cap is {logits_soft_cap:g}; {_SMALLEST_CAP:g} to {_LARGEST_CAP} run"
     return None
 
 

@@ -11,6 +11,8 @@ UNIT = 8  # rows of an atom; elements of 16 bytes
 _COLUMNS = 64  # of an atom
 _LONG_ROWS = (2 * _COLUMNS, 4 * _COLUMNS)  # head sizes
 _LONG_BOX = 64  # rows
+_SMALLEST_CAP = 1e-6  # scores are divided by it in float32
+_LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
 
 
 @dataclass(frozen=True)
@@ -220,3 +222,10 @@ def tiling_of(
         if 128 < width <= 192:
             return WIDE_TILING
     return next(tiling for tiling in TILINGS if width <= tiling.width)
+
+
+def refuse_cap(logits_soft_cap: float | None) -> str | None:
+    """Why the forward kernel cannot cap scores so, or None if it can."""
+    if logits_soft_cap is not None and not _SMALLEST_CAP <= logits_soft_cap <= _LARGEST_CAP:
+        return f"logits_soft_cap is {logits_soft_cap:g}; {_SMALLEST_CAP:g} to {_LARGEST_CAP} run"
+    return None
