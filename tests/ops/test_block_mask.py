@@ -90,6 +90,18 @@ def test_hopper_matches_float64(size, causal, window):
     check(case, "hopper")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sliding_window": 200}], ids=str)
+def test_capped_scores_of_visible_tiles_on_hopper(size, options):
+    """Without a running maximum; the first block of rows sees nothing."""
+    case = Case(
+        (600,), (900,), 4, 2, size, batch=2, blocks=(128, 128), dtype=BF16, logits_soft_cap=30.0,
+        **options,
+    )  # fmt: skip
+    check(case, "hopper")
+
+
 def hide_a_tile(inputs):
     """The second block of keys, seen by no query: 128 keys of NaN."""
     block_mask = inputs.options["block_mask"]

@@ -115,6 +115,7 @@ def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
             (7, 48, 2, True),
             (1, 32, 2, False),
             (4, 80, 4, True),
+            (4, 16, 4, True),
             (4, 96, 2, False),
             (1, 144, 2, True),
             (7, 240, 2, False),

@@ -370,6 +370,112 @@ def test_caps_and_biases_of_many_tokens_on_hopper(case, dtype):
     check_prefill(replace(case, dtype=dtype))
 
 
+bounded_case = partial(PagedCase, dtype=BF16)
+BOUNDED = [
+    *(  # of a tile's keys rows see none, or one
+        bounded_case(
+            (300, 70, 80), (900, 71, 3), 4, 2, head_size=d, block_size=b, sliding_window=window,
+            logits_soft_cap=30.0, has_sinks=window > 1,
+        )
+        for d, b in ((64, 8), (96, 16), (128, 1), (128, 128), (256, 16))
+        for window in (1, 90)
+    ),
+    bounded_case((80, 90), (3, 0), 4, 2, head_size=128, logits_soft_cap=50.0, causal=False),
+    *(  # 8 bits whose values become bfloat16
+        bounded_case(
+            (200, 70), (900, 333), 8, 2, head_size=d, kv_dtype=kv_dtype, scales="token",
+            logits_soft_cap=cap,
+        )
+        for d, kv_dtype, cap in ((64, E4M3, 0.1), (128, INT8, 64.0), (256, E5M2, 30.0))
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BOUNDED, ids=str)
+def test_capped_scores_without_a_running_maximum(case):
+    check_prefill(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_splits_of_capped_scores_are_merged(size, scale):
+    """With scores of any size, and with most of them near the cap or its negative."""
+    case = bounded_case(
+        (70, 300, 9), (9000, 5000, 6000), 4, 2, size, logits_soft_cap=64.0, softmax_scale=scale,
+        has_sinks=True,
+    )  # fmt: skip
+    assert plan(make_inputs(case), "hopper_prefill").divides_keys
+    check_prefill(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cap", [0.1, 64.0])
+@pytest.mark.parametrize("sink", [-300.0, -64.0, 64.0, 90.0])
+def test_a_sink_may_be_past_the_cap(cap, sink):
+    case = bounded_case(
+        (200, 70, 80), (700, 333, 3), 8, 2, head_size=128, logits_soft_cap=cap, softmax_scale=4.0,
+        has_sinks=True,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    inputs.options["sinks"][::2] = sink
+    assert_matches(attend(inputs, "hopper_prefill"), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cap", [0.1, 64.0])
+@pytest.mark.parametrize("power", [-12, 20])
+def test_values_under_a_cap_may_be_large_or_small(cap, power):
+    case = bounded_case(
+        (200, 70), (700, 333), 8, 2, head_size=128, logits_soft_cap=cap, softmax_scale=4.0
+    )
+    inputs = make_inputs(case)
+    inputs.v_cache.mul_(2.0**power)
+    assert_matches(attend(inputs, "hopper_prefill"), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cap", [1e-7, 65.0, 500.0])
+def test_caps_that_hopper_s_prefill_refuses_run_elsewhere(cap):
+    inputs = make_inputs(bounded_case((200, 70), (700, 333), 8, 2, 64, logits_soft_cap=cap))
+    assert hopper_prefill.supports(inputs.problem, DeviceInfo.of(torch.device("cuda", 0)))
+    assert_matches(attend(inputs, "auto"), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logits_soft_cap": 50.0},
+        {"logits_soft_cap": 50.0, "sliding_window": 100},
+        {"kv_dtype": E4M3, "scales": "head"},
+        {"kv_dtype": INT8, "scales": "head", "sliding_window": 100},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("query_lens", [(300, 70, 200), (300, 1, 70)], ids=str)
+def test_a_captured_prefill_is_valid_for_other_lengths(changes, query_lens):
+    """Whether scores have a bound, or blocks are unpacked first."""
+    case = bounded_case(query_lens, (900, 700, 400), 8, 2, 128, **changes)
+    inputs = make_inputs(case).to("cuda")
+    chosen = plan(inputs, "hopper_prefill", unpacks="scales" in changes)
+    assert chosen.unpacks == ("scales" in changes)
+    inputs.attend(impl="hopper_prefill", plan=chosen, out=inputs.out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = inputs.attend(impl="hopper_prefill", plan=chosen, out=inputs.out)
+    lengths = inputs.batch.seq_lens.clone()
+    for shorter in (0, 1, 129, 350, 899):
+        inputs.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
+        inputs.out.fill_(torch.nan)
+        graph.replay()
+        there = inputs.replace(out=torch.empty_like(inputs.out))
+        expected = there.attend(impl="hopper_prefill", plan=chosen, out=there.out)
+        assert_same_bits(result, expected)
+        assert not expected.out.isnan().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL_BLOCKS, ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -463,7 +569,8 @@ JOINED = [
             dtype=dtype,
         )
         for d, kv_heads in (
-            (32, 2), (48, 2), (48, 4), (80, 2), (80, 8), (112, 2), (144, 4), (240, 2),
+            (8, 4), (16, 4), (32, 2), (48, 2), (48, 4), (80, 2), (80, 8), (112, 2), (144, 4),
+            (240, 2),
         )
         for b, dtype in ((16, BF16), (3, F16))
     ),
@@ -523,6 +630,63 @@ def test_a_nan_of_a_head_does_not_reach_those_that_are_read_with_it(name, kv_hea
     assert torch.equal(after[:, others], before[:, others])
     has_keys = before[:, 4:8].abs().amax((1, 2)) > 0
     assert after[has_keys, 4:8].isnan().any(-1).all()
+
+
+def uneven_inputs(size, group, num_kv_heads, **features):
+    """A batch so large that heads are joined as calls choose; one sequence has no keys."""
+    draw = random.Random(size)
+    lengths = tuple(draw.choice((1, 40, 700, draw.randint(1, 5000))) for _ in range(40))
+    case = bounded_case(
+        (1,) * 40, lengths, group * num_kv_heads, num_kv_heads, head_size=size, **features
+    )
+    return joined_inputs(case)
+
+
+ALL_FEATURES = {"has_alibi": True, "has_sinks": True, "logits_soft_cap": 5.0}
+UNEVEN = [
+    (80, 4, 8, 4, {}),
+    (80, 1, 12, 4, {"sliding_window": 100}),
+    (80, 3, 6, 2, ALL_FEATURES),  # six rows of 16
+    (112, 7, 4, 2, {}),
+    (240, 8, 4, 2, ALL_FEATURES),
+    (48, 5, 10, 2, {}),
+    (80, 4, 7, 1, {}),  # not joined: an odd number of heads
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "group", "num_kv_heads", "heads", "features"), UNEVEN, ids=str)
+def test_large_batches_join_neighbouring_heads(size, group, num_kv_heads, heads, features):
+    """As "auto" calls it, and repeated, and with early reads."""
+    inputs = uneven_inputs(size, group, num_kv_heads, **features)
+    assert plan(inputs, "hopper").tile_heads == heads
+    first = attend(inputs, "auto")
+    assert_matches(first, inputs)
+    early = inputs.replace(batch=replace(inputs.batch, allows_early_reads=True))
+    for _ in range(10):
+        assert_same_bits(attend(inputs, "hopper"), first)
+        assert_same_bits(attend(early, "hopper"), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("size", "heads"), [(80, 4), (144, 2)])
+def test_a_captured_call_of_joined_heads_is_valid_for_other_lengths(size, heads, early):
+    inputs = uneven_inputs(size, 4, 8).to("cuda")
+    inputs = inputs.replace(batch=replace(inputs.batch, allows_early_reads=early))
+    assert plan(inputs, "hopper").tile_heads == heads
+    inputs.attend(impl="hopper", out=inputs.out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = inputs.attend(impl="hopper", out=inputs.out)
+    lengths = inputs.batch.seq_lens.clone()
+    for shorter in (0, 1, 39, 650, 4999):
+        inputs.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
+        inputs.out.fill_(torch.nan)
+        graph.replay()
+        there = inputs.replace(out=torch.empty_like(inputs.out))
+        assert_same_bits(result, there.attend(impl="hopper", out=there.out))
+        assert not result.out.isnan().any()
 
 
 WITH_SINKS = [
@@ -864,8 +1028,9 @@ def test_a_prompt_alone_and_among_others(size, cap):
 
 @pytest.mark.parametrize("impl", MIXING)
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_bits_do_not_depend_on_unused_slots(impl, cap):
-    inputs = make_inputs(PagedCase((1, 40, 7), (70, 50, 37), dtype=F16, logits_soft_cap=cap))
+@pytest.mark.parametrize("dtype", [F16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
+def test_bits_do_not_depend_on_unused_slots(impl, cap, dtype):
+    inputs = make_inputs(PagedCase((1, 40, 7), (70, 50, 37), dtype=dtype, logits_soft_cap=cap))
     expected = attend(inputs, impl)
     for number in (0.0, 3.0, torch.inf):
         changed = {

@@ -152,6 +152,8 @@ def test_sharing_is_used_where_it_saves_enough():
     assert has_kernel(few_heads, shared, h200, "auto")
     in_float32 = replace(problem, q_dtype=torch.float32, kv_dtype=torch.float32)
     assert has_kernel(in_float32, shared, h200, "auto"), "prefill takes 16 bits"
+    capped = replace(problem, logits_soft_cap=100.0)
+    assert has_kernel(capped, shared, h200, "auto"), "prefill takes caps of up to 64"
     alone = SharedPrefixes(torch.arange(257), torch.zeros(256))
     assert not shared_prefixes.pays(problem, alone, h200)
     few = replace(problem, num_seqs=8, num_tokens=8)
@@ -318,6 +320,26 @@ def test_a_named_kernel_takes_a_prefix_of_more_rows_than_it_has_tiles_for(impl, 
     there = to(inputs, "cuda")
     if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
+    out, lse = there.attend(impl=impl, out=there.out)
+    plain = replace(inputs, batch=replace(inputs.batch, shared_prefixes=None))
+    assert_matches(AttentionOutput(out.cpu(), lse.cpu()), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize(
+    "options",
+    [{"has_alibi": True, "has_sinks": True}, {"logits_soft_cap": 100.0}, {"causal": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("impl", ["hopper", "auto"])
+def test_groups_of_many_and_of_few_rows(impl, options, monkeypatch):
+    monkeypatch.setattr(shared_prefixes, "_MOST_ROWS", 64)
+    if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = PagedCase((2,) * 50, (70,) * 50, dtype=torch.bfloat16, **SIZES, **options)
+    inputs = make_shared(case, [30, 0, 1, 19], [56, 0, 0, 48])
+    there = to(inputs, "cuda")
     out, lse = there.attend(impl=impl, out=there.out)
     plain = replace(inputs, batch=replace(inputs.batch, shared_prefixes=None))
     assert_matches(AttentionOutput(out.cpu(), lse.cpu()), plain)

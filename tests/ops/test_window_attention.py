@@ -391,6 +391,25 @@ def test_gradients_of_the_result_alone(impl, window):
     assert_matches(inputs, inputs.attend(impl))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [18, 30, 45, 62])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_rows_that_are_copied_give_the_bits_of_those_that_need_not_be(head_size, dtype):
+    """Of a projection's result, with a gradient of one number for all."""
+    numbers = torch.randn(4, 256, 3, 6, head_size, dtype=dtype, device="cuda")
+    padded = numbers.new_empty(*numbers.shape[:-1], 64)[..., :head_size]
+    padded.copy_(numbers)
+    results = []
+    for packed in (numbers, padded):
+        q, k, v = (x.detach().requires_grad_() for x in packed.permute(2, 0, 3, 1, 4))
+        out = window_attention(q, k, v, impl="hopper").out
+        out.sum().backward()
+        results.append((out, q.grad, k.grad, v.grad))
+    for found, expected in zip(*results, strict=True):
+        assert found.isfinite().all()
+        assert torch.equal(found, expected)
+
+
 FAR_APART = {
     "all rows": lambda q, k: q.mul_(8),
     "a late key": lambda q, k: k[:, :, 200].mul_(20),

@@ -56,6 +56,29 @@ def test_pieces_cover_the_tokens_and_fit_into_shared_memory(maker):
         assert plan.stages >= 2
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("head_size", [1, 18, 30, 45, 63])
+def test_rows_of_any_size_are_copied_to_where_they_can_be_read(head_size):
+    """What lies between them stays out."""
+    pytest.importorskip("triton", reason="Triton is not installed: nothing to interpret")
+    from pagetile.ops.window_attention.hopper.launch import align_tokens
+    from pagetile.tiles.hopper.gluon_launcher import is_described
+
+    numbers = torch.randn(3, 5, 49, head_size).half()
+    spread = torch.full((3, 49, 2, 5, 71), torch.nan, dtype=F16)
+    tokens = spread[:, :, 1, :, :head_size].transpose(1, 2)
+    tokens.copy_(numbers)
+    same = numbers[:1, :, :1].expand_as(numbers)  # of one token in every window
+    for given, expected in ((tokens, numbers), (numbers, numbers), (same, same)):
+        found = align_tokens(given)
+        assert torch.equal(found, expected)
+        assert is_described(found)
+        room = found.stride(2) - head_size
+        assert 0 <= room < 8
+        behind = found.as_strided((*found.shape[:3], room), found.stride(), head_size)
+        assert not behind.any()
+
+
 def test_key_splits_cover_the_keys_and_fit_into_shared_memory():
     found = list(plans(make_rows_plan))
     assert found
