@@ -35,7 +35,11 @@ from pagetile.device import DeviceInfo
 from pagetile.errors import UnsupportedError
 from pagetile.ops.attention_checks import default_scale
 from pagetile.ops.paged_attention import make_plan, paged_attention, shared_prefixes
-from pagetile.ops.paged_attention.plan import make_hopper_prefill_plan
+from pagetile.ops.paged_attention.plan import (
+    LEAST_JOINED,
+    make_gpu_plan,
+    make_hopper_prefill_plan,
+)
 from pagetile.ops.paged_attention.problem import Arguments
 from pagetile.testing import (
     PagedCase,
@@ -250,6 +254,10 @@ def _on_gpu(inputs: PagedInputs) -> _Calls:
     plan = make_hopper_prefill_plan(inputs.problem, device, unpacks=True)
     if plan.unpacks:  # which other calls do where they are large
         yield "unpacking", partial(attend, "hopper_prefill", plan=plan)
+    many = replace(inputs.problem, num_seqs=max(LEAST_JOINED, inputs.problem.num_seqs))
+    plan = make_gpu_plan(many, device, hopper=True)
+    if plan.tile_heads > 1:  # as in large batches
+        yield "joined heads", partial(attend, "hopper", plan=plan)
     has_prefix = inputs.case.shares_prefix and "visible_blocks" not in inputs.options
     if has_prefix and inputs.case.sliding_window is None:
         yield "two passes", partial(_in_two_passes, there.share())
