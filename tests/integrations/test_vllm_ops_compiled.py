@@ -146,3 +146,26 @@ def test_a_common_call_is_known_to_be_aligned(version, dtype, monkeypatch, mirro
     with pytest.raises(InterruptedError):
         call.run(vllm_ops, version, mirror, "cpu")
     assert kinds[1][-2] is False
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_offsets_within_32_bits_hold_every_head(version, monkeypatch, mirror):
+    """Of queries whose heads lie apart, further than anything else that is multiplied."""
+    kinds = []
+
+    def make_launcher(*arguments):
+        kinds.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr(triton_launch, "make_launcher", make_launcher)
+    monkeypatch.setattr(triton_launch, "refuse_device", lambda *arguments: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    call = make_call(decode_case((40, 600), dtype=F32, num_heads=6, num_kv_heads=2))
+    num_seqs, heads, size = call.query.shape
+    call.query = call.query.new_zeros(heads, 1000, size)[:, :num_seqs].transpose(0, 1)
+    reach = heads * 1000 * size
+    for limit, is_narrow in ((reach + 1, True), (reach, False)):
+        monkeypatch.setattr(triton_launch, "_NARROW", limit)
+        with pytest.raises(InterruptedError):
+            call.run(vllm_ops, version, mirror, "cpu")
+        assert kinds[-1][-1] is is_narrow

@@ -22,6 +22,7 @@ _OLDEST_E4M3 = (8, 9)
 _MOST_ROWS = 32
 """Query heads of one program; a larger group is cut, and its keys are read once for each part."""
 _NARROW = 1 << 31
+"""Offsets up to here are computed in 32 bits."""
 _MERGED_AT_ONCE = 4096
 """Elements of partial results that a merging program holds at a time."""
 
@@ -116,7 +117,10 @@ def run(
     strides = (*out.stride()[:2], *sums, *tmp, *query.stride()[:2], *pages)
     addresses = (tensor.data_ptr() for tensor in (out, tmp_out, query, key_cache, value_cache))
     is_aligned = not any(at % 16 for at in (*addresses, *wide))
-    is_narrow = max(*strides, block_tables.stride(0)) < _NARROW
+    # Strides are multiplied by a head, and tmp_out's by a partition, in 32 bits; others in 64.
+    by_head = max(out.stride(1), query.stride(1), sums[1], tmp[1]) * problem.num_heads
+    by_partition = tmp[2] * -(-longest // split)
+    is_narrow = max(*strides, block_tables.stride(0), by_head, by_partition) < _NARROW
     launcher = make_launcher(
         problem.kernel_sizes, tiles, alibi_slopes is not None, sparse.is_on,
         partitions is not None, is_aligned, is_narrow,
