@@ -46,7 +46,13 @@ from .sweep_shapes import CLASSES as SWEPT
 from .sweep_shapes import draw_in_turns, redraw_worst
 from .sweep_warming import COLD
 
-_MOST_PREPARING = 240.0  # seconds of compiling beforehand
+_MOST_PREPARING = 240.0
+"""Seconds in which compiling beforehand may begin; what runs by then goes on for a while.
+
+From then on fewer and fewer processes share the GPU and the cores, until the longest has both to
+itself. Ended there, it would begin anew in the process that measures, while nothing else runs: that
+costs more time than it saves.
+"""
 _GRACE = 20.0  # seconds in which what runs may end by itself once the time is over
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
@@ -193,6 +199,7 @@ def all_records(
     jobs = default_jobs() if jobs is None else jobs
     to_do = _find_work(folder, machine, device, only, but or [], circumstances["commit"])
     uncompiled = without_compiled or []
+    _refuse_uncompiled(uncompiled)
     to_do = [(spec, _leave_compiled(cases, uncompiled), made) for spec, cases, made in to_do]
     _say(f"{len(to_do)} records of {machine}, {minutes:.0f} minutes, into {folder}")
     checked: dict[str, list[Check]] = {}
@@ -202,7 +209,7 @@ def all_records(
     watchdog = _end_after(budget.left)
     try:
         if jobs:
-            checked = _prepare(to_do, jobs, budget)
+            checked = _prepare(to_do, jobs, budget, uncompiled)
         fitting, left = plan(device, budget.left, [spec for spec, *_ in to_do])
         missing += [
             f"{machine}{spec.ending}: no time for its {spec.seconds:.0f} s" for spec in left
@@ -318,6 +325,13 @@ def _find_work(
     return found
 
 
+def _refuse_uncompiled(names: Sequence[str]) -> None:
+    """Refuse names of cases without compiled peers: a record would say that they took no part."""
+    known = {case.name for case in find_cases([]) if getattr(case, "has_compiled_peers", False)}
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"no case with compiled peers is called {', '.join(unknown)}")
+
+
 def _leave_compiled(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     """The same cases, those of some names without peers that torch.compile makes."""
     return [
@@ -328,7 +342,9 @@ def _leave_compiled(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     ]
 
 
-def _prepare(to_do: _Work, jobs: int, budget: Budget) -> dict[str, list[Check]]:
+def _prepare(
+    to_do: _Work, jobs: int, budget: Budget, uncompiled: Sequence[str]
+) -> dict[str, list[Check]]:
     """Compile and verify what is left to do; engines first, since each takes long."""
     cases = [case for _, some, _ in to_do for case in some]
     commands = [
@@ -337,20 +353,41 @@ def _prepare(to_do: _Work, jobs: int, budget: Budget) -> dict[str, list[Check]]:
         if spec.parts
         for command in spec.commands(made)
     ]
-    commands += list_commands(cases, jobs)
+    commands += list_commands(cases, jobs, uncompiled)
     start = time.monotonic()
-    limit = min(_MOST_PREPARING, budget.left / 4)
-    _say(f"{jobs} processes compile and verify {len(cases)} cases, {limit:.0f} s at most")
-    found = prepare(commands, jobs, limit, _say)
+    limit, grace = _limit_preparing(budget.left, sum(spec.seconds for spec, *_ in to_do))
+    _say(
+        f"{jobs} processes compile and verify {len(cases)} cases, begun within {limit:.0f} s and "
+        f"ended after {limit + grace:.0f} s"
+    )
+    found = prepare(commands, jobs, limit, _say, grace)
     _say(f"prepared {len(found)} of {len(cases)} cases in {time.monotonic() - start:.0f} s")
     # What failed beside other processes is verified again by itself.
     return {n: checks for n, checks in found.items() if all(check.passed for check in checks)}
 
 
+def _limit_preparing(left: float, needed: float) -> tuple[float, float]:
+    """Seconds in which compiling begins, and for which it may go on after them.
+
+    Args:
+        left: Seconds for everything.
+        needed: Seconds in which the records are made, once all is compiled. Of what neither needs,
+            half is left for cases that take longer than was estimated.
+    """
+    limit = min(_MOST_PREPARING, left / 4)
+    return limit, max(limit / 2, (left - needed - limit) / 2)
+
+
 @app.command("prepare")
-def prepare_cases(names: Annotated[list[str], typer.Argument(metavar="CASE...")]) -> None:
+def prepare_cases(
+    names: Annotated[list[str], typer.Argument(metavar="CASE...")],
+    without_compiled: Annotated[
+        list[str] | None, typer.Option(metavar="CASE", help="As for `all`.")
+    ] = None,
+) -> None:
     """Verify and run cases without keeping their times, for what that compiles (see `all`)."""
-    for line in prepare_here([case for case in find_cases([]) if case.name in names]):
+    found = [case for case in find_cases([]) if case.name in names]
+    for line in prepare_here(_leave_compiled(found, without_compiled or [])):
         print(line, flush=True)
 
 

@@ -7,7 +7,19 @@ from typing import NamedTuple, Protocol
 
 from pagetile.analysis.timing import Times
 
-__all__ = ["Case", "Check", "Measurement", "Target", "at_least", "at_most"]
+__all__ = [
+    "COMPILED_ELSEWHERE",
+    "Case",
+    "Check",
+    "Measurement",
+    "Target",
+    "at_least",
+    "at_most",
+    "compile_effort",
+]
+
+COMPILED_ELSEWHERE = "left out: it compiles for minutes; other cases have it"
+"""Why a peer that torch.compile makes takes no part in a case."""
 
 
 class Target(NamedTuple):
@@ -79,3 +91,12 @@ class Case(Protocol):
 
     def measure(self, repeats: int | None) -> Measurement:
         """Time it beside its peers; ``None`` repeats it as often as suits the case."""
+
+
+def compile_effort(case: Case) -> int:
+    """How long a case compiles on a fresh machine, its peers included, in levels.
+
+    0: seconds; 1: many kernels, or a peer by torch.compile; 2: such a peer for a shape that takes
+    it minutes. A case says so by an attribute of this name; most have none.
+    """
+    return int(getattr(case, "compile_effort", 0))

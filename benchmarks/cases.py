@@ -107,7 +107,7 @@ SWIN_CASES: tuple[Case, ...] = (
         48,
         targets=(
             at_least("x MONAI", 1.5),
-            at_least("x MONAI, graphed", 1.5),
+            at_least("x MONAI, both graphed", 1.5),
             at_most("peak / MONAI", 0.5),
         ),
     ),

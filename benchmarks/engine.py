@@ -54,6 +54,11 @@ class EngineCase:
     peers: tuple[str, ...] = tuple(PEERS)
 
     @property
+    def compile_effort(self) -> int:
+        """See ``case.compile_effort``."""
+        return 2 * (self.device == "cuda")
+
+    @property
     def about(self) -> str:
         """The problem in one line."""
         return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -16,12 +17,12 @@ from pagetile.ops.paged_attention.problem import Problem
 from .case import Check, Measurement, Target
 from .gate import judge_peers
 from .gpu_inputs import LLAMA_8B, Inputs, Shape, check_against_float64
-from .gpu_peers import Peers, decode_peers, prefill_peers, reader
+from .gpu_peers import Peers, decode_peers, find_absent, prefill_peers, reader
 from .gpu_timing import time_host, time_in_turns
 from .libraries import find_libraries
 from .machine import read_all
 
-__all__ = ["GpuBlockSizesCase", "GpuDecodeCase", "GpuPrefillCase"]
+__all__ = ["READ", "READ_BYTES", "GpuBlockSizesCase", "GpuDecodeCase", "GpuPrefillCase"]
 
 READ = "reading 4 GiB"
 READ_BYTES = 4 << 30
@@ -48,6 +49,8 @@ class GpuDecodeCase:
     has_compiled_peers: bool = True
     """Whether FlexAttention takes part, which compiles; it reads no pages, whatever their size."""
     device: str = "cuda"
+    compile_effort: ClassVar[int] = 0
+    """See ``case.compile_effort``: without a mask, FlexAttention compiles in seconds."""
 
     @property
     def problem(self) -> Problem:
@@ -74,10 +77,15 @@ class GpuDecodeCase:
         return f"decode: {_lengths(self.seq_lens)}, {self.shape}"
 
     def verify(self) -> list[Check]:
-        """A poisoned, shortened problem, and rows of the timed one at its full size."""
+        """A poisoned, shortened problem, and rows of what is timed at its full size."""
         short = [min(n, SHORT) for n in self.seq_lens[:8]]
         poisoned = check_against_float64(self.shape, short, decode=True, device=self.device)
-        return poisoned + self._inputs().check(self.about)
+        checks = poisoned + self._inputs().check(self.about)
+        if other := self._other_inputs():
+            assert self.beside is not None
+            _, lengths, shape = self.beside
+            checks += other.check(f"decode: {_lengths(lengths)}, {shape}")
+        return checks
 
     def call(self) -> Callable[[], object]:
         """Return pagetile's call on its inputs, for a profiler."""
@@ -86,6 +94,13 @@ class GpuDecodeCase:
     def _inputs(self) -> Inputs:
         return Inputs(self.seq_lens, self.shape, decode=True, device=self.device)
 
+    def _other_inputs(self) -> Inputs | None:
+        """What is timed beside the case, if anything is."""
+        if self.beside is None:
+            return None
+        _, lengths, shape = self.beside
+        return Inputs(lengths, shape, decode=True, device=self.device)
+
     def measure(self, repeats: int | None) -> Measurement:
         """Time all in turns by graph replay, after an overwritten and after a clean cache."""
         inputs = self._inputs()
@@ -93,12 +108,11 @@ class GpuDecodeCase:
         judge = judge_peers(inputs.rows(), inputs.in_tokens)
         dense = decode_peers(inputs, has_flex=self.has_compiled_peers)
         peers, absent = admit(dense | others, judge)
+        unknown |= find_absent(inputs, has_flex=self.has_compiled_peers)
         calls: Peers = {"pagetile": inputs.attend, **reader(inputs), **peers}
         calls[READ] = _read(self.device)
-        if self.beside:
-            name, lengths, shape = self.beside
-            other = Inputs(lengths, shape, decode=True, device=self.device)
-            calls[f"pagetile, {name}"] = other.attend
+        if self.beside and (other := self._other_inputs()):
+            calls[f"pagetile, {self.beside[0]}"] = other.attend
         host = time_host(inputs.attend, _HOST_ROUNDS).seconds
         times = time_in_turns(calls, self.device, repeats=repeats)
         metrics = self._metrics(times)
@@ -142,6 +156,14 @@ class GpuPrefillCase:
     causal: bool = True
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
+    has_compiled_peers: bool = True
+    """Whether FlexAttention takes part, which compiles."""
+
+    @property
+    def compile_effort(self) -> int:
+        """See ``case.compile_effort``: caps and wide heads take FlexAttention longest."""
+        is_long = self.shape.logits_soft_cap is not None or self.shape.head_size > 128
+        return (2 if is_long else 1) if self.has_compiled_peers else 0
 
     @property
     def about(self) -> str:
@@ -180,7 +202,9 @@ class GpuPrefillCase:
         own: Peers = {"pagetile": inputs.attend, "pagetile, in order": inputs.in_order().attend}
         others, unknown = find_libraries(inputs)
         judge = judge_peers(inputs.rows(), inputs.in_tokens)
-        found, absent = admit(prefill_peers(inputs) | others, judge)
+        dense = prefill_peers(inputs, has_flex=self.has_compiled_peers)
+        found, absent = admit(dense | others, judge)
+        unknown |= find_absent(inputs, has_flex=self.has_compiled_peers)
         times = time_in_turns(own | found, self.device, repeats=repeats)
         peers = {name: time for name, time in times.items() if name not in own}
         metrics = {

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from .case import COMPILED_ELSEWHERE
 from .gpu_inputs import Inputs
 
-__all__ = ["Peers", "compile_flex", "decode_peers", "prefill_peers", "reader"]
+__all__ = ["Peers", "compile_flex", "decode_peers", "find_absent", "prefill_peers", "reader"]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -58,14 +59,15 @@ def decode_peers(inputs: Inputs, *, has_flex: bool = True) -> Peers:
     return peers
 
 
-def prefill_peers(inputs: Inputs) -> Peers:
+def prefill_peers(inputs: Inputs, *, has_flex: bool = True) -> Peers:
     """SDPA by each of its backends, over contiguous keys and values, and FlexAttention.
 
     SDPA by cuDNN also with a gather.
     """
     q, k, v = inputs.dense()
     soft_cap = inputs.shape.logits_soft_cap
-    peers: Peers = {"flex": _flex(q, k, v, causal=inputs.causal, soft_cap=soft_cap)}
+    flex = _flex(q, k, v, causal=inputs.causal, soft_cap=soft_cap)
+    peers: Peers = {"flex": flex} if has_flex else {}
     if soft_cap is None:
         how = {"is_causal": inputs.causal, "enable_gqa": q.shape[1] > k.shape[1]}
         peers |= {f"sdpa {name}": _call(of, q, k, v, **how) for name, of in _BACKENDS.items()}
@@ -75,6 +77,21 @@ def prefill_peers(inputs: Inputs) -> Peers:
 
         peers["gather + sdpa cudnn"] = gather
     return peers
+
+
+def find_absent(inputs: Inputs, *, has_flex: bool = True) -> dict[str, str]:
+    """Why SDPA or FlexAttention is not among ``decode_peers`` or ``prefill_peers``."""
+    reason = None
+    if inputs.shape.scales:
+        reason = "unsupported: caches of 8 bits"
+    elif len(set(inputs.seq_lens)) > 1:
+        reason = "unsupported: sequences of several lengths"
+    absent = {} if reason is None else {"sdpa": reason, "flex": reason}
+    if inputs.shape.logits_soft_cap is not None:
+        absent.setdefault("sdpa", "unsupported: a soft cap")
+    if not has_flex:
+        absent.setdefault("flex", COMPILED_ELSEWHERE)
+    return absent
 
 
 def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor]:

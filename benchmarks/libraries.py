@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["COMPILED_WHEN_PLANNED", "find_libraries"]
 
 _WORKSPACE = 256 << 20  # bytes, for FlashInfer's partial states
+_LARGER_WORKSPACE = 2 << 30  # where BatchAttention asks for more than its own 384 MiB
 _BATCH_ATTENTION_SIZES = (64, 128, 256)  # heads of others may end the process
 
 Call = Callable[[], Tensor]
@@ -205,11 +206,22 @@ def _batch_attention(library: Any, pages: _Pages) -> Call:
         raise ValueError(f"heads of {size}; {_BATCH_ATTENTION_SIZES} run")
     indptr, indices, _ = _listed_pages(pages)
     wrapper = library.BatchAttention("NHD", device=str(pages.q.device))
-    wrapper.plan(
-        pages.starts, indptr, indices, pages.seq_lens, num_heads, num_kv_heads, size, size,
-        block_size, causal=pages.causal, sm_scale=size**-0.5, logits_soft_cap=pages.soft_cap,
-        q_data_type=pages.q.dtype, kv_data_type=pages.k_cache.dtype,
+    plan = functools.partial(
+        wrapper.plan, pages.starts, indptr, indices, pages.seq_lens, num_heads, num_kv_heads, size,
+        size, block_size, causal=pages.causal, sm_scale=size**-0.5,
+        logits_soft_cap=pages.soft_cap, q_data_type=pages.q.dtype,
+        kv_data_type=pages.k_cache.dtype,
     )  # fmt: skip
+    try:
+        plan()
+    except Exception as error:  # its type depends on how the library is bound
+        if "workspace" not in str(error):
+            raise
+        device = pages.q.device
+        wrapper.float_workspace_buffer = torch.empty(
+            _LARGER_WORKSPACE, dtype=torch.uint8, device=device
+        )
+        plan()
     out, caches = torch.empty_like(pages.q), (pages.k_cache, pages.v_cache)
     lse = torch.empty(pages.q.shape[:2], dtype=torch.float32, device=pages.q.device)
 

@@ -14,15 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .case import Case, Check
+from .case import Case, Check, compile_effort
 from .machine import free_read_memory
 from .processes import tethered
 from .windows import WindowCase
@@ -46,30 +48,70 @@ def default_jobs() -> int:
     return int(max(1, min((os.cpu_count() or 2) * 5 // 8, memory // _BYTES_A_JOB)))
 
 
-def list_commands(cases: Sequence[Case], jobs: int) -> list[Command]:
-    """What prepares cases: a few for each process; those that choose by timing have their own."""
-    alone = [case for case in cases if _chooses_by_timing(case)]
-    rest = [case.name for case in cases if not _chooses_by_timing(case)]
+def list_commands(
+    cases: Sequence[Case], jobs: int, uncompiled: Collection[str] = ()
+) -> list[Command]:
+    """What prepares cases, in the order in which it should begin.
+
+    First those that compile longest, each by itself: what begins last is cut off when the time is
+    over, and a process that loses the device takes no other case with it. Then the others, a few
+    for each process.
+
+    Args:
+        cases: What is prepared.
+        jobs: Processes at the same time.
+        uncompiled: Names of cases whose compiled peers are left out.
+    """
+    long = [case for case in cases if compile_effort(case) or _chooses_by_timing(case)]
+    rest = [case.name for case in cases if case not in long]
     chunks = max(1, min(len(rest), jobs * _CHUNKS_A_JOB))
     parts = [rest[number::chunks] for number in range(chunks)] if rest else []
-    parts = [[case.name] for case in alone] + parts
-    return [("benchmarks", "prepare", *names) for names in parts]
+    parts = [[case.name] for case in _longest_first(long)] + parts
+    return [
+        (
+            "benchmarks", "prepare", *names,
+            *(f"--without-compiled={name}" for name in names if name in uncompiled),
+        )
+        for names in parts
+    ]  # fmt: skip
+
+
+def _longest_first(cases: Sequence[Case]) -> list[Case]:
+    """Longest compiling first, classes in turns within a level.
+
+    Cases of one class compile some of the same kernels, and need the same large memory: side by
+    side they would do so twice.
+    """
+    levels: dict[int, dict[type, list[Case]]] = defaultdict(lambda: defaultdict(list))
+    for case in cases:
+        levels[compile_effort(case)][type(case)].append(case)
+    return [
+        case
+        for level in sorted(levels, reverse=True)
+        for turn in zip_longest(*levels[level].values())
+        for case in turn
+        if case is not None
+    ]
 
 
 def prepare(
-    commands: Sequence[Command], jobs: int, seconds: float, say: Callable[[str], None]
+    commands: Sequence[Command],
+    jobs: int,
+    seconds: float,
+    say: Callable[[str], None],
+    grace: float = 0.0,
 ) -> dict[str, list[Check]]:
     """Run commands, some at a time, and return the checks of the cases that they prepared.
 
-    After ``seconds`` all of them are ended. Whatever goes wrong here is tried again, and reported,
-    where the case is timed.
+    After ``seconds`` none begins any more, and ``grace`` seconds later all are ended. Whatever goes
+    wrong here is tried again, and reported, where the case is timed.
     """
     cores = max(1, (os.cpu_count() or 2) // jobs)
     limits = {"OMP_NUM_THREADS": str(cores), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
     end = time.monotonic() + seconds
     found: dict[str, list[Check]] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(_run, command, limits, end): command for command in commands}
+        runs = {pool.submit(_run, command, limits, end, grace): command for command in commands}
         for number, run in enumerate(as_completed(runs), 1):
             output, problem = run.result()
             for line in output.splitlines():
@@ -83,8 +125,11 @@ def prepare(
     return found
 
 
-def _run(command: Command, limits: dict[str, str], end: float) -> tuple[str, str]:
-    """What a command printed, and what went wrong; it is ended, with its compilers, at ``end``."""
+def _run(command: Command, limits: dict[str, str], end: float, grace: float) -> tuple[str, str]:
+    """What a command printed, and what went wrong; it begins before ``end``, or not at all.
+
+    It is ended, with its compilers, ``grace`` seconds after ``end``.
+    """
     left = end - time.monotonic()
     if left <= 0:
         return "", "no time"
@@ -94,7 +139,7 @@ def _run(command: Command, limits: dict[str, str], end: float) -> tuple[str, str
     )  # fmt: skip
     problem = ""
     try:
-        output, errors = process.communicate(timeout=left)
+        output, errors = process.communicate(timeout=left + grace)
         if process.returncode:
             problem = (errors.strip().splitlines() or ["it printed nothing"])[-1]
     except subprocess.TimeoutExpired:

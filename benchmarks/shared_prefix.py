@@ -209,11 +209,16 @@ class SharedPrefixInputs:
         decode.plan(*own[1:], *self._sizes, **self._types)
         caches = (self.k_cache, self.v_cache)
 
+        out, other = torch.empty_like(self.q), torch.empty_like(self.q)  # else it fills its own
+        lse, other_lse = (
+            torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
+            for _ in range(2)
+        )
+
         def call() -> Tensor:
-            out, lse = decode.run(self.q, caches, return_lse=True)
-            other = prefill.run(self.q, caches, return_lse=True)
-            library.merge_state_in_place(out, lse, *other)
-            result: Tensor = out
-            return result
+            decode.run(self.q, caches, out=out, lse=lse, return_lse=True)
+            prefill.run(self.q, caches, out=other, lse=other_lse, return_lse=True)
+            library.merge_state_in_place(out, lse, other, other_lse)
+            return out
 
         return call

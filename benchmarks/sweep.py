@@ -363,7 +363,7 @@ def _compare(shape: SweepShape, error: float, seconds: dict[str, float]) -> Find
 
 
 def _measure_scores(shape: SweepShape) -> Finding:
-    """``attention_scores`` beside ``torch.matmul`` with the same scale, on this CPU."""
+    """``attention_scores`` beside torch's batched products with the same scale, on this CPU."""
     sizes = (len(shape.seq_lens), shape.num_heads, shape.seq_lens[0], shape.head_size)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(sizes, generator=generator) for _ in range(2))
@@ -373,9 +373,12 @@ def _measure_scores(shape: SweepShape) -> Finding:
     error = float((result.double() - expected).abs().max() / expected.abs().max())
     if not error <= 1e-5:
         return Finding(shape, error, {}, 0.0, "float64")
+    rows, keys = q.flatten(0, 1), k.flatten(0, 1).mT  # scaled within the product
+    nothing = q.new_zeros(())
     calls: dict[str, Callable[[], Any]] = {
         "pagetile": lambda: attention_scores(q, k, softmax_scale=scale),
         "torch.matmul": lambda: torch.matmul(q * scale, k.transpose(-1, -2)),
+        "torch.baddbmm": lambda: torch.baddbmm(nothing, rows, keys, beta=0, alpha=scale),
     }
     times = time_in_turns(calls, "cpu", repeats=_CPU_ROUNDS)
     # What else runs on the machine only adds: a thread that is not scheduled costs milliseconds.

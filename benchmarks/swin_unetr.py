@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class SwinUnetrCase:
     use_checkpoint: bool = False
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
+    compile_effort: ClassVar[int] = 2
+    """See ``case.compile_effort``."""
 
     @property
     def about(self) -> str:

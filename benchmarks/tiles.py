@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from pagetile import attention, attention_scores, explain_attention
 from pagetile.analysis.timing import Times, admit, ratio
 
-from .case import Check, Measurement, Target
+from .case import COMPILED_ELSEWHERE, Check, Measurement, Target
 from .gate import check_kernel, chosen
 from .gpu_peers import compile_flex
 from .gpu_timing import time_in_turns
@@ -60,6 +60,13 @@ class TiledCase:
     dtype: torch.dtype = torch.bfloat16
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
+    has_compiled_peers: bool = True
+    """Whether FlexAttention takes part, which compiles; never on a CPU."""
+
+    @property
+    def compile_effort(self) -> int:
+        """See ``case.compile_effort``."""
+        return 2 * (self.device == "cuda")
 
     @property
     def about(self) -> str:
@@ -146,6 +153,8 @@ class TiledCase:
             for name, attend in self._peers().items()
         }
         found, absent = admit(runs, judge)
+        if "flex" not in runs and self.device == "cuda":
+            absent["flex"] = COMPILED_ELSEWHERE
         peers = {name: attend for name, attend in self._peers().items() if name in found}
         contestants: dict[str, Attend] = {"pagetile": self._own, **peers}
         with _side_stream(self.device):
@@ -198,7 +207,7 @@ class TiledCase:
         peers: dict[str, Attend] = {
             name: functools.partial(self._sdpa, backend) for name, backend in _BACKENDS.items()
         }
-        return {**peers, "flex": self._flex()}
+        return {**peers, "flex": self._flex()} if self.has_compiled_peers else peers
 
     def _flex(self) -> Attend:
         @functools.cache
@@ -297,7 +306,13 @@ class ScoresCase:
             gap = _distance(scores[:1], exact)
             return None if gap <= PEER_ERROR else f"wrong: {gap:.2g} off float64"
 
-        peers, absent = admit({"torch matmul": lambda: torch.matmul(q, k.mT)}, judge)
+        # As the layer leaves them torch copies both first; in rows of their own it need not.
+        whole = [t.contiguous() for t in (q, k)]
+        products: dict[str, Callable[[], Any]] = {
+            "torch matmul": lambda: torch.matmul(q, k.mT),
+            "torch matmul contiguous": lambda: torch.matmul(whole[0], whole[1].mT),
+        }
+        peers, absent = admit(products, judge)
         calls: dict[str, Callable[[], Any]] = {
             "pagetile": lambda: attention_scores(q, k),
             **peers,
@@ -311,7 +326,9 @@ class ScoresCase:
             "microseconds": own * 1e6,
             "GB/s": math.prod(shape) * self.dtype.itemsize / own / 1e9,
         }
-        metrics |= {f"x {n}": t.median / own for n, t in times.items() if n != "pagetile"}
+        metrics |= {
+            f"x {n}": ratio(t, times["pagetile"]) for n, t in times.items() if n != "pagetile"
+        }
         return Measurement(times, metrics, absent)
 
     def _draw(self) -> tuple[Tensor, Tensor]:

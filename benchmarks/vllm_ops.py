@@ -21,15 +21,15 @@ from pagetile.testing import TABLE_POISON
 
 from .case import Check, Measurement, Target, at_least
 from .gate import PEER_ERROR, Rows, allowed_error, expected_rows
+from .gpu_attention import READ, READ_BYTES
 from .gpu_timing import time_in_turns
-from .machine import READ_BYTES, read_all
+from .machine import read_all
 
 __all__ = ["VLLM_CASES", "VllmOpsCase"]
 
 PARTITION = 512
 E4M3 = torch.float8_e4m3fn
 _K_SCALE, _V_SCALE = 0.02, 0.015
-READ = "reading 1 GiB"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class VllmOpsCase:
         inputs = Inputs(self, self.device)
         peers, absent = inputs.vllm_calls()
         own = inputs.calls(vllm_ops) | {"own layout": inputs.own_layout()}
-        calls = {**own, **peers, READ: lambda: read_all(self.device)}
+        calls = {**own, **peers, READ: lambda: read_all(self.device, READ_BYTES)}
         times = time_in_turns(calls, self.device, repeats=repeats)
         best = min((times[name] for name in ("v1", "v2")), key=lambda time: time.median)
         metrics = {

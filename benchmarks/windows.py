@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from pagetile import explain_window_attention, rel_offsets, shift_regions, window_attention
 from pagetile.analysis.timing import Times, admit, ratio, take_turns
 
-from .case import Check, Measurement, Target
+from .case import COMPILED_ELSEWHERE, Check, Measurement, Target
 from .gate import PEER_ERROR, chosen
 from .gpu_timing import time_in_turns
 
@@ -34,6 +34,7 @@ _BACKENDS = {
     "sdpa, cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa, efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+COMPILED = ("compiled eager", "flex")
 _MOST_PEER_BYTES = 32 << 30
 _GROUP_SCORES = 1 << 27  # scores of the windows that are computed at once in float64
 _ALIGNMENT = 8  # elements: heads and rows of a mask that SDPA's backends take without a copy
@@ -98,6 +99,11 @@ class WindowCase:
     """Whether compiled eager code and FlexAttention take part; each compiles for a while."""
 
     @property
+    def compile_effort(self) -> int:
+        """See ``case.compile_effort``."""
+        return 2 if self.has_compiled_peers else int(self.device == "cuda")
+
+    @property
     def about(self) -> str:
         """The problem in one line."""
         count = self.images * math.prod(g // w for g, w in zip(self.grid, self.window, strict=True))
@@ -138,6 +144,8 @@ class WindowCase:
         peers, absent = inputs.peers()
         if self.has_compiled_peers:
             peers |= inputs.compiled_peers()
+        elif self.device == "cuda":
+            absent |= dict.fromkeys(COMPILED, COMPILED_ELSEWHERE)
         exact = inputs.in_groups("float64")
         calls, wrong = admit({n: way.forward() for n, way in peers.items()}, judge_by(exact))
         gradients, no_gradient = admit({n: peers[n].both() for n in calls}, judge_by(exact))
@@ -409,12 +417,11 @@ class WindowInputs:
         eager: Any = torch.compile(scaled, **how)
         flex: Any = torch.compile(flex_attention, **how)
         *rows, dout = self.padded_rows()
-        return {
-            "compiled eager": Peer(
-                lambda q, k, v: eager(q, k, v, bias, mask), self.rows, self.dout
-            ),
-            "flex": Peer(lambda q, k, v: flex(q, k, v, score_mod=score, scale=scale), rows, dout),
-        }
+        ways = (
+            Peer(lambda q, k, v: eager(q, k, v, bias, mask), self.rows, self.dout),
+            Peer(lambda q, k, v: flex(q, k, v, score_mod=score, scale=scale), rows, dout),
+        )
+        return dict(zip(COMPILED, ways, strict=True))
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from benchmarks import (
 from benchmarks.attention import AttentionCase
 from benchmarks.block_sparse import BlockSparseCase
 from benchmarks.cache_ops import CopyBlocksCase, WriteKVCase
-from benchmarks.case import Check, Measurement, at_least, at_most
+from benchmarks.case import Check, Measurement, at_least, at_most, compile_effort
 from benchmarks.document import Figure, fill, find_figures
 from benchmarks.engine import EngineCase
 from benchmarks.gate import check_calls, check_kernel
@@ -327,8 +327,17 @@ def test_decode_is_measured_in_turns_with_reading(monkeypatch):
     monkeypatch.setattr(gpu_attention, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(gpu_attention, "_HOST_ROUNDS", 1)
     case = dataclasses.replace(DECODE, seq_lens=(64, 64), beside=("even", (32, 32), DECODE.shape))
+    assert [c.what for c in case.verify() if "2 x 32, " in c.what and c.passed] != []  # "even", too
     measurement = case.measure(repeats=2)
     assert {"share of read bandwidth", "x sdpa flash", "GB/s / even"} <= set(measurement.metrics)
+    uneven = dataclasses.replace(DECODE, seq_lens=(64, 20)).measure(repeats=1)
+    assert (
+        uneven.absent["sdpa"]
+        == uneven.absent["flex"]
+        == ("unsupported: sequences of several lengths")
+    )
+    several = dataclasses.replace(case, beside=None, has_compiled_peers=False).measure(repeats=1)
+    assert several.absent["flex"].startswith("left out: it compiles")
     assert {
         len(time.seconds) for name, time in measurement.times.items() if "host" not in name
     } == {2}
@@ -347,7 +356,7 @@ SMALL_CASES = {
 def test_small_cases_are_right_and_are_measured(name, monkeypatch):
     case = SMALL_CASES[name]
     monkeypatch.setattr(BlockSparseCase, "_flex", lambda *_: lambda: 1 / 0)
-    monkeypatch.setattr(vllm_ops, "read_all", lambda device: None)
+    monkeypatch.setattr(vllm_ops, "read_all", lambda device, num_bytes: None)
     assert not [check for check in case.verify() if not check.passed]
     measurement = case.measure(repeats=1)
     assert measurement.metrics
@@ -378,10 +387,11 @@ class Cascade:
         batch = PagedBatch(tables, lengths, starts, longest, int(lengths.max()))
         return paged_attention(q, *caches, batch, causal=False)
 
-    def run(self, q, caches, return_lse=False):
+    def run(self, q, caches, out=None, lse=None, return_lse=False):
         if return_lse:
             arrays = self.levels if len(self.levels) == 4 else [each_starts(q), *self.levels]
-            return tuple(self.attend(q, caches, *arrays))
+            found = self.attend(q, caches, *arrays)
+            return out.copy_(found.out), lse.copy_(found.lse)
         return merge_states(*map(torch.stack, zip(*(
             self.attend(q, caches, *level) for level in zip(*self.levels, strict=True)
         ), strict=True))).out  # fmt: skip
@@ -430,7 +440,7 @@ class VllmOperators:
 
 def test_vllms_own_operators_take_part_where_they_are_right(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(_custom_ops=VllmOperators))
-    monkeypatch.setattr(vllm_ops, "read_all", lambda device: None)
+    monkeypatch.setattr(vllm_ops, "read_all", lambda device, num_bytes: None)
     measurement = SMALL_CASES["vllm_ops, 8 bits"].measure(repeats=1)
     assert measurement.absent == {"vllm v1": "wrong: 1 off float64"}
     own = min(measurement.times[name].median for name in ("v1", "v2"))
@@ -808,6 +818,23 @@ def _record_of(median, spread=0.01):
     return {"cases": [{"name": "a-1", "times": {"pagetile": times}, "metrics": {"x": 1 / median}}]}
 
 
+def test_a_table_names_the_fastest_peer_and_says_where_it_wins(tmp_path):
+    medians = {
+        "pagetile": 2.0, "sdpa cudnn": 1.5, "flex": 4.0, "reading alone": 0.5,
+        "host, pagetile": 0.1, "pagetile, clean cache": 1.0, "flex, clean cache": 1.25,
+    }  # fmt: skip
+    case = {
+        **CLEAN_RUN, "name": "a", "about": "x", "share_of_other_processes": 0.0, "metrics": {},
+        "targets": [], "times": {k: {"median": v, "repeats": 1} for k, v in medians.items()},
+    }  # fmt: skip
+    record = {"machine": {"gpu": "G"}, "cases": [case]}
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    page = "<!-- table: r a | x fastest peer | x fastest peer, clean cache -->\n<!-- end -->"
+    assert "| x | 0.75 (sdpa cudnn) | 1.25 (flex) |" in fill(page, tmp_path)
+    figure = Figure("r", "a", "x fastest peer", "2 digits")
+    assert figure.of(record) == "0.75"
+
+
 def test_documented_figures_that_change_beyond_noise_are_named(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- table: r a- | x | time: pagetile -->\n<!-- end -->")
@@ -1055,13 +1082,16 @@ def test_a_case_whose_compiled_peers_lost_the_device_is_measured_without_them(ru
     measured = []
     present = (Compiling("decode-a"), Compiling("decode-b"), Fake("decode-c"))
     options = ("all", "--machine", "m", "--only", "-", "--into", tmp_path)
-    without = ("--without-compiled", "decode-b", "--without-compiled", "decode-c")
+    without = ("--without-compiled", "decode-b")
     done = run(*options, *without, present=present)
     assert done.exit_code == 0
     assert measured == [("decode-a", True), ("decode-b", False)]
     made = json.loads((tmp_path / "m.json").read_text())["cases"]
-    lost = {"compiled": "lost the device"}
-    assert [case["absent"] for case in made] == [{}, lost, lost]
+    assert [case["absent"] for case in made] == [{}, {"compiled": "lost the device"}, {}]
+    for name in ("decode-c", "decode-"):  # else a record would say what is not so
+        refused = run(*options, "--without-compiled", name, present=present)
+        assert refused.exit_code == 2
+        assert f"no case with compiled peers is called {name}" in " ".join(refused.output.split())
 
 
 def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monkeypatch):
@@ -1079,6 +1109,57 @@ def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monk
     assert said[-1].endswith(": no time")
     assert prepare.prepare(commands[:1], 1, 0.5, said.append) == {}
     assert said[-1].endswith(": the time for preparing was over")
+    late = prepare.prepare([*commands[:1], ("benchmarks", "list")], 1, 0.5, said.append, 60.0)
+    assert list(late) == ["tiled-2x1024-gqa"]  # it had begun; the other had not
+    assert said[-1] == "prepared 2 of 2: benchmarks list: no time"
+
+
+def test_what_compiles_longest_is_prepared_first_and_without_what_lost_the_device(run, monkeypatch):
+    by_name = {case.name: case for case in (*cases.CASES, *cases.SWIN_CASES)}
+    efforts = {name: compile_effort(case) for name, case in by_name.items()}
+    assert {efforts[name] for name in LONGEST} == {2}
+    commands = [command[2:] for command in prepare.list_commands(list(by_name.values()), 9)]
+    assert sorted(name for names in commands for name in names) == sorted(by_name)
+    found = [max(efforts[name] for name in names) for names in commands]
+    assert found == sorted(found, reverse=True)
+    assert [names for names in commands if len(names) > 1 and efforts[names[0]]] == []
+    assert len({type(by_name[name]) for [name] in commands[:5]}) == 5
+
+    @dataclasses.dataclass(frozen=True)
+    class Compiling(Fake):
+        has_compiled_peers: bool = True
+
+        def measure(self, repeats):
+            ran.append((self.name, self.has_compiled_peers))
+            return super().measure(repeats)
+
+    ran, asked = [], []
+    monkeypatch.setattr(command_line, "prepare", lambda commands, *_: asked.extend(commands) or {})
+    present = (Compiling("decode-a"), Compiling("decode-b"))
+    options = ["all", "--machine", "m", "--only", "", "--minutes", "9", "--jobs", "1"]
+    assert run(*options, "--without-compiled", "decode-b", present=present).exit_code == 0
+    assert asked == [
+        ("benchmarks", "prepare", "decode-a"),
+        ("benchmarks", "prepare", "decode-b", "--without-compiled=decode-b"),
+    ]
+    ran.clear()
+    for _, *command in asked:
+        assert run(*command, present=present).exit_code == 0
+    assert ran == [("decode-a", True), ("decode-b", False)]
+
+
+LONGEST = (
+    "gpu-prefill-1x8192-cap-size-256", "gpu-prefill-1x16384-size-256",
+    "gpu-prefill-1x16384-size-192", "gpu-tiled-1x16384", "gpu-engine-64", "windows-2744x3x343x16",
+    "swin-unetr-96-fs24",
+)  # fmt: skip
+
+
+def test_compiling_goes_on_where_the_records_leave_time():
+    limits = command_line._limit_preparing
+    assert limits(26 * 60, 1300) == (240, 120)  # all records: what has begun ends soon
+    assert limits(26 * 60, 50) == (240, 635)
+    assert limits(400, 350) == (100, 50)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
