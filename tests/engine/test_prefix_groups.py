@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,15 @@ def test_a_step_has_room_for_few_groups_and_keeps_those_that_save_the_most() -> 
     assert len(lens) == MAX_GROUPS == len(starts) - 1
     assert lens == [16 * blocks for blocks in (12, 11, 10, 9, 8, 7, 6)] + [0]
     assert starts == [0, 2, 4, 6, 8, 10, 12, 14, 24]
+
+
+def test_the_block_that_a_step_writes_is_not_shared() -> None:
+    """Where the new token is the last of a block, that block is written, too."""
+    sequences = [SimpleNamespace(table=SimpleNamespace(blocks=[7, 2])) for _ in range(2)]
+    for end, shared in ((32, 16), (31, 16), (17, 16), (33, 32)):
+        found = PrefixGrouper(16, 1).find(sequences, [end, end])
+        assert found is not None
+        assert found[1].prefix_lens[0] == shared
 
 
 def test_too_little_to_share_is_not_shared() -> None:

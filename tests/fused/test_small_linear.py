@@ -410,6 +410,20 @@ def test_large_weights_stream_on_hopper():
     assert not asked(8, 6144, 4096, BF16, DeviceInfo("cpu", 2))
 
 
+def test_parts_of_streamed_weights_are_whole_tiles():
+    for size in (2304, 4096, 4224, 8320, 12288, 14336):
+        found = plan.plan_hopper_parts(Problem(16, size, 4096, BF16))
+        assert found.parts == (1 if size % 256 else 2)
+        assert size % (found.parts * found.tile_k) == 0
+
+
+def test_a_gated_product_of_many_rows_has_no_wide_tiles():
+    """Of 128 columns they would leave room for five slots."""
+    tiles = {rows: plan.plan_ring(Problem(rows, 4096, 14336, BF16, True)) for rows in (32, 33)}
+    assert {rows: found.tile_n for rows, found in tiles.items()} == {32: 128, 33: 64}
+    assert tiles[33].stages > 5
+
+
 @pytest.mark.parametrize("num_rows", [2, 8, 9, 17, 33, 64])
 def test_slots_of_streamed_weights_fill_shared_memory(num_rows):
     for size, num_columns, is_gated in (

@@ -21,6 +21,17 @@ def test_a_new_pool_hands_out_every_block_in_order():
     assert (pool.num_blocks, pool.num_free) == (4, 0)
 
 
+def test_a_block_is_shared_until_one_holder_is_left():
+    pool = BlockPool(2, BLOCK_SIZE)
+    [block] = pool.allocate()
+    found = []
+    for change in (pool.retain, pool.retain, pool.release, pool.release, pool.release):
+        change([block])
+        found.append(pool.num_shared)
+        pool.check([[block]] * pool.ref_count(block))
+    assert found == [1, 1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("num_blocks", [0, -1])
 def test_a_pool_has_at_least_one_block(num_blocks):
     with pytest.raises(ShapeError, match=f"num_blocks={num_blocks}"):
