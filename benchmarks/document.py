@@ -9,6 +9,10 @@ the times of contestants::
 
 The caption says what all rows share, and what most do: "Unless a row says otherwise: bfloat16."
 
+``x fastest peer`` is the time of the fastest peer, by pagetile's: below 1 in rows that a peer
+wins. The peer is named beside it. With an ending, as in ``x fastest peer, clean cache``, it is of
+contestants whose names end so.
+
 The last column may be ``until recorded: COMMAND``, which is named in the table's place as long as
 the record does not exist or has none of the cases.
 
@@ -43,6 +47,11 @@ _COMMA = re.compile(r", (?![^\[(]*[\])])")
 _STYLE = re.compile(r"(?:(\d+) digits ?)?(%|µs)?")
 _FACTORS = {None: 1.0, "%": 1e2, "µs": 1e6}
 _TIME = "time: "
+_FASTEST = "x fastest peer"
+_NO_PEERS = ("pagetile", "host", "read")
+"""How the names of contestants begin that are no peers."""
+_STATES = (", clean cache", ", both", ", backward")
+"""How the names of those end that are timed otherwise than the others."""
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _UNTIL = "until recorded: "
 _SIMD = {"AVX512": "AVX-512"}
@@ -242,6 +251,9 @@ def value_of(case: dict[str, Any], column: str) -> float | None:
 
     Forms have a contestant's name and one word more, as ``flashinfer BatchAttention``.
     """
+    if column.startswith(_FASTEST):
+        found_peer = _fastest_peer(case, column.removeprefix(_FASTEST))
+        return None if found_peer is None else found_peer[1]
     if not column.startswith(_TIME):
         value: float | None = case["metrics"].get(column)
         return value
@@ -252,6 +264,21 @@ def value_of(case: dict[str, Any], column: str) -> float | None:
         if re.fullmatch(rf"{re.escape(name)}( \w+)?{re.escape(comma + ending)}", other)
     ]
     return min(found, default=None)
+
+
+def _fastest_peer(case: dict[str, Any], ending: str) -> tuple[str, float] | None:
+    """The fastest peer's name, and its median time by pagetile's."""
+    peers = {
+        name.removesuffix(ending): time["median"]
+        for name, time in case["times"].items()
+        if name.endswith(ending) and not name.startswith(_NO_PEERS)
+        if ending or not name.endswith(_STATES)
+    }
+    own = case["times"].get("pagetile" + ending)
+    if own is None or not peers:
+        return None
+    name = min(peers, key=peers.__getitem__)
+    return name, peers[name] / own["median"]
 
 
 def tables(page: str) -> list[tuple[str, str, list[str]]]:
@@ -282,6 +309,10 @@ def _cell(case: dict[str, Any], name: str, unit: str | None) -> str:
     if name.startswith(_TIME):
         assert unit is not None
         return _with_spaces(float(f"{value / _UNITS[unit]:.3g}"))
+    if name.startswith(_FASTEST):
+        peer = _fastest_peer(case, name.removeprefix(_FASTEST))
+        assert peer is not None
+        return f"{value:.3g} ({peer[0]})"
     text = f"{value:.0%}" if name.startswith("share") else _with_spaces(value)
     targets = {target["metric"]: target for target in case["targets"]}
     return text if name not in targets or not targets[name]["reached"] else f"**{text}**"
