@@ -139,6 +139,38 @@ def install(monkeypatch, stand_ins):
     monkeypatch.setattr(libraries, "find_spec", lambda module: module if module in there else None)
 
 
+class BatchAttention:
+    """FlashInfer's: it asks for a larger workspace, and has one by then."""
+
+    def __init__(self, layout, device):
+        assert layout == "NHD"
+        self.float_workspace_buffer = torch.empty(8, dtype=torch.uint8, device=device)
+
+    def plan(self, starts, indptr, indices, lengths, *sizes, causal, logits_soft_cap, **types):
+        if self.float_workspace_buffer.numel() < 100:
+            raise RuntimeError("Buffer overflow. Increase the workspace buffer size.")
+        lists = indices.tensor_split(indptr[1:-1].tolist())
+        self.arrays = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True), lengths, starts
+        self.how = {"causal": causal, "softcap": logits_soft_cap}
+
+    def run(self, q, caches, out, lse, logits_soft_cap):
+        out.copy_(attend(q, *caches, *self.arrays, **self.how))
+
+
+def test_batch_attention_gets_the_workspace_that_it_asks_for(monkeypatch):
+    library = SimpleNamespace(**vars(FlashInfer), BatchAttention=BatchAttention)
+    install(monkeypatch, {"flashinfer": library})
+    monkeypatch.setattr(libraries, "_LARGER_WORKSPACE", 100)
+    monkeypatch.setattr(libraries, "_BATCH_ATTENTION_SIZES", (32,))
+    inputs = Inputs(LENGTHS, SHAPE, decode=False, device="cpu")
+    found, _ = libraries.find_libraries(inputs)
+    error = inputs.rows().error(found["flashinfer BatchAttention"]())
+    assert error < 0.01
+    monkeypatch.setattr(libraries, "_LARGER_WORKSPACE", 99)
+    _, absent = libraries.find_libraries(inputs)
+    assert absent["flashinfer BatchAttention"].endswith("Increase the workspace buffer size.")
+
+
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("cap", [None, 0.5])
 def test_every_library_is_handed_the_same_problem(monkeypatch, decode, cap):
