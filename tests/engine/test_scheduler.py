@@ -146,6 +146,16 @@ def test_rows_that_a_running_prompt_will_fork_into_are_left_for_it(
     assert steps.step().num_tokens == num_tokens
 
 
+def test_rows_of_samples_that_have_ended_are_free() -> None:
+    steps = Steps(64, max_num_seqs=4)
+    steps.add(4, n=3)
+    steps.step()  # it decodes, and its other samples have no rows any more
+    for _ in range(3):
+        steps.add(4)
+    steps.step()
+    assert len(steps.scheduler.running) == 4
+
+
 def test_the_victim_is_the_one_that_loses_the_fewest_tokens() -> None:
     steps = Steps(18)
     first, large, small, last = (steps.add(n, max_new=36) for n in (8, 16, 3, 12))
@@ -175,8 +185,10 @@ def test_a_sequence_that_would_free_no_block_is_no_victim() -> None:
     )  # fmt: skip
     shared.request.sequences.append(child)
     steps.scheduler.fork(step, shared, child)
+    assert steps.scheduler.running == [first, shared, child], "samples of a prompt are neighbours"
     alone = steps.add(8)
     steps.scheduler.complete(step)
+    assert steps.scheduler._cost(shared) == steps.scheduler._cost(child) == float("inf")
     for sequence in step.sampled:
         sequence.token_ids.append(7)
     steps.step()  # first, both forks and alone fill the pool to its last block but one

@@ -208,6 +208,36 @@ def test_beyond_the_queue_requests_are_refused(llm):
         assert asyncio.run(main(async_llm)).finished
 
 
+def test_requests_that_come_together_are_counted_together(llm):
+    """All of them find room before the first prompt has been turned into tokens."""
+
+    async def main(async_llm):
+        asked = [async_llm.submit("x", GREEDY) for _ in range(20)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [error for error in found if isinstance(error, OverloadedError)]
+        for stream in found:
+            if stream not in refused:
+                assert (await stream.result()).finished
+        return len(refused)
+
+    with opened(llm, max_queued_seqs=2) as async_llm:
+        assert asyncio.run(main(async_llm)) == 2
+
+
+def test_a_salt_in_the_prompt_keeps_its_prefix_apart(llm):
+    text = "def add(a, b):\n    return a + b\n\n" * 8  # several blocks
+
+    async def main(async_llm):
+        prompts = [text, {"prompt": text, "cache_salt": "a"}, {"prompt": text, "cache_salt": "a"}]
+        outputs = [await last(async_llm.generate(prompt, GREEDY)) for prompt in prompts]
+        outputs.append(await last(async_llm.generate(text, GREEDY, cache_salt="b")))
+        return [output.num_cached_tokens > 0 for output in outputs]
+
+    llm.reset_prefix_cache()
+    with opened(llm) as async_llm:
+        assert asyncio.run(main(async_llm)) == [False, False, True, False]
+
+
 def test_draining_ends_what_runs_and_refuses_what_comes(llm):
     async def main(async_llm):
         short = await async_llm.submit("x", GREEDY)
@@ -257,6 +287,32 @@ def test_a_failing_step_fails_its_own_requests_only(llm, monkeypatch):
             await read(victim)
         is_broken = False
         return await last(async_llm.generate("def add", GREEDY))
+
+    with opened(llm) as async_llm:
+        assert len(asyncio.run(main(async_llm)).outputs[0].token_ids) == 12
+
+
+def test_a_failing_step_fails_no_request_that_waits(llm, monkeypatch):
+    model, num_rows = llm.engine.model, llm.engine.scheduler.max_num_seqs
+    forward, failures = model.forward, []
+
+    def fragile(step):
+        if failures:
+            raise failures.pop()
+        return forward(step)
+
+    monkeypatch.setattr(model, "forward", fragile)
+
+    async def main(async_llm):
+        victims = [await async_llm.submit("def add", LONG) for _ in range(num_rows)]
+        for victim in victims:
+            await victim.take()
+        waiting = await async_llm.submit("def add", GREEDY)
+        await async_llm.run_in_engine(lambda: failures.append(RuntimeError("a cosmic ray")))
+        for victim in victims:
+            with pytest.raises(GenerationError, match="cosmic ray"):
+                await read(victim)
+        return await waiting.result()
 
     with opened(llm) as async_llm:
         assert len(asyncio.run(main(async_llm)).outputs[0].token_ids) == 12

@@ -40,7 +40,8 @@ def test_text_that_comes_together_is_one_event_a_sample():
     deltas = [Delta("r", 0, "a", 1, None), Delta("r", 1, "x", 2, None), Delta("r", 0, "b", 3, None)]
     expected = events.of(0, "ab") + events.of(1, "x")
     assert events.encode(deltas) == expected.encode()
-    assert events.encode([*deltas, Delta("r", 1, "", 4, "length")]) is None
+    end = Delta("r", 1, "z", 4, "length")
+    assert events.encode([*deltas, end]) is events.encode([end]) is None
 
 
 def test_joined_deltas_lose_no_token_and_keep_the_end():
