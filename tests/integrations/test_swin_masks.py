@@ -104,6 +104,24 @@ def test_a_grid_is_known_by_its_numbers():
     assert not memory.of_grid(*GRID, CPU).is_meta
 
 
+def test_a_thread_that_replaces_the_regions_does_not_change_what_another_gets():
+    """Between comparing the sizes and returning the regions, another thread may run."""
+    memory, other = RegionMemory(), ((12, 8), (2, 4), (1, 2))
+
+    class Interrupted(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, value):
+            memory.of_grid(*other, CPU)
+            return int(self) == value
+
+    memory.of_grid(*GRID, CPU)
+    (height, width), *rest = GRID
+    found = memory.of_grid((Interrupted(height), width), *rest, CPU)
+    assert torch.equal(memory.of_grid(*other, CPU), shift_regions(*other))
+    assert torch.equal(found, regions())
+
+
 def test_regions_made_under_a_mode_are_not_kept():
     from torch._subclasses import FakeTensorMode
 

@@ -57,8 +57,9 @@ class RegionMemory:
         if torch.compiler.is_compiling():
             return shift_regions(grid, window, shift).to(device)
         key = (grid, window, shift, device)
-        if self._grid is not None and self._grid[0] == key:
-            return self._grid[1]
+        seen = self._grid  # read once: another thread may replace it
+        if seen is not None and seen[0] == key:
+            return seen[1]
         regions = shift_regions(grid, window, shift).to(device)
         # Fake tensors, inference tensors and tensors of a CUDA graph that has yet to run must not
         # be cached for later calls.
