@@ -87,6 +87,13 @@ def torchvision(version=1, **options):
     return swin.SwinTransformer(**sizes | others | options)
 
 
+def video(**options):
+    swin = framework("torchvision.models.video.swin_transformer")
+    sizes = {"patch_size": [2, 4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [3, 6]}
+    others = {"window_size": [2, 4, 4], "num_classes": 5, "stochastic_depth_prob": 0.0}
+    return swin.SwinTransformer3d(**sizes | others | options)
+
+
 def timm(version=1, **options):
     models = framework("timm.models")
     sizes = {"img_size": (60, 92), "embed_dim": 24, "depths": (2, 2, 2), "num_heads": (3, 6, 12)}
@@ -131,6 +138,9 @@ CASES = {
     "monai-2d": Case(monai, (2, 1, 28, 42), {"spatial_dims": 2, "window_size": (4, 4)}),
     "torchvision-v1": Case(torchvision, (2, 3, 60, 92)),
     "torchvision-v2": Case(torchvision, (2, 3, 60, 92), {"version": 2, "window_size": [6, 8]}),
+    # Maps of 3 × 11 × 15 and 3 × 6 × 8: padded along every axis; then clamped along the first.
+    "torchvision-video": Case(video, (2, 3, 6, 44, 60)),
+    "torchvision-video-clamped": Case(video, (1, 3, 6, 44, 60), {"window_size": [4, 7, 5]}),
     "timm-v1": Case(timm, (2, 3, 60, 92)),
     "timm-v1-dynamic": Case(timm, (2, 3, 72, 120), {"dynamic_img_size": True, "head_dim": 12}),
     "timm-v2": Case(timm, (2, 3, 60, 92), {"version": 2}),

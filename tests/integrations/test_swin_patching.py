@@ -15,7 +15,7 @@ from pagetile.integrations import swin
 from pagetile.integrations.swin.swapped import Swapped, SwappedAttention, SwappedLayer
 
 ONE_EACH = ["monai-3d", "torchvision-v1", "torchvision-v2", "timm-v1-dynamic", "timm-v2"]
-ONE_EACH += ["transformers-v1", "transformers-v2"]
+ONE_EACH += ["transformers-v1", "transformers-v2", "torchvision-video"]
 
 
 def run(name, model):
@@ -168,7 +168,9 @@ def operators(graph):
     return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("name", ["torchvision-v2", "timm-v1", "timm-v2", "transformers-v2"])
+@pytest.mark.parametrize(
+    "name", ["torchvision-v2", "torchvision-video", "timm-v1", "timm-v2", "transformers-v2"]
+)
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_sees_the_original(name, strict):
     model, x = CASES[name].model(), CASES[name].input()
@@ -233,6 +235,7 @@ DROPOUTS = {
 }
 
 
+@pytest.mark.parametrize("name", DROPOUTS)
 def test_training_with_attention_dropout_runs_the_original(name, attentions):
     model = CASES[name].model(**{DROPOUTS[name]: 0.5}).train()
     x = CASES[name].input()
@@ -249,6 +252,24 @@ def test_training_with_attention_dropout_runs_the_original(name, attentions):
     assert len(attentions) == len(report.attentions)
 
 
+@pytest.mark.parametrize("rate", ["attention_dropout", "dropout"])
+def test_any_dropout_of_a_video_attention_runs_the_original(rate, attentions):
+    """torchvision drops in evaluation too."""
+    model, x = CASES["torchvision-video"].model(**{rate: 0.5}), CASES["torchvision-video"].input()
+    for mode in (False, True):
+        with swin.patched(model.train(mode)) as report:
+            assert not report.left_alone, report
+            assert len(report.attentions) == 4
+            attentions.clear()
+            torch.manual_seed(3)
+            found = gradients(model, x)
+        assert not attentions
+        torch.manual_seed(3)
+        expected = gradients(model, x)
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
 def test_dropout_modules_in_training_mode_run_the_original(name):
     """Monte-Carlo dropout puts only the dropout modules into training mode."""
     model = CASES[name].model(**{DROPOUTS[name]: 0.5}).eval()
@@ -311,7 +332,7 @@ def test_a_class_derived_from_a_patched_one_is_not_unpatched():
     assert torch.equal(run(name, model), expected)
 
 
-@pytest.mark.parametrize("name", ["torchvision-v1", "torchvision-v2"])
+@pytest.mark.parametrize("name", ["torchvision-v1", "torchvision-v2", "torchvision-video"])
 def test_an_empty_batch_gives_an_empty_batch(name):
     model, x = CASES[name].model(), CASES[name].input()
     expected = model(x[:0]).shape

@@ -33,12 +33,12 @@ BIAS_NAMES = {"relative_position_bias_table", "cpb_mlp", "continuous_position_bi
 def patch(model: nn.Module) -> PatchReport:
     """Run a Swin model's window attention on ``pagetile.window_attention``, in place.
 
-    Supports MONAI's SwinUNETR, Swin v1 and v2 of torchvision and timm, and Swin and Swinv2 of
-    Transformers. A patched model builds no matrix of scores and no dense shift mask. MONAI's blocks
-    attend to whole maps, and on a GPU the residual blocks of its U-Nets run norm, residual and
-    activation in one kernel. Parameters, buffers and the state dict stay as they are; outputs and
-    gradients stay the same up to rounding. Copies and pickles of a patched model are patched.
-    Patching twice equals patching once.
+    Supports MONAI's SwinUNETR, Swin v1 and v2 of torchvision and timm, torchvision's Video Swin,
+    and Swin and Swinv2 of Transformers. A patched model builds no matrix of scores and no dense
+    shift mask. MONAI's blocks attend to whole maps, and on a GPU the residual blocks of its U-Nets
+    run norm, residual and activation in one kernel. Parameters, buffers and the state dict stay as
+    they are; outputs and gradients stay the same up to rounding. Copies and pickles of a patched
+    model are patched. Patching twice equals patching once.
 
     On a CPU, windows of 7 × 7 tokens save memory but no time: their dense masks are small.
 

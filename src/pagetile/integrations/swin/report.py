@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _SUPPORTED = (
-    "  supported: MONAI's SwinUNETR, Swin v1 and v2 of torchvision and timm, Swin and Swinv2 of "
-    "Transformers"
+    "  supported: MONAI's SwinUNETR, Swin v1 and v2 of torchvision and timm, torchvision's Video "
+    "Swin, Swin and Swinv2 of Transformers"
 )
 _SECTIONS = {
     "attentions": ("attention on pagetile.window_attention", "window attention"),
