@@ -128,7 +128,10 @@ def make_last(operator: Any) -> Callable[..., Any]:
         pass
 
     def refuse(ctx: Any, *gradients: Any) -> None:
-        raise UnsupportedError(f"{operator._qualname} has no derivative: differentiate once")
+        raise UnsupportedError(
+            f"{operator._qualname} has no derivative: differentiate once, or use the model's own "
+            "attention (swin.unpatch(model) where swin.patch was called)"
+        )
 
     return _make_watched(operator._qualname, operator, keep_nothing, refuse)
 

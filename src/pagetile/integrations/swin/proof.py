@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .attend import hooks_of
 from .masks import dense_mask
@@ -26,6 +27,10 @@ def difference(module: nn.Module, swaps: Swaps) -> str | None:
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return "its parameters are on the meta device: load them, then patch"
+    for parameter in module.parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            kind = type(parameter).__name__
+            return f"its parameters are of type {kind}: patch before they are sharded or converted"
     try:
         found, expected = _both(module, swaps)
     except Exception as error:  # another release may raise anything

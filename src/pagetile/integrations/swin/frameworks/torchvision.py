@@ -73,17 +73,15 @@ class ShiftedWindowAttentionV2(SwappedAttention, swin_transformer.ShiftedWindowA
 
 
 class ShiftedWindowAttention3d(SwappedAttention, video_swin_transformer.ShiftedWindowAttention3d):
-    """Video Swin: an axis no longer than the window clamps it, with the first offsets, as MONAI's.
-
-    With any dropout the original runs, in evaluation too: it drops there as well.
-    """
+    """Video Swin. Windows are clamped to a small map as MONAI's are, with the first offsets."""
 
     original = video_swin_transformer.ShiftedWindowAttention3d
     width = staticmethod(ShiftedWindowAttention.width)
+    weight_dropout = staticmethod(ShiftedWindowAttention.weight_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` ``[batch, frames, height, width, dim]``."""
-        if self.weight_dropout(self) > 0 or self.needs_original(x):
+        if self.needs_original(x):
             return self.original.forward(self, x)
         window = tuple(map(min, self.window_size, x.shape[1:-1]))
         table = self.relative_position_bias_table
@@ -95,12 +93,7 @@ class ShiftedWindowAttention3d(SwappedAttention, video_swin_transformer.ShiftedW
         return f"torchvision video, window {size}, shift {shift}"
 
     @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return float(max(module.attention_dropout, module.dropout))
-
-    @staticmethod
     def trial(module: Any, randn: Randn) -> Tensor:
-        module.attention_dropout = module.dropout = 0.0
         first, *others = module.window_size
         grid = (2 * first - 1, *(max(1, length - 1) for length in others))
         result: Tensor = module(randn(1, *grid, module.proj.in_features))
