@@ -106,6 +106,17 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{number} tests left out: {REASONS.get(name, COMPILED)}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_lives_as_long_as_the_process_is_not_looked_through_for_garbage():
+    """A full collection takes seconds with all modules and tests, and some tests ask for many.
+
+    A server that has ended, as some tests run, has put them back.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _models_are_on_the_cpu_unless_a_test_says_where():
     """On a machine with a GPU, too, where every one would record its steps."""
