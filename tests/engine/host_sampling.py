@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagetile.engine.sampler import SampledToken, Sampler
+from pagetile.engine.sampler import SampledToken, SampledTokens, Sampler
 from pagetile.engine.sampling_rows import SamplingInput
 from pagetile.errors import ShapeError
 from pagetile.shapes import bind, check_dtype
@@ -56,4 +56,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     where = torch.arange(num_rows, device=logits.device)
     tokens, best, logprobs = sampler.sample(logits, where, numbers)
     found = sampler.collect(tokens.cpu().numpy(), best.cpu().numpy(), logprobs, numbers)
-    return found.listed()
+    return list_tokens(found)
+
+
+def list_tokens(found: SampledTokens) -> list[SampledToken]:
+    """One ``SampledToken`` a row."""
+    return [found.others.get(at) or SampledToken(i) for at, i in enumerate(found.token_ids)]

@@ -239,7 +239,6 @@ def test_text_ends_at_the_first_complete_stop_string(words, stops, include):
     expected, reason = cut_at_stop("".join(words), stops, include)
     assert "".join(pieces) == detokenizer.text == expected
     assert detokenizer.stop_reason == reason
-    assert detokenizer.finished is (reason is not None)
 
 
 @given(text=short, stops=stop_lists)
@@ -249,7 +248,7 @@ def test_exactly_what_may_begin_a_stop_string_is_held_back(text, stops):
     detokenizer = Detokenizer(byte_level(), SamplingParams(stop=stops))
     for n, token_id in enumerate(token_ids, start=1):
         detokenizer.append([token_id])
-        if detokenizer.finished:
+        if detokenizer.stop_reason is not None:
             break
         so_far = decode(byte_level(), token_ids[:n]).rstrip("\ufffd")
         tails = (so_far[i:] for i in range(len(so_far)))
@@ -277,7 +276,7 @@ def test_flush_gives_what_never_became_a_stop_string():
     assert detokenizer.append(encode(byte_level(), "xabc")) == "x"
     assert detokenizer.flush() == "abc"
     assert detokenizer.flush() == ""
-    assert not detokenizer.finished
+    assert detokenizer.stop_reason is None
 
 
 def test_flush_gives_an_unfinished_character():
@@ -316,7 +315,7 @@ def test_without_tokenizer_or_with_detokenize_off_there_is_no_text():
     for tokenizer, detokenize in ((None, True), (byte_level(), False)):
         detokenizer = Detokenizer(tokenizer, SamplingParams(detokenize=detokenize))
         assert stream(detokenizer, [5, 6, 10**9]) == ["", "", "", ""]
-        assert (detokenizer.text, detokenizer.finished) == ("", False)
+        assert (detokenizer.text, detokenizer.stop_reason) == ("", None)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

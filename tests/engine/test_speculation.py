@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import speculation
-from host_sampling import sample
+from host_sampling import list_tokens, sample
 from test_one_step_ahead import (
     BLOCK_SIZE,
     GREEDY,
@@ -30,6 +30,7 @@ from test_one_step_ahead import (
 from pagetile import LLM, RequestError, SamplingParams
 from pagetile.engine import Engine
 from pagetile.engine.ngram import NgramProposer
+from pagetile.engine.output_processor import advance
 from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_rows import SamplingInput
 
@@ -207,12 +208,14 @@ def test_rows_with_drafts_are_sampled_as_they_would_be_later() -> None:
     tokens, best, logprobs = sampler.sample(
         logits, torch.tensor(rows), rows, None, [draft[:n] for n in range(6)]
     )
-    assert sampler.collect(tokens.numpy(), best.numpy(), logprobs, rows).listed() == expected
+    found = sampler.collect(tokens.numpy(), best.numpy(), logprobs, rows)
+    assert list_tokens(found) == expected
     assert sampler.lengths.tolist() == [0, 0, 5], "the row does not advance"
     sampler.accept([2] * 5, draft)
     sampler.lengths[2] += 5
     tokens, best, logprobs = sampler.sample(logits[5:], torch.tensor([2]), [2])
-    assert sampler.collect(tokens.numpy(), best.numpy(), logprobs, [2]).listed() == expected[5:]
+    found = sampler.collect(tokens.numpy(), best.numpy(), logprobs, [2])
+    assert list_tokens(found) == expected[5:]
 
 
 # --- one rule, one test ------------------------------------------------------------------------
@@ -376,9 +379,9 @@ def test_nan_in_a_draft_fails_the_sequence_where_it_would_be(
         assert len(output.token_ids) == (3 if reason == "error" else 8)
 
 
-def test_an_interruption_amid_accepted_tokens_loses_none() -> None:
+def test_an_interruption_amid_accepted_tokens_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_oracle(make_speculative())
-    advance, num_calls = engine._output.advance, 0
+    num_calls = 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal num_calls
@@ -387,7 +390,7 @@ def test_an_interruption_amid_accepted_tokens_loses_none() -> None:
             raise KeyboardInterrupt
         return advance(*args)
 
-    engine._output.advance = interrupted  # type: ignore[method-assign]
+    monkeypatch.setattr("pagetile.engine.core.advance", interrupted)
     request_id = engine.add_request(PROMPT, replace(GREEDY, max_tokens=20))
     engine.step()
     with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .ngram import NgramProposer, verify
-from .output_processor import OutputProcessor
+from .output_processor import advance, append_quiet, write_out
 from .outputs import CacheCounts, Delta, RequestOutput
 from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
@@ -90,7 +90,6 @@ class Engine:
         self._input = InputProcessor(
             tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len
         )
-        self._output = OutputProcessor()
         self.token_text = TokenText(tokenizer)
         self.decode_token = None if tokenizer is None else self.token_text.text
         self._structured_outputs = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
@@ -242,7 +241,7 @@ class Engine:
                 if sequence in self._to_score:
                     self._to_score.remove(sequence)
                 self.scheduler.finish(sequence, "abort")
-                self._output.write_out(sequence)
+                write_out(sequence)
         self._drain_idle()
 
     def step(self) -> list[Delta]:
@@ -362,8 +361,7 @@ class Engine:
         self.scheduler.complete(step)
         sampled, token_ids, others = step.sampled, tokens.token_ids, tokens.others
         if not step.drafts and not others:
-            kept = self._output.append_quiet(sampled, token_ids, self._deltas)
-        advance, add = self._output.advance, self._deltas.append
+            kept = append_quiet(sampled, token_ids, self._deltas)
         for at in kept:
             sequence = sampled[at]
             if sequence.status is Status.FINISHED:
@@ -372,7 +370,7 @@ class Engine:
             if token is not None and token.error is not None:
                 self.scheduler.evict_from_prefix_cache(sequence)
             delta = advance(sequence, token_ids[at], token)
-            add(delta)
+            self._deltas.append(delta)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence, delta.finish_reason)
 

@@ -17,7 +17,7 @@ import functools
 import random
 from collections.abc import Callable, Iterable
 from encodings import utf_8
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..errors import RequestError
@@ -26,14 +26,6 @@ from .window_decoder import WindowDecoder
 
 TokenBytes = Callable[[int], bytes]
 _found: WeakKeyDictionary[Any, dict[bool, TokenBytes | None]] = WeakKeyDictionary()
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer; any of Hugging Face's has it."""
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **kwargs: Any) -> Any:
-        """The text of some token ids."""
-        ...
 
 
 class Detokenizer:
@@ -72,7 +64,7 @@ class Detokenizer:
         ('to Ea', 'END')
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         if tokenizer is None and params.stop:
             raise RequestError(
                 f"stop={params.stop!r} but there is no tokenizer to make text with: give the "
@@ -98,11 +90,6 @@ class Detokenizer:
         """All text handed out so far."""
         return "".join(self._pieces)
 
-    @property
-    def finished(self) -> bool:
-        """Whether a stop string was found."""
-        return self.stop_reason is not None
-
     def append(self, token_ids: Iterable[int]) -> str:
         """Take in tokens and return the text that is now certain, often ``""``.
 
@@ -125,18 +112,16 @@ class Detokenizer:
                 self._pieces.append(fresh)
         return "".join(self._pieces[start:])
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a whole output at once, which has no stop strings to look for."""
-        if self._makes_text and not self.finished:
+    def decode(self, token_ids: list[int]) -> None:
+        """Take in a whole output at once, which has no stop strings to look for."""
+        if self._makes_text and token_ids:
             self.num_tokens += len(token_ids)
-            skips = self._params.skip_special_tokens
-            self._pieces.append(self._decode(token_ids, skips) if token_ids else "")
-        return self.text
+            self._pieces.append(self._decode(token_ids, self._params.skip_special_tokens))
 
     def flush(self) -> str:
         """Return what was held back: the output ends here."""
         start = len(self._pieces)
-        if not self.finished and self._makes_text:
+        if self._makes_text and self.stop_reason is None:
             pending = self._utf8.decode(b"", final=True)
             if self._window is not None:
                 pending = self._window.flush()

@@ -1,4 +1,7 @@
-"""What a sampled token does to its sequence: its text, and whether it was the last one."""
+"""What a sampled token does to its sequence: its text, and whether it was the last one.
+
+Blocks are the scheduler's.
+"""
 
 from __future__ import annotations
 
@@ -11,83 +14,82 @@ from .request import Sequence
 from .sampler import SampledToken
 
 
-class OutputProcessor:
-    """Takes tokens into sequences; blocks are the scheduler's."""
+def append_quiet(
+    sequences: SequenceOf[Sequence], token_ids: SequenceOf[int], deltas: list[Delta]
+) -> list[int]:
+    """Append the tokens that do nothing else, in most steps all of them.
 
-    def append_quiet(
-        self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int], deltas: list[Delta]
-    ) -> list[int]:
-        """Append the tokens that do nothing else, in most steps all of them.
+    Returns:
+        The positions of the others, for ``advance``.
+    """
+    others = []
+    numbered = zip(range(len(sequences)), sequences, token_ids, strict=True)
+    for at, sequence, token_id in numbered:
+        if (
+            sequence.is_quiet
+            and token_id not in sequence.end_token_ids
+            and sequence.num_tokens < sequence.max_len
+        ):
+            sequence.token_ids.append(token_id)
+            request_id = sequence.request.request_id
+            deltas.append(Delta(request_id, sequence.index, "", token_id, None))
+        else:
+            others.append(at)
+    return others
 
-        Returns:
-            The positions of the others, for ``advance``.
-        """
-        others = []
-        numbered = zip(range(len(sequences)), sequences, token_ids, strict=True)
-        for at, sequence, token_id in numbered:
-            if (
-                sequence.is_quiet
-                and token_id not in sequence.end_token_ids
-                and sequence.num_tokens < sequence.max_len
-            ):
-                sequence.token_ids.append(token_id)
-                request_id = sequence.request.request_id
-                deltas.append(Delta(request_id, sequence.index, "", token_id, None))
-            else:
-                others.append(at)
-        return others
 
-    def advance(self, sequence: Sequence, token_id: int, token: SampledToken | None) -> Delta:
-        """Take a sampled token in; a delta with a ``finish_reason`` is the sequence's last.
+def advance(sequence: Sequence, token_id: int, token: SampledToken | None) -> Delta:
+    """Take a sampled token in; a delta with a ``finish_reason`` is the sequence's last.
 
-        Args:
-            sequence: Whose token it is.
-            token_id: The token.
-            token: Its log-probabilities or error, if it has any.
-        """
-        logprobs = prompt_logprobs = None
-        if token is not None:
-            if token.error is not None:
-                self.write_out(sequence)
-                sequence.error_type = token.error_type
-                return _fail(sequence, token.error)
-            logprobs = token.logprobs
-            if logprobs is not None and sequence.logprobs is not None:
-                sequence.logprobs.append(logprobs)
-        sequence.token_ids.append(token_id)
-        request, reason, text = sequence.request, _find_end(sequence, token_id), ""
-        sequence.is_quiet = not request.makes_text_early and sequence.grammar is None
-        if request.first_token_time is None:
-            request.first_token_time = time.perf_counter()
-            prompt_logprobs = request.prompt_logprob_dicts
-        if reason is not None or request.makes_text_early:
-            try:
-                text = _make_text(sequence, [token_id], is_last=reason is not None)
-            except Exception as error:
-                return _fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
-            if sequence.detokenizer.finished:
-                reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
-        if sequence.grammar is not None and reason is None:
-            try:
-                sequence.grammar.accept(token_id)
-            except Exception as error:
-                return _fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
-        return Delta(  # by position: keywords take twice as long
-            request.request_id,
-            sequence.index,
-            text,
-            token_id,
-            reason,
-            None,
-            logprobs,
-            prompt_logprobs,
-            sequence.stop_reason,
-        )
+    Args:
+        sequence: Whose token it is.
+        token_id: The token.
+        token: Its log-probabilities or error, if it has any.
+    """
+    logprobs = prompt_logprobs = None
+    if token is not None:
+        if token.error is not None:
+            write_out(sequence)
+            sequence.error_type = token.error_type
+            return _fail(sequence, token.error)
+        logprobs = token.logprobs
+        if logprobs is not None and sequence.logprobs is not None:
+            sequence.logprobs.append(logprobs)
+    sequence.token_ids.append(token_id)
+    request, reason, text = sequence.request, _find_end(sequence, token_id), ""
+    sequence.is_quiet = not request.makes_text_early and sequence.grammar is None
+    if request.first_token_time is None:
+        request.first_token_time = time.perf_counter()
+        prompt_logprobs = request.prompt_logprob_dicts
+    if reason is not None or request.makes_text_early:
+        try:
+            text = _make_text(sequence, [token_id], is_last=reason is not None)
+        except Exception as error:
+            return _fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
+        if sequence.detokenizer.stop_reason is not None:
+            reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
+    if sequence.grammar is not None and reason is None:
+        try:
+            sequence.grammar.accept(token_id)
+        except Exception as error:
+            return _fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
+    return Delta(  # by position: keywords take twice as long
+        request.request_id,
+        sequence.index,
+        text,
+        token_id,
+        reason,
+        None,
+        logprobs,
+        prompt_logprobs,
+        sequence.stop_reason,
+    )
 
-    def write_out(self, sequence: Sequence) -> None:
-        """Make what text there is of a sequence that ends here without a last token."""
-        with suppress(Exception):
-            _make_text(sequence, [], is_last=True)
+
+def write_out(sequence: Sequence) -> None:
+    """Make what text there is of a sequence that ends here without a last token."""
+    with suppress(Exception):
+        _make_text(sequence, [], is_last=True)
 
 
 def _find_end(sequence: Sequence, token_id: int) -> str | None:

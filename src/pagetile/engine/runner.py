@@ -47,11 +47,6 @@ class LaunchedStep:
     event: torch.cuda.Event | None
     started: float
 
-    def wait(self) -> None:
-        """Return when the step is computed."""
-        if self.event is not None:
-            self.event.synchronize()
-
 
 class Runner:
     """Keeps the device's rows, and runs a model and the sampler over them.
@@ -131,7 +126,8 @@ class Runner:
 
     def read(self, launched: LaunchedStep) -> SampledTokens:
         """Wait for a step and return the tokens of ``step.sampled``."""
-        launched.wait()
+        if launched.event is not None:
+            launched.event.synchronize()
         if launched.results is None:
             return SampledTokens([], {})
         rows, (tokens, best, logprobs) = launched.rows, launched.results

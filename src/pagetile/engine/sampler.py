@@ -70,10 +70,6 @@ class SampledTokens(NamedTuple):
     others: dict[int, SampledToken]
     """Of the rows that have more than an id: log-probabilities, or an error."""
 
-    def listed(self) -> list[SampledToken]:
-        """One ``SampledToken`` a row."""
-        return [self.others.get(at) or SampledToken(i) for at, i in enumerate(self.token_ids)]
-
 
 class StepResults(NamedTuple):
     """What ``Sampler.sample`` returned, in host memory that is filled when the step is computed."""
@@ -291,10 +287,9 @@ class Sampler:
 
 def send_back(found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
     """Copy what was sampled to the host behind the step, so that nothing waits for it here."""
-    tokens, best, logprobs = (None if each is None else _to_host(each) for each in found)
-    assert tokens is not None
-    assert best is not None
-    return StepResults(tokens.numpy(), best.numpy(), logprobs)
+    tokens, best, logprobs = found
+    logprobs = None if logprobs is None else _to_host(logprobs)
+    return StepResults(_to_host(tokens).numpy(), _to_host(best).numpy(), logprobs)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
