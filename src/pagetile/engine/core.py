@@ -31,7 +31,7 @@ from .request import Request, Sequence, Status
 from .runner import LaunchedStep, Runner
 from .sampling_params import SamplingParams
 from .sampling_rows import SamplingInput
-from .scheduler import Scheduler, SchedulerOutput
+from .scheduler import Scheduler
 from .structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams, fill_masks
 from .token_text import TokenText
 from .warming import run_made_up
@@ -262,7 +262,10 @@ class Engine:
             deltas, self._deltas = self._deltas, []
             return deltas
         except BaseException:
-            self._recover()
+            # Forget the steps in flight: what they sampled is sampled again.
+            self._runner.wait()
+            self._in_flight.clear()
+            self.scheduler.restart()
             raise
 
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
@@ -337,8 +340,11 @@ class Engine:
         if step is None or not step.sequences:
             return False
         if not step.is_decode:  # samples fork in the step that computes their prompt
-            for sequence in [s for s in step.sampled if not s.is_decoding]:
-                self._fork(step, sequence)
+            for parent in [s for s in step.sampled if not s.is_decoding]:
+                request = parent.request
+                while len(request.sequences) < request.params.n:
+                    child = self._new_sequence(request, parent.token_ids.copy())
+                    self.scheduler.fork(step, parent, child)
         if self.on_step is not None:
             self.on_step()
         masks = None
@@ -389,12 +395,6 @@ class Engine:
         while self._in_flight and not self.scheduler.has_work:
             self._complete()
 
-    def _recover(self) -> None:
-        """After a failure: forget the steps in flight. What they sampled is sampled again."""
-        self._runner.wait()
-        self._in_flight.clear()
-        self.scheduler.restart()
-
     def _has_grammar(self) -> bool:
         return self._num_grammars > 0 and any(s.grammar for s in self.scheduler.running)
 
@@ -423,13 +423,6 @@ class Engine:
             sequence.proposer = NgramProposer(sequence.token_ids, self._num_speculative_tokens)
         request.sequences.append(sequence)
         return sequence
-
-    def _fork(self, step: SchedulerOutput, parent: Sequence) -> None:
-        """Start the other samples of a prompt that this step computes to its end."""
-        request = parent.request
-        while len(request.sequences) < request.params.n:
-            child = self._new_sequence(request, parent.token_ids.copy())
-            self.scheduler.fork(step, parent, child)
 
     def _sampling_input(self, sequence: Sequence) -> SamplingInput:
         request = sequence.request

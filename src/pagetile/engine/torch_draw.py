@@ -55,9 +55,5 @@ def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
-
-
-_MIX_A, _MIX_B = 0x7FEB352D, _signed(0x846CA68B)
-_GOLDEN, _STEP = _signed(0x9E3779B9), _signed(0x85EBCA6B)
+_MIX_A, _MIX_B = 0x7FEB352D, 0x846CA68B - 2**32
+_GOLDEN, _STEP = 0x9E3779B9 - 2**32, 0x85EBCA6B - 2**32
