@@ -342,6 +342,66 @@ class OddOnly:
         self.last = token_id
 
 
+def test_a_prompt_to_be_scored_gets_its_blocks_while_small_ones_keep_coming() -> None:
+    engine = make_engine(num_blocks=10)
+    few = replace(GREEDY, max_tokens=3)
+    scored = None
+    for number in range(60):
+        engine.add_request([3 + number], few)
+        engine.add_request([3 + number, 4], few)
+        engine.step()
+        engine.check()
+        if number == 5:  # it takes 8 of the 10 blocks
+            scored = engine.add_request([*range(3, 33)], replace(few, prompt_logprobs=1))
+    assert engine.is_finished(scored)
+    finish(engine)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_what_ended_in_a_step_that_failed_is_still_told(is_ahead: bool) -> None:
+    engine = make_engine(is_ahead=is_ahead)
+    scored = engine.add_request([5, 6, 7], replace(GREEDY, prompt_logprobs=1), generates=False)
+    victim = engine.add_request([8, 9], GREEDY)
+    run = engine._runner.run
+
+    def fail(*args: Any) -> Any:
+        raise Injected
+
+    engine._runner.run = fail  # type: ignore[method-assign]
+    with pytest.raises(Injected):
+        engine.step()
+    engine._runner.run = run  # type: ignore[method-assign]
+    engine.abort(victim)
+    engine.take_output(victim)
+    assert engine.has_unfinished
+    assert [(d.request_id, d.finish_reason) for d in engine.step()] == [(scored, "length")]
+    assert not engine.has_unfinished
+
+
+def test_a_request_gets_no_delta_of_an_earlier_one_of_its_name(engine: Engine) -> None:
+    def start(generates: bool) -> None:
+        params = replace(GREEDY, prompt_logprobs=1)
+        engine.add_request([5, 6, 7], params, request_id="x", generates=generates)
+
+    start(generates=False)
+    other = engine.add_request([8, 9], GREEDY)
+    run = engine._runner.run
+
+    def fail(*args: Any) -> Any:
+        raise Injected
+
+    engine._runner.run = fail  # type: ignore[method-assign]
+    with pytest.raises(Injected):
+        engine.step()
+    engine._runner.run = run  # type: ignore[method-assign]
+    engine.take_output("x")
+    engine.abort(other)
+    assert not engine.has_unfinished
+    start(generates=True)
+    deltas = [delta for delta in finish(engine) if delta.request_id == "x"]
+    assert [delta.finish_reason for delta in deltas] == [None] * 11 + ["length"]
+
+
 def test_a_grammar_sees_each_token_before_it_restricts_the_next(engine: Engine) -> None:
     params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=12)
     request_id = engine.add_request([5, 6, 7], params, make_grammar=OddOnly)

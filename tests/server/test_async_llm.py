@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -359,6 +360,71 @@ def test_a_lost_device_ends_the_engine_and_says_so(llm, monkeypatch):
         llm.engine.abort(request_id)
         llm.engine.take_output(request_id)
     llm.engine.check()
+
+
+def lose(*arguments):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_what_waits_when_the_device_is_lost_is_answered(llm, monkeypatch):
+    """An abort that reads the lost device, and a request behind it in the inbox."""
+
+    async def main(async_llm):
+        gate = threading.Event()
+        first = await async_llm.submit("def add", LONG)
+        assert await first.take()
+        async_llm.thread.post(gate.wait)
+        async_llm.thread.post(lose)
+        async_llm.abort(first.request_id)
+        second = await async_llm.submit("def add", GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "abort", lose)
+            gate.set()
+            for stream in (first, second):
+                with pytest.raises(EngineDeadError):
+                    await asyncio.wait_for(read(stream), 20)
+
+    run_to_the_end(llm, main)
+
+
+def test_a_request_that_comes_as_the_engine_ends_is_answered(llm, monkeypatch):
+    async def main(async_llm):
+        async_llm.thread.post(lose)
+        await asyncio.to_thread(async_llm.thread._thread.join)
+        # Both checks were passed a moment before.
+        monkeypatch.setattr(async_llm, "check_capacity", lambda num_seqs=1: None)
+        stream = await async_llm.submit("def add", GREEDY)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(read(stream), 20)
+
+    run_to_the_end(llm, main)
+
+
+def run_to_the_end(llm, main):
+    """Run a coroutine with an ``AsyncLLM`` that dies, and clear the engine."""
+    from pagetile.engine.async_llm import AsyncLLM
+
+    try:
+        asyncio.run(main(AsyncLLM(llm)))
+    finally:
+        llm.engine.on_step = None
+        for request_id in list(llm.engine._requests):
+            llm.engine.abort(request_id)
+            llm.engine.take_output(request_id)
+    llm.engine.check()
+
+
+def test_what_runs_when_it_is_closed_is_not_left_to_the_llm(llm):
+    async def main(async_llm):
+        stream = await async_llm.submit("def add", LONG)
+        assert await stream.take()
+        await async_llm.close()
+        with pytest.raises(EngineDeadError):
+            await read(stream)
+        [output] = llm.generate("def add", GREEDY, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 12
+
+    run_to_the_end(llm, main)
 
 
 def test_the_event_loop_is_not_blocked_by_steps(async_llm):

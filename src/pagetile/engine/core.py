@@ -131,7 +131,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._in_flight or self._to_score)
+        return self.scheduler.has_work or bool(self._in_flight or self._to_score or self._deltas)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -252,9 +252,8 @@ class Engine:
         tokens cannot be turned into text fails alone.
         """
         try:
-            if self._to_score:
-                self._score_next()
-            while len(self._in_flight) < self._most_in_flight and self._launch():
+            admits = not self._to_score or self._score_next()
+            while len(self._in_flight) < self._most_in_flight and self._launch(admits):
                 pass
             if self._in_flight:
                 self._complete()
@@ -287,6 +286,8 @@ class Engine:
         request = self._find(request_id)
         if request.is_finished:
             del self._requests[request_id]
+            if self._deltas:  # of a step that failed half-way: its id may be used again
+                self._deltas = [d for d in self._deltas if d.request_id != request_id]
         return request.output()
 
     def reset_prefix_cache(self) -> None:
@@ -309,15 +310,20 @@ class Engine:
 
     # --- one step --------------------------------------------------------------------------
 
-    def _score_next(self) -> None:
-        """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks."""
+    def _score_next(self) -> bool:
+        """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks.
+
+        Returns:
+            Whether new sequences may be admitted: not while it waits for what runs to end, or
+            small prompts would take each block that comes free, and it would wait for ever.
+        """
         sequence = self._to_score[0]
         request, reason = sequence.request, "error"
         try:
             num_top = request.params.prompt_logprobs or 0
             scores = score_prompt(self, request.prompt_token_ids, num_top)
             if scores is None:
-                return
+                return not (self.scheduler.running or self._in_flight)
             request.prompt_logprobs = scores
             reason = "" if request.generates else "length"
         except Exception as error:
@@ -329,14 +335,15 @@ class Engine:
             self.scheduler.finish(sequence, reason)
             end = Delta(request.request_id, sequence.index, "", None, reason, sequence.error)
             self._deltas.append(end)
+        return True
 
-    def _launch(self) -> bool:
+    def _launch(self, admits: bool) -> bool:
         """Schedule and launch a step; False if there is nothing to compute now."""
         if not self.scheduler.has_work:
             return False
         if self._in_flight and self._has_grammar():
             return False  # the next tokens depend on those that are not read
-        step = self.scheduler.schedule(in_flight=bool(self._in_flight))
+        step = self.scheduler.schedule(in_flight=bool(self._in_flight), admits=admits)
         if step is None or not step.sequences:
             return False
         if not step.is_decode:  # samples fork in the step that computes their prompt

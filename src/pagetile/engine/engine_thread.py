@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ class EngineThread:
         self._in_step: list[OneSequence] = []
         self._intervals: dict[float, int] = {}  # of the step that was just published
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         engine.on_step = self._note_step
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -66,6 +67,8 @@ class EngineThread:
     def post(self, function: Callable[[], None]) -> None:
         """Have a function called between two steps."""
         self._inbox.put(function)
+        if self._has_ended:  # since the caller made sure that it had not
+            self._answer_inbox()
 
     def close(self) -> None:
         """Stop after the step that runs; requests that are left fail with EngineDeadError."""
@@ -75,11 +78,11 @@ class EngineThread:
 
     def admit(self, stream: RequestStream, cache_salt: str | None) -> None:
         """Add a request before the next step."""
-        self._inbox.put(lambda: self._admit(stream, cache_salt))
+        self.post(lambda: self._admit(stream, cache_salt))
 
     def abort(self, stream: RequestStream) -> None:
         """End a request before the next step."""
-        self._inbox.put(lambda: self._abort(stream))
+        self.post(lambda: self._abort(stream))
 
     # --- on the thread ----------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class EngineThread:
         except BaseException as error:
             self._die(error)
         finally:
-            self._end_all(self.death or EngineDeadError("the engine was closed"))
+            self._end_all()
 
     def _call_commands(self, *, wait: bool) -> None:
         if wait:
@@ -168,6 +171,9 @@ class EngineThread:
     def _admit(self, stream: RequestStream, cache_salt: str | None) -> None:
         if stream.is_closed:
             return
+        if self._has_ended:
+            self._report_end(stream)
+            return
         try:
             request_id = self._engine.add_request(
                 stream.prompt_token_ids,
@@ -186,10 +192,11 @@ class EngineThread:
 
     def _abort(self, stream: RequestStream) -> None:
         request_id = stream.engine_id
-        if self._admitted.pop(request_id, None) is None:
+        if request_id not in self._admitted:
             return
-        self._engine.abort(request_id)
+        self._engine.abort(request_id)  # where it raises, the stream is still there to be told
         output = self._engine.take_output(request_id)
+        del self._admitted[request_id]
         call_soon(stream.loop, stream.finish, output)
 
     def _fail_step(self, error: Exception) -> None:
@@ -216,14 +223,32 @@ class EngineThread:
         if self.on_death is not None:
             self.on_death(error)
 
-    def _end_all(self, reason: BaseException) -> None:
-        while not self._inbox.empty():
-            self._inbox.get_nowait()()
-        streams = list(self._admitted.values())
-        self._admitted.clear()
-        for stream in streams:
-            error = EngineDeadError(f"the engine has stopped: {reason}")
-            call_soon(stream.loop, stream.fail, error)
+    def _end_all(self) -> None:
+        """Answer what is left: each has a caller who waits."""
+        self._has_ended = True
+        self._answer_inbox()
+        while self._admitted:
+            request_id, stream = self._admitted.popitem()
+            if self.death is None:  # the LLM may be used again: leave it nothing to compute
+                with suppress(Exception):
+                    self._engine.abort(request_id)
+                    self._engine.take_output(request_id)
+            self._report_end(stream)
+
+    def _answer_inbox(self) -> None:
+        """Call what is in the inbox after the end: by the thread, or by who put it in too late."""
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            with suppress(Exception):  # an abort reads the device, which may be lost
+                command()
+
+    def _report_end(self, stream: RequestStream) -> None:
+        reason = self.death or "it was closed"
+        error = EngineDeadError(f"the engine has stopped: {reason}")
+        call_soon(stream.loop, stream.fail, error)
 
 
 News = tuple[RequestStream, list[Delta], RequestOutput | None, float]

@@ -114,11 +114,12 @@ class Scheduler:
             at -= 1
         self.waiting.insert(at, sequence)
 
-    def schedule(self, *, in_flight: bool = False) -> SchedulerOutput | None:
+    def schedule(self, *, in_flight: bool = False, admits: bool = True) -> SchedulerOutput | None:
         """Choose the next step's tokens and reserve their slots.
 
         Args:
             in_flight: Whether a step is launched and not completed.
+            admits: Whether sequences that wait may start.
 
         Returns:
             The step, empty if nothing can be computed now. ``None`` only with ``in_flight``: one
@@ -159,7 +160,7 @@ class Scheduler:
                     spare -= len(draft)
                 self._reserve(step, sequence, chunk, draft)
                 budget -= chunk + len(draft)
-        if not preempted:
+        if admits and not preempted:
             self._admit_waiting(step, min(budget, beside))
         self._count(step)
         if self.grouper is not None:
