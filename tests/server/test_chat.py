@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import json
 
+import httpx2
 import pytest
 
+from pagetile.server import ServerConfig
+
+from .conftest import serving
 from .test_completions import stream
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
@@ -125,6 +129,20 @@ REFUSED = {
     "a long conversation": ({"messages": MESSAGES * 5000}, "at most 4096"),
     "a long message": ({"messages": [{"role": "user", "content": "x" * 10**5}]}, "max_model_len"),
 }
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tools_that_the_template_does_not_offer_are_refused_with_advice_that_helps(
+    async_llm, choice
+):
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 4}
+    with serving(async_llm, ServerConfig(chat_template=template)) as url:
+        response = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert "--chat-template" in error["message"]
+    assert "required" not in error["message"]  # a forced call is refused, too
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -27,6 +27,7 @@ from .output_form import forced_call_form, output_form
 from .schemas.chat import ChatRequest, NamedTool
 from .state import Server, server_of
 from .streaming import Write
+from .templates import NO_TOOLS
 from .tool_parsers import (
     Call,
     ForcedCalls,
@@ -280,11 +281,13 @@ def _check_tools(server: Server, body: ChatRequest) -> dict[str, Any]:
     if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
         return {}
     kind = choose_parser(server.config.tool_call_parser, server.template.source)
-    if kind is None or not server.template.knows("tools"):
+    if not server.template.knows("tools"):
+        raise field_error("tools", NO_TOOLS)
+    if kind is None:
         raise field_error(
             "tools",
-            "tools: this model's chat template does not offer tools. Force a call with tool_choice "
-            "'required', or start the server with --chat-template and --tool-call-parser",
+            "tools: the format of this model's calls is unknown. Force a call with tool_choice "
+            "'required', or start the server with --tool-call-parser",
         )
     tags = ("<tool_call>", "<|python_tag|>")
     special = getattr(server.tokenizer, "all_special_tokens", ())

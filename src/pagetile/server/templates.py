@@ -24,6 +24,11 @@ from .schemas.chat import Message, Tool
 
 T = TypeVar("T")
 
+NO_TOOLS = (
+    "tools: the chat template does not offer tools to the model. Start the server with one that "
+    "does, such as --chat-template chatml"
+)
+
 # Arguments of ``apply_chat_template`` and variables that the server sets itself.
 _RESERVED = frozenset(
     {
@@ -104,6 +109,9 @@ class ChatTemplate:
                 "this model has no chat template: it was not trained on conversations. Use "
                 "/v1/completions, or start the server with --chat-template",
             )
+
+        if functions and "tools" not in (chat_template or self.source or "tools"):
+            raise field_error("tools", NO_TOOLS)
 
         def work() -> str:
             template = chat_template or self._config.chat_template
