@@ -446,7 +446,7 @@ def once(name: Annotated[str, typer.Argument(metavar="CASE")]) -> None:
     case = _find_here([name])[0]
     make_call = getattr(case, "call", None)
     if case.device != "cuda" or make_call is None:
-        raise typer.BadParameter(f"{case.name} is no case of one call on a GPU")
+        raise typer.BadParameter(f"{case.name} is not a case of one call on a GPU")
     call = make_call()
     call()  # compiles
     torch.cuda.synchronize()
@@ -512,7 +512,7 @@ def sweep_shapes(
     if path is not None and report.is_of_another_machine(path):
         raise typer.BadParameter(f"{path.name} is of another machine: choose another --out")
     if replay is not None and path is not None and not into:
-        raise typer.BadParameter("--replay times a record's worst shapes, which are no record")
+        raise typer.BadParameter("--replay times a record's worst shapes, which are not a record")
     circumstances = describe_run() if path is None or into else _describe_clean_run()
     cases: dict[str, report.Record] = {}
     records: dict[str, report.Record | None] = {}

@@ -49,7 +49,7 @@ _FACTORS = {None: 1.0, "%": 1e2, "µs": 1e6}
 _TIME = "time: "
 _FASTEST = "x fastest peer"
 _NO_PEERS = ("pagetile", "host", "read")
-"""How the names of contestants begin that are no peers."""
+"""How the names of contestants begin that are not peers."""
 _STATES = (", clean cache", ", both", ", backward")
 """How the names of those end that are timed otherwise than the others."""
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}

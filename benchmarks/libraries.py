@@ -1,4 +1,4 @@
-"""Peers that are no part of torch: other libraries' kernels over the same pages, if installed.
+"""Peers that are not a part of torch: other libraries' kernels over the same pages, if installed.
 
 FlashInfer plans on the host first, untimed; the others have no plan. It alone is handed caches of
 8 bits, and is spared their scales: those of keys are in its queries, and its result lacks those of

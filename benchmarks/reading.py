@@ -60,7 +60,7 @@ def make_reader(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Callable
     """A call that reads the keys and values that decoding reads of sequences of one length.
 
     Raises:
-        ValueError: The length is no multiple of a tile.
+        ValueError: The length is not a multiple of a tile.
     """
     k_words, v_words = k_cache.view(torch.int32), v_cache.view(torch.int32)
     _, block_size, num_heads, width = k_words.shape
@@ -90,7 +90,7 @@ class Reader(NamedTuple):
 def make_readers(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> dict[str, Reader]:
     """Two ways to read what decoding reads of sequences of one length, of any length.
 
-    By heads, as decoding does: where a row's words are no power of two, lanes are idle. By pages,
+    By heads, as decoding does: where a row's words are not a power of two, lanes idle. By pages,
     each from its first to its last byte in pieces that leave none idle.
     """
     block_size = k_cache.shape[1]

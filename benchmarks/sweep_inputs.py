@@ -144,7 +144,7 @@ class OwnCall(NamedTuple):
 def find_own_calls(against: str, inputs: SweepInputs) -> dict[str, OwnCall]:
     """What this project brings to a shape of a class: all that it compiles for it.
 
-    ``"pagetile"``, and what it is compared with where that is no library: the same call over a
+    ``"pagetile"``, and what it is compared with where that is not a library: the same call over a
     bfloat16 cache, or kernels that only read the pages.
     """
     calls = {"pagetile": OwnCall(inputs.attend)}

@@ -2,7 +2,7 @@
 
 Peers get what they need made beforehand, and the time for that is not counted: SDPA the dense sum
 of bias and mask, allocated so that no backend has to copy it, eager code the gathered bias and the
-dense mask. Heads whose size is no multiple of 8 are padded with zeros for SDPA and FlexAttention.
+dense mask. Heads of sizes that 8 does not divide are padded with zeros for SDPA and FlexAttention.
 Peers compute the gradients of q, k and v; pagetile's time includes the table's as well.
 """
 

@@ -178,7 +178,7 @@ def test_a_missing_extra_is_named(missing):
             "which is vLLM's. Give --num-blocks, or memory",
         ),
         ("serve --tensor-parallel-size 2", "a model runs on one device: see pagetile serve --help"),
-        ("chat 127.0.0.1:8000", "is no folder: did you mean http://127.0.0.1:8000?"),
+        ("chat 127.0.0.1:8000", "is not a folder: did you mean http://127.0.0.1:8000?"),
         ("chat ftp://here", "ftp://here: expected an address with http:// or https://"),
         (
             "chat --model gpt-5",
@@ -188,7 +188,7 @@ def test_a_missing_extra_is_named(missing):
         ("chat http://127.0.0.1:9 --chat-template plain", "the server has its own"),
         ("chat http://127.0.0.1:9", "Start a server there with pagetile serve"),
         ("generate x --chat", "--chat: this model's tokenizer has no chat template. Leave out"),
-        ("plan --memory 3Q", "'3Q' is no memory size"),
+        ("plan --memory 3Q", "'3Q' is not a memory size"),
         ("plan --memory 1MB", "are missing"),
         ("plan --memory 16", "--memory 16 is 16 bytes: did you mean 16GiB?"),
         ("plan --block-size 1000", "block_size is 1000"),
@@ -302,7 +302,7 @@ def test_samples_come_in_order_and_whole(run):
     assert pieces[::2] == ["sample 0", "sample 1", "sample 2"]
     assert all(text.startswith("x = ") for text in pieces[1::2])
     assert len(set(pieces[1::2])) > 1
-    assert "%|" not in err  # no progress bar where stderr is no terminal
+    assert "%|" not in err  # no progress bar where stderr is not a terminal
 
 
 def test_several_prompts_give_what_each_gives_alone(run):

@@ -97,7 +97,7 @@ def test_the_least_time_is_the_analysis(run):
     [
         ("attention --iterations 0", "--iterations 0, --warmup 10: expected at least 1 and 0"),
         ("attention --head-size 0", "head_size is 0"),
-        ("attention --num-heads 3 --num-kv-heads 2", "num_heads=3 is no multiple"),
+        ("attention --num-heads 3 --num-kv-heads 2", "num_heads=3 is not a multiple"),
         ("attention --head-size 7", "head_size"),
         ("scores --batch 0", "batch is 0"),
         ("scores --num-tokens 0", "--num-tokens 0: expected at least 1"),

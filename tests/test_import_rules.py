@@ -139,7 +139,7 @@ def test_imports_go_downward(module):
     own = layer(module)
     for line, name in imports(module, MODULES[module]):
         if is_own(name):
-            assert name in MODULES, f"{module}:{line} imports {name}, which is no module"
+            assert name in MODULES, f"{module}:{line} imports {name}, which is not a module"
             assert layer(name) <= own, f"{module}:{line} imports {name}, which lies above it"
 
 

@@ -451,7 +451,7 @@ def test_what_is_compiled_over_a_few_pages_is_the_same_call(name):
 
 
 def test_readers_read_every_word_of_whole_tiles_once(monkeypatch):
-    """Of sequences of one length that is no multiple of anything."""
+    """Of sequences of one length that is not a multiple of anything."""
     reading = pytest.importorskip("benchmarks.reading")
     touched = []
 

@@ -267,7 +267,7 @@ license: psf-2.0
 # The pagetile demo checkpoint
 
 A small Llama that continues Python source code. `pagetile` ships it so that a real checkpoint runs
-without a download. It shows off an engine; it is no coding assistant.
+without a download. It shows off an engine; it is not a coding assistant.
 
 - **Held out: {bits:.3f} bits per byte**, over {len(held_out)} whole files ({num_bytes(held_out):,}
   bytes) that neither the tokenizer nor the model has seen, with the weights in this folder in

@@ -60,7 +60,7 @@ def forms(**tensors: torch.Tensor) -> tuple[Any, ...]:
     """Every tensor's ``form``, in their order.
 
     Raises:
-        DTypeError: One is no tensor; the message names it.
+        DTypeError: One is not a tensor; the message names it.
     """
     try:
         return tuple(map(form, tensors.values()))
@@ -159,7 +159,7 @@ def given(**arguments: Any) -> dict[str, Any]:
 
 
 def check_tensors(**arguments: Any) -> None:
-    """Raise DTypeError for what is no tensor; None is none."""
+    """Raise DTypeError for what is not a tensor; None is none."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise DTypeError(

@@ -264,7 +264,7 @@ def test_counts_have_decimal_prefixes(value, text):
 def test_bad_shapes_are_refused():
     with pytest.raises(ShapeError, match="head_size is 0"):
         AttentionShape(4, 0)
-    with pytest.raises(ShapeError, match="num_heads=3 is no multiple of num_kv_heads=2"):
+    with pytest.raises(ShapeError, match="num_heads=3 is not a multiple of num_kv_heads=2"):
         AttentionShape(4, 8, num_heads=3, num_kv_heads=2)
     with pytest.raises(ShapeError, match="outer is 'x'"):
         tiled(AttentionShape(4, 8), 2, 2, outer="x")

@@ -196,7 +196,7 @@ def test_sizes_as_people_write_them(text, size):
     "text", ["", "GiB", "x", "-1GiB", "16QB", "1e9", "nan", "0", "0.1", "5i", "1,5G", "٣GB"]
 )
 def test_sizes_that_are_none(text):
-    with pytest.raises(RequestError, match="is no memory size"):
+    with pytest.raises(RequestError, match="is not a memory size"):
         parse_bytes(text)
 
 

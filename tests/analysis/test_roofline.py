@@ -139,7 +139,7 @@ def test_heads_of_a_group_computed_apart_ask_for_the_same_keys_again():
 
 
 def test_bad_decode_shapes_are_refused():
-    with pytest.raises(ShapeError, match="num_heads=3 is no multiple"):
+    with pytest.raises(ShapeError, match="num_heads=3 is not a multiple"):
         DecodeShape((1,), 3, 2, 8)
     with pytest.raises(ShapeError, match="seq_lens start at -1"):
         DecodeShape((-1,), 2, 2, 8)

@@ -107,7 +107,9 @@ def test_the_log_sum_exp_is_counted_when_it_is_written():
 
 
 def test_bad_shapes_are_refused():
-    with pytest.raises(ShapeError, match="num_windows=10 is no multiple of num_region_windows=4"):
+    with pytest.raises(
+        ShapeError, match="num_windows=10 is not a multiple of num_region_windows=4"
+    ):
         WindowShape(10, 3, 49, 8, num_region_windows=4)
     with pytest.raises(ShapeError, match="num_tokens is 0"):
         WindowShape(10, 3, 0, 8)

@@ -357,7 +357,7 @@ def test_tools_and_calls_are_given_to_the_template(llm: LLM) -> None:
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
             TEMPLATE,
-            "messages.0.tool_calls.0.function.arguments is no JSON object",
+            "messages.0.tool_calls.0.function.arguments is not a JSON object",
         ),
     ],
     ids=str,
@@ -652,7 +652,7 @@ def test_vllm_s_sampling_defaults_may_be_asked_for(greedy_checkpoint: Path) -> N
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is no JSON"), ("[]", "is a JSON list"), ('{"top_p": 3}', "top_p=3: expected")],
+    [("{", "is not JSON"), ("[]", "is a JSON list"), ('{"top_p": 3}', "top_p=3: expected")],
 )
 def test_a_bad_generation_config_is_named(greedy_checkpoint: Path, text: str, message: str) -> None:
     (greedy_checkpoint / "generation_config.json").write_text(text)

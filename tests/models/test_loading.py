@@ -161,7 +161,7 @@ def test_no_config(directory):
 @pytest.mark.parametrize("text", ["", "{", "\xff\xfe"])
 def test_a_garbled_config(directory, text):
     (directory / "config.json").write_bytes(text.encode("latin-1"))
-    refused(directory, f"{directory / 'config.json'} is no JSON", "download it again")
+    refused(directory, f"{directory / 'config.json'} is not JSON", "download it again")
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", '"llama"', "3"])
@@ -216,7 +216,7 @@ def test_a_missing_shard(directory):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "is no JSON"),
+        ("", "is not JSON"),
         ("[]", "holds a list, expected a JSON object"),
         ("{}", "has no weight_map"),
         ('{"weight_map": 3}', "has no weight_map"),

@@ -51,7 +51,7 @@ WRONG = [
     # In [batch, heads, length, size] with 50 queries and 70 keys: 50 "heads" for 70 "KV heads".
     (bhsd(4, 50), bhsd(4, 70), bhsd(4, 70), {}, 'pass layout="BHSD"'),
     (bhsd(4, 50), bhsd(4, 70), bhsd(4, 70), {"layout": "BSHD"}, 'pass layout="BHSD"'),
-    # 3 heads are no multiple of 2 KV heads either way.
+    # 3 heads are not a multiple of 2 KV heads either way.
     (bhsd(3, 50), bhsd(2, 70), bhsd(2, 70), {}, r"50, expected a multiple of k's num_kv_heads=70$"),
     (bhsd(), bhsd(), bhsd(), {"layout": "SBHD"}, "layout is 'SBHD', expected 'BSHD' or 'BHSD'"),
     (bhsd()[0], bhsd()[0], bhsd()[0], {"layout": "BHSD"}, r"q has 3 dimensions"),

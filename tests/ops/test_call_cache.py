@@ -46,7 +46,7 @@ def test_forms_are_recognised(change, guards, monkeypatch):
 
 
 def says(is_like, *others):
-    """What is no tensor may also raise, which the caller expects of it."""
+    """What is not a tensor may also raise, which the caller expects of it."""
     try:
         return bool(is_like(*others))
     except AttributeError:

@@ -375,7 +375,7 @@ def test_a_plan_of_a_call_is_that_of_its_problem():
     assert paged_attention(*call, plan=plan).out.shape == inputs.out.shape
     with pytest.raises(DTypeError, match="batch is of type int"):
         plan_paged_attention(*call[:3], 5)
-    with pytest.raises(TypeError, match="num_splits is no option of paged_attention"):
+    with pytest.raises(TypeError, match="num_splits is not an option of paged_attention"):
         plan_paged_attention(*call, num_splits=4)
 
 

@@ -276,7 +276,7 @@ def test_prefill_reads_every_code_as_torch_does(kv_dtype, dtype, size):
     )  # fmt: skip
     inputs = make_inputs(case)
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype).view(-1, size)
-    if kv_dtype == E5M2:  # an infinity times the weight 0 of a repeated key is no number
+    if kv_dtype == E5M2:  # an infinity times the weight 0 of a repeated key is not a number
         codes = torch.where(codes.float().isinf(), 0.0, codes.float()).to(kv_dtype)
     seq = inputs.batch.seq_lens.tolist().index(1)
     inputs.v_cache[int(inputs.batch.block_tables[seq, 0]), 0] = codes

@@ -110,7 +110,7 @@ def test_a_mask_that_is_no_regions_is_refused(mask):
         (lambda: rel_offsets((7, 7), num_tokens=-1), "num_tokens is -1, expected at least 1"),
         (lambda: rel_offsets((3, 3), table_window=(3,)), "table_window"),
         (lambda: rel_offsets((3, 3), num_tokens=10), "num_tokens is 10.*the 9"),
-        (lambda: shift_regions((7, 6), (3, 3), (1, 1)), r"grid=\[7, 6\] is no multiple"),
+        (lambda: shift_regions((7, 6), (3, 3), (1, 1)), r"grid=\[7, 6\] is not a multiple"),
         (lambda: shift_regions((6,), (3, 3), (1, 1)), "grid has 1 axes, window 2"),
         (lambda: shift_regions((6, 6), (3, 3), (1, 3)), r"shift=\[1, 3\]"),
         (lambda: regions_from_mask(torch.zeros(2, 3, 4)), r"\[2, 3, 4\], expected"),

@@ -24,7 +24,7 @@ def write(request, mirror):
 
 
 def inputs(kind, dtype, code, sizes=(24, 40), seed=0):
-    """Numbers of every size, zeros, and what is no number; caches of 1s; scales of NaN."""
+    """Numbers of every size, zeros, and what is not a number; caches of 1s; scales of NaN."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.tensor([7, -1, 29, 0, 12, 3])
     magnitude = torch.logspace(-6, 3, len(slots) * NUM_KV_HEADS).view(len(slots), NUM_KV_HEADS, 1)

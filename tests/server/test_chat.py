@@ -94,7 +94,7 @@ REFUSED = {
     ),
     "no messages": ({"messages": []}, "messages"),
     "no content": ({"messages": [{"role": "user"}]}, "content"),
-    "a call that is no JSON": (
+    "a call that is not JSON": (
         {
             "messages": [
                 {

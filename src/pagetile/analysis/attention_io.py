@@ -73,7 +73,7 @@ class AttentionShape:
                 raise ShapeError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ShapeError(
-                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
 
     def walk(self, tile_m: int, tile_n: int) -> TileWalk:

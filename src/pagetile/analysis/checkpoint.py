@@ -157,4 +157,4 @@ def _read_head(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RequestError(f"{file} is missing: the directory's index names it") from None
     except (ValueError, TypeError, struct.error):
-        raise RequestError(f"{file} is no safetensors file, or cut short") from None
+        raise RequestError(f"{file} is not a safetensors file, or cut short") from None

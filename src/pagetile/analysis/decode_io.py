@@ -42,7 +42,7 @@ class DecodeShape:
         object.__setattr__(self, "cache_bytes", self.cache_bytes or self.element_bytes)
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ShapeError(
-                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if min(self.seq_lens, default=0) < 0 or self.block_size < 1:
             raise ShapeError(

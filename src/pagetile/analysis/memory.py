@@ -193,7 +193,7 @@ def parse_bytes(text: str) -> int:
     """A size as people write it, in bytes: ``M``, ``MB`` count by 1000, ``Mi``, ``MiB`` by 1024.
 
     Raises:
-        RequestError: It is no size, or not even one byte.
+        RequestError: It is not a size, or not even one byte.
 
     Example:
         >>> parse_bytes("16GiB"), parse_bytes("512MB"), parse_bytes("1.5G"), parse_bytes("4096")
@@ -205,7 +205,9 @@ def parse_bytes(text: str) -> int:
         base = 1024 if match[3] else 1000
         size = int(Decimal(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
     if size < 1:
-        raise RequestError(f"{text!r} is no memory size: expected one such as 16GiB, 512MB or 1.5G")
+        raise RequestError(
+            f"{text!r} is not a memory size: expected one such as 16GiB, 512MB or 1.5G"
+        )
     return size
 
 

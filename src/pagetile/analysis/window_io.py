@@ -49,7 +49,7 @@ class WindowShape:
                 raise ShapeError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.num_region_windows and self.num_windows % self.num_region_windows:
             raise ShapeError(
-                f"num_windows={self.num_windows} is no multiple of "
+                f"num_windows={self.num_windows} is not a multiple of "
                 f"num_region_windows={self.num_region_windows}"
             )
 

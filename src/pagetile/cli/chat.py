@@ -100,7 +100,7 @@ def _check_local(target: str | None, *, model: str | None, api_key: str | None) 
     """Raise RequestError for an address without http://, and for a server's options without one."""
     if target is not None and not os.path.exists(target):
         if re.fullmatch(r"[\w.\-]+:\d+(/.*)?", target):
-            raise RequestError(f"{target} is no folder: did you mean http://{target}?")
+            raise RequestError(f"{target} is not a folder: did you mean http://{target}?")
         if "://" in target:
             raise RequestError(f"{target}: expected an address with http:// or https://")
     if model is not None:

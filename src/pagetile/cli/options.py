@@ -57,7 +57,7 @@ def parse_grid(grid: str, window: str, shift: str | None) -> tuple[list[int], li
     """A map, its windows and their shift, by default half a window.
 
     Raises:
-        RequestError: They are no whole numbers.
+        RequestError: They are not whole numbers.
     """
     extents = parse_sizes(window, "--window")
     steps = [w // 2 for w in extents] if shift is None else parse_sizes(shift, "--shift", least=0)

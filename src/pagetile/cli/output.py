@@ -70,7 +70,7 @@ def print_in_order(deltas: Iterator[Delta], run: Run, *, echo: bool, show_bar: b
 
 
 def wide_console() -> Console:
-    """For a table: what is no terminal is as wide as a table may be, and cuts no number."""
+    """For a table: what is not a terminal is as wide as a table may be, and cuts no number."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -76,7 +76,7 @@ def as_template_message(message: Mapping[str, Any], name: str) -> dict[str, Any]
         name: What errors call it.
 
     Raises:
-        RequestError: It has a part that is not text, or arguments that are no JSON object.
+        RequestError: It has a part that is not text, or arguments that are not a JSON object.
     """
     made = {key: value for key, value in message.items() if value is not None}
     made["role"] = "system" if message["role"] == "developer" else message["role"]
@@ -110,7 +110,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
-        raise RequestError(f"{name}.function.arguments is no JSON object")
+        raise RequestError(f"{name}.function.arguments is not a JSON object")
     named = {"id": call["id"]} if "id" in call else {}
     function = {"name": function["name"], "arguments": dict(arguments)}
     return {**named, "type": "function", "function": function}

@@ -61,7 +61,7 @@ class StepGraphs:
         step: Runs a step of a size on what lies in its static inputs. Further arguments choose
             among its forms, of which each is recorded by itself.
         clear: Makes the static inputs hold no sequence at all, before a size is recorded: what
-            they hold of the last step is no step of this size.
+            they hold of the last step is not a step of this size.
         sizes: What steps are filled up to, ascending.
         pool: The memory of another's graphs, to be shared; ``None``: of its own.
 

@@ -30,7 +30,7 @@ def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
         Values by the names of ``SamplingParams``; empty where the checkpoint has no such file.
 
     Raises:
-        RequestError: The file is no JSON object, or a value is out of range.
+        RequestError: The file is not a JSON object, or a value is out of range.
     """
     if model is None:
         return {}
@@ -40,7 +40,7 @@ def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path} is no JSON ({error}): mend or remove it") from error
+        raise RequestError(f"{path} is not JSON ({error}): mend or remove it") from error
     if not isinstance(config, dict):
         raise RequestError(f"{path} is a JSON {type(config).__name__}, expected an object")
     found = {

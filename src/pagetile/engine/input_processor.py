@@ -107,7 +107,7 @@ class InputProcessor:
 
 
 def check_params(params: Any) -> None:
-    """Raise RequestError for what are no ``SamplingParams``."""
+    """Raise RequestError for what are not ``SamplingParams``."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
 

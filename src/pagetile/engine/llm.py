@@ -73,7 +73,7 @@ class LLM:
     On two cores, beside one busy process, the shipped model then took 4 to 20 times as long.
 
     Raises:
-        RequestError: The directory is no checkpoint, or an argument is out of range.
+        RequestError: The directory is not a checkpoint, or an argument is out of range.
         UnsupportedError: The model cannot be proven to run exactly, and the message says why; or
             Transformers is not installed.
         TypeError: An option does not exist; the message names the nearest one that does.

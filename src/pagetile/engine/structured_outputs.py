@@ -288,7 +288,7 @@ def _check_schemas(form: StructuredOutputsParams) -> None:
         for found in re.finditer(r"%json\s*", form.grammar or ""):
             schemas.append(json_module.JSONDecoder().raw_decode(str(form.grammar), found.end())[0])
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs has a schema that is no JSON: {error}") from None
+        raise RequestError(f"structured_outputs has a schema that is not JSON: {error}") from None
     for schema in schemas:
         parts = [schema]
         while parts:
@@ -375,7 +375,7 @@ def _dump(value: Any) -> str:
     try:
         return json_module.dumps({} if value is True else value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is no JSON: {error}") from None
+        raise RequestError(f"structured_outputs.json is not JSON: {error}") from None
 
 
 def _check_choice(choice: Any) -> None:

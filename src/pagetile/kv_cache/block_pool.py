@@ -34,7 +34,7 @@ class BlockPool:
             it from their pool.
 
     Raises:
-        ShapeError: A size is no integer or below 1.
+        ShapeError: A size is not an integer or below 1.
 
     Example:
         >>> pool = BlockPool(4, block_size=16)
@@ -85,7 +85,7 @@ class BlockPool:
 
         Raises:
             ValueError: The pool has no such block.
-            ShapeError: ``block`` is no integer.
+            ShapeError: ``block`` is not an integer.
         """
         try:
             if 0 <= block < self._num_blocks:
@@ -98,7 +98,7 @@ class BlockPool:
         """Whether ``allocate(n)`` would succeed now.
 
         Raises:
-            ShapeError: ``n`` is no integer.
+            ShapeError: ``n`` is not an integer.
         """
         if n.__class__ is not int:
             n = whole_number("n", n, least=None)
@@ -147,7 +147,7 @@ class BlockPool:
 
         Raises:
             ValueError: The pool has no such block. Nothing was retained.
-            DTypeError: ``blocks`` is no list of integers.
+            DTypeError: ``blocks`` is not a list of integers.
         """
         blocks = self._check_ids(blocks)
         for block in blocks:
@@ -167,7 +167,7 @@ class BlockPool:
         Raises:
             ValueError: A block has fewer holders than are released, or the pool has no such
                 block. Nothing was released.
-            DTypeError: ``blocks`` is no list of integers.
+            DTypeError: ``blocks`` is not a list of integers.
         """
         blocks = self._check_ids(blocks)
         for block, times in Counter(blocks).items():
@@ -203,7 +203,7 @@ class BlockPool:
 
         Raises:
             AssertionError: With the numbers that disagree.
-            DTypeError: ``tables`` or one of them is no list.
+            DTypeError: ``tables`` or one of them is not a list.
         """
         if not isinstance(tables, Iterable):
             raise DTypeError(

@@ -27,7 +27,7 @@ class BlockTable:
         pool: Where blocks are taken from and given back to; it gives the block size.
 
     Raises:
-        DTypeError: ``pool`` is no ``BlockPool``.
+        DTypeError: ``pool`` is not a ``BlockPool``.
 
     Example:
         >>> table = BlockTable(BlockPool(8, block_size=4))
@@ -138,8 +138,8 @@ class BlockTable:
             The sequence's block hashes, for ``index.insert``.
 
         Raises:
-            DTypeError: ``index`` is no ``PrefixIndex``, ``tokens`` is no list, or a token is no
-                integer of 64 bits.
+            DTypeError: ``index`` is not a ``PrefixIndex``, ``tokens`` is not a list, or a token is
+                not an integer of 64 bits.
             ValueError: The table is not empty, or ``index`` belongs to another pool, or the
                 hashes to another index. Nothing has changed.
         """
@@ -168,7 +168,7 @@ class BlockTable:
         """The slots of the tokens at positions ``start .. end - 1``: ``[end - start]``.
 
         Raises:
-            ShapeError: The range is not within ``0 .. num_tokens``, or an end is no integer.
+            ShapeError: The range is not within ``0 .. num_tokens``, or an end is not an integer.
         """
         if start.__class__ is not int or end.__class__ is not int:
             start = whole_number("start", start, least=None)

@@ -13,7 +13,7 @@ def whole_number(name: str, value: Any, *, least: int | None = 0) -> int:
     """Return ``value`` as an int; ``least=None`` takes negative ones too.
 
     Raises:
-        ShapeError: ``value`` is no integer, or below ``least``.
+        ShapeError: ``value`` is not an integer, or below ``least``.
     """
     try:
         number = operator.index(value)
@@ -41,7 +41,7 @@ def block_ids(blocks: Iterable[Any]) -> list[int]:
     """Return block numbers as a list of ints.
 
     Raises:
-        DTypeError: ``blocks`` is no list, or one of its elements is no integer.
+        DTypeError: ``blocks`` is not a list, or one of its elements is not an integer.
     """
     try:
         return list(map(operator.index, blocks))

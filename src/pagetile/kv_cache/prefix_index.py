@@ -49,7 +49,7 @@ class PrefixIndex:
         salt: The operator's salt, hashed into everything.
 
     Raises:
-        DTypeError: ``pool`` is no ``BlockPool``, or ``salt`` is no bytes.
+        DTypeError: ``pool`` is not a ``BlockPool``, or ``salt`` is not bytes.
 
     Example:
         >>> from pagetile import BlockTable
@@ -88,8 +88,8 @@ class PrefixIndex:
                 ``None`` is not the empty salt.
 
         Raises:
-            DTypeError: ``cache_salt`` is no string, ``token_ids`` no list, or a token is no integer
-                of 64 bits.
+            DTypeError: ``cache_salt`` is not a string, ``token_ids`` is not a list, or a token
+                is not an integer of 64 bits.
         """
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise DTypeError(f"cache_salt is {cache_salt!r}, expected a string, or None")
@@ -155,7 +155,7 @@ class PrefixIndex:
                 no integer.
             ValueError: ``hashes`` were made by another index, or the pool has no such block.
                 Nothing was registered.
-            DTypeError: ``hashes`` are no ``BlockHashes``, or ``blocks`` is no sequence.
+            DTypeError: ``hashes`` are not ``BlockHashes``, or ``blocks`` is not a sequence.
         """
         self._check_hashes(hashes)
         if not isinstance(blocks, (list, Sequence)):  # a list is told much faster than a sequence
@@ -262,7 +262,7 @@ class BlockHashes:
         Raises:
             ValueError: The sequence has become shorter than what is hashed (``truncate`` it), or
                 its last hashed block differs now: it needs new hashes.
-            DTypeError: ``token_ids`` is no list, or a token is no integer of 64 bits.
+            DTypeError: ``token_ids`` is not a list, or a token is not an integer of 64 bits.
         """
         index, last, size = self._index, self._last, self._index._block_size
         try:

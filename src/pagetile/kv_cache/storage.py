@@ -65,7 +65,7 @@ class KVCache:
 
     Raises:
         ShapeError: A size is out of range.
-        DTypeError: ``dtype`` is no type that caches have, or ``layers`` no list of ``LayerSpec``.
+        DTypeError: ``dtype`` is not a type of caches, or ``layers`` is not a list of ``LayerSpec``.
 
     Example:
         >>> layer = LayerSpec(num_kv_heads=2, head_size=64, v_head_size=64)
@@ -118,8 +118,8 @@ class KVCache:
 
         Raises:
             OutOfBlocksError: Not one does; the message says how many bytes are missing.
-            ShapeError: A size is no integer or out of range.
-            DTypeError: ``dtype`` is no type that caches have, or ``layers`` no list of
+            ShapeError: A size is not an integer or out of range.
+            DTypeError: ``dtype`` is not a type of caches, or ``layers`` is not a list of
                 ``LayerSpec``.
         """
         memory_bytes = whole_number("memory_bytes", memory_bytes)

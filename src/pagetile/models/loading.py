@@ -125,7 +125,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path} is no JSON ({_one_line(error)}): download it again") from error
+        raise RequestError(f"{path} is not JSON ({_one_line(error)}): download it again") from error
     if not isinstance(found, dict):
         raise RequestError(f"{path} holds a {type(found).__name__}, expected a JSON object")
     return found

@@ -107,12 +107,12 @@ def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     loc = first["loc"]
     path = ".".join(str(part) for part in (*loc[:1], *filter(_is_field, loc[1:])))
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     message = f"{path}: {first['msg']}" if path else str(first["msg"])
     if first["loc"][-2:] == ("content", "str"):
         message = f"{path}: expected a string, or a list of text parts: {_TEXT_PART}"
     if first["type"] == "extra_forbidden":
-        message = f"{path} is no field of this request"
+        message = f"{path} is not a field of this request"
         if len(first["loc"]) == 1:
             message += _nearest(str(first["loc"][0]), model.model_fields)
     return ApiError(400, message, param=path or None)

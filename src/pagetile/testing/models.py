@@ -145,7 +145,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "bloom": {"num_attention_heads": 6, "hidden_size": 96},
-    # MPT has its own slopes for a number of heads that is no power of two.
+    # MPT has its own slopes for a number of heads that is not a power of two.
     "mpt": {
         "num_attention_heads": 6,
         "hidden_size": 96,
@@ -154,7 +154,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "falcon": {"ffn_hidden_size": 80, "multi_query": True, "bias": True},
     "falcon_grouped": {"ffn_hidden_size": 80, "new_decoder_architecture": True, "num_kv_heads": 2},
-    # Twelve heads have slopes that are no powers of two: Falcon rounds their products.
+    # Twelve heads have slopes that are not powers of two: Falcon rounds their products.
     "falcon_alibi": {
         "num_attention_heads": 12,
         "hidden_size": 96,

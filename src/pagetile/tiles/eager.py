@@ -85,5 +85,5 @@ def weigh(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     if not scores.shape[-1]:
         return scores, scores.new_full(scores.shape[:2], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is no number
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is not a number
     return torch.exp(scores - pivot[..., None])[..., :seq_len], lse

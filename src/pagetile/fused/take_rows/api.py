@@ -34,7 +34,7 @@ def take_rows(table: Tensor, rows: Tensor, *, impl: str = "auto") -> Tensor:
         ``[..., size]`` without gaps.
 
     Raises:
-        ShapeError: ``table`` is no matrix.
+        ShapeError: ``table`` is not a matrix.
         DTypeError: ``rows`` is not int64.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 

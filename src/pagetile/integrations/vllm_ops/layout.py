@@ -79,7 +79,7 @@ def pack_cache(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         ``x = 16 / element size``.
 
     Raises:
-        ShapeError: The two differ in blocks, heads or sizes, or ``head_size`` is no multiple of x.
+        ShapeError: The two differ in blocks, heads or sizes, or x does not divide ``head_size``.
 
     Example:
         >>> k_cache = v_cache = torch.zeros(5, 16, 2, 64, dtype=torch.float16)

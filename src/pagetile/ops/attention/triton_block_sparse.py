@@ -6,7 +6,7 @@ for them: partial ones, which need a mask, then full ones::
     keys      0    N    2N   3N   4N   5N
     queries   ████           ████      ██░░       visited: 5N (partial), 3N, 0
 
-Supports every option of ``attention`` over dense batches. Where blocks are no whole tiles
+Supports every option of ``attention`` over dense batches. Where blocks are not whole tiles
 (``HAS_BLOCKS``), a partial tile loads its part of the mask, element by element.
 """
 

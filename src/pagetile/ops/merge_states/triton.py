@@ -62,7 +62,7 @@ def _merge(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     for state in range(num_states):
         m = tl.maximum(m, tl.load(lses + state * lses_state, mask=inside, other=float("-inf")))
-    pivot = tl.where(m == float("-inf"), 0.0, m)  # nothing seen: -inf - -inf is no number
+    pivot = tl.where(m == float("-inf"), 0.0, m)  # nothing seen: -inf - -inf is not a number
 
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, D], tl.float32)

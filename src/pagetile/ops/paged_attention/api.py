@@ -380,7 +380,9 @@ def _validate(
     options["sliding_window"] = whole_window(options.get("sliding_window"))
     if unknown := sorted(options.keys() - set(Arguments._fields)):
         known = ", ".join(Arguments._fields[4:])
-        raise TypeError(f"{unknown[0]} is no option of paged_attention(): expected one of {known}")
+        raise TypeError(
+            f"{unknown[0]} is not an option of paged_attention(): expected one of {known}"
+        )
     arguments = Arguments(q, k_cache, v_cache, batch, **options)
     check_types(batch, **{name: getattr(arguments, name) for name in TENSORS})
     as_number("softmax_scale", arguments.softmax_scale)

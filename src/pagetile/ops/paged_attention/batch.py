@@ -97,7 +97,7 @@ class PagedBatch:
         """A batch with one new token a sequence.
 
         Raises:
-            DTypeError: An argument is no tensor.
+            DTypeError: An argument is not a tensor.
         """
         check_tensors(block_tables=block_tables, seq_lens=seq_lens)
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
@@ -119,7 +119,7 @@ class PagedBatch:
             query_lens: New tokens of each sequence; ``None``: one each.
             device: Where the tensors go.
 
-        Tables are padded with -1, which is no block id: a table that is too short for its sequence
+        Tables are padded with -1, which is not a block id: a table too short for its sequence
         raises an error, on a GPU under ``PAGETILE_DEBUG=1``.
 
         Raises:
@@ -213,7 +213,7 @@ class PagedBatch:
 def _integers(name: str, numbers: Any, hint: str = "") -> array[int]:
     try:
         if isinstance(numbers, (bytes, bytearray)):  # which an array takes for its own memory
-            raise TypeError("bytes are no numbers")
+            raise TypeError("bytes are not numbers")
         return array("i", numbers)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         given = repr(numbers) if isinstance(numbers, (list, tuple, str, int, float)) else ""

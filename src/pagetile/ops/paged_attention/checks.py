@@ -75,7 +75,7 @@ def check_types(batch: Any, **arguments: Any) -> None:
 
 
 def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
-    """Raise DTypeError for what is no plan or name, or a plan for another implementation.
+    """Raise DTypeError for what is not a plan or name, or a plan for another implementation.
 
     Raise ShapeError for splits of a size that kernels cannot divide by.
 

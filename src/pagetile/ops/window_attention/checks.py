@@ -189,7 +189,7 @@ def _check_sizes(x: _TensorForms, sizes: dict[str, int]) -> None:
         if tensor is not None and (tensor.shape[0] < 1 or num_windows % tensor.shape[0]):
             raise ShapeError(
                 f"{name} is for {tensor.shape[0]} windows but q has num_windows={num_windows}, "
-                "which is no multiple of it: windows are ordered image by image"
+                "which is not a multiple of it: windows are ordered image by image"
             )
     table_size = sizes.get("table_size")
     if table_size is not None and (table_size % 2 == 0 or table_size < 2 * num_tokens - 1):

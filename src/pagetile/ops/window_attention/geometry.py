@@ -110,7 +110,9 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
         )
     for size, length, step in zip(grid, window, shift, strict=True):
         if size % length:
-            raise ShapeError(f"grid={list(grid)} is no multiple of window={list(window)}: pad it")
+            raise ShapeError(
+                f"grid={list(grid)} is not a multiple of window={list(window)}: pad it"
+            )
         if step >= length:
             raise ShapeError(f"shift={list(shift)} is not from 0 to less than {list(window)}")
     dtype = torch.uint8 if 3 ** len(grid) <= 256 else torch.int32

@@ -62,7 +62,7 @@ def _kind(item: Any) -> str:
     return _TAGS.get(kind, "input-message") if isinstance(kind, str) else "input-message"
 
 
-# With a hyphen, which tells errors that they are no fields of the body.
+# With a hyphen, which tells errors that they are not fields of the body.
 _TAGS = {"function_call": "function-call", "function_call_output": "function-call-output"}
 
 

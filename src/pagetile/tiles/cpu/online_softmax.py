@@ -54,7 +54,7 @@ def weigh_row(state, row, s, weights, at, highest):
     Returns the factor by which ``acc`` has to shrink before the tile's values are added.
     """
     m = max(state.m[row], max_lanes(highest))
-    pivot = m if m > -np.inf else np.float32(0)  # no key yet: -inf - -inf is no number
+    pivot = m if m > -np.inf else np.float32(0)  # no key yet: -inf - -inf is not a number
     decay = exp2_scalar(state.m[row] - pivot)
     shift = splat(pivot)
     sums = zeros()

@@ -29,7 +29,7 @@ def refuse_cache(device: DeviceInfo, dtype: torch.dtype) -> str | None:
 
 @triton.jit
 def larger(a, b):
-    """The larger one; NaN where one is no number."""
+    """The larger one; NaN where one is not a number."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -64,7 +64,7 @@ def _scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
 def encode(x, scale, SCALES: tl.constexpr, LARGEST: tl.constexpr, code: tl.constexpr):
     """Codes of float32 rows by their scales: the rows' own ("token"), or given ("head")."""
     if SCALES == "token":
-        # Nothing is beyond the largest code, and where anything is no number, nothing is.
+        # Nothing is beyond the largest code, and where anything is not a number, nothing is.
         x = _divide(x, scale)
         is_number = (scale == scale)[:, None]
     else:
@@ -97,6 +97,6 @@ def _clamp(x, bound):
 
 @triton.jit
 def _round_to_int8(x, is_number):
-    """Bits whose last byte is the int8; of what is no number, 0."""
+    """Bits whose last byte is the int8; of what is not a number, 0."""
     # From 1.5 * 2 ** 23 on a float32 has no fractions.
     return tl.where(is_number, x + 12582912.0, 0.0).to(tl.int32, bitcast=True)

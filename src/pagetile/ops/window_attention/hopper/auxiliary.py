@@ -2,7 +2,7 @@
 
 - ``encode_regions``: regions as one-hot columns, for masks that are products (``forward_kernel``);
 - ``pack_regions``: regions as bits, for windows of one tile (``one_tile``);
-- ``pad_rows``: tokens whose rows the copy engine can read, where a head's size is no multiple of 8;
+- ``pad_rows``: tokens whose rows the copy engine can read, where 8 does not divide a head's size;
 - ``make_deltas``: pivot and delta of every query row, for the gradients;
 - ``sum_tiles``: the bias gradient from the sums of each program of the row kernel.
 """

@@ -131,7 +131,7 @@ class BiasGradient(NamedTuple):
 def align_tokens(x: Tensor) -> Tensor:
     """``[num_windows, num_heads, num_tokens, head_size]`` where the copy engine can read its rows.
 
-    It reads zeros past a row's end: a size that is no multiple of 8 only needs room between rows.
+    It reads zeros past a row's end: a size that 8 does not divide only needs room between rows.
     """
     *sizes, head_size = x.shape
     if is_described(x) or head_size % 8 == 0:
