@@ -54,18 +54,18 @@ class Traffic:
         return "\n".join(map(str, self.streams))
 
 
-def format_count(num_bytes: float) -> str:
-    """Bytes with a decimal prefix, to three digits: traffic counts by 1000, as bandwidth does.
+def format_count(value: float, unit: str = "B") -> str:
+    """A number with a decimal prefix, to three digits: traffic counts by 1000, as bandwidth does.
 
     Example:
-        >>> format_count(4_822_040), format_count(999.6e6), format_count(12)
-        ('4.82 MB', '1 GB', '12 B')
+        >>> format_count(4_822_040), format_count(999.6e6, "FLOP"), format_count(12)
+        ('4.82 MB', '1 GFLOP', '12 B')
     """
     steps = ("", "k", "M", "G", "T", "P")
     text = ""
     for power, prefix in enumerate(steps):
-        scaled = float(f"{num_bytes / 1000**power:.3g}")
-        text = f"{scaled:g} {prefix}B"
+        scaled = float(f"{value / 1000**power:.3g}")
+        text = f"{scaled:g} {prefix}{unit}"
         if scaled < 1000:
             break
     return text
