@@ -281,7 +281,7 @@ def test_no_weights_are_not_zero_weights(tmp_path):
 )
 def test_broken_weight_files(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(RequestError, match="no safetensors file, or cut short"):
+    with pytest.raises(RequestError, match="is not a safetensors file, or cut short"):
         weight_bytes(tmp_path, 2)
 
 
