@@ -286,8 +286,7 @@ class Engine:
         request = self._find(request_id)
         if request.is_finished:
             del self._requests[request_id]
-            if self._deltas:  # of a step that failed half-way: its id may be used again
-                self._deltas = [d for d in self._deltas if d.request_id != request_id]
+            self._deltas = [d for d in self._deltas if d.request_id != request_id]  # of failed steps
         return request.output()
 
     def reset_prefix_cache(self) -> None:
@@ -311,11 +310,9 @@ class Engine:
     # --- one step --------------------------------------------------------------------------
 
     def _score_next(self) -> bool:
-        """Compute one prompt's log-probabilities; it waits while the pool lacks the blocks.
+        """Compute one prompt's log-probabilities, or return False if it waits for blocks.
 
-        Returns:
-            Whether new sequences may be admitted: not while it waits for what runs to end, or
-            small prompts would take each block that comes free, and it would wait for ever.
+        Nobody is admitted then: small prompts would take each block that comes free, for ever.
         """
         sequence = self._to_score[0]
         request, reason = sequence.request, "error"
