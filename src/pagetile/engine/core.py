@@ -286,7 +286,7 @@ class Engine:
         request = self._find(request_id)
         if request.is_finished:
             del self._requests[request_id]
-            self._deltas = [d for d in self._deltas if d.request_id != request_id]  # of failed steps
+            self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         return request.output()
 
     def reset_prefix_cache(self) -> None:
