@@ -312,7 +312,7 @@ class Engine:
     def _score_next(self) -> bool:
         """Compute one prompt's log-probabilities, or return False if it waits for blocks.
 
-        Nobody is admitted then: small prompts would take each block that comes free, for ever.
+        No sequence is admitted then: small prompts would take each block that comes free.
         """
         sequence = self._to_score[0]
         request, reason = sequence.request, "error"
