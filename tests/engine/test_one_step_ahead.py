@@ -357,20 +357,22 @@ def test_a_prompt_to_be_scored_gets_its_blocks_while_small_ones_keep_coming() ->
     finish(engine)
 
 
+def step_that_fails(engine: Engine) -> None:
+    def fail(*args: Any) -> Any:
+        raise Injected
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._runner, "run", fail)
+        with pytest.raises(Injected):
+            engine.step()
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_what_ended_in_a_step_that_failed_is_still_told(is_ahead: bool) -> None:
     engine = make_engine(is_ahead=is_ahead)
     scored = engine.add_request([5, 6, 7], replace(GREEDY, prompt_logprobs=1), generates=False)
     victim = engine.add_request([8, 9], GREEDY)
-    run = engine._runner.run
-
-    def fail(*args: Any) -> Any:
-        raise Injected
-
-    engine._runner.run = fail  # type: ignore[method-assign]
-    with pytest.raises(Injected):
-        engine.step()
-    engine._runner.run = run  # type: ignore[method-assign]
+    step_that_fails(engine)
     engine.abort(victim)
     engine.take_output(victim)
     assert engine.has_unfinished
@@ -385,15 +387,7 @@ def test_a_request_gets_no_delta_of_an_earlier_one_of_its_name(engine: Engine) -
 
     start(generates=False)
     other = engine.add_request([8, 9], GREEDY)
-    run = engine._runner.run
-
-    def fail(*args: Any) -> Any:
-        raise Injected
-
-    engine._runner.run = fail  # type: ignore[method-assign]
-    with pytest.raises(Injected):
-        engine.step()
-    engine._runner.run = run  # type: ignore[method-assign]
+    step_that_fails(engine)
     engine.take_output("x")
     engine.abort(other)
     assert not engine.has_unfinished
