@@ -66,7 +66,7 @@ class TiledCase:
     @property
     def compile_effort(self) -> int:
         """See ``case.compile_effort``."""
-        return 2 * (self.device == "cuda")
+        return 2 * (self.device == "cuda" and self.has_compiled_peers)
 
     @property
     def about(self) -> str:

@@ -110,7 +110,7 @@ def pytest_terminal_summary(terminalreporter, config):
 def _what_lives_as_long_as_the_process_is_not_looked_through_for_garbage():
     """A full collection takes seconds with all modules and tests, and some tests ask for many.
 
-    A server that has ended, as some tests run, has put them back.
+    A test that runs a server undoes this: the server unfreezes everything when it ends.
     """
     if not gc.get_freeze_count():
         gc.collect()

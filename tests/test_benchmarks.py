@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -1070,16 +1071,27 @@ def test_a_lost_device_is_left_and_the_rest_goes_on_in_another_process(run, monk
     assert {"--only=decode", "--but=gpu-decode-a", "--jobs=0", "--machine=m"} <= set(command)
 
 
-def test_a_case_whose_compiled_peers_lost_the_device_is_measured_without_them(run, tmp_path):
-    @dataclasses.dataclass(frozen=True)
-    class Compiling(Fake):
-        has_compiled_peers: bool = True
+@dataclasses.dataclass(frozen=True)
+class Compiling(Fake):
+    """A case with compiled peers, which notes whether they take part where it is measured."""
 
-        def measure(self, repeats):
-            measured.append((self.name, self.has_compiled_peers))
-            return super().measure(repeats)
+    has_compiled_peers: bool = True
+    measured: ClassVar[list] = []
 
-    measured = []
+    def measure(self, repeats):
+        self.measured.append((self.name, self.has_compiled_peers))
+        return super().measure(repeats)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.setattr(Compiling, "measured", found := [])
+    return found
+
+
+def test_a_case_whose_compiled_peers_lost_the_device_is_measured_without_them(
+    run, tmp_path, measured
+):
     present = (Compiling("decode-a"), Compiling("decode-b"), Fake("decode-c"))
     options = ("all", "--machine", "m", "--only", "-", "--into", tmp_path)
     without = ("--without-compiled", "decode-b")
@@ -1114,7 +1126,9 @@ def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monk
     assert said[-1] == "prepared 2 of 2: benchmarks list: no time"
 
 
-def test_what_compiles_longest_is_prepared_first_and_without_what_lost_the_device(run, monkeypatch):
+def test_what_compiles_longest_is_prepared_first_and_without_what_lost_the_device(
+    run, monkeypatch, measured
+):
     by_name = {case.name: case for case in (*cases.CASES, *cases.SWIN_CASES)}
     efforts = {name: compile_effort(case) for name, case in by_name.items()}
     assert {efforts[name] for name in LONGEST} == {2}
@@ -1125,15 +1139,7 @@ def test_what_compiles_longest_is_prepared_first_and_without_what_lost_the_devic
     assert [names for names in commands if len(names) > 1 and efforts[names[0]]] == []
     assert len({type(by_name[name]) for [name] in commands[:5]}) == 5
 
-    @dataclasses.dataclass(frozen=True)
-    class Compiling(Fake):
-        has_compiled_peers: bool = True
-
-        def measure(self, repeats):
-            ran.append((self.name, self.has_compiled_peers))
-            return super().measure(repeats)
-
-    ran, asked = [], []
+    asked = []
     monkeypatch.setattr(command_line, "prepare", lambda commands, *_: asked.extend(commands) or {})
     present = (Compiling("decode-a"), Compiling("decode-b"))
     options = ["all", "--machine", "m", "--only", "", "--minutes", "9", "--jobs", "1"]
@@ -1142,10 +1148,10 @@ def test_what_compiles_longest_is_prepared_first_and_without_what_lost_the_devic
         ("benchmarks", "prepare", "decode-a"),
         ("benchmarks", "prepare", "decode-b", "--without-compiled=decode-b"),
     ]
-    ran.clear()
+    measured.clear()
     for _, *command in asked:
         assert run(*command, present=present).exit_code == 0
-    assert ran == [("decode-a", True), ("decode-b", False)]
+    assert measured == [("decode-a", True), ("decode-b", False)]
 
 
 LONGEST = (

@@ -125,19 +125,25 @@ def test_a_plan_gives_every_multiprocessor_work():
         assert programs >= min(264, num_seqs * 8 * longest // 512)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_a_common_call_is_known_to_be_aligned(version, dtype, monkeypatch, mirror):
-    """Otherwise the compiler copies element by element, and cannot copy ahead."""
-    kinds = []
+@pytest.fixture
+def kinds(monkeypatch):
+    """What launchers are made for; each call ends with InterruptedError there."""
+    made = []
 
     def make_launcher(*arguments):
-        kinds.append(arguments)
+        made.append(arguments)
         raise InterruptedError
 
     monkeypatch.setattr(triton_launch, "make_launcher", make_launcher)
     monkeypatch.setattr(triton_launch, "refuse_device", lambda *arguments: None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return made
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_common_call_is_known_to_be_aligned(version, dtype, kinds, mirror):
+    """Otherwise the compiler copies element by element, and cannot copy ahead."""
     call = make_call(decode_case((40, 600), dtype=dtype, num_heads=6, num_kv_heads=2))
     with pytest.raises(InterruptedError):
         call.run(vllm_ops, version, mirror, "cpu")
@@ -149,17 +155,8 @@ def test_a_common_call_is_known_to_be_aligned(version, dtype, monkeypatch, mirro
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_offsets_within_32_bits_hold_every_head(version, monkeypatch, mirror):
+def test_offsets_within_32_bits_hold_every_head(version, kinds, monkeypatch, mirror):
     """Of queries whose heads lie apart, further than anything else that is multiplied."""
-    kinds = []
-
-    def make_launcher(*arguments):
-        kinds.append(arguments)
-        raise InterruptedError
-
-    monkeypatch.setattr(triton_launch, "make_launcher", make_launcher)
-    monkeypatch.setattr(triton_launch, "refuse_device", lambda *arguments: None)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     call = make_call(decode_case((40, 600), dtype=F32, num_heads=6, num_kv_heads=2))
     num_seqs, heads, size = call.query.shape
     call.query = call.query.new_zeros(heads, 1000, size)[:, :num_seqs].transpose(0, 1)

@@ -79,6 +79,22 @@ def assert_same_bits(result, expected):
         assert torch.equal(got, wanted)
 
 
+def assert_a_captured_call_takes_other_lengths(inputs, reductions, **options):
+    """Replays give the bits of calls that are made for the lengths."""
+    inputs.attend(out=inputs.out, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = inputs.attend(out=inputs.out, **options)
+    lengths = inputs.batch.seq_lens.clone()
+    for shorter in reductions:
+        inputs.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
+        inputs.out.fill_(torch.nan)
+        graph.replay()
+        there = inputs.replace(out=torch.empty_like(inputs.out))
+        assert_same_bits(result, there.attend(out=there.out, **options))
+        assert not result.out.isnan().any()
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "case", [case for case in CASES if ON_GPU or is_interpreted(case)], ids=str
@@ -461,19 +477,10 @@ def test_a_captured_prefill_is_valid_for_other_lengths(changes, query_lens):
     inputs = make_inputs(case).to("cuda")
     chosen = plan(inputs, "hopper_prefill", unpacks="scales" in changes)
     assert chosen.unpacks == ("scales" in changes)
-    inputs.attend(impl="hopper_prefill", plan=chosen, out=inputs.out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = inputs.attend(impl="hopper_prefill", plan=chosen, out=inputs.out)
-    lengths = inputs.batch.seq_lens.clone()
-    for shorter in (0, 1, 129, 350, 899):
-        inputs.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
-        inputs.out.fill_(torch.nan)
-        graph.replay()
-        there = inputs.replace(out=torch.empty_like(inputs.out))
-        expected = there.attend(impl="hopper_prefill", plan=chosen, out=there.out)
-        assert_same_bits(result, expected)
-        assert not expected.out.isnan().any()
+    reductions = (0, 1, 129, 350, 899)
+    assert_a_captured_call_takes_other_lengths(
+        inputs, reductions, impl="hopper_prefill", plan=chosen
+    )
 
 
 @pytest.mark.gpu
@@ -675,18 +682,7 @@ def test_a_captured_call_of_joined_heads_is_valid_for_other_lengths(size, heads,
     inputs = uneven_inputs(size, 4, 8).to("cuda")
     inputs = inputs.replace(batch=replace(inputs.batch, allows_early_reads=early))
     assert plan(inputs, "hopper").tile_heads == heads
-    inputs.attend(impl="hopper", out=inputs.out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = inputs.attend(impl="hopper", out=inputs.out)
-    lengths = inputs.batch.seq_lens.clone()
-    for shorter in (0, 1, 39, 650, 4999):
-        inputs.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
-        inputs.out.fill_(torch.nan)
-        graph.replay()
-        there = inputs.replace(out=torch.empty_like(inputs.out))
-        assert_same_bits(result, there.attend(impl="hopper", out=there.out))
-        assert not result.out.isnan().any()
+    assert_a_captured_call_takes_other_lengths(inputs, (0, 1, 39, 650, 4999), impl="hopper")
 
 
 WITH_SINKS = [
@@ -1147,20 +1143,8 @@ def test_a_gpu_s_implementation_refuses_a_cpu_s_tensors():
 def test_a_captured_call_is_valid_for_other_lengths(impl, new_tokens):
     case = PagedCase((new_tokens,) * 3, (900, 70, 300), 8, 2, head_size=64, dtype=BF16)
     inputs = make_inputs(case).to("cuda")
-    longest = replace(inputs.batch, max_seq_len=4096)
-    inputs = inputs.replace(batch=longest)
-    result = inputs.attend(impl=impl, out=inputs.out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = inputs.attend(impl=impl, out=inputs.out)
-    for shorter in (0, 1, 50, 69):
-        lengths = inputs.batch.seq_lens.clone()
-        inputs.batch.seq_lens.copy_((lengths - shorter).clamp(min=0))
-        inputs.out.fill_(torch.nan)
-        graph.replay()
-        eager = inputs.replace(out=torch.empty_like(inputs.out))
-        assert_same_bits(result, eager.attend(impl=impl, out=eager.out))
-        inputs.batch.seq_lens.copy_(lengths)
+    inputs = inputs.replace(batch=replace(inputs.batch, max_seq_len=4096))
+    assert_a_captured_call_takes_other_lengths(inputs, (0, 1, 50, 69), impl=impl)
 
 
 @pytest.mark.gpu

@@ -310,7 +310,7 @@ class Engine:
     # --- one step --------------------------------------------------------------------------
 
     def _score_next(self) -> bool:
-        """Compute one prompt's log-probabilities, or return False if it waits for blocks.
+        """Compute one prompt's log-probabilities, or return False if others hold the blocks.
 
         No sequence is admitted then: small prompts would take each block that comes free.
         """
