@@ -86,7 +86,7 @@ def make_byte_tokenizer(vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def compare_n(setup: Setup, turns: int = 2) -> dict[str, Any]:
+def compare_n(setup: Setup, turns: int = 5) -> dict[str, Any]:
     """Measure; what it returns says of each figure what it is.
 
     Args:

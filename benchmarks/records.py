@@ -118,7 +118,7 @@ RECORDS = (
     ),
     RecordSpec("-vllm-ops", "cuda", 30, ("vllm-ops-",)),
     RecordSpec("-cache-ops", "cuda", 25, ("write-kv-", "copy-blocks-")),
-    RecordSpec("-http", "cuda", 90, script=("benchmarks", "http-n", "--json")),
+    RecordSpec("-http", "cuda", 150, script=("benchmarks", "http-n", "--json")),
     RecordSpec(
         "-latency", "cuda", 65,
         script=("benchmarks", "http-latency", "--device", "cuda", "--limit", "60", "--json"),
