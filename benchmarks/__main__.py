@@ -585,7 +585,7 @@ def compare_http(
 
 @app.command("http-n")
 def compare_http_n(
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each, after one to warm up.")] = 2,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each, after one to warm up.")] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object, as records keep it.")
     ] = False,
