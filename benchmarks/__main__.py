@@ -41,6 +41,7 @@ from .records import (
     run_script,
     write_lines,
 )
+from .several_gpus import run_beside, share_out
 from .sweep import CPU_SCALE, find_classes, print_summary, summarise, sweep, warm
 from .sweep_shapes import CLASSES as SWEPT
 from .sweep_shapes import draw_in_turns, redraw_worst
@@ -187,6 +188,9 @@ def all_records(
         int | None,
         typer.Option(min=0, help="Processes that compile and verify beforehand; 0: none."),
     ] = None,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs of this machine that share the records.")
+    ] = 1,
 ) -> None:
     """Renew all records of this machine, say what is missing and which figures changed.
 
@@ -196,10 +200,13 @@ def all_records(
     circumstances = describe_run() if into else _describe_clean_run()
     machine = machine or find_machine(RESULTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    jobs = default_jobs() if jobs is None else jobs
     to_do = _find_work(folder, machine, device, only, but or [], circumstances["commit"])
     uncompiled = without_compiled or []
     _refuse_uncompiled(uncompiled)
+    options = _options_again(machine, repeats, into, but, uncompiled)
+    if gpus > 1:
+        raise typer.Exit(_share_records(to_do, gpus, [*options, f"--minutes={minutes}"], jobs))
+    jobs = default_jobs() if jobs is None else jobs
     to_do = [(spec, _leave_compiled(cases, uncompiled), made) for spec, cases, made in to_do]
     _say(f"{len(to_do)} records of {machine}, {minutes:.0f} minutes, into {folder}")
     checked: dict[str, list[Check]] = {}
@@ -229,15 +236,11 @@ def all_records(
             except _DeviceLostError as reason:
                 watchdog.cancel()
                 _say(f"{reason}; going on in another process")
-                options = [f"--minutes={budget.left / 60}", f"--machine={machine}", "--jobs=0"]
+                options += [f"--minutes={budget.left / 60}", "--jobs=0"]
                 options += [f"--only={word}" for word in only or []]
-                options += [f"--but={word}" for word in but or []]
-                options += [f"--without-compiled={word}" for word in uncompiled]
                 has_compiled = getattr(reason.case, "has_compiled_peers", False)
                 how = "without-compiled" if has_compiled else "but"
                 options.append(f"--{how}={reason.case.name}")
-                options += [f"--into={into}"] if into else []
-                options += [f"--repeats={repeats}"] if repeats else []
                 _report(missing, changes, loaded)
                 command = [sys.executable, "-m", "benchmarks", "all", *options]
                 raise typer.Exit(subprocess.call(command) or 1) from None
@@ -253,6 +256,40 @@ def all_records(
     _report(missing, changes, loaded)
     if missing:
         raise typer.Exit(1)
+
+
+def _options_again(
+    machine: str,
+    repeats: int | None,
+    into: Path | None,
+    but: Sequence[str] | None,
+    uncompiled: Sequence[str],
+) -> list[str]:
+    """The options of ``all`` that another process takes over as they are."""
+    options = [f"--machine={machine}"]
+    options += [f"--repeats={repeats}"] if repeats else []
+    options += [f"--into={into}"] if into else []
+    options += [f"--but={word}" for word in but or []]
+    return options + [f"--without-compiled={word}" for word in uncompiled]
+
+
+def _share_records(to_do: _Work, gpus: int, options: Sequence[str], jobs: int | None) -> int:
+    """Make records on several GPUs; the largest exit code."""
+    if gpus > (there := torch.cuda.device_count()):
+        raise typer.BadParameter(f"{gpus} GPUs are asked for, and torch sees {there}")
+    seconds = {spec.ending.strip("-"): spec.seconds for spec, *_ in to_do}
+    more = list(options) + ([] if jobs is None else [f"--jobs={jobs}"])
+    shares = share_out(seconds, gpus)
+    return (
+        run_beside(
+            [
+                ["benchmarks", "all", *more, *(f"--only={name}" for name in names)]
+                for names in shares
+            ]
+        )
+        if shares
+        else 0
+    )
 
 
 def _report(missing: Sequence[str], changes: Sequence[Change | str], loaded: Sequence[str]) -> None:

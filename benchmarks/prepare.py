@@ -45,7 +45,7 @@ def default_jobs() -> int:
     if not torch.cuda.is_available():
         return 0
     memory = torch.cuda.get_device_properties(0).total_memory
-    return int(max(1, min((os.cpu_count() or 2) * 5 // 8, memory // _BYTES_A_JOB)))
+    return int(max(1, min(len(os.sched_getaffinity(0)) * 5 // 8, memory // _BYTES_A_JOB)))
 
 
 def list_commands(
@@ -106,7 +106,7 @@ def prepare(
     After ``seconds`` none begins any more, and ``grace`` seconds later all are ended. Whatever goes
     wrong here is tried again, and reported, where the case is timed.
     """
-    cores = max(1, (os.cpu_count() or 2) // jobs)
+    cores = max(1, len(os.sched_getaffinity(0)) // jobs)
     limits = {"OMP_NUM_THREADS": str(cores), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
     end = time.monotonic() + seconds
     found: dict[str, list[Check]] = {}

@@ -1,6 +1,7 @@
 import dataclasses
 import doctest
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,7 @@ from benchmarks.records import (
     plan,
     run_script,
 )
+from benchmarks.several_gpus import run_beside, share_out
 from benchmarks.shared_prefix import SharedPrefixCase
 from benchmarks.tiles import ScoresCase, TiledCase
 from benchmarks.visible_blocks import VisibleBlocksCase
@@ -1337,3 +1339,34 @@ def test_a_step_s_time_is_of_runs_that_both_compute_their_prompts():
 def test_kernels_that_overlap_are_busy_once():
     assert count_busy([(1, 3), (0, 2), (0, 1), (5, 6)]) == 4
     assert count_busy([]) == 0
+
+
+def test_records_are_shared_by_gpus_evenly_and_once(monkeypatch):
+    seconds = {spec.ending: spec.seconds for spec in RECORDS if spec.device == "cuda"}
+    shares = share_out(seconds, 4)
+    assert sorted(name for share in shares for name in share) == sorted(seconds)
+    loads = [sum(map(seconds.get, share)) for share in shares]
+    assert max(loads) <= max(1.1 * sum(loads) / 4, max(seconds.values()))
+    assert share_out({"decode": 1.0}, 4) == [["decode"]]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = CliRunner().invoke(command_line.app, ["all", "--gpus", "2", "--into", "/tmp"])
+    assert found.exit_code == 2
+    assert "2 GPUs are asked for, and torch sees 1" in " ".join(found.output.split())
+
+
+def test_processes_beside_each_other_have_their_own_gpu_and_cores(monkeypatch, tmp_path, capsys):
+    (tmp_path / "says_where.py").write_text(
+        "import os, sys\n"
+        "print(sys.argv[1], os.environ['CUDA_VISIBLE_DEVICES'], sorted(os.sched_getaffinity(0)))\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
+    cores = sorted(os.sched_getaffinity(0))
+    middle = len(cores) // 2
+    assert run_beside([["says_where", "a", "0"], ["says_where", "b", "3"]]) == 3
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == [
+        f"GPU 2 | b 2 {cores[middle:]}",
+        f"GPU 5 | a 5 {cores[:middle] or cores}",
+    ]
