@@ -1,4 +1,4 @@
-"""Attention, page by page and tile by tile."""
+"""Paged and tiled attention: a KV cache, its kernels, an LLM engine, and Swin window attention."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ __all__ = [
     "write_kv",
 ]
 
-# What needs torch is imported when it is first asked for: `pagetile --help` need not wait for it.
+# The module of each name that needs torch, imported on first use so that `--help` starts fast.
 _HOMES = {
     "AsyncLLM": "engine.async_llm",
     "LLM": "engine",
@@ -108,7 +108,7 @@ _HOMES = {
     "write_kv": "ops.write_kv",
 }
 
-if not TYPE_CHECKING:  # a type checker would take it to mean that every name exists
+if not TYPE_CHECKING:  # a type checker would conclude from __getattr__ that every name exists
 
     def __getattr__(name: str) -> object:
         """Import a public name from its home."""

@@ -1,4 +1,4 @@
-"""Which process the package was first imported in; a forked child inherits the answer."""
+"""Id of the process that imported the package; a forked child inherits it and can tell itself."""
 
 from os import getpid
 

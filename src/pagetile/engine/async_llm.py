@@ -6,8 +6,8 @@
                           ▼                          │   (call_soon_threadsafe)
     engine thread     inbox ──► add · abort · call ──► step ──► publish ──► …
 
-The engine is touched by its thread alone. What a coroutine wants done there is a function in the
-inbox, which is emptied before every step; so an abort frees its blocks before the next one.
+Only its thread touches the engine. Coroutines post functions to the inbox, which are called before
+every step, so an abort frees its blocks before the next step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AsyncLLM:
         num_threads: Threads that turn prompts into tokens.
 
     Attributes:
-        thread: The engine's; ``thread.observers`` and ``thread.on_death`` are called on it.
+        thread: The engine's thread, which calls ``thread.observers`` and ``thread.on_death``.
 
     Example:
         >>> import asyncio
@@ -130,7 +130,7 @@ class AsyncLLM:
         Closing the iterator, or cancelling its task, aborts the request.
 
         Raises:
-            RequestError: It can never be served.
+            RequestError: The request can never be served.
             OverloadedError: Too many requests are waiting.
             GenerationError: It failed while it was computed.
             EngineDeadError: The engine has stopped.
@@ -174,7 +174,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Delta]:
         """Continue a prompt; yields text as soon as it is certain. Errors as ``generate``.
 
-        The first delta has the ``prompt_logprobs``, if the parameters ask for them.
+        The first delta has the ``prompt_logprobs``, if requested.
         """
         stream = await self.submit(prompt, sampling_params, request_id, cache_salt=cache_salt)
         try:
@@ -196,20 +196,20 @@ class AsyncLLM:
         stream: bool = True,
         generates: bool = True,
     ) -> RequestStream:
-        """Queue a request; the caller must ``close`` what is returned, or read it to its end.
+        """Queue a request; the caller must ``close`` the returned stream, or read it to its end.
 
         Args:
             prompt: Text, token ids, or a dictionary as for ``LLM.generate``.
             sampling_params: How to continue it; ``None`` takes
                 ``LLM.get_default_sampling_params()``.
-            request_id: Its name in messages, for ``abort``; must be unique among the running.
+            request_id: Its name in messages and for ``abort``, unique among running requests.
             cache_salt: Cached prefixes are shared only between requests of the same salt.
             stream: Whether deltas come as soon as they are certain; otherwise only the result.
             generates: Whether to continue the prompt, or only to compute the log-probabilities of
                 its tokens.
 
         Raises:
-            RequestError: It can never be served.
+            RequestError: The request can never be served.
             OverloadedError: Too many requests are waiting, or the engine is draining.
             EngineDeadError: The engine has stopped.
         """
@@ -221,7 +221,7 @@ class AsyncLLM:
         cache_salt = cache_salt or own_salt
         self.check_capacity(params.n)
         token_ids = await self.run_in_worker(self._validate, prompt, params)
-        self.check_capacity(params.n)  # others came while the prompt was turned into tokens
+        self.check_capacity(params.n)  # other requests may have come during tokenization
         if request_id is None:
             request_id = f"request-{self._next_id}"
             self._next_id += 1
@@ -287,7 +287,7 @@ class AsyncLLM:
             self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def run_in_engine(self, function: Callable[[], T]) -> T:
-        """The result of a function that is called between two steps, on the engine's thread."""
+        """Call a function on the engine's thread between two steps, and return its result."""
         if not self.is_alive:
             raise EngineDeadError(f"the engine has stopped: {self.death or 'it was closed'}")
         loop = asyncio.get_running_loop()
@@ -305,7 +305,7 @@ class AsyncLLM:
         return await future
 
     async def run_in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of a function that is called on one of the tokenising threads."""
+        """Call a function on one of the tokenizing threads, and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, function, *arguments)
 

@@ -32,12 +32,12 @@ class LLM:
     Args:
         model: A checkpoint directory, or a loaded Transformers causal LM. ``None`` is the small
             model that comes with the package, which continues Python code.
-        tokenizer: A directory with a tokenizer, or one of Transformers'. ``None`` is the
-            checkpoint's own, and no text for a loaded model.
-        device: Any torch device. ``None`` is a GPU for a checkpoint, where torch finds one, else
-            the CPU; and for a loaded model where it is. It is moved, not copied, to any other.
-        dtype: Of the weights. ``"auto"`` is the checkpoint's own; float16 becomes float32 on a
-            CPU, which multiplies it hundreds of times slower.
+        tokenizer: A directory with a tokenizer, or a Transformers tokenizer. ``None`` is the
+            checkpoint's own; a loaded model then has token ids only.
+        device: Any torch device. ``None``: a checkpoint goes to a GPU if torch finds one, else to
+            the CPU, and a loaded model stays where it is. A loaded model is moved, not copied.
+        dtype: Element type of the weights. ``"auto"`` is the checkpoint's own, except that float16
+            becomes float32 on a CPU, where its products are hundreds of times slower.
         block_size: Tokens per cache block, 1 to 256.
         num_blocks: Size of the cache. ``None`` takes what ``memory_fraction`` of the free memory
             holds, at most what ``max_num_seqs`` full sequences can use.
@@ -47,35 +47,36 @@ class LLM:
             ``None`` is 2048, 8192 on a GPU, or ``max_num_seqs`` where that is more.
         max_model_len: The most tokens of a sequence. ``None``: what the model and the cache allow.
         kv_cache_dtype: Element type of the cache; ``"auto"`` is that of the weights. ``"int8"``,
-            ``"fp8_e4m3"`` and ``"fp8_e5m2"`` round keys and values, with a scale for each token's
-            head: twice the tokens in the memory, and no longer exactly the model's results.
-        enable_prefix_caching: Whether requests share the blocks of common beginnings.
-        enforce_eager: On a GPU, launch the kernels of steps one by one. Otherwise they are
-            recorded as CUDA graphs, and kernels compiled, before the first request.
+            ``"fp8_e4m3"`` and ``"fp8_e5m2"`` round keys and values, with a scale for each token
+            and head: twice as many tokens fit, and results are no longer exactly the model's.
+        enable_prefix_caching: Whether requests share the blocks of common prefixes.
+        enforce_eager: On a GPU, launch the kernels of steps one by one. Otherwise kernels are
+            compiled and steps captured as CUDA graphs before the first request.
         async_scheduling: Whether a step is launched before the tokens of the one before it are
-            read. ``None``: where that gains time, on a GPU. The tokens are the same.
-        speculative: ``"ngram"``: what followed the last tokens when they came before is drafted to
-            follow again, and a step verifies the draft (prompt-lookup decoding). The tokens are
-            the same; text that repeats its prompt or itself is generated faster. With it
+            read. ``None``: on a GPU only. The tokens are the same.
+        speculative: ``"ngram"``: draft the tokens that followed an earlier occurrence of the last
+            few, and verify them in one step (prompt-lookup decoding). The tokens are the same;
+            text that repeats its prompt or itself is generated faster. With it
             ``async_scheduling`` is off.
         num_speculative_tokens: The most tokens of a draft, 1 to 15.
         generation_config: ``"auto"``: a request without ``sampling_params`` takes those of the
             checkpoint's generation_config.json; see ``get_default_sampling_params``. ``"vllm"``:
             it takes ``SamplingParams()``, as every request of a loaded model does.
-        seed: Where the seeds of requests without one come from.
-        use_tqdm: Whether to show how the recording goes.
+        seed: Seeds the generator that gives seeds to requests without one.
+        use_tqdm: Whether to show the progress of capturing CUDA graphs.
 
     Threads may share it: a call of ``generate`` waits for those of other threads, and is refused
-    while a stream is open. A forked process may not use its parent's, where torch's threads stay.
+    while a stream is open. A forked process cannot use its parent's, because a fork does not copy
+    torch's threads.
 
     On a CPU that has other work to do, set ``OMP_WAIT_POLICY=PASSIVE`` in the environment before
-    torch is imported, as the command line does: torch's threads wait for each other by spinning.
-    On two cores, beside one busy process, the shipped model then took 4 to 20 times as long.
+    torch is imported, as the command line does. Otherwise torch's threads wait for each other by
+    spinning: on two cores, beside one busy process, the shipped model took 4 to 20 times as long.
 
     Raises:
         RequestError: The directory is not a checkpoint, or an argument is out of range.
-        UnsupportedError: The model cannot be proven to run exactly, and the message says why; or
-            Transformers is not installed.
+        UnsupportedError: The model's outputs over the paged cache differ from Transformers' own,
+            or cannot be compared, and the message says why; or Transformers is not installed.
         TypeError: An option does not exist; the message names the nearest one that does.
         OutOfBlocksError: The cache cannot hold one sequence of ``max_model_len`` tokens, or
             ``num_blocks`` are more than fit into memory.
@@ -111,7 +112,7 @@ class LLM:
         seed: int = 0,
         use_tqdm: bool = False,
     ) -> None:
-        # Reentrant: a thread that generates while it generates gets an error and does not wait.
+        # Reentrant, so that a nested call gets an error and does not deadlock.
         self._turn = threading.RLock()
         self.engine, self._default_params = load_engine(
             model,
@@ -162,7 +163,7 @@ class LLM:
             try:
                 self._run(len(request_ids), use_tqdm)
             finally:
-                # Interrupted, say: leave no request behind for the next call to run.
+                # After an interrupt, leave no request behind for the next call to run.
                 for request_id in request_ids:
                     self.engine.abort(request_id)
                 outputs = [self.engine.take_output(request_id) for request_id in request_ids]
@@ -180,22 +181,22 @@ class LLM:
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, written down as the model was taught to read them.
+        """Answer conversations, formatted by the model's chat template.
 
-        Prompts are those that the server makes of the same messages.
+        The server makes the same prompts of the same messages.
 
         Args:
             messages: One conversation, ``[{"role": "user", "content": "Hello!"}]``, or a list of
                 them, in OpenAI's form.
             sampling_params: As for ``generate``.
             use_tqdm: As there.
-            chat_template: A Jinja template in the place of the tokenizer's own.
+            chat_template: A Jinja template instead of the tokenizer's own.
             add_generation_prompt: Whether the prompt ends where an answer begins.
-            continue_final_message: Whether it ends within the last message, the assistant's,
-                which the model continues. Nothing is added to it then.
-            tools: What the model may call, in OpenAI's form. Calls are found in the text of the
-                output, written as the model was taught.
-            chat_template_kwargs: What else the template takes, ``{"enable_thinking": False}``.
+            continue_final_message: Whether the prompt ends within the last message, the
+                assistant's, for the model to continue; no generation prompt is added then.
+            tools: Functions that the model may call, in OpenAI's form. Calls are in the text of
+                the output, in the model's own format.
+            chat_template_kwargs: Further variables of the template, ``{"enable_thinking": False}``.
 
         Returns:
             As ``generate``; ``prompt`` is None, and ``prompt_token_ids`` what the template made.
@@ -224,8 +225,7 @@ class LLM:
         """Continue every prompt, yielding text as soon as it is certain.
 
         The ``request_id`` of a delta is the position of its prompt. The first delta of a prompt
-        has its ``prompt_logprobs``, if its parameters ask for them. Nothing is computed before the
-        first delta is asked for.
+        has its ``prompt_logprobs``, if requested. Computing starts when the first delta is taken.
 
         Raises:
             RequestError: As ``generate``.
@@ -234,7 +234,7 @@ class LLM:
             return self._stream(self._validate(prompts, sampling_params))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that are given none.
+        """Return the parameters of requests that are given none.
 
         ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, and
         ``max_new_tokens`` as ``max_tokens``, of the checkpoint's generation_config.json, unless
@@ -247,9 +247,9 @@ class LLM:
         return self.engine.tokenizer
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: after the model's weights have changed they are wrong.
+        """Forget all cached prefixes; call it after the model's weights have changed.
 
-        Weights are to be changed in place: on a GPU, recorded steps read them where they were.
+        Change weights in place: CUDA graphs keep reading the tensors that they were captured with.
 
         Raises:
             RequestError: Requests are running: a stream is open.
@@ -265,7 +265,7 @@ class LLM:
                 for position, request in enumerate(requests)
             }
         try:
-            # Once it is done others may begin, while its last delta is looked at.
+            # When all are done, other calls may start before the last delta is consumed.
             while deltas := self._step(positions):
                 for delta in deltas:
                     delta.request_id = positions[delta.request_id]
@@ -309,7 +309,7 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[dict[str, Any]]:
-        """Arguments of ``Engine.add_request``, each proven to be servable before any is started."""
+        """Return arguments of ``Engine.add_request``, after validating all of them."""
         self._check_idle()
         listed = list_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -338,7 +338,7 @@ class LLM:
         return requests
 
     def _check_idle(self) -> None:
-        if self.engine.has_unfinished:  # steps are for all requests, and deltas would be lost
+        if self.engine.has_unfinished:  # a step serves all requests: their deltas would be lost
             raise RequestError(
                 "other requests are running, those of an open stream, say: finish or close it "
                 "first, or add all to llm.engine and step that"

@@ -1,4 +1,4 @@
-"""What a user gets: deltas of steps, requests with everything generated for them, and counts."""
+"""Results: the deltas of steps, finished and unfinished requests, and counts of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .logprobs import LogprobDicts, TokenLogprobs
 
 @dataclass(slots=True)
 class Delta:
-    """What a step added to one sequence."""
+    """The tokens and text that a step added to one sequence."""
 
     request_id: Any
     index: int
@@ -24,9 +24,9 @@ class Delta:
     error: str | None = None
     """Why it failed, where ``finish_reason`` is ``"error"``."""
     logprobs: TokenLogprobs | None = None
-    """The token's log-probability and the likeliest alternatives, if asked for."""
+    """The token's log-probability and the likeliest alternatives, if requested."""
     prompt_logprobs: LogprobDicts | None = None
-    """Those of the prompt's tokens, if asked for: in the request's first delta with a token."""
+    """Those of the prompt's tokens, if requested: in the request's first delta with a token."""
     stop_reason: str | int | None = None
     """With a ``finish_reason``: the stop string or token that ended the sequence, if one did."""
 
@@ -49,16 +49,16 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     error: str | None = None
     error_type: type[GenerationError] = GenerationError
-    """Of ``error``, where there is one: what ``AsyncLLM`` raises."""
+    """The type of ``error``, which ``AsyncLLM`` raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds since 1970; ``None``: not yet."""
+    """Times of a request's events, in seconds since 1970; ``None``: not yet."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
-    """When its first step was chosen."""
+    """When it was first scheduled."""
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -88,7 +88,7 @@ class RequestOutput:
 
 @dataclass
 class CacheCounts:
-    """What happened in the cache since the start."""
+    """Counts of cache events since the start."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -96,7 +96,7 @@ class CacheCounts:
     copied_blocks: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    """Tokens computed again, since preemption gave their blocks away and others took them."""
+    """Tokens computed again because preemption freed their blocks and others reused them."""
     peak_blocks: int = 0
     shared_blocks: int = 0
     """The most blocks that were held more than once at the same time."""
@@ -107,7 +107,7 @@ class CacheCounts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    """Draft tokens that were what the sampler chose."""
+    """Draft tokens that equal the sampled ones."""
 
     @property
     def waste(self) -> float:

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, checked the moment it is written down."""
+"""Sampling parameters of a request, validated when they are made."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from .vllm_names import SAMPLING_OPTIONS
 class SamplingParams:
     r"""How to choose tokens, when to stop and what to report.
 
-    Names and defaults are vLLM's. Bad values raise here and not in the middle of a batch, so an
-    instance is always one that the sampler can serve. Numbers are stored as plain ``int`` and
-    ``float``, lists as tuples, ``top_k=-1`` as 0.
+    Names and defaults are vLLM's. Bad values raise here and not in the middle of a batch. Numbers
+    are stored as plain ``int`` and ``float``, lists as tuples, ``top_k=-1`` as 0.
 
     Attributes:
-        n: How many samples to draw from one prompt. A greedy request may ask for several; all
-            are then the same text.
+        n: How many samples to draw from one prompt. Those of a greedy request are equal.
         temperature: Divides the logits. 0.0 is greedy: always the most likely token.
         top_p: Keep the fewest tokens whose probabilities sum to at least this; 1.0 keeps all.
         top_k: Keep this many tokens; 0 or -1 keeps all, 1 is greedy.
         min_p: Keep tokens at least this fraction as likely as the most likely one; 0.0 keeps all.
-        presence_penalty: Taken off the logit of every token already in the output.
+        presence_penalty: Subtracted from the logit of every token already in the output.
         frequency_penalty: The same, once per occurrence in the output.
         repetition_penalty: Above 1.0 makes tokens of the prompt and the output less likely:
             divides their positive logits, multiplies their negative ones.
-        seed: Makes the request reproducible, in any company and after preemption: up to the
-            rounding of logits, which depends on who else is computed and which a cache of 8 bits
-            makes coarse. ``None`` leaves the choice to the engine.
+        seed: Makes the request reproducible, whatever else is in the batch and after preemption,
+            up to the rounding of logits, which depends on the batch and is coarse with an 8-bit
+            cache. ``None``: the engine draws one.
         stop: Text ends before the first of these strings. A string or a list of strings.
         stop_token_ids: The output ends at any of these tokens.
         ignore_eos: Do not end at the model's end-of-sequence token.
@@ -48,7 +46,7 @@ class SamplingParams:
             pass over the prompt.
         allowed_token_ids: Choose among these tokens only; ``None`` allows all.
         bad_words: Texts that are not generated: the token that would complete one is ruled out.
-        structured_outputs: A form that the output must have: a JSON schema, say.
+        structured_outputs: A constraint on the output, such as a JSON schema.
         detokenize: Turn tokens into text.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Let the text end after the stop string, not before it.

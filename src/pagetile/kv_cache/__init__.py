@@ -1,4 +1,4 @@
-"""Who holds which cache block, and what it contains: plain Python over plain integers."""
+"""Allocation, sharing and prefix look-up of cache blocks, in plain Python over block ids."""
 
 from .block_pool import BlockPool
 from .block_table import BlockTable

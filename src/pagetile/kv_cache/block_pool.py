@@ -1,8 +1,8 @@
-"""Which cache blocks are free, in which order they are reused, and how many hold each other one.
+"""The allocator of cache blocks: free list, reference counts and order of reuse.
 
 A block is a number here; its keys and values lie in the cache tensors. A free block keeps its
-content until it is handed out again, so what a finished sequence computed can still be found
-by its prefix and brought back with ``retain``::
+content until it is handed out again, so a ``PrefixIndex`` can still find what a finished sequence
+computed, and ``retain`` takes it back out of the free list::
 
              allocate                    release, at zero holders
     free ───────────────► held ──────────────────────────────────► free
@@ -22,11 +22,11 @@ from .integers import block_ids, whole_number
 
 
 class BlockPool:
-    """Blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens: handed out, shared, taken back.
+    """Allocates, shares and frees blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens.
 
     The free list is in reuse order: the block whose last holder left longest ago comes first.
-    It is doubly linked and threaded through two lists of integers, so every operation costs
-    O(1) per block, also taking a block out of the middle.
+    It is doubly linked (two lists of integers), so every operation costs O(1) per block, also
+    taking a block out of the middle.
 
     Args:
         num_blocks: Size of the pool, at least 1.
@@ -56,7 +56,7 @@ class BlockPool:
         self._num_shared = 0
         self._reuse_listeners: list[Callable[[int], None]] = []
         self._ref_counts = [0] * num_blocks
-        # A ring: the extra place `num_blocks` is both ends of the list and never handed out.
+        # A circular list: the sentinel `num_blocks` is both of its ends and never handed out.
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
 
@@ -81,7 +81,7 @@ class BlockPool:
         return self._num_shared
 
     def ref_count(self, block: int) -> int:
-        """How many hold ``block``; 0 is free.
+        """Number of holders of ``block``; 0: it is free.
 
         Raises:
             ValueError: The pool has no such block.
@@ -142,8 +142,8 @@ class BlockPool:
     def retain(self, blocks: Sequence[int]) -> None:
         """Add one holder to each block; a free one leaves the free list with its content.
 
-        Blocks that a ``PrefixIndex`` found are to be retained before anything is allocated:
-        ``allocate`` may hand out every free block.
+        Retain blocks that a ``PrefixIndex`` found before the next ``allocate``, which may hand out
+        any free block.
 
         Raises:
             ValueError: The pool has no such block. Nothing was retained.
@@ -187,7 +187,7 @@ class BlockPool:
                 self._num_free += 1
 
     def overwrite(self, block: int) -> None:
-        """Tell the listeners that the content of a held block is about to be replaced."""
+        """Call the reuse listeners: the content of a held block is about to be replaced."""
         for listener in self._reuse_listeners:
             listener(block)
 

@@ -4,9 +4,9 @@ Token ``t`` lies in slot ``blocks[t // block_size] * block_size + t % block_size
 the same blocks; only the last one can be partly filled, and the first table that appends to it
 while it is shared takes a copy (copy-on-write; block_size 4, six tokens)::
 
-    parent            [2][5]         holders: block 2 two, block 5 two
+    parent            [2][5]         blocks 2 and 5 have two holders each
     fork              [2][5]
-    fork.append(1)    [2][7]         copy 5 → 7, then write; parent keeps 5 to itself
+    fork.append(1)    [2][7]         copy 5 → 7, then write; only the parent still holds 5
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BlockTable:
             and not self._was_cut
             and self._pool.ref_count(self._blocks[-1]) == 1
         ):
-            self._num_tokens += num_new_tokens  # most single tokens: the block is its own
+            self._num_tokens += num_new_tokens  # the usual case: the last block is not shared
             return []
         num_tokens = self._num_tokens + whole_number("num_new_tokens", num_new_tokens)
         if num_tokens == self._num_tokens:
@@ -106,7 +106,7 @@ class BlockTable:
             copies.append((self._blocks[-1], taken[0]))
             self._pool.release([self._blocks.pop()])
         elif self._was_cut:
-            # What was cut off can be indexed as the end of a full block.
+            # A truncated block may still be in a prefix index with its former tokens.
             self._pool.overwrite(self._blocks[-1])
         self._blocks.extend(taken)
         self._num_tokens = num_tokens
@@ -190,7 +190,7 @@ class BlockTable:
         return slots[offset : offset + end - start]
 
     def fork(self) -> BlockTable:
-        """A table of the same tokens that holds every block once more."""
+        """Return a table of the same tokens, which holds every block as well."""
         twin = BlockTable(self._pool)
         self._pool.retain(self._blocks)
         twin._blocks = self._blocks.copy()

@@ -1,7 +1,7 @@
-"""Which cache block holds which full block of tokens, found by everything before it.
+"""Index of full cache blocks by the hash of their tokens and of all tokens before them.
 
-The keys and values of a token depend on all tokens before it, so a block is found by the hash
-of its whole prefix, one link per full block (block_size 2 here)::
+The keys and values of a token depend on all tokens before it, so a block's digest includes its
+parent's (block_size 2 here)::
 
     salt  ──► [5 6] ──► [7 8] ──► [9 1]        digest = H(parent's digest, tokens)
                block 3   block 0   block 7
@@ -40,13 +40,12 @@ class PrefixIndex:
     """Index of the pool's blocks whose content is known, by the tokens up to their end.
 
     The index removes a block by itself when the pool hands it out again. When a block in the
-    middle of a sequence is removed, ``match`` no longer reaches the blocks after it; they stay
-    indexed until they are reused themselves, and are found again once the missing content is
-    computed again.
+    middle of a sequence is removed, ``match`` no longer reaches the blocks after it. They stay
+    indexed until they are reused, and are found again when the missing block is computed again.
 
     Args:
         pool: The pool whose blocks are indexed; it gives the block size.
-        salt: The operator's salt, hashed into everything.
+        salt: The operator's salt, hashed into every digest.
 
     Raises:
         DTypeError: ``pool`` is not a ``BlockPool``, or ``salt`` is not bytes.
@@ -133,7 +132,7 @@ class PrefixIndex:
             candidate = self._links[block]
             if candidate.tokens != link.tokens or not _is_same_prefix(candidate.parent, parent):
                 break
-            # Equal content, made one object: the next comparison is a single step.
+            # Share the parent object, so that the next comparison of prefixes is one step.
             candidate.parent = parent
             parent = candidate
             found.append(block)
@@ -158,7 +157,7 @@ class PrefixIndex:
             DTypeError: ``hashes`` are not ``BlockHashes``, or ``blocks`` is not a sequence.
         """
         self._check_hashes(hashes)
-        if not isinstance(blocks, (list, Sequence)):  # a list is told much faster than a sequence
+        if not isinstance(blocks, (list, Sequence)):  # isinstance of list is much faster
             raise DTypeError(
                 f"blocks is of type {type(blocks).__name__}, expected a list: pass table.blocks"
             )
@@ -296,7 +295,7 @@ class BlockHashes:
     def num_common(self, other: BlockHashes) -> int:
         """Return how many full blocks, from the first, have the same digests as ``other``'s.
 
-        A digest is that of a whole prefix, so a search by halves finds where they part.
+        Digests cover whole prefixes, so binary search finds the first difference.
         """
         check_type("other", other, BlockHashes)
         mine, others = self._links, other._links
@@ -319,7 +318,7 @@ class BlockHashes:
 
 
 def _field(tag: bytes, value: bytes) -> bytes:
-    """Tagged and with its length, so that no value can imitate another field."""
+    """Encode a value with tag and length, so that no value can imitate another field."""
     return tag + len(value).to_bytes(8, "little") + value
 
 

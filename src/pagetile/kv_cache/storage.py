@@ -53,8 +53,8 @@ class KVCache:
         dtype: Element type of keys and values.
         device: Where the tensors lie.
 
-    In 8 bits (float8_e4m3fn, float8_e5m2, int8) every token's head has a scale of its own, which
-    ``write_kv`` computes: no calibration.
+    In 8 bits (float8_e4m3fn, float8_e5m2, int8) each token and head has its own scale, which
+    ``write_kv`` computes, so no calibration is needed.
 
     Attributes:
         k: A layer's keys, ``[num_blocks, block_size, num_kv_heads, head_size]`` each.
@@ -114,7 +114,7 @@ class KVCache:
     def blocks_that_fit(
         layers: Sequence[LayerSpec], memory_bytes: int, *, block_size: int, dtype: torch.dtype
     ) -> int:
-        """How many blocks of all layers fit into ``memory_bytes``.
+        """Return how many blocks of all layers fit into ``memory_bytes``.
 
         Raises:
             OutOfBlocksError: Not one does; the message says how many bytes are missing.
@@ -139,7 +139,7 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """Slots in all: the most tokens that the cache can hold."""
+        """The most tokens that the cache can hold: ``num_blocks * block_size``."""
         return self.num_blocks * self.block_size
 
     @property
@@ -148,7 +148,7 @@ class KVCache:
         return self.num_tokens * sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
 
     def copy(self, src_to_dst: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of every layer, as copy-on-write asks for."""
+        """Copy blocks of every layer: the copies that ``BlockTable.append`` returns."""
         if src_to_dst:
             pairs = torch.tensor(src_to_dst, dtype=torch.int64)
             scales = [scale for scale in (*self.k_scale, *self.v_scale) if scale is not None]

@@ -54,8 +54,8 @@ def attention(
     ``q``, ``k``, ``v`` and ``sinks``, once, through ``out`` and ``lse``. The same inputs give the
     same bits; gradients on Hopper do so under ``torch.use_deterministic_algorithms(True)``, and
     are faster without. CUDA graphs with calls on Hopper share a counter: they must not be replayed
-    at the same time. A custom operation: ``torch.compile`` and checkpointing take it as it is,
-    and under autocast q, k and v are cast as torch's own attention casts them.
+    at the same time. It is a custom operator: ``torch.compile`` and checkpointing do not look into
+    it. Under autocast q, k and v are cast as for torch's own attention.
 
     Args:
         q: ``[batch, query_len, num_heads, head_size]``, or ``[num_tokens, num_heads, head_size]``
@@ -68,13 +68,13 @@ def attention(
         cu_seqlens_q: int32 ``[num_seqs + 1]``; where each sequence's queries start in ``q``.
         cu_seqlens_k: The same of its keys. ``None``: as ``cu_seqlens_q``.
         max_query_len: At least the most queries of a sequence. ``None`` is the number of all
-            queries: right, but a GPU then starts programs for nothing.
+            queries, for which a GPU starts more programs than are needed.
         max_seq_len: At least the most keys of a sequence. ``None``: of all keys, or
             ``max_query_len`` without ``cu_seqlens_k``.
         causal: Whether a query sees only keys at or before its own position.
         softmax_scale: Multiplies ``q · k``. ``None`` is ``head_size ** -0.5``; 0.0 means 0.0.
         sliding_window: Number of visible keys up to the query's own, which counts; those after it
-            are ``causal``'s to hide. ``None``: all.
+            are hidden by ``causal`` only. ``None``: all.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``. ``None``: no cap.
         alibi_slopes: ``[num_heads]``; adds ``slope * (key position - query position)``.
         sinks: ``[num_heads]``; one more logit in each head's softmax, with no value. It counts in
@@ -130,13 +130,13 @@ def attention(
 
 
 def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
-    """Which implementations can run a call, one a line with the reason, in the order of "auto".
+    """Return which implementations can run a call, one a line, in the order of ``impl="auto"``.
 
     Args:
-        q: As for ``attention``, like everything else here.
-        k: As there.
-        v: As there.
-        **options: The keyword arguments of ``attention``; ``impl`` changes nothing.
+        q: As for ``attention``.
+        k: As for ``attention``.
+        v: As for ``attention``.
+        **options: The keyword arguments of ``attention``; ``impl`` is ignored.
 
     Example:
         >>> q = torch.zeros(1, 5, 4, 64)
@@ -168,7 +168,7 @@ def _normalize(
     layout: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Lengths, Options]:
-    """Bring tensors to BSHD, fill in defaults, and cast as autocast wants it."""
+    """Bring tensors to BSHD, fill in defaults, and apply autocast."""
     slopes, sinks = others.get("alibi_slopes"), others.get("sinks")
     starts = given(cu_seqlens_q=lengths.cu_seqlens_q, cu_seqlens_k=lengths.cu_seqlens_k)
     check_tensors(q=q, k=k, v=v, **starts, **given(alibi_slopes=slopes, sinks=sinks))

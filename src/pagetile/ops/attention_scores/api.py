@@ -1,4 +1,4 @@
-"""The public operation: contract, checks, and the choice of an implementation."""
+"""``attention_scores``: contract, checks, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def attention_scores(
 
 
 def _find_and_run(q: Tensor, k: Tensor, softmax_scale: float | None, impl: str) -> Tensor:
-    """Run a call that is not known to be like an earlier one."""
+    """Validate and dispatch a call that no cached call matches, and run it."""
     check_tensors(q=q, k=k)
     given_q, given_k, dtype = q, k, autocast_type(q)
     if dtype is not None:
@@ -92,7 +92,7 @@ def _find_and_run(q: Tensor, k: Tensor, softmax_scale: float | None, impl: str) 
     scale = as_number("softmax_scale", default_scale(q) if softmax_scale is None else softmax_scale)
     has_gradient = needs_gradient(q, k)
     if impl == "auto" and has_dispatch_observers(q, k):
-        # Every observer knows the operations of the reference.
+        # The reference consists of torch operations, which every observer can record.
         return reference.run(_validate(q, k, scale, has_gradient), q, k, scale)
     call = _prepare(form(q), form(k), scale, has_gradient, impl)
     if q is given_q and k is given_k and not in_forward_mode():
@@ -106,17 +106,17 @@ def _find_and_run(q: Tensor, k: Tensor, softmax_scale: float | None, impl: str) 
 
 
 class _CachedCall:
-    """A form of calls that was validated, and the function that runs them."""
+    """A validated form of call (shapes, strides, types, device) and the function that runs it."""
 
     __slots__ = ("guard", "run")
 
     def __init__(self, run: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.run = run
         self.guard: Callable[..., bool] | None = None
-        """Made when a call repeats, so those that do not repeat pay nothing for it."""
+        """Set when a call repeats, so that other calls do not pay for it."""
 
     def matches(self, q: Tensor, k: Tensor) -> bool:
-        """Return whether a call has this form and nothing else takes part in it."""
+        """Return whether a call has this form, and no observer or autograd mode is active."""
         is_like = self.guard is not None and self.guard(q, k)
         # A guard sees autocast and batches of tensors, but not every mode.
         return is_like and not in_forward_mode() and not has_dispatch_observers()
@@ -124,8 +124,7 @@ class _CachedCall:
 
 _MOST_CALLS = 1024
 _calls: dict[tuple[torch.Size, float, str], _CachedCall] = {}
-"""The last call for each shape of ``q``, scale and ``impl``: how most calls are recognised, in two
-microseconds."""
+"""The last call for each shape of ``q``, scale and ``impl``; most calls are found here."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""The public operation: contract and checks."""
+"""``copy_blocks``: contract, checks, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def copy_blocks(
 ) -> None:
     """Copy whole blocks inside each cache, or from one cache to another, in place.
 
-    All sources are as they were before the call: a block may be read by one line of
-    ``src_to_dst`` and overwritten by another. Caches are copied in no particular order, so none
-    may be written that is named a second time.
+    All sources are read as they were before the call: one row of ``src_to_dst`` may read a block
+    that another overwrites. Caches are copied in no particular order, so a cache that is written
+    must be named only once.
 
-    On a GPU, and between it and pinned host memory, the host does not wait: like a kernel the copy
-    is queued on the current stream. Synchronise before the host reads what was copied to it, or
-    overwrites what was copied from it. With host memory that is not pinned, the host waits.
+    On a GPU, and between it and pinned host memory, the copy is queued on the current stream like
+    a kernel, and the host does not wait. Synchronise before the host reads or overwrites that
+    memory. With host memory that is not pinned, the host waits.
 
     Args:
         caches: The caches to copy in, one a layer for keys and one for values:
@@ -45,7 +45,7 @@ def copy_blocks(
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Raises:
-        ShapeError: A block lies outside a cache, a destination stands twice, a pair's blocks
+        ShapeError: A block lies outside a cache, a destination is named twice, a pair's blocks
             differ in shape, or a cache that is written is named twice. Nothing is written then.
         DTypeError: ``src_to_dst`` is not int64, or a pair differs in type.
         UnsupportedError: The named ``impl`` cannot copy between these. Nothing is written then.
@@ -83,7 +83,7 @@ def copy_blocks(
 
 
 def _as_pairs(src_to_dst: Any) -> Tensor:
-    """Of blocks, checked but for their numbers."""
+    """Return ``src_to_dst`` as a tensor, checked but for the block numbers."""
     if isinstance(src_to_dst, (list, tuple)):
         try:
             src_to_dst = torch.tensor(src_to_dst) if src_to_dst else torch.empty(0, 2).long()

@@ -1,4 +1,4 @@
-"""The public operation: contract and checks."""
+"""``merge_states``: contract, checks, and the choice of an implementation."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def paged_attention(
     """Attention of new tokens over a paged KV cache.
 
     Row ``t`` of sequence ``i`` stands at position ``seq_len - query_len + t`` and sees every key
-    at or before it. One call serves prefill, chunked prefill, decode and any mix: a length is
-    data. For 2 new tokens of a sequence of 5 the mask is (1 = visible):
+    at or before it. One call serves prefill, chunked prefill, decode and any mix of them. For 2
+    new tokens of a sequence of 5 the mask is (1 = visible):
 
         1 1 1 1 0
         1 1 1 1 1
@@ -92,8 +92,9 @@ def paged_attention(
             them see. Logical numbers (columns of ``block_tables``), ascending, then -1. Time
             follows the number of visible blocks. ``None``: all blocks.
         out: Where to write the result, ``[num_tokens, num_heads, v_head_size]`` like ``q``.
-        plan: How to cut the work (``plan_paged_attention``); ``None`` chooses, for speed.
-            ``torch.compile`` takes a call without one as a node, and breaks at others.
+        plan: How to divide the work (``plan_paged_attention``); ``None`` chooses the fastest.
+            ``torch.compile`` makes a call without a plan a graph node; one with a plan breaks the
+            graph.
         impl: ``"auto"``, or one of ``"hopper"`` (decode), ``"hopper_prefill"``, ``"triton"``,
             ``"cpu"``, ``"reference"``: a named one runs or raises.
 
@@ -107,14 +108,14 @@ def paged_attention(
             no scales.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    On a CPU the first call with each combination of element types compiles, once a machine, which
-    takes some 10 seconds.
+    On a CPU the first call with each combination of element types compiles for some 10 seconds;
+    the result is kept on disk.
 
     It has no gradients, because a cache is written in place: a ``q`` that requires one warns once.
     ``pagetile.attention`` has gradients.
 
     On a GPU the values of lengths and tables are checked under ``PAGETILE_DEBUG=1`` only, since
-    that waits for the device; without it a wrong one reads or writes memory that is not its own.
+    the check waits for the device. Without it a wrong value reads or writes out of bounds.
 
     Example:
         >>> import torch
@@ -134,7 +135,7 @@ def paged_attention(
         )  # fmt: skip
         return result
     sliding_window = whole_window(sliding_window)
-    if causal is not True and causal is not False:  # 1 would be looked up as True
+    if causal is not True and causal is not False:  # 1 has the same hash as True
         check_flag("causal", causal)
     numbers = causal, sliding_window, logits_soft_cap
     optional = alibi_slopes, sinks, k_scale, v_scale, visible_blocks, out
@@ -155,7 +156,7 @@ def paged_attention(
             scale = default_scale(q) if softmax_scale is None else softmax_scale
             arguments = Arguments(q, k_cache, v_cache, batch, scale, *numbers, *optional)
             call = _find_call(arguments, plan, impl, key)
-    except (AttributeError, TypeError):  # types are checked only then: a call is to cost little
+    except (AttributeError, TypeError):  # check types only after a failure, to keep calls fast
         check_types(
             batch, q=q, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks,
             k_scale=k_scale, v_scale=v_scale, visible_blocks=visible_blocks, out=out,
@@ -178,11 +179,10 @@ def paged_attention(
 def _find_call(arguments: Arguments, plan: Plan | None, impl: str, key: Any = None) -> CachedCall:
     """Return the cached call for these arguments; validate and dispatch them if there is none.
 
-    A call is looked up in two steps. Its batch keeps the last calls by all that they had beside
-    ``q`` and the caches, the ``key``; whether these three have the same form is one question to
-    torch (``CachedCall.matches``). Here the whole form is described and looked up among all forms.
-    It is recorded for the short way when it comes twice in a row, so calls that do not repeat pay
-    nothing for that (decision 20).
+    The fast path is the batch's own cache, whose ``key`` is every argument but ``q`` and the
+    caches; torch guards compare these three (``CachedCall.matches``). This is the slow path: it
+    describes the whole call and looks it up among all. A call is recorded for the fast path when
+    it comes twice in a row, so calls that do not repeat pay nothing for that (decision 20).
     """
     q, k_cache, v_cache, batch = arguments[:4]
     if q.requires_grad and torch.is_grad_enabled():
@@ -286,16 +286,16 @@ def check_prefixes_on_host(problem: Problem, batch: PagedBatch, shared: SharedPr
 def explain_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, **options: Any
 ) -> str:
-    """Return which implementations can run a call, a line each, in the order of ``"auto"``.
+    """Return which implementations can run a call, one a line, in the order of ``impl="auto"``.
 
-    Of a batch with shared prefixes they compute each sequence's own keys: see ``SharedPrefixes``.
+    With shared prefixes this is about each sequence's own keys: see ``SharedPrefixes``.
 
     Args:
-        q: As for ``paged_attention``, like everything else here.
-        k_cache: As there.
-        v_cache: As there.
-        batch: As there.
-        **options: The keyword arguments of ``paged_attention``; ``impl`` changes nothing.
+        q: As for ``paged_attention``.
+        k_cache: As for ``paged_attention``.
+        v_cache: As for ``paged_attention``.
+        batch: As for ``paged_attention``.
+        **options: The keyword arguments of ``paged_attention``; ``impl`` is ignored.
 
     Example:
         >>> import torch
@@ -328,15 +328,15 @@ def plan_paged_attention(
     whatever their lengths are, and for the implementation that runs this call.
 
     Args:
-        q: As for ``paged_attention``, like everything else here.
-        k_cache: As there.
-        v_cache: As there.
-        batch: As there.
+        q: As for ``paged_attention``.
+        k_cache: As for ``paged_attention``.
+        v_cache: As for ``paged_attention``.
+        batch: As for ``paged_attention``.
         batch_invariant: Whether a sequence's result must have the same bits whatever other
             sequences are in the batch, among batches of one ``max_query_len``. On a CPU it always
             has; on a GPU it costs some of decode's speed, and memory (``make_plan``).
-        **options: The keyword arguments of ``paged_attention``, ``impl`` included: a plan is for
-            one implementation. ``plan`` changes nothing.
+        **options: The keyword arguments of ``paged_attention``, ``impl`` included; ``plan`` is
+            ignored.
 
     Raises:
         ShapeError: As ``paged_attention``.

@@ -1,4 +1,4 @@
-"""The public operation: contract and checks."""
+"""``write_kv``: contract, checks, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def write_kv(
 ) -> None:
     """Write each new token's key and value to its slot of the cache, in place.
 
-    In an 8-bit cache it writes ``x / scale``, rounded to the nearest code (to the even one in
-    the middle) and clamped to ±448 in float8_e4m3fn, ±57344 in float8_e5m2, ±127 in int8. A
-    scale for each token's head is computed: the largest ``|x|`` over that largest code. NaN stays
-    NaN, but in int8, which has none, it becomes 0.
+    In an 8-bit cache it writes ``x / scale``, rounded to the nearest representable value (ties to
+    even) and clamped to ±448 in float8_e4m3fn, ±57344 in float8_e5m2, ±127 in int8. A scale for
+    each token and head is computed here: the largest ``|x|`` divided by that bound. NaN stays NaN,
+    except in int8, where it becomes 0.
 
     Args:
         k: ``[num_tokens, num_kv_heads, head_size]``; rounded to the cache's type if that differs.
@@ -67,8 +67,8 @@ def write_kv(
 
     Raises:
         ShapeError: Sizes disagree, one tensor is given for both caches, or a slot lies outside the
-            cache (on a GPU that is seen only under ``PAGETILE_DEBUG=1``, and everywhere only
-            there that a slot comes twice); nothing is written then.
+            cache (on a GPU checked under ``PAGETILE_DEBUG=1`` only, like a repeated slot on any
+            device); nothing is written then.
         DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
             no scales.
 
@@ -79,7 +79,7 @@ def write_kv(
         >>> k_cache[..., 0, 0].nonzero().tolist()  # slots 5 and 40 of blocks of 16
         [[0, 5], [2, 8]]
 
-        In 8 bits, with a scale for each token's head, which is computed on the way:
+        In 8 bits, with a scale for each token and head, which ``write_kv`` computes:
 
         >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, dtype=torch.int8).unbind(0)
         >>> k_scale, v_scale = torch.zeros(2, 4, 16, 2).unbind(0)
@@ -90,7 +90,7 @@ def write_kv(
     """
     operands = k, v, k_cache, v_cache, slot_mapping
     is_operator = needs_operator(k)
-    if is_operator and torch.compiler.is_compiling():  # what is compiled calls this, and checks
+    if is_operator and torch.compiler.is_compiling():  # checks run when the operator is called
         write(*operands, k_scale, v_scale, impl)
         return
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
